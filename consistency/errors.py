@@ -90,7 +90,7 @@ class InterruptedRunError(ConsistencyError):
     exit_status = 130
 
 
-def meant(given: str, known: Iterable[str]) -> str | None:
+def did_you_mean(given: str, known: Iterable[str]) -> str | None:
     """Return a hint at the known name that somebody meant who wrote another, None if none is close."""
     import difflib
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from consistency.errors import first_line, meant
+from consistency.errors import did_you_mean, first_line
 
 
 @pytest.mark.parametrize(
@@ -38,4 +38,4 @@ def test_a_long_line_is_cut() -> None:
 )
 def test_what_was_meant_is_named_as_it_is_written(given: str, name: str | None) -> None:
     known = ("base", "adapter", "load_paths", "allow_pickle", "arch")
-    assert meant(given, known) == (None if name is None else f"did you mean {name}?")
+    assert did_you_mean(given, known) == (None if name is None else f"did you mean {name}?")

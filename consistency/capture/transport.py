@@ -18,7 +18,7 @@ from consistency.capture.bounded import check_count
 from consistency.capture.folder import MANIFEST
 from consistency.capture.reader import NoCaptureError
 from consistency.capture.whole_file import WholeFile, remove_leftovers
-from consistency.capture.writer import cannot_write, in_the_way
+from consistency.capture.writer import already_exists, cannot_write
 from consistency.errors import CaptureError
 
 ARCHIVE = ".zip"
@@ -93,7 +93,7 @@ def refuse_to_replace(target: str) -> None:
     else:
         exists = Path(target).exists()
     if exists:
-        raise in_the_way(target)
+        raise already_exists(target)
 
 
 def deliver(folder: Path, target: str) -> None:

@@ -57,7 +57,7 @@ class CaptureWriter:
     def _check_place(self) -> None:
         there = self.target.iterdir() if self.target.is_dir() else [self.target] if self.target.exists() else []
         if any(there) and not self._replace:
-            raise in_the_way(self.target)
+            raise already_exists(self.target)
 
     @property
     def blobs(self) -> Path:
@@ -88,7 +88,7 @@ class CaptureWriter:
         return self.target
 
 
-def in_the_way(target: object) -> CaptureError:
+def already_exists(target: object) -> CaptureError:
     """Return the error for a place that holds something which nobody said to replace."""
     return CaptureError(
         "the place of the new capture is not empty",

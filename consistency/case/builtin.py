@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from consistency.errors import InputError, meant
+from consistency.errors import InputError, did_you_mean
 
 BUILTIN_CASES = ("llama", "gpt2", "bert")
 
@@ -15,7 +15,7 @@ def builtin_folder(name: str) -> Path:
     if name not in BUILTIN_CASES:
         raise InputError(
             f"there is no built-in case {name!r}", where="--base", wanted="one of " + ", ".join(BUILTIN_CASES),
-            hint=meant(name, BUILTIN_CASES),
+            hint=did_you_mean(name, BUILTIN_CASES),
         )  # fmt: skip
     here = Path(__file__).resolve().parents[1]
     for root in (here / "fixtures", here.parent / "fixtures"):

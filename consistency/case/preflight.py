@@ -20,7 +20,7 @@ from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Edge, Options
 from consistency.case.recognition import name_of
 from consistency.case.stages import LEVELS, SPECS, Stage, requested
-from consistency.errors import InputError, UsageError, first_line, meant
+from consistency.errors import InputError, UsageError, did_you_mean, first_line
 
 DEVICE_MAPS = ("auto", "balanced", "sequential")
 """Device maps that transformers computes."""
@@ -203,7 +203,7 @@ def _similar(path: Path) -> str | None:
         names = [one.name for one in path.parent.iterdir() if one.is_dir()]
     except OSError:
         return None
-    close = meant(path.name, names)
+    close = did_you_mean(path.name, names)
     return close and close.replace(" mean ", f" mean {path.parent}/", 1)
 
 
@@ -260,7 +260,7 @@ def _device_map(text: str) -> str:
             where="--device-map",
             got=text,
             wanted=f"{', '.join(DEVICE_MAPS)}, or FILE.json",
-            hint=meant(text, DEVICE_MAPS),
+            hint=did_you_mean(text, DEVICE_MAPS),
         )
     table = read_json(path)
     for module, device in table.items():

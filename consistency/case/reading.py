@@ -21,7 +21,7 @@ from consistency.case.profile import Switch, as_switches, merged
 from consistency.case.stages import Stage
 from consistency.case.tolerance import Override, as_overrides
 from consistency.devices.spec import parse_devices
-from consistency.errors import UsageError, meant
+from consistency.errors import UsageError, did_you_mean
 
 E = TypeVar("E", bound=enum.StrEnum)
 
@@ -117,7 +117,7 @@ def parse(table: Mapping[str, object], *, where: Callable[[str], str]) -> dict[s
 def unknown_option(name: str, where: str) -> UsageError:
     """Return the error for an option that does not exist."""
     known = [option.name for option in OPTIONS]
-    return UsageError(f"unknown option: {name}", where=where, wanted=", ".join(known), hint=meant(name, known))
+    return UsageError(f"unknown option: {name}", where=where, wanted=", ".join(known), hint=did_you_mean(name, known))
 
 
 def _refuse_nul(option: Option, given: object, where: str) -> None:
@@ -156,7 +156,7 @@ def _value(option: Option, given: object, where: str) -> object:
     if isinstance(given, str) and not given.strip() and (option.is_path or option.choices or option.name == "wrapper"):
         raise UsageError(f"{option.name} is empty", where=where, wanted=_wanted(option))
     if option.choices is not None and given not in option.choices:
-        hint = meant(str(given), option.choices)
+        hint = did_you_mean(str(given), option.choices)
         raise UsageError(f"unknown {option.name}: {given}", where=where, wanted=_wanted(option), hint=hint)
     value = _convert(option, given, _TYPES[option.attribute], where)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:  # NaN is not above 0 either
@@ -179,7 +179,9 @@ def _members(kind: type[E], names: Iterable[str], noun: str, where: str, *, want
     chosen = set(names)
     unknown = sorted(chosen - set(kind))
     if unknown:
-        raise UsageError(f"unknown {noun}: {unknown[0]}", where=where, wanted=wanted, hint=meant(unknown[0], kind))
+        raise UsageError(
+            f"unknown {noun}: {unknown[0]}", where=where, wanted=wanted, hint=did_you_mean(unknown[0], kind)
+        )
     if not chosen:
         raise UsageError(f"no {noun} given", where=where, wanted=wanted)
     return tuple(member for member in kind if member in chosen)

@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any
 
-from consistency.errors import InputError, meant
+from consistency.errors import InputError, did_you_mean
 
 BASE_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
@@ -257,7 +257,8 @@ def check_method(name: object, where: Path, config: Mapping[str, Any]) -> None:
         where=where,
         got=f"peft_type {name}" + (f", saved by PEFT {saved_by}" if saved_by else ""),
         wanted=", ".join(known),
-        hint=meant(str(name), known) or "install the PEFT that it was saved by, or a later one: pip install -U peft",
+        hint=did_you_mean(str(name), known)
+        or "install the PEFT that it was saved by, or a later one: pip install -U peft",
     )
 
 

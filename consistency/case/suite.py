@@ -32,7 +32,7 @@ from consistency.case.named_adapters import with_named_adapters
 from consistency.case.options import Edge, Options, Source
 from consistency.case.reading import layered, options_of, parse, read_table
 from consistency.case.recognition import name_of
-from consistency.errors import UsageError, meant
+from consistency.errors import UsageError, did_you_mean
 
 SHARED = ("devices", "timeout", "stall", "threads")
 """Options of the workers, which all cases share."""
@@ -74,7 +74,7 @@ class SuiteOptions:
             if not any(fnmatchcase(name, pattern) for name in names):
                 more = ", …" if len(names) > _MOST_NAMES else ""
                 wanted = ", ".join(names[:_MOST_NAMES]) + more
-                hint = meant(pattern, names)
+                hint = did_you_mean(pattern, names)
                 raise UsageError("no case has such a name", where="--case", got=pattern, wanted=wanted, hint=hint)
         cases = [case for case in self.cases if any(fnmatchcase(str(case.name), pattern) for pattern in patterns)]
         return dataclasses.replace(self, cases=tuple(cases))

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from consistency.case.stages import SPECS, Kind, Stage, stages_of
-from consistency.errors import UsageError, meant
+from consistency.errors import UsageError, did_you_mean
 from consistency.numerics.rules import UNIT_ROUNDOFF
 
 COMPUTED: tuple[Stage, ...] = stages_of(lambda spec: spec.kind is Kind.COMPUTES)
@@ -61,7 +61,7 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is a finite number of 0 or more, got {value}")
         if self.stage is not None and self.stage not in list(Stage):
-            close = meant(self.stage, COMPUTED)
+            close = did_you_mean(self.stage, COMPUTED)
             raise ValueError(f"unknown stage: {self.stage}; " + (close or f"a tolerance is for {_or(COMPUTED)}"))
         if self.stage is not None and self.stage not in COMPUTED:
             why = SPECS[Stage(self.stage)].kind.value
@@ -129,7 +129,7 @@ def _override(given: object, *, where: str) -> Override:
     for name in table:
         if name not in _KEYS:
             raise UsageError(f"a tolerance has no field {name}", where=where, got=shown, wanted=", ".join(_KEYS),
-                             hint=meant(str(name), _KEYS))  # fmt: skip
+                             hint=did_you_mean(str(name), _KEYS))  # fmt: skip
     missing = [name for name in ("atol", "rtol") if name not in table]
     if missing:
         raise UsageError(

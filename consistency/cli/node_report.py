@@ -14,7 +14,7 @@ import msgspec
 from consistency.capture import origin
 from consistency.capture.node_status import BEAT_S, NodeStatus, write_status
 from consistency.capture.version import __version__
-from consistency.cli.outlook import Expected, Outlook
+from consistency.cli.eta import Eta, Expected
 from consistency.errors import CaptureError, ConsistencyError, first_line
 from consistency.text import one_line
 
@@ -33,7 +33,7 @@ class NodeReport:
         self._target = target
         self._lock = threading.Lock()
         self._status = NodeStatus(phase="checking", host=origin.host(), software=_software())
-        self._outlook = Outlook()
+        self._outlook = Eta()
         self._stages: dict[str, str] = {}
 
     def devices(self, devices: Sequence[DeviceInfo]) -> None:
@@ -51,7 +51,7 @@ class NodeReport:
 
     def beside(self, watch: Watcher, expected: Expected) -> Watcher:
         """Return a watcher that passes events on, and reports the stage that is furthest behind."""
-        self._outlook = Outlook(expected)
+        self._outlook = Eta(expected)
 
         def both(label: str, event: Event) -> None:
             watch(label, event)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from consistency.cli.exit_status import EXIT_STATUS, status_line
-from consistency.errors import UsageError, meant
+from consistency.errors import UsageError, did_you_mean
 
 Example = tuple[str, str]
 """What a command line does, and the command line."""
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         known = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())))
         if not name.startswith("-"):
             return UsageError(f"{self.prog} takes no such argument: {name}", hint=self._help_hint())
-        hint = meant(name, known)
+        hint = did_you_mean(name, known)
         return UsageError(
             f"{self.prog} has no option {name}",
             wanted=None if hint else ", ".join(known),
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
             known = [one.strip(" '\"") for one in found["known"].split(",")]
             noun = "command" if name == "COMMAND" else f"value of {name}"
             return UsageError(f"unknown {noun}: {got}", wanted="one of " + ", ".join(known),
-                              hint=meant(got, known) or self._help_hint())  # fmt: skip
+                              hint=did_you_mean(got, known) or self._help_hint())  # fmt: skip
         if found := _VALUE.fullmatch(message):
             wanted = _KINDS.get(found["kind"], "a value of another form")
             return UsageError(f"{found['name']} takes {wanted}", got=found["got"].strip("'\""), hint=self._help_hint())

@@ -12,7 +12,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from consistency.cli.outlook import Expected, Outlook, left_text
+from consistency.cli.eta import Eta, Expected, format_eta
 from consistency.report.console import make_console
 from consistency.text import one_line
 from consistency.worker.protocol import Event
@@ -44,7 +44,7 @@ def progress(
         yield _Silent()
         return
     console = console or make_console(sys.stderr)
-    outlook = Outlook(expected or {})
+    outlook = Eta(expected or {})
     if not console.is_terminal:
         with _Plain(console, outlook, stages=stages).speaking() as plain:
             yield plain
@@ -72,7 +72,7 @@ class _Silent:
 class _Plain:
     """A line per stage, or, of several cases, a line per case."""
 
-    def __init__(self, console: Console, outlook: Outlook, *, stages: bool) -> None:
+    def __init__(self, console: Console, outlook: Eta, *, stages: bool) -> None:
         self._console = console
         self._stages = stages
         self._outlook = outlook
@@ -141,7 +141,7 @@ class _Plain:
         place, share, left_s = self._outlook.place(label), self._outlook.share, self._outlook.left_s
         parts = [] if place is None else [f"{place[0]} of {place[1]}"]
         parts += [] if share is None or share in (0.0, 1.0) else [f"{100 * share:.0f} % of the run"]
-        parts += [] if left_s is None or share == 1.0 else [left_text(left_s)]
+        parts += [] if left_s is None or share == 1.0 else [format_eta(left_s)]
         return f"  ({', '.join(parts)})" if parts else ""
 
     def _print(self, text: str) -> None:
@@ -152,7 +152,7 @@ class _Plain:
 class _Moving:
     """A moving line per worker, and one for the whole."""
 
-    def __init__(self, bars: Progress, outlook: Outlook) -> None:
+    def __init__(self, bars: Progress, outlook: Eta) -> None:
         self._bars = bars
         self._outlook = outlook
         self._whole = bars.add_task("", total=1.0, label="all", visible=False)
@@ -170,7 +170,7 @@ class _Moving:
             self._cases = {"": f"{one_line(event.message)} ({event.done + 1} of {event.total})  "}
         share, left_s = self._outlook.share, self._outlook.left_s
         if share is not None:
-            text = f"{self._cases.get('', '')}{100 * share:.0f} %{'' if left_s is None else f', {left_text(left_s)}'}"
+            text = f"{self._cases.get('', '')}{100 * share:.0f} %{'' if left_s is None else f', {format_eta(left_s)}'}"
             self._bars.update(self._whole, completed=share, description=text, visible=True)
 
     def line(self, text: str) -> None:

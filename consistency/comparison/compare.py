@@ -14,7 +14,6 @@ from consistency.capture.records import WorkerFacts
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.alike import Members, StageMembers
 from consistency.comparison.findings.collect import find
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
 from consistency.comparison.merging import mergings
@@ -32,6 +31,7 @@ from consistency.comparison.result import (
     verdict_of,
 )
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
+from consistency.comparison.stage_cohorts import Members, StageMembers
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather, load_paths_of, on_load_path
 from consistency.errors import UsageError
 from consistency.numerics.rules import Rule

@@ -69,7 +69,7 @@ def judged(worker: str, effect: MergeEffect) -> Merging:
     return Merging(worker=worker, ratio=_ratio(effect), advice=_advice(effect), **fields)
 
 
-def by_other_functions(effect: MergeEffect) -> Real | None:
+def unexplained_change(effect: MergeEffect) -> Real | None:
     """Return what a merge without rounding moves the outputs by, where that is more than rounding explains."""
     limit = _of_float32(effect, effect.unmerged_error)
     in_float32 = effect.moved if effect.dtype == "float32" else effect.float32
@@ -81,7 +81,7 @@ def by_other_functions(effect: MergeEffect) -> Real | None:
     return None
 
 
-def drowns(effect: MergeEffect) -> bool:
+def rounding_dominates(effect: MergeEffect) -> bool:
     """Return whether rounding moves the outputs as much as the adapter does."""
     return effect.must is not None and effect.adapter is not None and effect.must >= effect.adapter > 0
 
@@ -99,11 +99,11 @@ def _advice(effect: MergeEffect) -> Advice:
     if effect.moved is None or effect.must is None or effect.unmerged_error is None:
         return Advice.UNKNOWN
     moved, must, computing = float(effect.moved), float(effect.must), float(effect.unmerged_error)
-    if by_other_functions(effect) is not None:
+    if unexplained_change(effect) is not None:
         return Advice.DO_NOT_MERGE
     if moved > max(_TWO_ROUNDINGS * must, computing):
         return Advice.MERGE_IN_FLOAT32
-    return Advice.KEEP_FLOAT32 if moved > computing or drowns(effect) else Advice.MERGE
+    return Advice.KEEP_FLOAT32 if moved > computing or rounding_dominates(effect) else Advice.MERGE
 
 
 def _of_float32(effect: MergeEffect, figure: Real | None) -> float:

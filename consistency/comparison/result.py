@@ -259,7 +259,7 @@ class Comparison(ComparisonFacts, frozen=True, kw_only=True):
         return {"consistent": 0, "inconsistent": 1, "incomplete": 3}[self.verdict]
 
 
-def made(comparison: Comparison, elapsed_s: float | None = None) -> Comparison:
+def with_provenance(comparison: Comparison, elapsed_s: float | None = None) -> Comparison:
     """Return a comparison that states when, where and by which command it was made."""
     return msgspec.structs.replace(
         comparison, created=origin.now(), host=origin.host(), command=origin.command(), elapsed_s=elapsed_s

@@ -110,7 +110,7 @@ class ComparedWorker:
         return {row.stage: row.reason or "" for row in rows if row is not None and RAISED in row.evidence}
 
     @property
-    def gave_up(self) -> bool:
+    def path_unavailable(self) -> bool:
         """Return whether this worker could not take its alternative path: no tensor is expected of it there."""
         record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))
         return is_alternative(self.load_path) and record is not None and record.status == "skipped"
@@ -120,9 +120,9 @@ class ComparedWorker:
         """Return whether it stands for the outputs of an inference engine, and not for a device."""
         return self.info.engine is not None
 
-    def could_have(self, stage: str) -> bool:
+    def expects_stage(self, stage: str) -> bool:
         """Return whether this worker's own case requested what it has no record of in a stage."""
-        return not self.is_engine and stage in self.case.stages and not self.case.only and not self.gave_up
+        return not self.is_engine and stage in self.case.stages and not self.case.only and not self.path_unavailable
 
 
 def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
@@ -188,7 +188,7 @@ def on_load_path(
         here = None if elsewhere is None else reference.on(elsewhere)
         if here is not None:
             members.insert(0, here)
-    return members, here or next((m for m in members if m.records and not m.gave_up), members[0])
+    return members, here or next((m for m in members if m.records and not m.path_unavailable), members[0])
 
 
 def in_order_of(workers: Sequence[ComparedWorker], names: Container[str]) -> list[str]:

@@ -30,7 +30,7 @@ from consistency.devices.interpreter import python_command, python_path
 from consistency.devices.kernels import KERNELS, missing_kernels
 from consistency.devices.spec import AutoChoice, DeviceInfo, DeviceSpec, parse_device
 from consistency.devices.vendors import PLATFORMS, SHARES_MEMORY, nvidia_architecture
-from consistency.errors import UsageError, meant
+from consistency.errors import UsageError, did_you_mean
 
 PROBE_TIMEOUT_S = 120.0  # importing torch on a cold network disk takes most of a minute
 
@@ -166,7 +166,7 @@ def _meant_device(spec: DeviceSpec, found: Sequence[str]) -> str | None:
     """Return a hint at the device that was meant by a name of another kind."""
     bare = spec.type.rstrip("0123456789")
     name = DeviceSpec(type=_OTHER_NAMES.get(bare, bare), index=spec.index).name
-    return f"did you mean {name}?" if name in found else meant(spec.name, found)
+    return f"did you mean {name}?" if name in found else did_you_mean(spec.name, found)
 
 
 @functools.cache

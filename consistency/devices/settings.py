@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from consistency.errors import UsageError, meant
+from consistency.errors import UsageError, did_you_mean
 
 AS_FOUND = "as found"
 """Pinned value of a setting that no run changes unasked; a change of it during a run is undone and reported."""
@@ -184,6 +184,6 @@ def parse_setting(name: str, given: object, *, where: str) -> tuple[str, bool | 
             f"unknown setting: {name}",
             where=where,
             wanted="one of " + ", ".join(SETTINGS),
-            hint=meant(name, SETTINGS),
+            hint=did_you_mean(name, SETTINGS),
         )
     return name, spec.parse(given, where=where)

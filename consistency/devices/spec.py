@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from consistency.devices.backends import CPU, Variant, backend_of
-from consistency.errors import UsageError, meant
+from consistency.errors import UsageError, did_you_mean
 
 _SPEC = re.compile(r"^(?P<type>[a-z][a-z0-9_]*)(?::(?P<index>\d{1,4}))?(?:@(?P<variant>[a-z0-9][a-z0-9_+-]*))?$")
 
@@ -48,7 +48,7 @@ class DeviceSpec:
                 where=where,
                 got=self.name,
                 wanted="one of " + (", ".join(v.name for v in backend.variants) or "none"),
-                hint=meant(self.variant, [v.name for v in backend.variants]),
+                hint=did_you_mean(self.variant, [v.name for v in backend.variants]),
             )
         return variant
 

@@ -92,7 +92,7 @@ class Word(enum.StrEnum):
     LEFT_BEHIND = "left-behind", "tensors of a deleted adapter left in the model"
     OTHERS_INTERFERE = "others-interfere", "results that change with what else was loaded, set or deleted"
     DRIFT = "drift", "weights that merging and unmerging moves further than rounding can"
-    OTHER_DENSITY = "wrong-density", "another share of elements kept than chance explains"
+    WRONG_DENSITY = "wrong-density", "another share of elements kept than chance explains"
     BYTES_CHANGED = "bytes-changed", "bytes that a step changed which should leave them alone"
 
     # memory
@@ -105,7 +105,7 @@ class Word(enum.StrEnum):
     LABELS_PAST_VOCABULARY = "labels-past-vocabulary", "labels past the vocabulary"
     IDS_CHANGED = "ids-changed", "ids changed during transfer to a device"
     LABELS_CHANGED = "labels-changed", "labels changed during transfer to a device"
-    CHANGED_IN_TRANSFER = "changed-on-the-way", "values changed during transfer to a device"
+    CHANGED_ON_THE_WAY = "changed-on-the-way", "values changed during transfer to a device"
     OTHER_ANSWER = "other-answer", "a different result than on one device"
     DOES_NOT_RUN = "does-not-run", "a model that does not run"
 

@@ -20,7 +20,7 @@ from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
 from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
-from consistency.errors import meant
+from consistency.errors import did_you_mean
 from consistency.launch.plan import WorkerPlan
 from consistency.numerics.words import Word
 from consistency.pytest_plugin.failed_run import without_stack
@@ -189,7 +189,7 @@ def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
     found = made(session.arguments)
     for one in session.arguments:
         if not any(_is_within(item.nodeid, one) for item in found):
-            hint = meant(one, {part for item in made(()) for part in _prefixes(item.nodeid)})
+            hint = did_you_mean(one, {part for item in made(()) for part in _prefixes(item.nodeid)})
             raise pytest.UsageError("; ".join(filter(None, [f"not found: {one}", hint])))
     return found
 

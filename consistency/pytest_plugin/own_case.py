@@ -13,7 +13,7 @@ import pytest
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
 from consistency.comparison.result import Comparison
-from consistency.errors import UsageError, meant
+from consistency.errors import UsageError, did_you_mean
 from consistency.pytest_plugin.failed_run import leaving_its_error, raise_error, without_stack
 from consistency.pytest_plugin.given import by_attribute
 from consistency.pytest_plugin.session import Session
@@ -39,7 +39,7 @@ def own_options(node: pytest.Item, config: object) -> tuple[dict[str, Any], dict
 def without_case(config: pytest.Config, node: pytest.Item | None = None) -> NoReturn:
     """Fail the set-up of a test that asks for a report and has no case, or skip it where an option says so."""
     names = () if node is None else (marker.name for marker in node.iter_markers())
-    meant_for = next((name for name in names if meant(name, [_MARKER])), None)
+    meant_for = next((name for name in names if did_you_mean(name, [_MARKER])), None)
     if meant_for is not None:
         pytest.fail(f"no case: the marker {meant_for} is unknown; did you mean {_SPELLED}?", pytrace=False)
     text = f"no case: give {_SPELLED}(base=…), --consistency-base=…, --consistency-adapter=… or --consistency-config=…"

@@ -111,7 +111,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     in_force: dict[str, Any] = {}
 
 
-class Report(ComparisonFacts, frozen=True, kw_only=True):
+class ReportFile(ComparisonFacts, frozen=True, kw_only=True):
     """Everything that a comparison found.
 
     Attributes
@@ -324,7 +324,7 @@ def read(content: bytes) -> Comparison:
         It is no JSON, a field has another type, or a cohort does not exist or is not what it says.
     """
     try:
-        return _Reader(decode_json(content, Report)).comparison()
+        return _Reader(decode_json(content, ReportFile)).comparison()
     except (ValueError, IndexError, KeyError) as error:
         raise msgspec.ValidationError(str(error)) from error
 
@@ -347,7 +347,7 @@ def _renamed(table: dict[str, Any], convert: Callable[[list[str]], list[str]]) -
 class _Reader:
     """A report as a comparison."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: ReportFile) -> None:
         self._report = report
         self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in report.workers))}
         self._cohorts = {cohort.number: self._names(cohort) for cohort in report.cohorts}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from consistency.capture.wording import and_more, some
-from consistency.comparison.merging import Advice, Merging, by_other_functions, drowns
+from consistency.comparison.merging import Advice, Merging, rounding_dominates, unexplained_change
 from consistency.numerics.real import Real
 
 MERGING = "merging"
@@ -85,11 +85,11 @@ def _advice(one: Merging) -> str:
         case Advice.NOT_FINITE:
             return "the merged model is not finite: do not merge; safe_merge=True raises an error at the layer"
         case Advice.DO_NOT_MERGE:
-            other = figure(by_other_functions(one))
+            other = figure(unexplained_change(one))
             return f"no rounding explains {other}, the merged model is another function: do not merge"
         case Advice.MERGE_IN_FLOAT32:
             return "the merge loses more than rounding does: convert base and adapter to float32, merge, and round once"
-        case Advice.KEEP_FLOAT32 if drowns(one):
+        case Advice.KEEP_FLOAT32 if rounding_dominates(one):
             return f"the adapter itself changes them by {figure(one.adapter)}, no more than that rounding: {keep}"
         case Advice.KEEP_FLOAT32 if one.dtype == "float32":
             return f"this is rounding, but above {own}: for the same answers, do not merge"

@@ -7,13 +7,15 @@ from typing import Any
 import msgspec
 
 from consistency.numerics.real import Real
-from consistency.report.json import SCHEMA, Report
+from consistency.report.json import SCHEMA, ReportFile
 
 
 def document() -> dict[str, Any]:
     """Return the JSON schema."""
-    (found,), components = msgspec.json.schema_components((Report,), schema_hook=_hook, ref_template="#/$defs/{name}")
-    components["Report"]["properties"]["schema"] = {"const": SCHEMA}
+    (found,), components = msgspec.json.schema_components(
+        (ReportFile,), schema_hook=_hook, ref_template="#/$defs/{name}"
+    )
+    components["ReportFile"]["properties"]["schema"] = {"const": SCHEMA}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "report.json of consistency",

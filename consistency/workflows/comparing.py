@@ -15,7 +15,7 @@ from consistency.capture.transport import is_remote, travels
 from consistency.case.engine_file import EngineFile
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.store import History
-from consistency.comparison.result import Comparison, made
+from consistency.comparison.result import Comparison, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.weight_files.diff import diff
 from consistency.launch.engine import Watcher
@@ -50,7 +50,7 @@ def compare_folders(
             captures.append(_engines(captures[0], engines, scratch, watch))
         comparison = _compared(captures, unread, given, groups)
         comparison = judged(captures, comparison, out, history=history, baseline=baseline)
-        comparison = made(comparison, time.monotonic() - started)
+        comparison = with_provenance(comparison, time.monotonic() - started)
         return write_reports(comparison, out)
 
 
@@ -69,7 +69,7 @@ def diff_weights(
     with output(out, replace=replace):  # refused before any work
         started = time.monotonic()
         comparison = diff(actual, expected, allow_pickle=allow_pickle)
-        comparison = made(comparison, time.monotonic() - started)
+        comparison = with_provenance(comparison, time.monotonic() - started)
         return write_reports(comparison, out)
 
 

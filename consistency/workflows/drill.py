@@ -22,10 +22,10 @@ from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import SPECS, Stage
-from consistency.comparison.result import Comparison, Finding, made
+from consistency.comparison.result import Comparison, Finding, with_provenance
 from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo
-from consistency.errors import InputError, UsageError, meant
+from consistency.errors import InputError, UsageError, did_you_mean
 from consistency.launch.engine import Watcher
 from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault, Need
 from consistency.workflows import judging, pipeline, report_folder
@@ -116,7 +116,7 @@ def listed(only: Sequence[str]) -> tuple[ListedFault, ...]:
 def _named(only: Sequence[str]) -> tuple[Fault, ...]:
     for name in only:
         if name not in FAULTS:
-            hint = meant(name, FAULTS) or "`consistency drill --list` lists them"
+            hint = did_you_mean(name, FAULTS) or "`consistency drill --list` lists them"
             raise UsageError(f"unknown fault: {name}", where="--only", hint=hint)
     return tuple(FAULTS[name] for name in only or FAULTS)
 
@@ -300,7 +300,7 @@ def drill(
                 raise captures.error
             read, unread = judging.read_captures(captures.captures)
             comparison = judging.compare_captures(read, unread=[*captures.lost, *unread])
-            comparison = made(comparison, slowest_s(comparison))
+            comparison = with_provenance(comparison, slowest_s(comparison))
             trial = by_name[one.name]
             found[one.name] = _row(trial, comparison)
             if out is None:

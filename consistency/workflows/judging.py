@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from consistency.capture.archives import read_sent
 from consistency.capture.folder import Capture, capture_name
 from consistency.capture.reader import NoCaptureError, RecordPool, brief, read_capture
-from consistency.capture.sent import read_sent
 from consistency.capture.transport import ARCHIVE
 from consistency.comparison.compare import compare
 from consistency.comparison.history.baseline import Baseline, apply, with_stale

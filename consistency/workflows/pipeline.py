@@ -19,7 +19,7 @@ from consistency.case.preflight import prepare_case
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.history.unfinished import noted
-from consistency.comparison.result import Comparison, Finding, made
+from consistency.comparison.result import Comparison, Finding, with_provenance
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, engine
@@ -190,6 +190,6 @@ def run(
         comparison = compare_captures(captures, unread=[*left.lost, *unread])
         comparison = judged(captures, comparison, out, history=history, baseline=baseline)
         elapsed_s = time.monotonic() - started
-        comparison = made(comparison, elapsed_s)
+        comparison = with_provenance(comparison, elapsed_s)
         comparison = write_reports(comparison, out)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed_s)

@@ -26,7 +26,7 @@ from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.store import History
 from consistency.comparison.history.suite import SuiteEntry
 from consistency.comparison.history.unfinished import noted
-from consistency.comparison.result import Comparison, made
+from consistency.comparison.result import Comparison, with_provenance
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
 from consistency.errors import CaptureError, ConsistencyError, UsageError
@@ -222,7 +222,7 @@ def _finish(
         comparison = entry.add(one.name, captures, comparison)
     elif baseline is not None:
         comparison = apply(baseline, comparison)
-    comparison = made(comparison, slowest_s(comparison))
+    comparison = with_provenance(comparison, slowest_s(comparison))
     comparison = report_folder.write_reports(comparison, folder / one.folder)
     each(one.name, comparison)
     return summarize(one.name, one.folder, comparison, slowest_s(comparison))

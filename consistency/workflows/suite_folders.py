@@ -17,7 +17,7 @@ from consistency.case.suite import folder_name
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.store import History
 from consistency.comparison.history.suite import SuiteEntry
-from consistency.comparison.result import made
+from consistency.comparison.result import with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import CaptureError, ConsistencyError, UsageError
@@ -126,7 +126,7 @@ def _compare(
         comparison = msgspec.structs.replace(comparison, not_checked=(*comparison.not_checked, text))
     if keep:
         (target / place).mkdir(parents=True, exist_ok=True)
-        comparison = report_folder.write_reports(made(comparison), target / place)
+        comparison = report_folder.write_reports(with_provenance(comparison), target / place)
     return summarize(name, place, comparison, slowest_s(comparison))
 
 

@@ -333,7 +333,7 @@ def test_a_load_takes_a_part_of_the_memory_and_gives_it_back() -> None:
     before = npu.memory_allocated(1)
     with busy(torch.device("npu", 1)) as found:
         assert 0 < npu.memory_allocated(1) - before <= MEMORY_BYTES // 32
-    told = found.told()
+    told = found.summary()
     assert (told.size, told.error) == ("32 × 32 float32", None)
     assert told.products >= 4
     assert npu.memory_allocated(1) == before

@@ -254,7 +254,7 @@ def test_of_workers_of_one_kind_one_is_judged(monkeypatch: pytest.MonkeyPatch) -
         calls.append(subject.label)
         return judge(subject, *rest)
 
-    monkeypatch.setattr("consistency.comparison.alike.judge", counted)
+    monkeypatch.setattr("consistency.comparison.stage_cohorts.judge", counted)
     counts = []
     for workers in (4, 40, 400):
         calls.clear()

@@ -11,7 +11,7 @@ from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.compare import compare
-from consistency.comparison.merging import Advice, by_other_functions, judged
+from consistency.comparison.merging import Advice, judged, unexplained_change
 from consistency.numerics.real import Real
 from tests.comparison.made_records import computed
 from tests.conftest import MakeCapture
@@ -65,9 +65,9 @@ def test_how_often_what_rounding_must() -> None:
 
 
 def test_what_a_merge_without_rounding_moves() -> None:
-    assert by_other_functions(effect()) is None
-    assert by_other_functions(effect(exact=0.25, float32=0.5)) == 0.25
-    assert by_other_functions(effect(float32=0.5)) == 0.5
+    assert unexplained_change(effect()) is None
+    assert unexplained_change(effect(exact=0.25, float32=0.5)) == 0.25
+    assert unexplained_change(effect(float32=0.5)) == 0.5
 
 
 def test_it_is_a_fact_of_the_case_and_no_row(make_capture: MakeCapture) -> None:

@@ -17,7 +17,7 @@ from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_header
 from consistency.case.inference.identity import CaseKey, adapter_digest, base_digest
 from consistency.case.inference.request import METADATA, MODES, Mode
-from consistency.errors import InputError, meant
+from consistency.errors import InputError, did_you_mean
 
 TOKENS, IDS = "tokens", "ids"
 """The tensor that says which places were computed, and the suffix of those with the ids of the largest values."""
@@ -165,7 +165,7 @@ def _check_tensor(outputs: Outputs, name: str, header: TensorHeader) -> None:
         known = [*MODES, TOKENS, *(f"{mode}.{IDS}" for mode in MODES), "batch.1", "batch.2.first", "batch.2.last"]
         raise InputError(
             "a tensor that has no meaning here", where=f"{name} in {outputs.path}", wanted=", ".join(known),
-            hint=meant(name, known) or _HINT,
+            hint=did_you_mean(name, known) or _HINT,
         )  # fmt: skip
     _check_dtype(outputs, name, header, FLOATS)
     if len(header.shape) < (1 if _is_batch(name) else 2):

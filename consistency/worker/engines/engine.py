@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from consistency.errors import InputError, meant
+from consistency.errors import InputError, did_you_mean
 
 Compiled = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 """Takes the inputs on the CPU, any number of rows of them, and returns the logits on the CPU."""
@@ -67,7 +67,7 @@ def make_engine(name: str, device: str) -> Engine:
     """
     if name not in ENGINES:
         raise InputError(f"there is no adapter for an engine {name!r}", wanted="one of " + ", ".join(ENGINES),
-                         hint=meant(name, list(ENGINES)))  # fmt: skip
+                         hint=did_you_mean(name, list(ENGINES)))  # fmt: skip
     module, _, kind = ENGINES[name].partition(":")
     engine: Engine = getattr(importlib.import_module(module), kind)(device)
     return engine

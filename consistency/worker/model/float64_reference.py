@@ -35,7 +35,7 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     errors : dict
-        The error that rounding makes, by the name of the products (`consistency.worker.yardstick`), then by mode and
+        The error that rounding makes, by the name of the products (`consistency.worker.cpu_error`), then by mode and
         name.
     failures : dict
         Why a mode has none, by mode.

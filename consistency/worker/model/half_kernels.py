@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from consistency.numerics.rounded_products import HALF, RoundedProducts
-from consistency.worker import yardstick
+from consistency.worker import cpu_error
 
 SLOW_PRODUCTS = 1 << 30
 """Multiplications from which slow kernels are replaced.
@@ -56,7 +56,7 @@ def computing(mode: RoundedProducts | None) -> Iterator[None]:
     if mode is None:
         yield
         return
-    with yardstick.in_float32(), mode:
+    with cpu_error.in_float32(), mode:
         yield
 
 

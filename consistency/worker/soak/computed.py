@@ -10,7 +10,7 @@ from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, G
 from consistency.worker.model import half_kernels
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.running import tokens_of
-from consistency.worker.soak.again import Again, Compare
+from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.forward import in_mode, inputs_of
 from consistency.worker.stages.gradient.backward import trained

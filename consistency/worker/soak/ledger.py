@@ -51,7 +51,7 @@ class Count:
         if len(self._numbers) < MOST_NUMBERS:
             self._numbers.append(repeat)
 
-    def told(self) -> Occurrences | None:
+    def summary(self) -> Occurrences | None:
         if not self.count:
             return None
         return Occurrences(
@@ -170,7 +170,7 @@ class Ledger:
     def changes(self) -> tuple[ChangedTensor, ...]:
         found = []
         for (stage, layer, tensor), change in list(self._changes.items())[:MOST_CHANGES]:
-            occurrences = change.count.told()
+            occurrences = change.count.summary()
             assert occurrences is not None
             found.append(
                 ChangedTensor(
@@ -187,7 +187,7 @@ class Ledger:
             stage=stage,
             tensors=len(self._tensors.get(stage, ())),
             repeats=repeats,
-            changed=None if changed is None else changed.told(),
+            changed=None if changed is None else changed.summary(),
             changed_tensors=sum(label[0] == stage for label in self._changes),
         )
 

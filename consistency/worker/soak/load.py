@@ -50,7 +50,7 @@ class Busy:
         self.products = 0
         self.began_s = time.monotonic()
 
-    def told(self) -> Load:
+    def summary(self) -> Load:
         took_s = max(time.monotonic() - self.began_s, 1 / _MILLION)
         rate = float(f"{self.products / took_s:.4g}")
         return Load(size=self.size, products=self.products, products_per_s=rate, error=self.error)

@@ -9,7 +9,7 @@ import torch
 from consistency.capture.names import BIAS, DELTA, SAFE_BIAS, SAFE_WEIGHT, WEIGHT, module_place
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.model.merging import merged as merge
-from consistency.worker.soak.again import Again, Compare
+from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.merged.forms.bias import bias_of
 from consistency.worker.stages.merged.stage import delta_weight

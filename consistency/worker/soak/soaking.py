@@ -21,9 +21,9 @@ from consistency.worker import determinism
 from consistency.worker.memory.host_memory import private_bytes
 from consistency.worker.memory.placement import Allocator
 from consistency.worker.recorder import KEEP_BYTES
-from consistency.worker.soak.again import Again, Compare
 from consistency.worker.soak.ledger import Ledger, now
 from consistency.worker.soak.load import Busy, busy
+from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Machine
 
 _TELL_S = 1.0
@@ -138,11 +138,11 @@ class Soaking:
                 asked_s=self._asked_s,
                 elapsed_s=round(time.monotonic() - self._began_s, 3),
                 repeats=self._repeats,
-                changed=self._ledger.any.told(),
+                changed=self._ledger.any.summary(),
                 complete=complete,
                 stages=(*(self._ledger.stage(stage, n) for stage, n in self._counts.items()), *self._skipped),
                 changes=self._ledger.changes(),
-                load=None if self._load is None else self._load.told(),
+                load=None if self._load is None else self._load.summary(),
                 conditions=tuple(self._conditions.values()),
                 unread=self._unread,
                 memory_bytes=tuple(self._memory),

@@ -11,7 +11,7 @@ from consistency.capture.names import adapter_place, split_name
 from consistency.numerics.identity import start_of
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.quantized.held import is_composite
-from consistency.worker.soak.again import Again, Compare
+from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
 
 

@@ -1,7 +1,7 @@
 """Stage `forward`: hidden states per layer and logits on fixed inputs, with the adapter on, off and merged.
 
 Each is compared with the same model run in float64 on the CPU: a device passes when its largest error is at most about
-twice the one that rounding makes in the same dtype (`worker/yardstick.py`), plus the final store. A user's tolerance
+twice the one that rounding makes in the same dtype (`worker/cpu_error.py`), plus the final store. A user's tolerance
 replaces that rule, element by element. Merged and unmerged adapters are the same function in exact arithmetic, so one
 float64 pass serves both. A large model runs a few of the sequences alone without its adapter: the same weights are
 multiplied by the same kernels with it, so what is left to see is whether it is off.
@@ -32,7 +32,7 @@ from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
-from consistency.worker import yardstick
+from consistency.worker import cpu_error
 from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.replay import Made, Replay, deciding
 from consistency.worker.decisions.track import Table, Track
@@ -55,8 +55,8 @@ from consistency.worker.precision import products_of
 from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.decision_flips import NOT_REPLAYED, ON_TRACK, record_flips
 from consistency.worker.stages.engine_outputs.judging import Forward, judge_engines
-from consistency.worker.stages.flips import NOT_REPLAYED, ON_TRACK, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.merge_effect import record_merge_effect
 from consistency.worker.stages.relative_rule import Read, record_relative, rounding_errors
@@ -236,7 +236,7 @@ def _draw(
                 model, inputs, mode, has_adapter=has_adapter, watch=exact.track.other(_exact(mode), _named(title, mode))
             )
 
-    title = yardstick.name_of(yardstick.products_in(model, products_of(torch.device(CPU))))
+    title = cpu_error.name_of(cpu_error.products_in(model, products_of(torch.device(CPU))))
     if mode == MERGED and not exact.track.adopt(ON, MERGED, _named(title, mode)):
         found.on_track[mode] = computed(title)
     own = found.judged(mode)
@@ -244,17 +244,17 @@ def _draw(
     def independent(drawn: Activations) -> int:
         return min((independent_rows(drawn[name], tensor) for name, tensor in own.items()), default=1)
 
-    passes = yardstick.passes_for(matrix_elements(model) * tokens_of(inputs))
-    if mode == MERGED and ON in found.outputs and yardstick.is_large(passes):
+    passes = cpu_error.passes_for(matrix_elements(model) * tokens_of(inputs))
+    if mode == MERGED and ON in found.outputs and cpu_error.is_large(passes):
         unmerged = found.judged(ON)
         for modes in exact.drawn.values():
             modes[mode] = [
                 {name: own[name] + (noisy[name].double() - unmerged[name]) for name in own} for noisy in modes[ON]
             ]
         return
-    for title, products in yardstick.products_of_run(context.job, model).items():
+    for title, products in cpu_error.products_of_run(context.job, model).items():
         context.events.step(f"{mode}, {title}", 0, 1)
-        drawn = yardstick.draw(products, passes, functools.partial(computed, title), independent)
+        drawn = cpu_error.draw(products, passes, functools.partial(computed, title), independent)
         exact.drawn.setdefault(title, {})[mode] = drawn
 
 
@@ -268,7 +268,7 @@ def _decisions(context: Context) -> Path:
 
 def _title(model: torch.nn.Module, mode: str, device: torch.device = torch.device(CPU)) -> str:  # noqa: B008 - a value
     """Return the name of a device's products in a mode: a merged adapter has errors of its own."""
-    return _named(yardstick.name_of(yardstick.products_in(model, products_of(device))), mode)
+    return _named(cpu_error.name_of(cpu_error.products_in(model, products_of(device))), mode)
 
 
 def _named(products: str, mode: str) -> str:
@@ -316,7 +316,7 @@ def _merge_effect(context: Context, model: torch.nn.Module, inputs: Activations,
 
 
 def _engines(context: Context, model: torch.nn.Module, inputs: Activations, exact: Exact) -> None:
-    own_products = yardstick.name_of(yardstick.products_in(model, products_of(torch.device(CPU))))
+    own_products = cpu_error.name_of(cpu_error.products_in(model, products_of(torch.device(CPU))))
     modes = exact.drawn.get(own_products, {})
     drawn = {mode: [one[OUTPUT] for one in passes] for mode, passes in modes.items() if OUTPUT in passes[0]}
     judge_engines(

@@ -11,7 +11,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.rules import RoundingError, Rule, Verdict, judge_relative, passes
-from consistency.worker import yardstick
+from consistency.worker import cpu_error
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
@@ -45,7 +45,7 @@ def rounding_errors(
                 and tensors
                 and all(tensor.shape == truth.shape for tensor in tensors)
             ):
-                errors[title][name] = yardstick.rounding_error(tensors, truth, samples)
+                errors[title][name] = cpu_error.rounding_error(tensors, truth, samples)
     return errors
 
 
@@ -74,16 +74,16 @@ def record_relative(
     """
     tables = reference.tables
     exact, whole = reference.read(exact_name), mapped(actual)
-    products = yardstick.name_of(yardstick.products_in(context.model, products_of(context.device)))
-    plain, error = (tables.errors.get(title, {}).get(name) for title in (yardstick.PLAIN, products))
+    products = cpu_error.name_of(cpu_error.products_in(context.model, products_of(context.device)))
+    plain, error = (tables.errors.get(title, {}).get(name) for title in (cpu_error.PLAIN, products))
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
-    evidence = {**({"products": products} if products != yardstick.PLAIN else {}), **(more or {})}
+    evidence = {**({"products": products} if products != cpu_error.PLAIN else {}), **(more or {})}
     if computed_by:
         evidence["computed_by"] = computed_by
     if decisions:
         evidence["decisions"] = decisions
-    judged = error is not None or tolerance is not None or products != yardstick.PLAIN
+    judged = error is not None or tolerance is not None or products != cpu_error.PLAIN
     if exact is None or not known or not judged or reason:
         context.record.computed(
             stage, layer, tensor, actual=whole, digests=digests, chunks=tuple,

@@ -13,7 +13,7 @@ from consistency.capture.bounded import read_regular
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.node_status import NodeStatus, read_status, write_status
 from consistency.capture.transport import is_remote, open_store, remote_errors, write_bytes
-from consistency.capture.writer import in_the_way, write_json
+from consistency.capture.writer import already_exists, write_json
 from consistency.case.requirements import Requirements
 from consistency.errors import CaptureError, UsageError
 
@@ -102,7 +102,7 @@ class FleetFolder:
             listed = fs.ls(place, detail=False) if fs.isdir(place) else ()  # an object store has no empty folder
             there = {str(path).rstrip("/").rpartition("/")[2]: str(path) for path in listed}
         if not replace and REQUIREMENTS in there:
-            raise in_the_way(self.store)
+            raise already_exists(self.store)
         write_bytes(self.requirements, encode_json(requirements))
         for node in nodes:
             capture = self.capture(node)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
+from consistency.capture.archives import read_sent
 from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import Capture
 from consistency.capture.node_status import NodeStatus
 from consistency.capture.reader import RecordPool, brief
-from consistency.capture.sent import read_sent
 from consistency.capture.wording import counted, some
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
@@ -21,7 +21,7 @@ from consistency.case.requirements import Requirements, requirements_of
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.history.unfinished import noted
-from consistency.comparison.result import ENVIRONMENT, LOST_NODE, Comparison, Finding, made, with_findings
+from consistency.comparison.result import ENVIRONMENT, LOST_NODE, Comparison, Finding, with_findings, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
 from consistency.errors import CaptureError, ConsistencyError
@@ -29,6 +29,7 @@ from consistency.launch.fleet.engine import EngineError, FleetEngine, NodeTask, 
 from consistency.launch.fleet.options import FleetOptions
 from consistency.text import one_line
 from consistency.workflows import judging, report_folder
+from consistency.workflows.fleet.excluded_nodes import other_software, without_accelerator
 from consistency.workflows.fleet.folder import PLAN, FleetFolder, FleetRecord, NodeOutcome
 from consistency.workflows.fleet.following import (
     NodeLimits,
@@ -38,7 +39,6 @@ from consistency.workflows.fleet.following import (
     follow,
     lost_nodes,
 )
-from consistency.workflows.fleet.oddities import other_software, without_accelerator
 
 _PAUSE_S, _REMOTE_PAUSE_S = 0.5, 5.0
 _PAUSE_PER_NODE_S = 0.001  # about what a status on a shared file system takes to be read
@@ -142,7 +142,7 @@ def run_fleet(
         except LostFleetError:
             folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered)))
             raise
-        comparison = made(comparison, time.monotonic() - started)
+        comparison = with_provenance(comparison, time.monotonic() - started)
         comparison = report_folder.write_reports(comparison, out)
         folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered, comparison)))
     return comparison

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from consistency.capture.archives import read_sent
 from consistency.capture.folder import MANIFEST, Capture
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.capture.records import TensorRecord
-from consistency.capture.sent import read_sent
 from consistency.capture.soak import ChangedTensor
 from consistency.capture.transport import is_remote
 from consistency.capture.wording import counted

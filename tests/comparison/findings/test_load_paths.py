@@ -283,13 +283,13 @@ def test_a_path_that_one_device_alone_cannot_take_is_one_finding(make_capture: M
         "rule": "limit",
     }
     took = TensorRecord(**settings, status="equal", load_path="isolated+cpu")
-    gave_up = TensorRecord(
+    path_unavailable = TensorRecord(
         **settings, load_path="isolated+cpu", status="skipped", reason="PEFT cannot load it: KeyError"
     )
     alone = held("layers.0.q", "isolated")
     found = compare(
         [read_capture(make_capture("a", {"cpu": [alone, took, held("layers.0.q", "isolated+cpu")],
-                                         "cuda:0": [alone, gave_up]}))]
+                                         "cuda:0": [alone, path_unavailable]}))]
     )  # fmt: skip
     finding = only_error(found)
     assert (finding.kind, finding.workers) == ("missing", ("cuda:0",))

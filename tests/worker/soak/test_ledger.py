@@ -42,7 +42,7 @@ def only(ledger: Ledger) -> ChangedTensor:
 def test_equal_bits_are_no_change(record: Recorder, tmp_path: Path) -> None:
     ledger = soaked(record, RIGHT, RIGHT.clone())
     assert ledger.changes() == ()
-    assert ledger.any.told() is None
+    assert ledger.any.summary() is None
     assert (ledger.stage("merged", 2).tensors, ledger.stage("merged", 2).changed) == (1, None)
     assert not list(tmp_path.glob("*.safetensors"))
 

@@ -18,7 +18,7 @@ def test_products_are_made_and_counted() -> None:
     with busy(torch.device("cpu")) as found:
         assert found.products > 0
         assert "load" in {thread.name for thread in threading.enumerate()}
-    told = found.told()
+    told = found.summary()
     assert told.products >= 256
     assert told.products_per_s > 0
     assert told.error is None
@@ -34,7 +34,7 @@ def test_a_load_that_fails_ends_and_says_why(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(np, "matmul", fails)
     with busy(torch.device("cpu")) as found:
         pass
-    assert found.told().error == "the load ended: MemoryError: no room"
+    assert found.summary().error == "the load ended: MemoryError: no room"
 
 
 def test_an_error_of_the_device_is_not_the_loads_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ from consistency.worker.model.merging import adapted_layers
 from consistency.worker.stages.adapters.chance import BY_CHANCE, Draws, chosen, drawing, share_of_chance
 from consistency.worker.stages.adapters.cut import check_cut, layers_to_cut, only_in
 from consistency.worker.stages.adapters.layer_factors import LayerFactors, factors_of
+from consistency.worker.stages.adapters.multi_adapter_model import STAGE, MultiAdapterModel
 from consistency.worker.stages.adapters.pruned import DENSITY, PRUNED, pruned
-from consistency.worker.stages.adapters.several import STAGE, Several
 from consistency.worker.stages.adapters.truncated import TRUNCATED
 from consistency.worker.stages.adapters.weighing import weight_of
 from consistency.worker.stages.bound_rule import record_bounded
@@ -34,7 +34,7 @@ _STEP = "add_weighted_adapter"
 _WITHOUT_DENSITY = ("linear", "cat", "svd")
 
 
-def combine(several: Several) -> None:
+def combine(several: MultiAdapterModel) -> None:
     """Combine all adapters in each type, record the factors, and delete the combination."""
     if not hasattr(several.model, "add_weighted_adapter"):
         method = several.model.peft_config[several.names[0]].peft_type.value
@@ -68,7 +68,7 @@ def combine(several: Several) -> None:
     several.check_bytes(_STEP)
 
 
-def _check(several: Several, kind: str, name: str, weights: Sequence[float], draws: Draws) -> None:
+def _check(several: MultiAdapterModel, kind: str, name: str, weights: Sequence[float], draws: Draws) -> None:
     scalings = set()
     by_chance = _Chance(several, f"{_STEP}({kind})", draws)
     for path, layer in adapted_layers(several.model):
@@ -104,7 +104,7 @@ class _Chance:
     PEFT draws layer by layer, for A and then B, for each adapter in turn. Draws of other shapes are another order.
     """
 
-    def __init__(self, several: Several, step: str, draws: Draws) -> None:
+    def __init__(self, several: MultiAdapterModel, step: str, draws: Draws) -> None:
         self._several, self._step = several, step
         self._left = list(draws.kept)
         self._is_known = True
@@ -145,14 +145,18 @@ class _Chance:
             if self._several.context.record.wants(STAGE, self._step):
                 self._several.context.record.fact(
                     STAGE, self._step, what, status="within" if right else "outside", share=share,
-                    word=None if right else Word.OTHER_DENSITY,
+                    word=None if right else Word.WRONG_DENSITY,
                     reason=None if right else sentence.format(kept, drawn, wanted),
                     evidence={"elements": drawn, "kept": kept, "probability": wanted},
                 )  # fmt: skip
 
 
 def _check_factors(
-    several: Several, kind: str, place: str, factors: LayerFactors, masks: Sequence[Sequence[np.ndarray]] | None
+    several: MultiAdapterModel,
+    kind: str,
+    place: str,
+    factors: LayerFactors,
+    masks: Sequence[Sequence[np.ndarray]] | None,
 ) -> None:
     record = several.context.record
     for part, actual, exact in _exact(kind, factors, masks):

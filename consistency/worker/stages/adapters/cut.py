@@ -28,7 +28,7 @@ from consistency.numerics.words import Word
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.precision import products_of
 from consistency.worker.stages.adapters.layer_factors import LayerFactors, factors_of
-from consistency.worker.stages.adapters.several import STAGE, Several
+from consistency.worker.stages.adapters.multi_adapter_model import STAGE, MultiAdapterModel
 from consistency.worker.stages.adapters.truncated import combined_delta, judge
 
 _LONGEST = 1 << 14
@@ -43,7 +43,7 @@ class Sample:
     reason: str
 
 
-def layers_to_cut(several: Several, weights: Sequence[float]) -> Sample:
+def layers_to_cut(several: MultiAdapterModel, weights: Sequence[float]) -> Sample:
     """Choose the layers whose deltas are combined and cut."""
     from peft.tuners.lora import layer as lora
 
@@ -79,7 +79,7 @@ def layers_to_cut(several: Several, weights: Sequence[float]) -> Sample:
 
 
 @contextmanager
-def only_in(several: Several, paths: Sequence[str] | None) -> Iterator[None]:
+def only_in(several: MultiAdapterModel, paths: Sequence[str] | None) -> Iterator[None]:
     """Let PEFT combine the adapters in some layers; None leaves it all of them."""
     configs = [several.model.peft_config[name] for name in several.names]
     targets = [config.target_modules for config in configs]
@@ -95,7 +95,7 @@ def only_in(several: Several, paths: Sequence[str] | None) -> Iterator[None]:
 
 
 def check_cut(
-    several: Several, kind: str, place: str, factors: LayerFactors, masks: Sequence[np.ndarray], *, rank: int
+    several: MultiAdapterModel, kind: str, place: str, factors: LayerFactors, masks: Sequence[np.ndarray], *, rank: int
 ) -> None:
     """Record both factors of a cut decomposition, its singular values, and whether its vectors are orthonormal."""
     context = several.context
@@ -137,7 +137,7 @@ def check_cut(
         )  # fmt: skip
 
 
-def _arithmetic(several: Several, dtype: torch.dtype) -> Arithmetic:
+def _arithmetic(several: MultiAdapterModel, dtype: torch.dtype) -> Arithmetic:
     """Return how the device computes deltas in a dtype."""
     device = several.context.device
     permitted = products_of(device)

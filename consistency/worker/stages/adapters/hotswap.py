@@ -10,10 +10,10 @@ import torch
 from consistency.capture.names import adapter_place, module_place
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
-from consistency.worker.stages.adapters.several import STAGE, Several
+from consistency.worker.stages.adapters.multi_adapter_model import STAGE, MultiAdapterModel
 
 
-def hotswap(several: Several) -> None:
+def hotswap(several: MultiAdapterModel) -> None:
     """Write the second adapter's file over the first one's parameters, check every tensor, and swap back."""
     from peft.utils.hotswap import hotswap_adapter
 
@@ -32,7 +32,7 @@ def hotswap(several: Several) -> None:
     several.check_bytes(f"hotswap({first} back)")
 
 
-def _check_tensors(several: Several, first: str, second: str) -> bool:
+def _check_tensors(several: MultiAdapterModel, first: str, second: str) -> bool:
     """Record every parameter of the first adapter against the second one's file; return whether shapes are the same.
 
     Where the second adapts less, or has a smaller rank, the rest has to be zero.
@@ -63,7 +63,7 @@ def _held_before(old: Mapping[str, str], first: str, tensor: torch.Tensor) -> st
     return None if key is None else f"{key} of {first}"
 
 
-def _check_scaling(several: Several, step: str, first: str, second: str) -> bool:
+def _check_scaling(several: MultiAdapterModel, step: str, first: str, second: str) -> bool:
     """Record whether every layer has the scaling of the adapter that is now in it; a number of Python's, on no device.
 
     Hotswap of PEFT 0.21 does not find layers in `rank_pattern` and `alpha_pattern`, and gives them that of all others.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from consistency.numerics.dtype import UNIT_ROUNDOFF
-from consistency.worker.stages.adapters.several import Several
+from consistency.worker.stages.adapters.multi_adapter_model import MultiAdapterModel
 
 # (dictionary of a layer, suffix of its parameters' names) for the factors of linear and convolution layers, then of
 # embeddings; A first
@@ -63,7 +63,7 @@ class LayerFactors:
 
 
 def factors_of(
-    several: Several, path: str, layer: Any, weights: Sequence[float], *, combined: str = ""
+    several: MultiAdapterModel, path: str, layer: Any, weights: Sequence[float], *, combined: str = ""
 ) -> Iterator[LayerFactors]:
     """Yield the factors of a layer, as far as adapters, and the combination of that name, have them."""
     for pair in _PAIRS:
@@ -99,6 +99,6 @@ def _parameter(layer: Any, part: str, suffix: str, name: str) -> torch.Tensor:
     return found
 
 
-def _stored(several: Several, path: str, part: str, one: str, suffix: str, own: torch.Tensor) -> np.ndarray:
+def _stored(several: MultiAdapterModel, path: str, part: str, one: str, suffix: str, own: torch.Tensor) -> np.ndarray:
     tensor = several.expected[one][f"{path}.{part}.{one}{suffix}"][1]
     return tensor.to(own.dtype).to(torch.float64).numpy()

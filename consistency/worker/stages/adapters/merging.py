@@ -32,7 +32,7 @@ from consistency.worker.model.merging import (
     weight_of,
 )
 from consistency.worker.recorder import KEEP_BYTES
-from consistency.worker.stages.adapters.several import STAGE, Several
+from consistency.worker.stages.adapters.multi_adapter_model import STAGE, MultiAdapterModel
 from consistency.worker.stages.low_rank import LowRank, allowance_of, low_rank_of
 
 CYCLES = 10
@@ -44,7 +44,7 @@ _ELEMENTS = 1 << 20
 """Elements whose drift is measured at a time: some 8 MiB for each of a few float64 arrays."""
 
 
-def merge(several: Several) -> None:
+def merge(several: MultiAdapterModel) -> None:
     """Merge the adapters into every layer that two of them change."""
     without_form = without_drift = quantized = elements = 0
     every = several.context.job.case.level is Level.THOROUGH
@@ -86,7 +86,7 @@ def merge(several: Several) -> None:
     several.check_bytes("merge")
 
 
-def _merge(several: Several, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]) -> None:
+def _merge(several: MultiAdapterModel, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]) -> None:
     place = module_place(path)
     before = several.context.expected_under(path, f"base_layer.{weight_name(layer)}")
     before = weight_of(layer).to("cpu") if before is None else before
@@ -100,7 +100,7 @@ def _merge(several: Several, path: str, layer: Any, names: Sequence[str], factor
         del merged
 
 
-def _cycle(several: Several, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]) -> None:
+def _cycle(several: MultiAdapterModel, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]) -> None:
     with restored(layer):
         for _ in range(CYCLES):
             layer.merge(safe_merge=False, adapter_names=list(names))
@@ -110,7 +110,7 @@ def _cycle(several: Several, path: str, layer: Any, names: Sequence[str], factor
 
 
 def _record(
-    several: Several,
+    several: MultiAdapterModel,
     place: str,
     name: str,
     merged: torch.Tensor,
@@ -165,7 +165,7 @@ def _together(factors: Sequence[LowRank], before: torch.Tensor) -> LowRankProduc
 
 
 def _record_drift(
-    several: Several, place: str, after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank]
+    several: MultiAdapterModel, place: str, after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank]
 ) -> None:
     found = measure(after, before)
     allowance = cycles_allowance([_delta(one, after) for one in factors], weight=after.dtype, cycles=CYCLES)

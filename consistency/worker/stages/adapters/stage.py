@@ -30,7 +30,7 @@ from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.stages.adapters.combining import combine
 from consistency.worker.stages.adapters.hotswap import hotswap
 from consistency.worker.stages.adapters.merging import merge
-from consistency.worker.stages.adapters.several import STAGE, Digests, Several, results
+from consistency.worker.stages.adapters.multi_adapter_model import STAGE, Digests, MultiAdapterModel, results
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
 
@@ -67,7 +67,7 @@ def _refused(context: Context) -> str:
     return ""
 
 
-def _loaded(context: Context) -> Several | None:
+def _loaded(context: Context) -> MultiAdapterModel | None:
     """Load each adapter alone, then all into one model; None, and a row that says why, where PEFT does not."""
     case, bare = context.job.case, context.bare
     assert bare is not None
@@ -107,7 +107,7 @@ def _loaded(context: Context) -> Several | None:
         )
         for one in case.adapters
     }  # fmt: skip
-    return Several(context=context, model=model, expected=expected, inputs=inputs, alone=alone, off=off)
+    return MultiAdapterModel(context=context, model=model, expected=expected, inputs=inputs, alone=alone, off=off)
 
 
 def _inputs(context: Context) -> dict[str, torch.Tensor] | None:
@@ -124,7 +124,7 @@ def _no_results(context: Context, reason: str) -> None:
     context.record.fact(STAGE, WHOLE_MODEL, "results", status="skipped", reason=reason)
 
 
-def _check_loaded(several: Several) -> None:
+def _check_loaded(several: MultiAdapterModel) -> None:
     """Record every tensor of every adapter, side by side in one model, against its file."""
     record, state = several.context.record, several.model.state_dict(keep_vars=True)
     for name, expected in several.expected.items():
@@ -142,7 +142,7 @@ def _check_loaded(several: Several) -> None:
             record.moved(STAGE, layer, f"{name}.{part}", actual=actual, expected=tensor.to(actual.dtype))
 
 
-def _switch(several: Several) -> None:
+def _switch(several: MultiAdapterModel) -> None:
     """Let each adapter be active alone, the first one last, so that each replaces another."""
     for name in (*several.names[1:], several.names[0]):
         several.model.set_adapter(name)
@@ -152,7 +152,7 @@ def _switch(several: Several) -> None:
     several.check_bytes("set_adapter")
 
 
-def _together(several: Several) -> None:
+def _together(several: MultiAdapterModel) -> None:
     """Let all adapters be active at once."""
     with several.active(*several.names):
         several.check_active("all active", several.names)
@@ -162,7 +162,7 @@ def _together(several: Several) -> None:
     several.check_bytes("all active")
 
 
-def _disable(several: Several) -> None:
+def _disable(several: MultiAdapterModel) -> None:
     """Disable all adapters, and enable them again."""
     step = "disable_adapter"
     with several.model.disable_adapter():
@@ -171,7 +171,7 @@ def _disable(several: Several) -> None:
     several.check_bytes(step)
 
 
-def _delete(several: Several) -> None:
+def _delete(several: MultiAdapterModel) -> None:
     """Delete one adapter after the other, the last but one active, until one is left."""
     *deleted, last = several.names
     for number, name in enumerate(deleted, start=1):
@@ -183,7 +183,7 @@ def _delete(several: Several) -> None:
     several.check_result("delete_adapter", last)
 
 
-_STEPS: dict[str, Callable[[Several], None]] = {
+_STEPS: dict[str, Callable[[MultiAdapterModel], None]] = {
     "set_adapter": _switch,
     "all active": _together,
     "disable_adapter": _disable,
@@ -195,7 +195,7 @@ _STEPS: dict[str, Callable[[Several], None]] = {
 """Every step by the name of its row where PEFT refuses it; the last one leaves no model for another."""
 
 
-def _unless_refused(several: Several, step: str, check: Callable[[Several], None]) -> None:
+def _unless_refused(several: MultiAdapterModel, step: str, check: Callable[[MultiAdapterModel], None]) -> None:
     try:
         with torch.no_grad():
             check(several)

@@ -17,9 +17,9 @@ from consistency.numerics.digest import digest
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import judge_relative
+from consistency.worker.cpu_error import rounding_error
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.engine_outputs.view import View
-from consistency.worker.yardstick import rounding_error
 
 
 def record_batches(

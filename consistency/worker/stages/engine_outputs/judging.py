@@ -30,6 +30,7 @@ from consistency.numerics.error import measure_against_exact
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import RoundingError, Rule, judge_relative, passes, relative_allowance
+from consistency.worker.cpu_error import rounding_error
 from consistency.worker.decisions.track import Track
 from consistency.worker.model.inputs import digest_of
 from consistency.worker.model.running import Activations, is_of_the_model
@@ -39,7 +40,6 @@ from consistency.worker.stages.engine_outputs.batches import record_batches
 from consistency.worker.stages.engine_outputs.explanations import Answer, Question, explain
 from consistency.worker.stages.engine_outputs.passes import Passes
 from consistency.worker.stages.engine_outputs.view import View
-from consistency.worker.yardstick import rounding_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

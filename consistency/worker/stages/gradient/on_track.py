@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from consistency.worker import yardstick
+from consistency.worker import cpu_error
 from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.replay import Made, Replay
 from consistency.worker.decisions.track import Table
@@ -17,7 +17,7 @@ from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.precision import products_of
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.flips import NOT_REPLAYED, ON_TRACK, record_flips
+from consistency.worker.stages.decision_flips import NOT_REPLAYED, ON_TRACK, record_flips
 from consistency.worker.stages.gradient.runs import Watches
 
 Again = Callable[[Watches, Places], TensorFile]
@@ -67,4 +67,4 @@ def decisions_file(context: Context) -> Path:
 
 def products_on(model: torch.nn.Module, device: torch.device) -> str:
     """Return the name of the products that a device computes a model with."""
-    return yardstick.name_of(yardstick.products_in(model, products_of(device)))
+    return cpu_error.name_of(cpu_error.products_in(model, products_of(device)))

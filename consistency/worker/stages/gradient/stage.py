@@ -29,7 +29,7 @@ from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.rules import Rule
-from consistency.worker import yardstick
+from consistency.worker import cpu_error
 from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.replay import Made
 from consistency.worker.decisions.track import Track
@@ -41,7 +41,7 @@ from consistency.worker.model.running import activations, is_of_the_model, refus
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.flips import record_flips
+from consistency.worker.stages.decision_flips import record_flips
 from consistency.worker.stages.gradient.backward import Tensors, trained
 from consistency.worker.stages.gradient.on_track import Again, Judged, decisions_file, judged, products_on
 from consistency.worker.stages.gradient.optimizer_step import record_step
@@ -193,8 +193,8 @@ def _draw(
     """Compute the gradients with noise, on the track, into files; of a large model over the first part of the batch."""
     numbers, track = itertools.count(), found.track
     assert track is not None
-    passes = yardstick.passes_for(3 * runs.multiplications)  # forward, and backward for inputs and factors
-    if yardstick.is_large(passes):
+    passes = cpu_error.passes_for(3 * runs.multiplications)  # forward, and backward for inputs and factors
+    if cpu_error.is_large(passes):
         runs = runs.first_part()
         layout = {name: (dtype, (1, *shape[1:])) for name, (dtype, shape) in layout.items()}
 
@@ -206,7 +206,7 @@ def _draw(
                 counts.append(independent_lines(gradient, _first(own, shape[0])))
         return min(counts, default=1)
 
-    for title, products in yardstick.products_of_run(context.job, runs.model).items():
+    for title, products in cpu_error.products_of_run(context.job, runs.model).items():
 
         def compute(title: str = title) -> TensorFile:
             file = TensorFile(stem.with_suffix(f".{next(numbers)}.safetensors"), layout)
@@ -214,7 +214,7 @@ def _draw(
             runs.with_noise(kernels, file, title, watches=functools.partial(track.other, title=title))
             return file
 
-        yardstick.draw(products, passes, compute, independent)
+        cpu_error.draw(products, passes, compute, independent)
 
 
 def as_model_takes(model: torch.nn.Module, inputs: Tensors) -> Tensors:

@@ -30,7 +30,7 @@ from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import RoundingError, Rule
-from consistency.worker import yardstick
+from consistency.worker import cpu_error
 from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import (
@@ -257,13 +257,13 @@ def _rounding_error(context: Context, name: str, layer: Any, truth: Truth, *, sa
             twin = _copy_from_files(context, name, layer)
         return _merge_copy(twin, safe=safe)
 
-    drawn = yardstick.draw(
+    drawn = cpu_error.draw(
         products_of(context.device),
-        yardstick.passes_for(exact.numel() * max(exact.shape, default=1)),
+        cpu_error.passes_for(exact.numel() * max(exact.shape, default=1)),
         merge,
         lambda weight: samples(weight, exact) if weight.shape == exact.shape else 1,
     )
-    return yardstick.rounding_error(drawn, exact, samples) if drawn[0].shape == exact.shape else None
+    return cpu_error.rounding_error(drawn, exact, samples) if drawn[0].shape == exact.shape else None
 
 
 def _copy_from_files(context: Context, name: str, layer: Any) -> Any:

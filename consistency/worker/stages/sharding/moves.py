@@ -97,14 +97,14 @@ class Moves:
             return
         if before.is_floating_point():
             if digest(before).value != digest(after).value:
-                raise self._changed(Word.CHANGED_IN_TRANSFER, name or "hidden states", before, after, where)
+                raise self._changed(Word.CHANGED_ON_THE_WAY, name or "hidden states", before, after, where)
             return
         # inside the model a name may mean something else: a decoder calls its own ids `input_ids`
         known = None if where else self.given.get(name)
         sent = before if known is None or known.shape != before.shape or known.dtype != before.dtype else known
         if not torch.equal(sent.to("cpu"), after.to("cpu")):
             kinds = {LABELS: Word.LABELS_CHANGED, **dict.fromkeys((*TOKEN_IDS, _IDS), Word.IDS_CHANGED)}
-            raise self._changed(kinds.get(name, Word.CHANGED_IN_TRANSFER), name or "integers", sent, after, where)
+            raise self._changed(kinds.get(name, Word.CHANGED_ON_THE_WAY), name or "integers", sent, after, where)
 
     def _changed(
         self, word: Word, name: str, before: torch.Tensor, after: torch.Tensor, where: str

@@ -34,7 +34,7 @@ from consistency.numerics.exact import in_float64
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.rules import Verdict, judge_relative
 from consistency.numerics.words import Word
-from consistency.worker import yardstick
+from consistency.worker import cpu_error
 from consistency.worker.device_error import computes, is_of_the_device, is_out_of_memory
 from consistency.worker.memory.host_memory import available_bytes
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
@@ -81,9 +81,9 @@ class _Exact:
         def independent(drawn: Inputs) -> int:
             return min((independent_rows(drawn[name], tensor) for name, tensor in exact.items()), default=1)
 
-        products = yardstick.products_in(model, products_of(self.context.device))
-        passes = yardstick.passes_for(matrix_elements(model) * tokens_of(self.inputs))
-        return yardstick.draw(products, passes, lambda: _outputs(model, self.inputs), independent), exact
+        products = cpu_error.products_in(model, products_of(self.context.device))
+        passes = cpu_error.passes_for(matrix_elements(model) * tokens_of(self.inputs))
+        return cpu_error.draw(products, passes, lambda: _outputs(model, self.inputs), independent), exact
 
 
 def run(context: Context) -> None:
@@ -215,7 +215,7 @@ def _verdict(name: str, actual: torch.Tensor, exact: _Exact) -> Verdict | None:
         return None
     truth = truth.to(torch.float64)
     found = measure_against_exact(actual, truth)
-    rounding = yardstick.rounding_error([one[name] for one in drawn], truth, independent_rows)
+    rounding = cpu_error.rounding_error([one[name] for one in drawn], truth, independent_rows)
     return judge_relative(found, name_of(actual.dtype), rounding)
 
 

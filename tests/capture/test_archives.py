@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from consistency.capture.sent import read_sent
+from consistency.capture.archives import read_sent
 from consistency.capture.transport import deliver
 from consistency.errors import CaptureError
 from tests.comparison.made_records import moved

@@ -42,7 +42,7 @@ class _Course:
 
 
 @dataclass(slots=True)
-class Outlook:
+class Eta:
     """Where the workers of a run are; `take` is given every event.
 
     Parameters
@@ -138,7 +138,7 @@ class Outlook:
         return self._courses[label]
 
 
-def left_text(seconds: float) -> str:
+def format_eta(seconds: float) -> str:
     """Write a guess of the time left, as coarse as it is: `20 s left`, `3 min left`, `1 h 10 min left`."""
     if seconds < 10:
         return "less than 10 s left"

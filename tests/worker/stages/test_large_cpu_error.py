@@ -7,7 +7,7 @@ from pathlib import Path
 import peft
 import pytest
 
-from consistency.worker import yardstick
+from consistency.worker import cpu_error
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import on_llama
 
@@ -28,7 +28,7 @@ def test_a_large_model_is_judged_by_fewer_passes(
         }
 
     small = figures()
-    monkeypatch.setattr(yardstick, "_PRODUCTS_AT_MOST", 1)
+    monkeypatch.setattr(cpu_error, "_PRODUCTS_AT_MOST", 1)
     large = figures()
     assert small.keys() == large.keys()
     for key, (error, samples, drawn) in large.items():

@@ -196,7 +196,7 @@ def _is_expected(worker: ComparedWorker, reference: ComparedWorker, stage: str) 
     """Return whether a worker should have the tensors of a stage: its case has the stage, at the same level."""
     if stage == Stage.TRANSFER:  # each worker records the copies into its own device
         return False
-    if not worker.could_have(stage):  # a stage that others skipped as a whole
+    if not worker.expects_stage(stage):  # a stage that others skipped as a whole
         return False
     return worker.capture is reference.capture or worker.case.level == reference.case.level
 

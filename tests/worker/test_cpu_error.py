@@ -11,10 +11,10 @@ import torch
 from consistency.devices.products import Products
 from consistency.numerics.precision import Precision
 from consistency.numerics.reduced_products import rounded_to_bfloat16, truncated_to_tf32
-from consistency.worker import yardstick
+from consistency.worker import cpu_error
+from consistency.worker.cpu_error import computing_with, name_of, products_in, products_of_run
 from consistency.worker.determinism import deterministic, in_force
 from consistency.worker.protocol import Job, Peer
-from consistency.worker.yardstick import computing_with, name_of, products_in, products_of_run
 from tests.worker.model.made_models import case_of
 
 TF32 = Products(matmul=Precision.TF32, convolution=Precision.TF32)
@@ -35,7 +35,7 @@ def peer(kind: str, **settings: Any) -> Peer:
 
 @pytest.fixture
 def _cpu_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yardstick, "products_of", lambda _: Products(matmul=Precision.BFLOAT16))
+    monkeypatch.setattr(cpu_error, "products_of", lambda _: Products(matmul=Precision.BFLOAT16))
 
 
 def test_a_pinned_run_without_such_devices_needs_nothing_else() -> None:
@@ -73,7 +73,7 @@ def test_a_model_without_convolutions_does_not_tell_their_precision_apart() -> N
     assert products_in(LINEAR, mixed) == Products()
     assert products_in(CONVOLUTION, mixed) == mixed
     assert name_of(mixed) == "float32, convolutions tf32"
-    assert name_of(Products()) == yardstick.PLAIN == "float32"
+    assert name_of(Products()) == cpu_error.PLAIN == "float32"
 
 
 @pytest.mark.parametrize(("products", "cut"), [(TF32, truncated_to_tf32), (BFLOAT16, rounded_to_bfloat16)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from consistency.cli.outlook import Outlook, left_text
+from consistency.cli.eta import Eta, format_eta
 from consistency.worker.protocol import Event, EventKind
 
 STAGES = [("start", 0.1), ("load base", 0.1), ("base", 0.2), ("merged", 0.6)]
@@ -23,7 +23,7 @@ class Clock:
 
 
 def test_a_worker_is_in_one_of_its_stages() -> None:
-    outlook = Outlook({"a": {"cpu": STAGES}})
+    outlook = Eta({"a": {"cpu": STAGES}})
     outlook.take("cpu", event("stage", "import libraries"))
     assert outlook.place("cpu") == (1, 4)
     outlook.take("cpu", event("stage", "base"))
@@ -38,7 +38,7 @@ def test_a_worker_is_in_one_of_its_stages() -> None:
 
 
 def test_the_share_never_goes_back() -> None:
-    outlook = Outlook({"a": {"cpu": STAGES}})
+    outlook = Eta({"a": {"cpu": STAGES}})
     outlook.take("cpu", event("stage", "base"))
     outlook.take("cpu", event("step", "base", done=3, total=4))
     assert outlook.share == pytest.approx(0.35)
@@ -50,7 +50,7 @@ def test_the_share_never_goes_back() -> None:
 
 
 def test_the_share_is_of_all_workers_also_of_those_that_have_not_begun() -> None:
-    outlook = Outlook({"a": {"cpu": STAGES, "cuda:0": STAGES}})
+    outlook = Eta({"a": {"cpu": STAGES, "cuda:0": STAGES}})
     outlook.take("cpu", event("done"))
     assert outlook.share == 0.5
     outlook.take("cuda:0", event("failed"))
@@ -58,7 +58,7 @@ def test_the_share_is_of_all_workers_also_of_those_that_have_not_begun() -> None
 
 
 def test_of_several_cases_each_worker_has_its_own_place() -> None:
-    outlook = Outlook({"a": {"cpu": STAGES}, "b": {"cpu": STAGES[1:]}})
+    outlook = Eta({"a": {"cpu": STAGES}, "b": {"cpu": STAGES[1:]}})
     outlook.take("cpu", event("case", message="a", done=0, total=2))
     outlook.take("cpu", event("stage", "merged"))
     assert outlook.share == pytest.approx(0.2)
@@ -71,7 +71,7 @@ def test_of_several_cases_each_worker_has_its_own_place() -> None:
 
 
 def test_rounds_of_a_drill_count_where_no_stages_are_known() -> None:
-    outlook = Outlook()
+    outlook = Eta()
     assert outlook.share is None
     outlook.take("cpu", event("stage", "base"))
     assert (outlook.share, outlook.place("cpu"), outlook.left_s) == (None, None, None)
@@ -81,7 +81,7 @@ def test_rounds_of_a_drill_count_where_no_stages_are_known() -> None:
 
 def test_the_rest_takes_as_long_as_the_slowest_worker() -> None:
     clock = Clock()
-    outlook = Outlook({"a": {"cpu": STAGES, "cuda:0": STAGES}}, clock)
+    outlook = Eta({"a": {"cpu": STAGES, "cuda:0": STAGES}}, clock)
     for label, stage in (("cpu", "merged"), ("cuda:0", "base")):
         outlook.take(label, event("stage", "start"))
         outlook.take(label, event("stage", stage))
@@ -96,7 +96,7 @@ def test_the_rest_takes_as_long_as_the_slowest_worker() -> None:
 
 def test_a_worker_that_has_hardly_begun_takes_as_long_as_the_others() -> None:
     clock = Clock()
-    outlook = Outlook({"a": {"cpu": STAGES, "cuda:0": STAGES}}, clock)
+    outlook = Eta({"a": {"cpu": STAGES, "cuda:0": STAGES}}, clock)
     for label, stage in (("cpu", "merged"), ("cuda:0", "start")):
         outlook.take(label, event("stage", "start"))
         outlook.take(label, event("stage", stage))
@@ -106,7 +106,7 @@ def test_a_worker_that_has_hardly_begun_takes_as_long_as_the_others() -> None:
 
 def test_a_worker_that_waits_for_its_turn_is_part_of_the_rest() -> None:
     clock = Clock()
-    outlook = Outlook({"a": {"cpu": STAGES, "cuda:0": STAGES}}, clock)
+    outlook = Eta({"a": {"cpu": STAGES, "cuda:0": STAGES}}, clock)
     outlook.take("cpu", event("stage", "merged"))
     clock.now = 20.0
     assert outlook.left_s == pytest.approx(20 * 0.8 / 0.2)
@@ -124,4 +124,4 @@ def test_a_worker_that_waits_for_its_turn_is_part_of_the_rest() -> None:
     ],
 )
 def test_a_guess_is_as_coarse_as_it_is(seconds: float, text: str) -> None:
-    assert left_text(seconds) == text
+    assert format_eta(seconds) == text

@@ -92,7 +92,7 @@ def name_of(products: Products) -> str:
 
 def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
     """Return, by name, the products with which the workers of a run compute, and those in float32."""
-    settings, variables = determinism.meant()
+    settings, variables = determinism.did_you_mean()
     of_workers = [Products(), products_of(torch.device(CPU))]
     for peer in job.peers:
         of_workers.append(permitted(peer.type, {**settings, **with_implied(peer.settings)}, variables))

@@ -30,7 +30,7 @@ Digests = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Several:
+class MultiAdapterModel:
     """A model with several adapters.
 
     Attributes
