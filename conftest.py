@@ -1,13 +1,12 @@
-"""What all tests share: no network, one property-test profile, and pytest's own tester for the plugin."""
+"""What all tests share: no network, one property-test profile, pytest's own tester, and which start processes."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
-import re
-from collections import OrderedDict
-from pathlib import Path
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,47 +24,53 @@ if importlib.util.find_spec("hypothesis"):  # not in the extra `pytest`, with wh
     settings.load_profile("consistency")
 
 
-_PROCESSES = re.compile(
-    r"runpytest_subprocess\(|run_on_double\(|double\.python\(|\bcli\(|pipeline\.run\(|processes=True|"
-    r"Popen\(|subprocess\.run\("
-)
-"""What starts a process in a file of tests."""
+_PROCESS_FIXTURES = frozenset(
+    {"browser", "cli", "cli_here", "double", "finished_run", "kernel_library", "machine", "open_page", "ray_nodes",
+     "run_on_double", "run_suite_with_faults", "run_with_faults", "slurm"}
+)  # fmt: skip
+"""Fixtures that start processes, or run whole cases in this one."""
 
-_PROCESS_S, _TEST_S = 5.0, 0.05
-"""Seconds that a process and a test take about, on two cores: enough to tell the long files from the others."""
+_STARTED: list[str] = []
+"""Processes of Python that were started since the last test."""
 
 
-class _LongestFirst(OrderedDict[str, dict[str, bool]]):
-    """Files of tests that wait for a process of xdist, which takes the longest one.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests whose fixtures start processes; take the files that have most of them first.
 
-    xdist sorts them by how many tests they have: those that start processes have few, would come last, and one process
-    would wait minutes for the other.
+    A file of many processes that came last would keep one process of xdist waiting for the other.
     """
-
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self._root = root
-
-    def popitem(self, last: bool = True) -> tuple[str, dict[str, bool]]:  # noqa: ARG002 - the one that xdist calls
-        longest = max(self, key=self._seconds)
-        return longest, self.pop(longest)
-
-    def _seconds(self, file: str) -> float:
-        return _PROCESS_S * _processes_in(self._root / file) + _TEST_S * len(self[file])
-
-
-@functools.cache
-def _processes_in(file: Path) -> int:
-    return len(_PROCESSES.findall(file.read_text(encoding="utf-8"))) if file.is_file() else 0
+    for item in items:
+        if _PROCESS_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.process)
+    marked = Counter(item.path for item in items if item.get_closest_marker("process"))
+    items.sort(key=lambda item: -marked[item.path])
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a file's tests on one process, so that a run which they share is made once; take the longest files first."""
+    """Keep a file's tests on one process, so that a run which they share is made once, in the order above."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    scheduler = LoadFileScheduling(config, log)
-    scheduler.workqueue = _LongestFirst(config.rootpath)
-    return scheduler
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that starts a process and is not marked: `-m "not process"` would take long for no reason."""
+    yield
+    started = [*_STARTED]
+    _STARTED.clear()
+    if started and request.node.get_closest_marker("process") is None:
+        pytest.fail(f"this test starts a process, and is not marked with pytest.mark.process: {started[0]}")
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "subprocess.Popen" and os.fspath(arguments[0]) == sys.executable:
+        _STARTED.append(" ".join(map(str, arguments[1]))[:200])
+
+
+sys.addaudithook(_watch)

@@ -162,6 +162,7 @@ def test_the_readme_has_commands() -> None:
     assert len(list(commands(text_of("README.md")))) > 15
 
 
+@pytest.mark.process
 def test_the_readmes_test_runs_as_it_stands(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     for _, block in _FENCE.findall(text_of("README.md")):

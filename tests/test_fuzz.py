@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.fuzz import Surface, damaged, fuzz, run
 
+pytestmark = pytest.mark.process
+
 SEED = 20_261_123
 
 

@@ -17,6 +17,8 @@ from tests.made_weights import f32, put
 from tests.report.made_comparisons import faulty
 from tests.report.status.made_statuses import status as made_status
 
+pytestmark = pytest.mark.process
+
 HEAVY = ("torch", "transformers", "peft", "numpy", "safetensors.torch", "accelerate")
 
 

@@ -53,7 +53,7 @@ def test_tests_stand_in_the_room_that_they_test() -> None:
     assert [str(room) for room in rooms if not (TESTS.parent / "consistency" / room).is_dir()] == []
 
 
-# --- what is to become less: an entry that was mended is taken off, and none is added -----------------------------------
+# --- what is to become less: an entry that was mended is taken off, and none is added ---------------------------------
 
 PACKAGE = TESTS.parent / "consistency"
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 HERE = Path(__file__).parents[1]
 PAGE = HERE / "docs" / "extending.md"
 

@@ -43,6 +43,7 @@ def outcomes(double: Double, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     return found
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", NAMES)
 def test_inside(outcomes: Outcomes, name: str) -> None:
     assert name in outcomes

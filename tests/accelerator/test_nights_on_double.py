@@ -9,6 +9,8 @@ import pytest
 
 from tests.accelerator.fixtures import RunOnDouble, RunsOnDouble
 
+pytestmark = pytest.mark.process
+
 Nights = tuple[RunOnDouble, RunOnDouble]
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.accelerator.fixtures import RunOnDouble, RunsOnDouble
 
+pytestmark = pytest.mark.process
+
 SHIFTED = {"devices": 3, "lost": [0], "lost_after_discovery": True}
 
 

@@ -72,6 +72,7 @@ def rows_of(run: RunOnDouble, worker: str) -> list[tuple[str, str, str, str]]:
     ]
 
 
+@pytest.mark.process
 def test_the_healthy_worker_has_no_finding(run: RunOnDouble) -> None:
     assert run.process.returncode == 1, run.process.stdout + run.process.stderr
     found = rows_of(run, "npu:0")
@@ -88,6 +89,7 @@ def test_the_healthy_worker_has_no_finding(run: RunOnDouble) -> None:
     assert [(stage, status) for stage, *_, status in found if status == "skipped"] == [("sharding", "skipped")]
 
 
+@pytest.mark.process
 def test_a_flipped_bit_is_found_in_the_layer_where_it_arrives(run: RunOnDouble) -> None:
     errors = [finding for finding in run.comparison.findings if finding.severity == "error"]
     assert {finding.workers for finding in errors} == {("npu:1",)}
@@ -97,6 +99,7 @@ def test_a_flipped_bit_is_found_in_the_layer_where_it_arrives(run: RunOnDouble) 
     assert (first.workers, first.layer) == (("npu:1",), f"model.layers.{LAYERS - 1}.mlp.down_proj")
 
 
+@pytest.mark.process
 def test_the_report_states_what_was_offloaded_and_why(run: RunOnDouble) -> None:
     said = {name: str(environment.get("placement", "")) for (name, _), environment in environments(run.report).items()}
     assert not said["cpu"]
@@ -105,6 +108,7 @@ def test_the_report_states_what_was_offloaded_and_why(run: RunOnDouble) -> None:
         assert said[name].endswith(" 7.0 MiB of it for the base, and 2.3 MiB are free")
 
 
+@pytest.mark.process
 def test_the_device_holds_a_layer_and_the_host_no_second_model(run: RunOnDouble, model: tuple[Path, Path]) -> None:
     worker: dict[str, Any] = json.loads((run.folder / "captures/workers/npu_0.isolated/worker.json").read_text())
     stages = {stage["stage"]: stage for stage in worker["stage_memory"]}

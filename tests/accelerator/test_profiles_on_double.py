@@ -6,6 +6,8 @@ import pytest
 
 from .fixtures import RunOnDouble, RunsOnDouble
 
+pytestmark = pytest.mark.process
+
 VARIANTS = ("npu:0", "npu:0@medium", "npu:0@flash")
 
 

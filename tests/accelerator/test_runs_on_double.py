@@ -14,6 +14,8 @@ from tests.reported import environments
 
 from .fixtures import Double, RunOnDouble, RunsOnDouble
 
+pytestmark = pytest.mark.process
+
 NPUS = [f"npu:{index}" for index in range(3)]
 DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}]
 

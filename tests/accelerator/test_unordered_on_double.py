@@ -10,6 +10,8 @@ from consistency.comparison.result import Finding
 from .fixtures import RunOnDouble, RunsOnDouble
 from .software_accelerator.unordered import OPERATION
 
+pytestmark = pytest.mark.process
+
 WHY = f": torch has no deterministic version of {OPERATION}, which ran before"
 
 

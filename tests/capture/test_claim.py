@@ -46,6 +46,7 @@ def start_holder(claim: Path) -> tuple[subprocess.Popen[str], Path]:
     return holder, Path(holder.stdout.readline().strip())
 
 
+@pytest.mark.process
 def test_claim_of_a_living_process_is_refused_and_that_of_a_killed_one_taken_over(tmp_path: Path) -> None:
     claim = tmp_path / CLAIM
     holder, _ = start_holder(claim)
@@ -65,6 +66,7 @@ def test_claim_of_a_living_process_is_refused_and_that_of_a_killed_one_taken_ove
     assert not claim.exists()
 
 
+@pytest.mark.process
 def test_scratch_of_a_killed_process_is_removed_by_the_next_one_and_no_other(tmp_path: Path, temporary: Path) -> None:
     stranger = temporary / "consistency-notes"
     stranger.mkdir()
@@ -158,6 +160,7 @@ with WholeFile(Path(sys.argv[1])) as made:
 """
 
 
+@pytest.mark.process
 def test_temporary_file_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -359,6 +359,7 @@ def test_an_unknown_built_in_case_is_refused_with_those_that_there_are() -> None
     assert caught.value.wanted == "one of llama, gpt2, bert"
 
 
+@pytest.mark.process
 def test_a_hub_id_is_told_to_be_offline(tmp_path: Path) -> None:
     # the hub's library reads its variables once, when it is imported
     script = (
@@ -445,6 +446,7 @@ def test_every_refusal_ends_with_the_status_for_bad_input(tmp_path: Path) -> Non
         assert caught.value.exit_status == 2
 
 
+@pytest.mark.process
 def test_preflight_needs_no_torch(tmp_path: Path) -> None:
     base, adapter = make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter")
     script = (

@@ -275,6 +275,7 @@ def test_a_head_of_another_form_is_left_to_the_worker(tmp_path: Path) -> None:
         check_files(base_of(tmp_path / str(number), *HEAD, architectures=classes), adapter, allow_pickle=False)
 
 
+@pytest.mark.process
 def test_recognition_needs_no_torch(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom consistency.case.recognition import check_method\nfrom consistency.errors import InputError\n"

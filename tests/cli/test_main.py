@@ -383,6 +383,7 @@ def test_devices_lists_the_cpu_without_torch(cli: Cli) -> None:
     assert "architecture" in cli("devices").stdout
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_stopping_leaves_no_process_and_no_half_written_capture(
     tmp_path: Path, number: signal.Signals, worker_commands: Callable[[], list[str]]
@@ -412,6 +413,7 @@ def test_stopping_leaves_no_process_and_no_half_written_capture(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path, worker_commands: Callable[[], list[str]]) -> None:
     run = command("run", "--out", tmp_path / "out", "--devices", "cpu,cpu@baseline")
     process = subprocess.Popen(run, stderr=subprocess.PIPE, text=True)
@@ -425,6 +427,7 @@ def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path, worker_comman
     assert not any(str(tmp_path) in line for line in worker_commands())
 
 
+@pytest.mark.process
 def test_file_size_limit_is_told_as_what_it_is(tmp_path: Path) -> None:
     """A capture that cannot be written is status 2, not a lost worker."""
 
@@ -500,6 +503,7 @@ def test_output_that_cannot_be_written(word: str, finished_run: FinishedRun) -> 
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.process
 def test_a_run_whose_progress_nobody_reads(tmp_path: Path, worker_commands: Callable[[], list[str]]) -> None:
     """As in `consistency run 2>&1 | head -1`."""
     out = tmp_path / "out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -90,4 +91,4 @@ def test_a_verdict_names_no_stage_that_was_not_compared(workers: Workers, make_c
     judged = {stage for stage, status in rows if status in COMPARED}
     assert judged
     text = sentence(found).partition(";")[0]
-    assert {stage.value for stage in Stage if f" {stage.value}" in f" {text}"} <= judged, text
+    assert {stage.value for stage in Stage if re.search(rf"\b{stage.value}\b", text)} <= judged, text

@@ -85,6 +85,7 @@ def test_switches_that_torch_moves_together_are_chosen_together_unless_chosen_ap
     assert with_implied({"cudnn_enabled": False}) == {"cudnn_enabled": False}
 
 
+@pytest.mark.process
 def test_settings_are_known_without_torch() -> None:
     script = "import sys, consistency.case.profile, consistency.devices.products; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

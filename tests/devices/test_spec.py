@@ -172,6 +172,7 @@ def test_an_nvidia_architecture_is_named_by_its_capability(capability: tuple[int
     assert nvidia_architecture(capability) == name
 
 
+@pytest.mark.process
 def test_devices_are_known_without_torch() -> None:
     modules = "consistency.devices.spec, consistency.case.options, consistency.capture.names"
     script = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

@@ -59,11 +59,13 @@ def gradients(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison
     return run_suite_with_faults(cases, {}, processes=True, **GIVEN)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_is_the_same_on_the_processor_and_on_four_devices(found: dict[str, Comparison], model: str) -> None:
     _is_the_same(found[model], "forward")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_the_same_on_the_processor_and_on_four_devices(
     gradients: dict[str, Comparison], model: str
@@ -85,6 +87,7 @@ def _is_the_same(comparison: Comparison, stage: str) -> None:
     assert any(row.status == "within" for row in seen), "another compiler's kernels round otherwise"
 
 
+@pytest.mark.process
 def test_a_fault_on_one_device_is_found_there_alone(found: dict[str, Comparison]) -> None:
     comparison = found["faulty"]
     assert comparison.verdict == "inconsistent"

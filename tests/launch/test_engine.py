@@ -66,6 +66,7 @@ def test_the_local_engine_is_the_default() -> None:
     assert pipeline.Plan(case=Case(name="x", base="b"), devices=(), limits=Limits()).engine == LOCAL
 
 
+@pytest.mark.process
 def test_an_engine_gets_the_planned_workers_and_their_limits(
     counting: type[CountingEngine], make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ def test_an_engine_gets_the_planned_workers_and_their_limits(
     assert (task.limits.stall_s, one.faults) == (7, {"cuda:1": "killed"})
 
 
+@pytest.mark.process
 def test_captures_of_several_hosts_are_compared_and_a_lost_one_is_named(
     counting: type[CountingEngine], make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +100,7 @@ def test_captures_of_several_hosts_are_compared_and_a_lost_one_is_named(
     assert any("node-c: drained" in finding.message for finding in report.comparison.findings)
 
 
+@pytest.mark.process
 def test_what_no_host_can_use_is_raised_and_the_engine_is_closed(
     counting: type[CountingEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,8 @@ from safetensors.numpy import load_file, save_file
 from consistency.cli.main import main
 from consistency.devices.discovery import select
 
+pytestmark = pytest.mark.process
+
 BASE = ("--consistency-base", "builtin:llama", "--consistency-devices", "cpu")
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "llama"
 LAYER = "model.layers.1.self_attn.v_proj"

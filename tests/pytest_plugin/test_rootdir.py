@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def elsewhere(pytester: pytest.Pytester, tmp_path_factory: pytest.TempPathFactory, llama_base: Path) -> Path:

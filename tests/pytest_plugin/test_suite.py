@@ -7,6 +7,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 # The input of one case cannot be used.
 SUITE = """
 devices = "cpu"

@@ -107,6 +107,7 @@ def type_filter(browser: Any, text: str) -> str:
     return str(until(browser, lambda: run(browser, say) != before and run(browser, say)))
 
 
+@pytest.mark.process
 def test_it_draws_the_stage_that_is_off(opened: Open) -> None:
     page = opened(faulty())
     assert page.title == "INCONSISTENT · llama · consistency"
@@ -118,6 +119,7 @@ def test_it_draws_the_stage_that_is_off(opened: Open) -> None:
     assert run(page, "return performance.getEntriesByType('resource').length") == 0
 
 
+@pytest.mark.process
 def test_layers_of_the_model_are_open_before_operators(opened: Open) -> None:
     within: dict[str, Status] = dict.fromkeys(ALL, "within")
     stages = ("operators", "merged", "forward")
@@ -148,6 +150,7 @@ def test_a_changed_script_does_not_run(browser: Any, tmp_path: Path) -> None:
     assert any("Content Security Policy" in entry["message"] for entry in browser.get_log("browser"))
 
 
+@pytest.mark.process
 def test_layers_unfold(opened: Open) -> None:
     page = opened(layered())
     worst = ["model.layers.1 2 worst mlp.up.lora_B", "✗ 12.5×  ✗ 1/2  ≢ 1/2", "✗ 1/2", "="]
@@ -169,6 +172,7 @@ def test_layers_unfold(opened: Open) -> None:
     assert lines(page) == []
 
 
+@pytest.mark.process
 def test_a_cell_names_its_tensor_where_the_line_names_another(opened: Open) -> None:
     first, second, *_ = lines(opened(four_architectures()))
     assert first[0] == "▸model.layers.1 4 worst self_attn.k_proj.weight"
@@ -180,6 +184,7 @@ def test_a_cell_names_its_tensor_where_the_line_names_another(opened: Open) -> N
     assert not any("_proj" in text for text in second[1:])
 
 
+@pytest.mark.process
 def test_filters(opened: Open) -> None:
     page = opened(layered())
     assert type_filter(page, "LAYERS.1 outside") == "1 of 6 tensors match"
@@ -193,6 +198,7 @@ def test_filters(opened: Open) -> None:
     assert len(lines(page)) == 3
 
 
+@pytest.mark.process
 def test_colour_by_class_shows_letters(opened: Open) -> None:
     page = opened(faulty())
     page.find_element("css selector", "input[value=class]").click()
@@ -200,6 +206,7 @@ def test_colour_by_class_shows_letters(opened: Open) -> None:
     assert "further classes" in page.find_element("id", "key").text
 
 
+@pytest.mark.process
 def test_keyboard_walks_the_map_and_numbers_are_told(opened: Open) -> None:
     from selenium.webdriver.common.keys import Keys
 
@@ -222,6 +229,7 @@ def test_keyboard_walks_the_map_and_numbers_are_told(opened: Open) -> None:
     assert not tip.is_displayed()
 
 
+@pytest.mark.process
 def test_pointing_shows_numbers(opened: Open) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
@@ -234,6 +242,7 @@ def test_pointing_shows_numbers(opened: Open) -> None:
     ]
 
 
+@pytest.mark.process
 def test_numbers_are_exact_and_of_the_right_limit(opened: Open) -> None:
     rows: dict[str, tuple[Status, float, int]] = {
         "cpu": ("within", 0.25, 16_384),
@@ -270,6 +279,7 @@ def test_numbers_are_exact_and_of_the_right_limit(opened: Open) -> None:
     assert lines(page)[0][1:4] == ["✗ 1.2e-07 nan×  123456789 ULP  ≢", "✗ 1.5e6", "✗ nan"]
 
 
+@pytest.mark.process
 def test_hostile_names_stay_text(opened: Open) -> None:
     page = opened(hostile())
     assert run(page, "return [document.images.length, document.scripts.length]") == [0, 2]
@@ -284,6 +294,7 @@ def test_hostile_names_stay_text(opened: Open) -> None:
     assert run(page, "return document.images.length") == 0
 
 
+@pytest.mark.process
 def test_dark_scheme_and_the_switch(opened: Open) -> None:
     page = opened(faulty())
     ground = "return getComputedStyle(document.body).backgroundColor"
@@ -299,6 +310,7 @@ def test_dark_scheme_and_the_switch(opened: Open) -> None:
     assert run(page, ground) == "rgb(18, 21, 26)"
 
 
+@pytest.mark.process
 def test_it_prints_light_without_what_needs_a_screen(opened: Open) -> None:
     page = opened(faulty())
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
@@ -310,6 +322,7 @@ def test_it_prints_light_without_what_needs_a_screen(opened: Open) -> None:
     assert sheet.startswith(b"%PDF")
 
 
+@pytest.mark.process
 def test_without_a_script_the_first_screen_is_there(opened: Open) -> None:
     page = opened(comparison([]))
     page.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
@@ -323,6 +336,7 @@ def test_without_a_script_the_first_screen_is_there(opened: Open) -> None:
     assert "Scheme" not in text
 
 
+@pytest.mark.process
 def test_on_a_narrow_screen_nothing_is_cut(opened: Open) -> None:
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     page = opened(comparison([]))
@@ -342,6 +356,7 @@ def test_on_a_narrow_screen_nothing_is_cut(opened: Open) -> None:
         page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.process
 def test_one_wrong_device_of_many_is_in_view(opened: Open) -> None:
     page = opened(many_devices())
     assert columns(page) == ["layer", "Ampere sm_86", "Ampere sm_86:17", "Hopper sm_90", "Volta sm_70"]
@@ -359,6 +374,7 @@ def test_one_wrong_device_of_many_is_in_view(opened: Open) -> None:
     assert run(page, worker).strip() == "Ampere sm_86:17"
 
 
+@pytest.mark.process
 def test_print_opens_what_is_red(opened: Open) -> None:
     page = opened(layered())
     opened_now = (
@@ -373,6 +389,7 @@ def test_print_opens_what_is_red(opened: Open) -> None:
     assert run(page, opened_now) == [2, [], 0], "as it was"
 
 
+@pytest.mark.process
 def test_more_columns_than_a_sheet_is_wide_are_printed_below_each_other(opened: Open) -> None:
     names = [f"npu:{n}" for n in range(7)]
     page = opened(
@@ -389,6 +406,7 @@ def test_more_columns_than_a_sheet_is_wide_are_printed_below_each_other(opened: 
     assert run(page, stacked) == 0
 
 
+@pytest.mark.process
 def test_a_finding_has_a_link_and_is_copied_as_markdown(opened: Open) -> None:
     page = opened(faulty())
     page.find_element("css selector", "#finding-1 .mark-link").click()
@@ -408,6 +426,7 @@ def test_a_finding_has_a_link_and_is_copied_as_markdown(opened: Open) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.process
 def test_without_a_clipboard_the_text_is_left_to_copy(opened: Open) -> None:
     page = opened(faulty())
     run(page, "navigator.clipboard.writeText = () => Promise.reject(); document.execCommand = () => false")
@@ -417,6 +436,7 @@ def test_without_a_clipboard_the_text_is_left_to_copy(opened: Open) -> None:
     assert run(page, "return document.getSelection().toString()").startswith("✗ **zeros**")
 
 
+@pytest.mark.process
 def test_a_screen_reader_finds_names(opened: Open) -> None:
     page = opened(layered())
     found = accessible(page)

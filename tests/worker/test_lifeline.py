@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 WORKER = """
 import sys, time
 from consistency.worker import lifeline

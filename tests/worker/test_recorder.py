@@ -147,7 +147,7 @@ def test_bytes_that_changed_while_they_were_read_back_are_no_equal_tensor(
 
 
 @pytest.mark.parametrize(
-    ("status", "word"),
+    ("status", "diagnosis"),
     [("missing", "missing"), ("unexpected", "unexpected"), ("skipped", None), ("blocked", None)],
 )
 def test_what_is_absent_has_a_reason(

@@ -25,6 +25,7 @@ class Place(os.PathLike[str]):
         return str(self._path)
 
 
+@pytest.mark.process
 def test_each_argument_that_names_a_file_takes_a_path(tmp_path: Path) -> None:
     llama, history, out = builtin_folder("llama"), tmp_path / "history", tmp_path / "out"
     with in_this_process():
@@ -37,6 +38,7 @@ def test_each_argument_that_names_a_file_takes_a_path(tmp_path: Path) -> None:
     assert consistency.compare([Place(out)], history=Place(history)).verdict == "consistent"
 
 
+@pytest.mark.process
 def test_a_suite_takes_paths(tmp_path: Path) -> None:
     llama = builtin_folder("llama")
     with in_this_process():

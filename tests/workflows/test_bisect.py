@@ -147,6 +147,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.process
 def test_kernels_of_matrix_products_explain_other_bits(report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = (
         Change(name="MKL", environment={"MKL_CBWR": None}),
@@ -161,6 +162,7 @@ def test_kernels_of_matrix_products_explain_other_bits(report: Path, monkeypatch
     assert found.sentence == f"{name} on cpu@baseline matches the reference with MKL"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

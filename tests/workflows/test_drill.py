@@ -60,6 +60,7 @@ def test_drill_of_a_case_of_ones_own(cli_here: Cli, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "no-fault" / "report.json").read_text())["verdict"] == "consistent"
 
 
+@pytest.mark.process
 def test_fail_fast_plants_nothing_after_a_fault_that_is_not_named() -> None:
     faults = choose(["adapter-bit-flip", "adapter-zeros"])
     with in_this_process():
@@ -141,10 +142,11 @@ def test_a_fault_of_a_load_path_that_is_not_taken_is_not_planted() -> None:
     found = _row(trial, msgspec.structs.replace(comparison(), tensors=(table,)))
     assert not found.planted
     assert found.message == "load path isolated+transformers: transformers cannot load this adapter"
-    judged = msgspec.structs.replace(table, rows=[msgspec.structs.replace(row, status="equal", reason=None)])
+    judged = msgspec.structs.replace(table, outcomes=(msgspec.structs.replace(row, status="equal", reason=None),))
     assert _row(trial, msgspec.structs.replace(comparison(), tensors=(table, judged))).planted
 
 
+@pytest.mark.process
 def test_an_adapter_in_a_half_type_is_known_by_its_bytes_too(tmp_path: Path, llama_adapter: Path) -> None:
     """PEFT loads it as float32, so what another tensor's file holds is not bit for bit what is in the model."""
     adapter = tmp_path / "adapter"

@@ -14,6 +14,8 @@ from consistency.errors import UsageError
 from consistency.workflows import report_folder
 from tests.conftest import RunSuiteWithFaults
 
+pytestmark = pytest.mark.process
+
 DEPLOYED: dict[str, Any] = {"profile": "deployed", "set": ["float32_matmul_precision=medium"], "threads": 1}
 FAULTY = "cpu@baseline"
 CASES: dict[str, dict[str, Any]] = {

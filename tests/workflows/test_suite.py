@@ -92,6 +92,7 @@ def ran(config: Path) -> Ran:
     return Ran(out=out, result=result, processes=started)
 
 
+@pytest.mark.process
 def test_each_case_has_its_own_verdict(ran: Ran) -> None:
     assert {case.name: case.verdict for case in ran.result.cases} == {
         "broken": "unchecked",
@@ -105,10 +106,12 @@ def test_each_case_has_its_own_verdict(ran: Ran) -> None:
     assert any("SIGKILL" in str(worker.reason) for worker in killed.workers)
 
 
+@pytest.mark.process
 def test_one_process_takes_all_cases_until_one_ends_it(ran: Ran) -> None:
     assert ran.processes == [["one", "two", "killed", "in-bfloat16"], ["in-bfloat16"]]
 
 
+@pytest.mark.process
 def test_a_case_has_what_a_run_leaves_and_the_suite_its_own_files(ran: Ran) -> None:
     assert sorted(path.name for path in ran.out.iterdir()) == ["cases", *SUITE_FILES]
     assert sorted(path.name for path in (ran.out / "cases").iterdir()) == ["in-bfloat16", "killed", "one", "two"]
@@ -123,6 +126,7 @@ def test_a_case_has_what_a_run_leaves_and_the_suite_its_own_files(ran: Ran) -> N
     assert kind["environment"]["base"].startswith("kept from the case before")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("captured_alone", [False, True])
 def test_fail_fast_leaves_out_what_follows(config: Path, tmp_path: Path, captured_alone: bool) -> None:
     fault = "killed" if captured_alone else "adapter-zeros"
@@ -143,11 +147,13 @@ def test_fail_fast_leaves_out_what_follows(config: Path, tmp_path: Path, capture
     assert sorted(path.name for path in (tmp_path / "out/cases").iterdir()) == ["one", "two"]
 
 
+@pytest.mark.process
 def test_results_in_the_way_are_not_overwritten(config: Path, ran: Ran) -> None:
     with pytest.raises(CaptureError, match="in the way"):
         suite.run_suite(suite.prepare_suite(options_of(config)), ran.out, watch=lambda *_: None)
 
 
+@pytest.mark.process
 def test_a_suite_of_unusable_cases_starts_no_worker(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +193,7 @@ def test_cases_with_one_base_follow_one_another(config: Path) -> None:
     assert [case.name for case in suite._in_turn(plan.cases)] == ["one", "two", "in-bfloat16"]
 
 
+@pytest.mark.process
 def test_without_several_cases_there_is_no_suite() -> None:
     with pytest.raises(UsageError, match="there is only one case"):
         consistency.run_suite(base="builtin:llama")

@@ -23,6 +23,7 @@ def test_every_shell_gets_commands_and_options(shell: str, capsys: pytest.Captur
     assert all(word in text for word in ("capture", "drill", "load-paths", "bfloat16"))
 
 
+@pytest.mark.process
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 @pytest.mark.parametrize(
     ("words", "completed"),

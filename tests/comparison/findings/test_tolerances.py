@@ -54,6 +54,7 @@ def found_in(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]
     return run_suite_with_faults(CASES, PLANTED)
 
 
+@pytest.mark.process
 def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(found_in: dict[str, Comparison]) -> None:
     found = found_in["wide"]
     assert found.verdict == "inconsistent"
@@ -82,6 +83,7 @@ def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(found_in: dict
     assert {t.rule for t in everywhere.tensors} == {"user"}
 
 
+@pytest.mark.process
 def test_a_fault_passes_on_the_architecture_that_the_user_allows_it_on_alone(found_in: dict[str, Comparison]) -> None:
     """Planted on two architectures, it stays an error on the other one."""
     found = found_in["wide on one architecture"]
@@ -97,6 +99,7 @@ def test_a_fault_passes_on_the_architecture_that_the_user_allows_it_on_alone(fou
     assert note.message.startswith("tolerance stage=merged,arch=baseline,atol=0.001,rtol=0.01: 56 tensors judged by it")
 
 
+@pytest.mark.process
 def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(found_in: dict[str, Comparison]) -> None:
     found = found_in["nothing allowed"]
     assert found.verdict == "inconsistent"
@@ -110,6 +113,7 @@ def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(found_in: dict[
     assert "--tolerance stage=merged,atol=0.0,rtol=0.0" in (errors(found)[0].next or "")
 
 
+@pytest.mark.process
 def test_a_forward_pass_is_judged_by_what_is_given(found_in: dict[str, Comparison]) -> None:
     found = found_in["forward"]
     assert {t.rule for t in found.tensors} == {"user"}

@@ -35,6 +35,7 @@ def test_run_is_in_the_list_while_it_works_and_its_note_goes_with_it(tmp_path: P
     assert not any((tmp_path / "history" / "started").iterdir())
 
 
+@pytest.mark.process
 def test_killed_run_did_not_end(tmp_path: Path) -> None:
     history = History(str(tmp_path / "history"))
     subprocess.run([sys.executable, "-c", _KILLED, tmp_path / "history"], check=False)

@@ -64,12 +64,14 @@ def rounded_differently(kind: str, elements: int, seed: int = 0) -> tuple[torch.
 # --- against NumPy --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 def test_every_variant_passes_its_check(variants: list[Kernel]) -> None:
     for found in variants:
         for purpose in PURPOSES:
             assert kernel_check.check(found, purpose) is None
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 @given(
     words=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), min_size=1, max_size=60),
@@ -87,6 +89,7 @@ def test_any_bits_are_seen_as_numpy_sees_them(
         assert differs_in(measure_by(found, a, e, parts=parts), expected) is None
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("elements", [1, 511, 512, CHUNK, 2 * CHUNK + 513])
 def test_sums_are_those_of_numpy_but_for_the_order(kind: str, elements: int, variants: list[Kernel]) -> None:
@@ -107,6 +110,7 @@ def test_the_sums_would_be_held_to_less_than_a_billionth() -> None:
     assert differs_in(off, seen) == "sums"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 def test_variants_and_threads_give_the_same_bits(
     kind: str, variants: list[Kernel], monkeypatch: pytest.MonkeyPatch
@@ -121,6 +125,7 @@ def test_variants_and_threads_give_the_same_bits(
         assert [repr(s) for s in seen] == [repr(seen[0])] * len(seen)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_are_those_of_numpy_from_every_variant_with_the_same_bits(kind: str, variants: list[Kernel]) -> None:
     for name, stretch in hard_stretches(named(kind)):
@@ -129,6 +134,7 @@ def test_errors_are_those_of_numpy_from_every_variant_with_the_same_bits(kind: s
         assert [repr(compiled) for compiled, _ in seen] == [repr(seen[0][0])] * len(seen), name
 
 
+@pytest.mark.process
 def test_products_are_those_of_numpy_from_every_variant_with_the_same_bits(variants: list[Kernel]) -> None:
     for name, product, tensors in hard_products():
         found = [products_by_both(each, product, tensors) for each in variants]
@@ -166,6 +172,7 @@ def test_a_product_of_many_terms_is_left_to_blas(
     assert bool(multiplied) != by_kernel
 
 
+@pytest.mark.process
 def test_errors_of_elements_that_lie_at_any_byte_are_measured(variants: list[Kernel]) -> None:
     _, stretch = hard_stretches(torch.float32)[-1]
     assert stretch.base is not None
@@ -179,6 +186,7 @@ def test_errors_of_elements_that_lie_at_any_byte_are_measured(variants: list[Ker
         assert repr(errors_by_both(found, unaligned)) == repr(errors_by_both(found, stretch))
 
 
+@pytest.mark.process
 def test_ranges_that_lie_at_any_byte_are_measured(variants: list[Kernel]) -> None:
     a, e = rounded_differently("float32", 1000)
     moved = torch.zeros(2, 4003, dtype=torch.uint8)[:, 3:]
@@ -188,6 +196,7 @@ def test_ranges_that_lie_at_any_byte_are_measured(variants: list[Kernel]) -> Non
         assert seen.mismatched == measure_by_numpy(a, e, 1).mismatched
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 def test_threads_digest_rows_of_their_own(rows: int, variants: list[Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "_MIN_DIGESTED_PER_THREAD", ROW_BYTES)
@@ -201,6 +210,7 @@ def test_threads_digest_rows_of_their_own(rows: int, variants: list[Kernel], mon
             assert np.array_equal(actual, expected), (variant.variant, threads)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("rows", [1, 2, 5, 33])
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_digests_are_those_of_numpy(rows: int, offset: int, variants: list[Kernel]) -> None:

@@ -284,6 +284,7 @@ def test_devices_are_the_same_program_whichever_path_they_took() -> None:
 # --- the kernel itself ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.process
 @needs_triton
 def test_the_kernel_in_tritons_interpreter() -> None:
     file = Path(__file__).with_name("interpreted_digest.py")

@@ -100,6 +100,7 @@ def words_at(offset: int, *, rows: int = 2) -> torch.Tensor:
     return words[offset:]
 
 
+@pytest.mark.process
 @every_alignment
 @every_gpu
 def test_it_compiles_without_spills_and_with_wide_loads(

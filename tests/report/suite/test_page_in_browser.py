@@ -29,6 +29,7 @@ def opened(open_page: OpenPage) -> Open:
     return lambda found: open_page(suite_as_html(found, "run"))
 
 
+@pytest.mark.process
 def test_what_failed_is_seen_and_the_rest_unfolds(opened: Open) -> None:
     page = opened(many())
     text = page.find_element("tag name", "body").text
@@ -41,6 +42,7 @@ def test_what_failed_is_seen_and_the_rest_unfolds(opened: Open) -> None:
     assert len(rows) == 100
 
 
+@pytest.mark.process
 def test_a_link_leads_to_the_report_of_a_case(opened: Open, tmp_path: Path) -> None:
     name = "a b#c%20?"
     found = zeros(3)
@@ -51,6 +53,7 @@ def test_a_link_leads_to_the_report_of_a_case(opened: Open, tmp_path: Path) -> N
     assert page.title.startswith("INCONSISTENT · llama")
 
 
+@pytest.mark.process
 def test_dark_scheme(opened: Open) -> None:
     page = opened(many())
     ground = "return getComputedStyle(document.body).backgroundColor"
@@ -60,6 +63,7 @@ def test_dark_scheme(opened: Open) -> None:
     assert page.execute_script(ground) == "rgb(18, 21, 26)"
 
 
+@pytest.mark.process
 def test_it_fits_a_narrow_screen(opened: Open) -> None:
     page = opened(many())
     size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
@@ -67,12 +71,14 @@ def test_it_fits_a_narrow_screen(opened: Open) -> None:
     assert page.execute_script("return document.documentElement.scrollWidth") == 390
 
 
+@pytest.mark.process
 def test_hostile_names_stay_text(opened: Open) -> None:
     page = opened(suite(case("<img src=x onerror=alert(1)>", hostile())))
     assert "<img src=x onerror=alert(1)>" in page.find_element("id", "cases").text
     assert page.execute_script("return document.images.length") == 0
 
 
+@pytest.mark.process
 def test_a_screen_reader_finds_the_cells(opened: Open) -> None:
     page = opened(suite(case("bob", zeros(3)), case("alice", good())))
     found = accessible(page)

@@ -20,6 +20,8 @@ from consistency.workflows.suite import prepare_suite, run_suite
 from tests.launch.in_this_process import in_this_process
 from tests.report.suite.printed import printed
 
+pytestmark = pytest.mark.process
+
 CONFIG = """
 base = "builtin:llama"
 devices = "cpu"

@@ -32,6 +32,8 @@ from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import FinishedRun, RunSuiteWithFaults
 from tests.reported import rows
 
+pytestmark = pytest.mark.process
+
 Run = Callable[..., Comparison]
 FAULTY = "cpu@baseline"
 ONE_LAYER = ("merged::model.layers.0.self_attn.q_proj",)

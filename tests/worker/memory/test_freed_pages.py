@@ -13,6 +13,7 @@ from consistency.worker.memory.freed_pages import _malloc_trim, trim
 MIB = 2**20
 
 
+@pytest.mark.process
 @pytest.mark.skipif(_malloc_trim() is None, reason="only glibc gives pages back on request")
 def test_what_a_worker_freed_is_resident_until_it_is_given_back() -> None:
     script = (

@@ -26,6 +26,7 @@ def told(code: str) -> list[int]:
     return [int(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.process
 @LINUX
 def test_the_peak_of_a_process_is_not_that_of_its_parent() -> None:
     ours = np.ones(2**25)  # 256 MiB that this process holds and the other does not
@@ -33,11 +34,13 @@ def test_the_peak_of_a_process_is_not_that_of_its_parent() -> None:
     assert MIB < peak < ours.nbytes
 
 
+@pytest.mark.process
 def test_what_is_taken_counts() -> None:
     (peak,) = told("taken = bytearray(b'x') * (100 * 2**20); print(peak_bytes())")
     assert peak > 100 * MIB
 
 
+@pytest.mark.process
 @LINUX
 def test_what_was_given_back_is_in_the_peak_until_it_is_reset() -> None:
     before, held, after, peak, reset, again = told(

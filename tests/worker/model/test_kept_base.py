@@ -21,7 +21,7 @@ from consistency.worker.model.kept_base import BaseKeeper
 from consistency.worker.protocol import STATE_FILE, EventLog, Job
 from tests.worker.model.made_models import SIZES, adapter_on, case_of, saved
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
 _Q = {"target_modules": ["q_proj"]}
 _PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 3}

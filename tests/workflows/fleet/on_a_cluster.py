@@ -117,7 +117,8 @@ class Fleet:
     def reported(self, node: str) -> str:
         """Return the phase that a node has reported."""
         path = self.out / "captures" / f"{node}.json"
-        return str(json.loads(path.read_bytes())["phase"]) if path.exists() else ""
+        content = path.read_bytes() if path.exists() else b""
+        return str(json.loads(content)["phase"]) if content else ""  # it is empty for a moment after it was made
 
 
 def records() -> list[TensorRecord]:

@@ -159,6 +159,7 @@ def test_all_nodes_lost(fleet: Fleet) -> None:
     assert f"{one} · not compared: the adapter is not the one of the fleet" in errors
 
 
+@pytest.mark.process
 @slurm_alone
 def test_inside_an_allocation(fleet: Fleet) -> None:
     inner = shlex.join(fleet.arguments(None, "--node-stall", STALL_S, faults={"n2": "hang"}))
@@ -193,6 +194,7 @@ def test_refused_before_anything_starts(fleet: Fleet, arguments: tuple[str, ...]
     assert not fleet.out.exists()
 
 
+@pytest.mark.process
 def test_real_captures(cluster: Cluster, tmp_path: Path) -> None:
     """The whole way, without a stand-in for the workers."""
     nodes = cluster.nodes[:2]

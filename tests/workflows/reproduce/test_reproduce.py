@@ -39,6 +39,8 @@ from tests.conftest import Cli, MakeCapture
 from tests.launch.in_this_process import in_this_process
 from tests.report.made_comparisons import comparison
 
+pytestmark = pytest.mark.process
+
 FAULTY = "cpu@baseline"
 PLANTED = {Stage.ADAPTER: "adapter-zeros", Stage.MERGED: "merge-zeros", Stage.FORWARD: "forward-off"}
 

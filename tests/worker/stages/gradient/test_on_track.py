@@ -28,6 +28,8 @@ from consistency.worker.decisions.replay import Made
 from consistency.worker.protocol import DECISIONS_FILE, EventLog, Job
 from tests.worker.model.made_models import case_of, perturb
 
+pytestmark = pytest.mark.process
+
 OTHER = "other"
 Compare = Callable[[float], Comparison]
 

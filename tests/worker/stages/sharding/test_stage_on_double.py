@@ -6,6 +6,8 @@ import pytest
 
 from tests.accelerator.fixtures import RunOnDouble, RunsOnDouble
 
+pytestmark = pytest.mark.process
+
 DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}]
 
 
