@@ -49,6 +49,11 @@ _OF_OUTCOME = (
 )  # fmt: skip
 """Fields that every outcome has, in this order; others are left out where they say nothing."""
 
+_OF_WORKER = (
+    "name", "architecture", "model", "load_path", "host", "device", "uuid", "status", "reason", "environment",
+)  # fmt: skip
+"""Fields that every worker has, in this order; others are left out where they say nothing."""
+
 _OF_KIND = ("environment", "asked", "in_force")
 """Fields of a worker that are mostly those of its kind."""
 
@@ -99,6 +104,10 @@ class TableRow(Judgement, frozen=True, kw_only=True):
 
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(TableRow)}
+_WORKER_DEFAULTS = {
+    field.name: field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    for field in msgspec.structs.fields(WorkerSummary)
+}
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -282,9 +291,10 @@ class _Writer:
                 own[place] = {name: beside(getattr(workers[place], name), shared[name]) for name in _OF_KIND}
         entries = []
         for place, worker in enumerate(workers):
-            fields = {name: getattr(worker, name) for name in ("name", *worker.__struct_fields__)}
+            fields = {name: getattr(worker, name) for name in worker.__struct_fields__} | own[place]
             fields["stage_memory"] = worker.stage_memory if place in in_full else ()
-            entries.append({**fields, **own[place]})
+            first = {name: fields.pop(name) for name in _OF_WORKER}
+            entries.append(first | {name: value for name, value in fields.items() if value != _WORKER_DEFAULTS[name]})
         return environments, entries
 
     def _in_full(self) -> set[int]:
