@@ -41,7 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     A file of many processes that came last would keep one process of xdist waiting for the other.
     """
     for item in items:
-        if _PROCESS_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+        starts = _PROCESS_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+        if starts or any(item.get_closest_marker(name) for name in ("cluster", "engines", "gpu")):
             item.add_marker(pytest.mark.process)
     marked = Counter(item.path for item in items if item.get_closest_marker("process"))
     items.sort(key=lambda item: -marked[item.path])
