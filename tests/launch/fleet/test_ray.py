@@ -13,7 +13,7 @@ from consistency.launch.fleet.engine import FleetEngine, NodeTask, Standing, fle
 from consistency.launch.fleet.options import FleetOptions
 from tests.launch.fleet.ray_cluster import RayCluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray_nodes")]
+pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture

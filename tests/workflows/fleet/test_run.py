@@ -23,8 +23,7 @@ from tests.workflows.fleet.on_a_cluster import STALL_S, Cluster, Fleet, records
 pytestmark = pytest.mark.cluster
 
 
-CLUSTERS = [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in ("slurm", "ray_nodes")]
-"""With `-n 2 --dist loadgroup` each is started in one process: most of the time they wait."""
+CLUSTERS = ("slurm", "ray_nodes")
 
 
 @pytest.fixture(params=CLUSTERS)
