@@ -1,4 +1,4 @@
-"""The result of a comparison, as values: rows, classes of agreement, groups, findings. No torch here."""
+"""The result of a comparison, as values: outcomes, classes of agreement, findings. No torch here."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ so the size of a fleet's report depends on distinct results, not on workers. It 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,11 +41,13 @@ _FIRST = ("created", "host", "command", "elapsed_s", "versions", "simulated", "p
 _COHORT = "@"
 """Before the number of a cohort, in the place of a list of its workers."""
 
-_OF_TENSOR = ("stage", "load_path", "layer", "tensor", "shape", "dtype", "rule")
+_OF_TENSOR = tuple(
+    name for name in TensorComparison.__struct_fields__ if name not in ("classes", "outcomes", "workers")
+)
 
 _OF_OUTCOME = (
-    "stage", "load_path", "layer", "tensor", "shape", "dtype", "rule", "cohort", "bits", "status", "reference",
-    "max_abs", "allowed", "ratio", "max_ulp", "mismatched", "worst_index", "word", "evidence", "reason",
+    *_OF_TENSOR, "cohort", "bits", "status", "reference", "max_abs", "allowed", "ratio", "max_ulp", "mismatched",
+    "worst_index", "word", "evidence", "reason",
 )  # fmt: skip
 """Fields that every outcome has, in this order; others are left out where they say nothing."""
 
@@ -235,8 +237,7 @@ class _Writer:
             for bits, some in [(None, workers)] if left_out else self._by_bits(workers, tensor.classes):
                 fields = {name: getattr(outcome, name) for name in Judgement.__struct_fields__}
                 fields |= {**of_tensor, "cohort": self._cohort(some), "bits": bits, "left_out": left_out}
-                first = {name: fields.pop(name) for name in _OF_OUTCOME}
-                yield first | {name: value for name, value in fields.items() if value != _DEFAULTS[name]}
+                yield _written(fields, _OF_OUTCOME, _DEFAULTS)
 
     def _joined(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, int]]:
         """Yield outcomes; of too many those that differ in figures alone are joined, but for the worst.
@@ -293,8 +294,7 @@ class _Writer:
         for place, worker in enumerate(workers):
             fields = {name: getattr(worker, name) for name in worker.__struct_fields__} | own[place]
             fields["stage_memory"] = worker.stage_memory if place in in_full else ()
-            first = {name: fields.pop(name) for name in _OF_WORKER}
-            entries.append(first | {name: value for name, value in fields.items() if value != _WORKER_DEFAULTS[name]})
+            entries.append(_written(fields, _OF_WORKER, _WORKER_DEFAULTS))
         return environments, entries
 
     def _in_full(self) -> set[int]:
@@ -313,6 +313,12 @@ class _Writer:
         places = [(weight(place), place) for place in range(len(comparison.workers))]
         chosen = [one for one in places if one[0] < 2 or comparison.workers[one[1]].name in named]
         return {place for _, place in sorted(chosen)[:MOST_IN_FULL]}
+
+
+def _written(fields: Mapping[str, Any], always: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are always written, in this order, and then those that say something."""
+    rest = {name: value for name, value in fields.items() if name not in always and value != defaults[name]}
+    return {name: fields[name] for name in always} | rest
 
 
 def _largest(classes: tuple[Workers, ...]) -> tuple[Workers, ...]:

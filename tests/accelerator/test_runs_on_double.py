@@ -102,7 +102,7 @@ def test_every_worker_met_the_device_that_was_meant(faulty: RunOnDouble) -> None
 
 def test_no_simulated_device_is_told_as_a_real_one(faulty: RunOnDouble) -> None:
     assert faulty.report["simulated"] is True
-    assert {(w["name"] != "cpu", w["simulated"]) for w in faulty.report["workers"]} == {(True, True), (False, False)}
+    assert all((w["name"] != "cpu") == w.get("simulated", False) for w in faulty.report["workers"])
     title, *lines = faulty.process.stdout.splitlines()
     others = lines[lines.index("") + 1 :]  # when, where and by which command come before
     assert title.endswith("SIMULATED DEVICES")

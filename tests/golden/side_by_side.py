@@ -1,8 +1,8 @@
 """Run the same inputs with the code before and after a change, and compare all that they say.
 
-    PYTHONPATH=OLD python -P -m tests.golden.side_by_side record /tmp/old     # in the checkout of before
-    PYTHONPATH=NEW python -P -m tests.golden.side_by_side record /tmp/new
-    python -m tests.golden.side_by_side compare /tmp/old /tmp/new --renamed bound_ratio=ratio --renamed road=load-path
+    PYTHONPATH=OLD python -P -m tests.golden.side_by_side record before   # in the checkout of before
+    PYTHONPATH=NEW python -P -m tests.golden.side_by_side record after
+    python -m tests.golden.side_by_side compare before after --renamed bound_ratio=ratio --renamed road=load-path
 
 `record` runs the built-in cases in three dtypes, a suite of adapters of many methods, a suite with a damaged adapter,
 runs one after the other into one history with another setting in the last, captures of many made-up workers, and the

@@ -41,11 +41,6 @@ class Truth:
         shape = None if self.exact is None else self.exact.shape
         return tensor.shape == (shape if self.low_rank is None else self.low_rank.shape)
 
-    @property
-    def is_closed(self) -> bool:
-        """Return whether a bound of each element is known."""
-        return self.low_rank is not None or self.form is not None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:

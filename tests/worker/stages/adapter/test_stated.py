@@ -34,7 +34,7 @@ def found(tmp_path: Path, base: str, config: dict[str, Any], **of_base: Any) -> 
         ("llama-7b", "/data/models/llama-7b/", {}),
         (HUB, "org/llama-7b", {}),
         ("hub/models--gpt2/snapshots/0e9e39f2", "gpt2", {}),
-        ("llama-7b", f"/root/{HUB}", {}),
+        ("llama-7b", f"/elsewhere/{HUB}", {}),
         ("renamed", "org/llama-7b", {"_name_or_path": "other/llama-7b"}),
         ("llama-7b", None, {}),
         ("llama-7b", "", {}),
