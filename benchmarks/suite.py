@@ -82,6 +82,7 @@ def time_suite(base: str, home: Path, level: str) -> dict[str, Any]:
 
     from consistency.case.options import Edge
     from consistency.case.suite import gather_suite
+    from consistency.report.json import read
     from consistency.workflows.suite import prepare_suite, run_suite
 
     given = {"base": base, "adapter": str(home / "adapter-*"), "devices": "cpu", "level": level}
@@ -94,9 +95,9 @@ def time_suite(base: str, home: Path, level: str) -> dict[str, Any]:
     result = run_suite(plan, home / "out", watch=lambda *_: None)
     own, workers = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     kept = Counter(
-        worker["environment"].get("base", "loaded").split(",")[0].split(":")[0]
+        worker.environment.get("base", "loaded").split(",")[0].split(":")[0]
         for report in (home / "out" / "cases").glob("*/report.json")
-        for worker in json.loads(report.read_text())["workers"]
+        for worker in read(report.read_bytes()).workers
     )
     times = [case.elapsed_s for case in result.cases]
     return {

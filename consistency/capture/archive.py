@@ -39,8 +39,8 @@ def is_member(name: str) -> bool:
     return _RECORDS.match(name) is not None or _TENSOR.match(name) is not None
 
 
-def unpack(path: Path, home: Path, *, tensors: bool) -> None:
-    """Unpack a capture into a new folder, with or without its tensors.
+def unpack(path: Path, home: Path) -> None:
+    """Unpack a capture into a new folder, without its tensors; see `take_out`.
 
     Raises
     ------
@@ -50,13 +50,10 @@ def unpack(path: Path, home: Path, *, tensors: bool) -> None:
     try:
         home.mkdir()
         with _opened(path) as archive:
-            stored = [one for one in archive.infolist() if _TENSOR.match(one.filename)] if tensors else []
-            records = [one for one in archive.infolist() if _RECORDS.match(one.filename)]
-            packed = path.stat().st_size
-            check_unpacked(packed, sum(one.file_size for one in records), MOST_CAPTURE_BYTES)
-            check_unpacked(packed, sum(one.file_size for one in stored), len(stored) * MOST_TENSOR_BYTES)
-            members = [*records, *stored]
-            _check_room(path, home, sum(one.file_size for one in members))
+            members = [member for member in archive.infolist() if _RECORDS.match(member.filename)]
+            size = sum(member.file_size for member in members)
+            check_unpacked(path.stat().st_size, size, MOST_CAPTURE_BYTES)
+            _check_room(path, home, size)
             for member in members:
                 archive.extract(member, home)  # never more than its file_size
     except _DAMAGE as error:

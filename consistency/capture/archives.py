@@ -32,7 +32,7 @@ def read_sent(text: str, scratch: Path, pool: RecordPool | None = None) -> Captu
         return read_capture(place, pool)
     home = home_for(place, scratch)
     try:
-        unpack(place, home, tensors=False)
+        unpack(place, home)
         return msgspec.structs.replace(read_capture(home, pool), archive=place)
     finally:
         shutil.rmtree(home, ignore_errors=True)

@@ -154,12 +154,6 @@ def brief(error: CaptureError) -> str:
     return f"{error.what} ({text})" if text else error.what
 
 
-def read_records(path: Path) -> Iterator[TensorRecord]:
-    """Yield the records of a worker."""
-    for part in read_parts(path, RecordPool(), BoundedReader(None)):
-        yield from part
-
-
 def read_parts(
     path: Path, pool: RecordPool, reader: BoundedReader, files: WorkerFiles | None = None, *, whole: bool = False
 ) -> Iterator[tuple[TensorRecord, ...]]:

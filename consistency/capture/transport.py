@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from consistency.capture.archive import is_member, unpack
+from consistency.capture.archive import is_member
 from consistency.capture.bounded import check_count
 from consistency.capture.folder import MANIFEST
 from consistency.capture.reader import NoCaptureError
@@ -37,19 +37,6 @@ def is_remote(text: str) -> bool:
 def travels(text: str) -> bool:
     """Tell whether a capture is to be one file, or stored somewhere else than in a local folder."""
     return is_remote(text) or text.endswith(ARCHIVE)
-
-
-def fetch(text: str, scratch: Path) -> Path:
-    """Return a capture as a local folder, with the name that it has where it is stored.
-
-    A folder is returned as it is; a ZIP file, or a URL of either, is unpacked or fetched into `scratch`.
-    """
-    place = bring(text, scratch)
-    if not is_archive(place):
-        return place
-    home = home_for(place, scratch)
-    unpack(place, home, tensors=True)
-    return home
 
 
 def is_archive(place: Path) -> bool:

@@ -38,9 +38,6 @@ from consistency.text import one_line
 MOST_LINES = 40
 """Visible ones: readers of an issue skip more than a screen; the parts below add up to no more than this."""
 
-MOST_CHARACTERS = 60_000
-"""GitHub takes no issue of more than 65,536."""
-
 _SOURCES = 3
 _GROUP_LINES, _FINDINGS, _LAYERS, _DEVICES = 5, 3, 3, 8
 _FOLDED = 20_000  # characters of a folded part

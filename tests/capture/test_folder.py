@@ -23,7 +23,7 @@ from consistency.capture.folder import (
     worker_slug,
 )
 from consistency.capture.json_codec import encode_json
-from consistency.capture.reader import read_capture, read_records
+from consistency.capture.reader import read_capture
 from consistency.capture.records import SettingChange, TensorRecord, WorkerInfo
 from consistency.capture.seal import files_of
 from consistency.capture.writer import CaptureWriter, write_json
@@ -36,6 +36,7 @@ from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError
 from consistency.numerics.words import Word
 from tests.capture.resealing import reseal
+from tests.capture.whole import read_records
 
 SLUG = "cuda_1@tf32.shared"
 BLOB = "ab" * 32

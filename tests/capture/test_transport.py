@@ -12,10 +12,11 @@ import pytest
 from consistency.capture.folder import MANIFEST
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
-from consistency.capture.transport import deliver, fetch, refuse_to_replace, travels
+from consistency.capture.transport import deliver, refuse_to_replace, travels
 from consistency.errors import CaptureError
 from consistency.workflows import comparing
 from consistency.workflows.api import compare
+from tests.capture.whole import fetch
 from tests.conftest import Cli, MakeCapture
 
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from consistency.capture.folder import unpack_blocks
 from consistency.capture.json_codec import decode_json
-from consistency.capture.reader import read_records
 from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.case.tolerance import Override
@@ -24,6 +23,7 @@ from consistency.numerics.error import measure_against_exact
 from consistency.numerics.rules import Rule
 from consistency.worker import recorder as recorder_module
 from consistency.worker.recorder import Recorder
+from tests.capture.whole import read_records
 
 EXACT = torch.linspace(-1, 1, 100_000, dtype=torch.float64)
 

@@ -18,10 +18,11 @@ from typing import Any
 
 from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
-from consistency.capture.transport import deliver, fetch
+from consistency.capture.transport import deliver
 from consistency.cli import main, node_report
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline
+from tests.capture.whole import fetch
 
 NODE = os.environ.get("SLURMD_NODENAME") or os.environ["NODE"]
 FAULT = json.loads(os.environ.get("NODE_FAULTS", "{}")).get(NODE, "")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from consistency.capture.names import CASTING, DIRECT, HOST, OVERLAPPED, STRIDED, large_copy
-from consistency.capture.reader import read_records
 from consistency.capture.records import TensorRecord
 from consistency.case.case import Case
 from consistency.case.stages import Level, Stage
@@ -24,6 +23,7 @@ from consistency.worker.stages.transfer import copying as copies
 from consistency.worker.stages.transfer import delivery, payload
 from consistency.worker.stages.transfer import stage as transfer
 from consistency.worker.stages.transfer.delivery import DIGEST_DIFFERS, Place
+from tests.capture.whole import read_records
 
 CPU = torch.device("cpu")
 
