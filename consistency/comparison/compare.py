@@ -84,6 +84,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
         findings=findings,
         first_divergence=_first(tensors, _bad),
         first_bitwise_difference=_first(tensors, functools.partial(_other_bits, reference)),
+        tolerances=tuple(dict.fromkeys(one for capture in captures for one in capture.manifest.case.tolerance)),
         not_checked=(
             *first.not_checked(),
             *_load_paths_not_checked(first, load_paths),

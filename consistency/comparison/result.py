@@ -9,6 +9,7 @@ import msgspec
 
 from consistency.capture import origin
 from consistency.capture.records import WorkerFacts
+from consistency.case.tolerance import Override
 from consistency.comparison.merging import Merging
 from consistency.comparison.outcomes import NO_DIFFERENCE as NO_DIFFERENCE
 from consistency.comparison.outcomes import Outcome as Outcome
@@ -114,6 +115,15 @@ class ArchitectureGroup(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[str, ...]
 
 
+class Consequence(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong in another stage because of a finding: no finding of its own."""
+
+    stage: str
+    message: str
+    workers: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """Something to act on.
 
@@ -126,7 +136,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     message : str
         One sentence.
     tensors : tuple of str
-        `stage::layer.tensor`.
+        `stage::layer.tensor`; those of its consequences come last.
+    cause : str or None
+        Why it is so, where that is known; the message states it too.
+    consequences : tuple of Consequence
+        What is wrong because of it.
     detail : tuple of str
         Such as the worst element, the signal, the stack.
     next : str or None
@@ -146,12 +160,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     workers: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
+    cause: str | None = None
+    consequences: tuple[Consequence, ...] = ()
     detail: tuple[str, ...] = ()
     next: str | None = None
     state: str | None = None
     accepted: str | None = None
     load_paths: tuple[str, ...] = ()
     general: str | None = None
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """Return its details, and what it leads to, a line each."""
+        return (*self.detail, *(f"leads to: {one.message}" for one in self.consequences))
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +207,8 @@ class ComparisonFacts(msgspec.Struct, frozen=True, kw_only=True):
         Where each worker first differs bitwise from the reference worker, within tolerance or not.
     not_checked : tuple of str
         What the level and the options excluded.
+    tolerances : tuple of Override
+        The user's, which judge instead of the tool's own rules where they match.
     profile : str
         `pinned` or `deployed`; several of compared captures are joined by `and`.
     settings : tuple of str
@@ -222,6 +245,7 @@ class ComparisonFacts(msgspec.Struct, frozen=True, kw_only=True):
     first_divergence: tuple[Divergence, ...] = ()
     first_bitwise_difference: tuple[Divergence, ...] = ()
     not_checked: tuple[str, ...] = ()
+    tolerances: tuple[Override, ...] = ()
     base: str = ""
     adapter: str | None = None
     profile: str = ""

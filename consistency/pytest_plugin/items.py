@@ -302,4 +302,4 @@ def _is_seen(finding: Finding, seen: Set[tuple[str, str]]) -> bool:
 
 
 def _sentence(finding: Finding) -> str:
-    return "\n".join(map(one_line, [finding.message, *finding.detail, *finding.tensors[:10]]))
+    return "\n".join(map(one_line, [finding.message, *finding.evidence, *finding.tensors[:10]]))

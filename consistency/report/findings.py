@@ -60,11 +60,11 @@ def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
 
 
 def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Finding:
-    detail = (*_worst(hits), *finding.detail)
+    shown = msgspec.structs.replace(finding, detail=(*_worst(hits), *finding.evidence), consequences=())
     if folder is None or not _is_reproducible(finding, hits):
-        return msgspec.structs.replace(finding, detail=detail)
+        return shown
     again = [f"{AGAIN}{finding.next}"] if finding.next and is_command(finding.next) else []
-    return msgspec.structs.replace(finding, detail=(*detail, *again), next=reproduce_command(folder, number))
+    return msgspec.structs.replace(shown, detail=(*shown.detail, *again), next=reproduce_command(folder, number))
 
 
 def _is_reproducible(finding: Finding, hits: _Hits) -> bool:

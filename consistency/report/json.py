@@ -17,7 +17,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.layers import LayerComparison, Members, layers_of
 from consistency.comparison.outcomes import Judgement, OncePerSet, Outcome, Workers
-from consistency.comparison.result import Comparison, ComparisonFacts, TensorComparison, WorkerSummary
+from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
 from consistency.report import ranges
 from consistency.report.formats import View
 from consistency.report.shared_values import beside, joined, shared_by
@@ -217,7 +217,7 @@ class _Writer:
         return workers if is_short else (f"{_COHORT}{self._cohort(workers)}",)
 
     def _with_names(self, entry: Any) -> object:
-        return msgspec.structs.replace(entry, workers=self._named(entry.workers))
+        return _with_workers(entry, self._named)
 
     def _layer(self, layer: LayerComparison) -> object:
         cells = {
@@ -321,6 +321,14 @@ def _written(fields: Mapping[str, Any], always: Sequence[str], defaults: Mapping
     return {name: fields[name] for name in always} | rest
 
 
+def _with_workers(entry: Any, named: Callable[[Workers], Workers]) -> Any:
+    """Return an entry with its list of workers, and those of its consequences, written or read."""
+    if isinstance(entry, Finding):
+        led_to = (msgspec.structs.replace(one, workers=named(one.workers)) for one in entry.consequences)
+        entry = msgspec.structs.replace(entry, consequences=tuple(led_to))
+    return msgspec.structs.replace(entry, workers=named(entry.workers))
+
+
 def _largest(classes: tuple[Workers, ...]) -> tuple[Workers, ...]:
     """Return the first class, which is the reference worker's, and then, of too many, the largest."""
     if len(classes) <= MOST_CLASSES:
@@ -395,9 +403,7 @@ class _Reader:
         report = self._report
         fields = {name: getattr(report, name) for name in ComparisonFacts.__struct_fields__}
         for name in ("architectures", "findings", "first_divergence", "first_bitwise_difference"):
-            fields[name] = tuple(
-                msgspec.structs.replace(entry, workers=self._named(entry.workers)) for entry in fields[name]
-            )
+            fields[name] = tuple(_with_workers(entry, self._named) for entry in fields[name])
         return Comparison(**{**fields, "workers": tuple(self._workers())}, tensors=tuple(self._tensors()))
 
     def _workers(self) -> Iterator[WorkerSummary]:

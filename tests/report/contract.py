@@ -12,6 +12,7 @@ LAYER = {"layer", "tensor", "stage", "architectures"}
 LAYER_CELL = {"workers", "status", "max_abs", "allowed", "ratio", "max_ulp", "classes"}
 HEAD = ("schema", "tool", "created", "host", "command", "elapsed_s", "versions", "simulated", "planted", "verdict")
 """The first fields, in this order; `command` is a list of words."""
+FINDING = {"kind", "severity", "message", "workers", "tensors", "cause", "consequences", "next"}
 SOURCE = {"name", "created", "host", "tool", "command"}
 WORKER = {"name", "architecture", "model", "device", "uuid", "status", "reason", "environment"}
 

@@ -17,7 +17,7 @@ from consistency.report.json import as_bytes
 from consistency.workflows.saved_report import read_comparison
 from tests.comparison.made_records import computed, measured, moved
 from tests.conftest import FinishedRun, MakeCapture
-from tests.report.contract import HEAD, LAYER, LAYER_CELL, OUTCOME, SOURCE, WORKER, no_constant
+from tests.report.contract import FINDING, HEAD, LAYER, LAYER_CELL, OUTCOME, SOURCE, WORKER, no_constant
 from tests.report.made_comparisons import faulty
 
 
@@ -39,7 +39,9 @@ def test_every_field_of_the_contract_is_there(finished_run: FinishedRun) -> None
     assert all(set(outcome) >= OUTCOME for outcome in report["outcomes"])
     assert all(set(layer) >= LAYER for layer in report["layers"])
     assert all(set(c) >= LAYER_CELL for layer in report["layers"] for c in layer["architectures"].values())
-    assert all(set(f) >= {"kind", "severity", "message", "workers", "tensors"} for f in report["findings"])
+    assert all(set(finding) >= FINDING for finding in report["findings"])
+    assert isinstance(report["not_checked"], list)
+    assert report["tolerances"] == []
 
 
 def test_asked_for_and_in_force_are_both_there(finished_run: FinishedRun) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
-from consistency.comparison.result import Comparison
+from consistency.comparison.result import Comparison, Consequence, Finding
 from consistency.report.html import as_html
-from consistency.report.json import as_bytes
+from consistency.report.json import as_bytes, read
 from consistency.report.markdown import as_markdown
 from tests.report.made_fleets import KINDS, many
 from tests.report.printed import printed
@@ -72,3 +73,16 @@ def test_of_many_hosts_those_with_a_problem_are_written() -> None:
     assert [host["host"] for host in table["hosts"]] == ["node-0003"]
     assert table["hosts_left_out"] == 79
     assert len(written(many(10, 1))["hosts"]) == 10
+
+
+def test_workers_of_a_consequence_are_written_and_read_as_those_of_its_finding() -> None:
+    found = many(20, 3, wrong=ODD)
+    workers = tuple(worker.name for worker in found.workers)
+    led_to = Consequence(stage="merged", message="merged is wrong", workers=workers, tensors=("merged::a.weight",))
+    finding = Finding(
+        kind="zeros", severity="error", message="zeros", workers=workers, cause="a copy", consequences=(led_to,)
+    )
+    found = msgspec.structs.replace(found, findings=(finding,))
+    ((entry,),) = [written(found)["findings"]]
+    assert entry["workers"] == entry["consequences"][0]["workers"] == [entry["workers"][0]]
+    assert read(as_bytes(found)).findings == (finding,)

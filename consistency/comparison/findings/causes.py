@@ -23,7 +23,7 @@ from consistency.comparison.findings.load_paths import (
 )
 from consistency.comparison.judge import NO_RECORD
 from consistency.comparison.outcomes import Workers, WorkerSet
-from consistency.comparison.result import Finding, Outcome, TensorComparison
+from consistency.comparison.result import Consequence, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
@@ -124,9 +124,10 @@ def find_causes(
         software = is_software(same, cause.workers)
         caused = [(other, groups[other]) for other in follows.get(cause, ())]
         opening = f"{cause.stage} · {some(cause.workers)} · "
-        ending = cause.verdict.where + _why(cause, group, same, software=software)
-        ending += ": the files differ" if all(row.own_file is True for row in group.samples) else ""
-        ending += _deeper(cause, group, tensors)
+        differ = "the files differ" if all(row.own_file is True for row in group.samples) else ""
+        reasons = [_why(cause, group, same, software=software), differ, _deeper(cause, group, tensors)]
+        why = ": ".join(filter(None, reasons))
+        ending = f"{cause.verdict.where}: {why}" if why else cause.verdict.where
         what = _what(cause, group, totals)
         yield Finding(
             kind=cause.word,
@@ -135,15 +136,18 @@ def find_causes(
             general=f"{opening}{_in_general(cause, group)}{ending}",
             workers=cause.workers,
             tensors=tuple(dict.fromkeys(t.name for one in (group, *(of for _, of in caused)) for t in one.tensors)),
-            detail=(
-                *(
-                    _described(t, row, what)
-                    for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
-                ),
-                *(
-                    f"leads to: {other.stage} · {some(other.workers)} · {_what(other, of, totals)}"
-                    for other, of in caused
-                ),
+            cause=why or None,
+            consequences=tuple(
+                Consequence(
+                    stage=other.stage,
+                    message=f"{other.stage} · {some(other.workers)} · {_what(other, of, totals)}",
+                    workers=other.workers,
+                    tensors=tuple(dict.fromkeys(t.name for t in of.tensors)),
+                )
+                for other, of in caused
+            ),
+            detail=tuple(
+                _described(t, row, what) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
             ),
             next=compare_file(cause.stage) if _is_of_the_file(cause, group) else next_step(cause.workers),
             load_paths=load_paths,
@@ -280,7 +284,7 @@ def _deeper(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -
     if None in beyond or not (last := max((one for one in there if one is not None), default=-1) + 1) > 0:
         return ""
     deepest = [one for one in beyond if one is not None]
-    return f": the adapter is for {max(deepest) + 1} layers, the base has {last}" if min(deepest) >= last else ""
+    return f"the adapter is for {max(deepest) + 1} layers, the base has {last}" if min(deepest) >= last else ""
 
 
 def _depth(tensor: TensorComparison) -> int | None:
@@ -334,7 +338,7 @@ def _why(cause: _Cause, group: _Group, same: Sequence[TensorComparison], *, soft
         return ""
     why = copies(cause.word, cause.workers, _right(same, cause.workers)) if cause.verdict.hops else cause.verdict.why
     why += ", identical on every device, so no device is at fault" if software else ""
-    return f": {why}" if why else ""
+    return why
 
 
 def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str]:

@@ -133,6 +133,7 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             message=f"{opening}: {reason}",
             general=f"{opening}: {(reason or '').partition(';')[0]}",
             workers=tuple(p.label for p in lost),
+            cause=reason,
             detail=(*_cards(lost), *(stack or "").splitlines()[-12:]),
             next=next((todo for text, todo in _AFTER_LOSS if status == "lost" and text in (reason or "")), None),
         )

@@ -73,6 +73,7 @@ def _wrong(engine: ComparedWorker, wrong: _Wrong) -> Iterator[Finding]:
             general=f"{Stage.FORWARD} · {engine.label}: {_sentence(cause, places, rows[:1])}",
             workers=(engine.label,),
             tensors=tuple(t.name for t, _ in rows),
+            cause=cause.sentence(places) if isinstance(cause, Cause) else None,
             detail=tuple(line for t, row in rows for line in (describe(t, row), *_tried(row))),
             next=cause.todo if isinstance(cause, Cause) else _again(engine),
             load_paths=(engine.load_path,),

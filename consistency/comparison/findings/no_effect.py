@@ -53,6 +53,7 @@ def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             message=f"{opening}: {'; '.join(texts)}",
             general=opening,
             workers=labels,
+            cause=cause or None,
             detail=(f"adapter {workers[0].case.adapter}",),
             next="check that this is the trained adapter: a new one changes nothing with most methods",
         )

@@ -194,6 +194,7 @@ def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: Host
         message=f"{Stage.TRANSFER} · {some(workers)} · {'; '.join(parts)}",
         workers=workers,
         tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in seen)),
+        cause="; ".join(reason.text for reason in why) or None,
         detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *about(host_facts)),
         next=next(
             (reason.fix for reason in why if reason.fix), "consistency doctor --out DIR, before and after a reboot"

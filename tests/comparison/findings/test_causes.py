@@ -116,7 +116,9 @@ def test_what_follows_from_wrong_bytes_is_told_below_them() -> None:
         tensor("a", "w", "cuda:0", word=Word.ZEROS),
     )
     assert (wrong.kind, wrong.tensors) == ("zeros", ("adapter::a.w", "merged::a.weight"))
-    assert wrong.detail[-1] == "leads to: merged · cuda:0 · errors that exceed tolerance in weight of a"
+    (led_to,) = wrong.consequences
+    assert led_to.message == "merged · cuda:0 · errors that exceed tolerance in weight of a"
+    assert (led_to.stage, led_to.workers, led_to.tensors) == ("merged", ("cuda:0",), ("merged::a.weight",))
     _, other = causes(
         tensor("a", "w", "cuda:0", word=Word.ZEROS),
         tensor("a", "weight", "cuda:1", word=Word.DIFFERS, stage="merged", rule="bound"),

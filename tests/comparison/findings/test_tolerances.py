@@ -189,5 +189,6 @@ def test_captures_with_different_tolerances_are_judged_by_their_own(make_capture
         f"host-a:cpu: {GIVEN}; host-b:cpu: none"
     )
     assert second.workers == ("host-a:cpu",)
+    assert found.tolerances == (GIVEN,)
     same = compared(given, make_capture("host-c", {"cpu": [judged()]}, case={"tolerance": (GIVEN,)}))
     assert len(notes(same)) == 1
