@@ -37,7 +37,7 @@ from consistency.pytest_plugin.given import Given, read_given
 from consistency.pytest_plugin.item_names import Place, RowFinder
 from consistency.pytest_plugin.session_case import SessionCase
 from consistency.report.layers import summary_lines
-from consistency.report.suite.summarize import summarize
+from consistency.report.summarize import summarize
 from consistency.text import clean, one_line
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline, suite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import msgspec
@@ -10,8 +11,9 @@ from rich.console import Console
 from consistency.capture.wording import and_more, counted
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
 from consistency.report.console import Writer, without_trailing_blanks
-from consistency.report.sentences import sentence
-from consistency.report.terminal import origin_lines
+from consistency.report.formats import View
+from consistency.report.of_comparison import of_comparison
+from consistency.report.terminal import write_head
 from consistency.text import one_line
 
 _MOST_TENSORS = 20
@@ -28,12 +30,10 @@ def print_diff(
     """Print the comparison of two weight files."""
     with without_trailing_blanks(console):
         write = Writer(console)
-        parts = [one_line(f"consistency diff · {comparison.case}"), comparison.dtype]
-        parts.append(counted(len(comparison.tensors), "tensor"))
-        if elapsed_s is not None:
-            parts.append(f"{elapsed_s:.2f} s")
-        write.heading(parts, below=origin_lines(comparison))
-        write.verdict(comparison.verdict, sentence(comparison))
+        facts = [comparison.dtype, counted(len(comparison.tensors), "tensor")]
+        facts += [] if elapsed_s is None else [f"{elapsed_s:.2f} s"]
+        document = dataclasses.replace(of_comparison(comparison, View()), facts=tuple(facts))
+        write_head(write, document, title="consistency diff")
         findings = list(map(_in_lines, comparison.findings))
         write.findings(f for f in findings if f.severity != "note")
         shown = [t for t in comparison.tensors if verbose or t.is_wrong]

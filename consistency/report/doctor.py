@@ -12,15 +12,17 @@ from consistency.report.console import Writer, without_trailing_blanks
 from consistency.report.copy_matrix import write_matrices
 from consistency.report.findings import is_command
 from consistency.report.formats import View
-from consistency.report.terminal import title, write_groups
+from consistency.report.of_comparison import of_comparison
+from consistency.report.terminal import write_head, write_tables
 
 
 def print_doctor(comparison: Comparison, console: Console, *, elapsed_s: float, folder: str | None = None) -> None:
     """Print the state of this machine."""
     with without_trailing_blanks(console):
         write = Writer(console)
-        title(write, comparison, View(elapsed_s=elapsed_s))
-        write_groups(write, comparison)
+        document = of_comparison(comparison, View(elapsed_s=elapsed_s))
+        write_head(write, document)
+        write_tables(write, document)
         write_matrices(write, comparison.tensors)
         for host_facts in comparison.hosts:
             for text in about(host_facts):

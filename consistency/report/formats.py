@@ -13,7 +13,7 @@ from consistency.report.runs import RUN_STATUS, SUITE_STATUS
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
     from consistency.comparison.suite import SuiteResult
-    from consistency.report.summary import Group
+    from consistency.report.summary import Architecture
 
 
 class Subject(StrEnum):
@@ -45,17 +45,20 @@ class View:
     elapsed_s : float or None
         Time that the run took.
     verbose : bool
-        Every layer, not only those with a mismatch.
+        Every layer, not only those with a mismatch, and every case.
+    most_rows : int or None
+        Rows of a table of cases; None is all of them.
     folder : str or None
         Where the files of the report and the captures are.
-    groups : mapping of str to sequence of Group, optional
+    groups : mapping of str to sequence of Architecture, optional
         `summary.groups` by load path, where they are known already: computing them visits every row.
     """
 
     elapsed_s: float | None = None
     verbose: bool = False
     folder: str | None = None
-    groups: Mapping[str, Sequence[Group]] | None = None
+    groups: Mapping[str, Sequence[Architecture]] | None = None
+    most_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,21 +107,17 @@ FORMATS: tuple[Format, ...] = (
         help="JUnit XML: one test case per stage and worker",
     ),
     *(
-        Format(name=name, chosen=chosen, writer=f"consistency.report.suite.{writer}:render", help=text,
-               subject=Subject.SUITE)
+        Format(name=name, chosen=chosen, writer=f"consistency.report.{writer}", help=text, subject=Subject.SUITE)
         for name, chosen, writer, text in (
-            ("text", Chosen.FORMAT, "terminal", "for people"),
-            ("json", Chosen.FORMAT, "json", "suite.json"),
-            ("github", Chosen.FORMAT, "github", "text, and annotations of a GitHub Actions run"),
-            ("suite.json", Chosen.OUT, "json", "for programs"),
-            ("suite.html", Chosen.OUT, "html", "one page, with links to those of the cases"),
-            ("suite.md", Chosen.OUT, "markdown", "for an issue"),
-            ("junit", Chosen.OPTION, "junit", "JUnit XML: one test suite per case"),
+            ("text", Chosen.FORMAT, "terminal:render", "for people"),
+            ("json", Chosen.FORMAT, "suite_json:render", "suite.json"),
+            ("github", Chosen.FORMAT, "github:render", "text, and annotations of a GitHub Actions run"),
+            ("suite.json", Chosen.OUT, "suite_json:render", "for programs"),
+            ("suite.html", Chosen.OUT, "html:render", "one page, with links to those of the cases"),
+            ("suite.md", Chosen.OUT, "markdown:render", "for an issue"),
+            ("junit", Chosen.OPTION, "suite_junit:render", "JUnit XML: one test suite per case"),
+            (SUITE_STATUS, Chosen.OUT, "status.make:render_suite", "for `status`"),
         )
-    ),
-    Format(
-        name=SUITE_STATUS, chosen=Chosen.OUT, writer="consistency.report.status.make:render_suite",
-        help="for `status`", subject=Subject.SUITE,
     ),
 )  # fmt: skip
 """`report.json` comes first of the files, because programs build on it, and the status last, because it sums them up.

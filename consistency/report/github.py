@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from consistency.comparison.result import Comparison, Finding
+from consistency.comparison.suite import SuiteResult
 from consistency.report import terminal
-from consistency.report.findings import findings_of
+from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.markdown import as_markdown
 from consistency.text import one_line
@@ -21,12 +22,13 @@ _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 _MOST = 10  # GitHub shows ten annotations of a level per step and silently drops the others
 
 
-def render(comparison: Comparison, view: View) -> Iterator[bytes]:
+def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
     """Yield the report for people and the annotations; append to the summary of the step."""
-    yield from not_obeyed(terminal.render(comparison, view))
-    failed = comparison.verdict if comparison.exit_status else None
-    yield from (f"{line}\n".encode() for line in annotate(findings_of(comparison, view.folder), failed))
-    write_summary(as_markdown(comparison, view))
+    yield from not_obeyed(terminal.render(found, view))
+    failed = found.verdict if found.exit_status else None
+    findings = (entry.finding for entry in document_of(found, view).entries)
+    yield from (f"{line}\n".encode() for line in annotate(findings, failed))
+    write_summary(as_markdown(found, view))
 
 
 def not_obeyed(text: Iterable[bytes]) -> Iterator[bytes]:

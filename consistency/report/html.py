@@ -1,9 +1,9 @@
-"""`report.html`: one file that opens from disk, without network, and shows where devices diverge.
+"""`report.html` and `suite.html`: one file that opens from disk, without network, and shows where devices diverge.
 
-All text is in the page and needs no JavaScript; only the table of layers is drawn by the page's script, from data in
-the page (`page/cells.py`). Every name may come from a stranger's model, adapter or capture: each value that the
-template shows is put on one line and escaped, the script sets text and never markup, and a content security policy
-allows nothing but that script, and no request.
+All text is in the page and needs no JavaScript; only the table of layers of a run is drawn by the page's script, from
+data in the page (`page/cells.py`); the page of a suite has none. Every name may come from a stranger's model, adapter
+or capture: each value that the template shows is put on one line and escaped, the script sets text and never markup,
+and a content security policy allows nothing but that script, and no request.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import hashlib
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,28 +24,17 @@ from consistency.case.load_path import is_alternative
 from consistency.comparison.findings.transfers import matrices
 from consistency.comparison.layers import LayerComparison
 from consistency.comparison.result import BAD, Comparison
+from consistency.comparison.suite import SuiteResult
 from consistency.report.copy_matrix import cell_mark, copies
-from consistency.report.findings import findings_of
+from consistency.report.document import Group, ResultTable, Row
+from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.layers import summary_lines
-from consistency.report.merging import merging_texts
 from consistency.report.one_finding import as_markdown
 from consistency.report.page import agreement, cells, distributions, environments, memory
 from consistency.report.page.labels import KEY, letter
 from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
-from consistency.report.sentences import (
-    agreement_texts,
-    alternative_path_texts,
-    cell_text,
-    command_text,
-    divergence_texts,
-    facts,
-    legend,
-    origin_texts,
-    sentence,
-    source_texts,
-)
-from consistency.report.summary import Group, Line, all_groups, stages
+from consistency.report.summary import all_groups
 from consistency.text import one_line
 
 _MOST_FINDINGS = 100  # more than a person reads; `report.json` holds all
@@ -54,82 +44,81 @@ _MOST_DEVICES = 3  # named below their architecture
 _MOST_MATRICES = 8  # hosts with a matrix of copies, those with wrong ones first
 _MOST_SOURCES = 64  # captures named with their time and version
 _MOST_CLASSES = 8  # boxes of a partition
+_FOLD_ABOVE = 30  # cases of a suite
 
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 """Inside a JSON string these mean the same; in a script element `</script>` or `<!--` would end or change it."""
 
 
-def render(comparison: Comparison, view: View) -> Iterator[bytes]:
-    """Yield `report.html`."""
-    yield as_html(comparison, view).encode()
+def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
+    """Yield the page."""
+    yield as_html(found, view).encode()
 
 
-def as_html(comparison: Comparison, view: View | None = None) -> str:
+def as_html(found: Comparison | SuiteResult, view: View | None = None) -> str:
     """Return the page."""
-    view = view or View()
+    document = document_of(found, view or View())
+    environment = page_environment()
+    environment.filters.update(letter=letter, link=urllib.parse.quote, shortened=shortened, size=size, some=some)
+    environment.filters["reference_first"] = _reference_first
+    environment.filters["shown"] = lambda rows: [row for row in rows if not _is_folded(rows, row)]
+    environment.filters["folded"] = lambda rows: [row for row in rows if _is_folded(rows, row)]
+    script = part("page.js") if isinstance(found, Comparison) else ""
+    of_run = _of_run(found, view or View()) if isinstance(found, Comparison) else {}
+    tables = [dataclasses.replace(table, groups=_faulty_first(table)) for table in document.tables]
+    return environment.from_string(part("template.html")).render(
+        document=document,
+        findings=document.to_act_on,
+        line_feed=Markup("\n"),
+        mark=VERDICT_MARKS[document.verdict],
+        marks=VERDICT_MARKS,
+        most_findings=_MOST_FINDINGS,
+        most_tensors=_MOST_TENSORS,
+        notes=document.notes,
+        run=of_run,
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() if script else "",
+        sources=_few(document.sources),
+        style=Markup(part("style.css")),
+        tables=tables,
+        tool=__version__,
+    )
+
+
+def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
+    """Return what the page of a run has besides its document."""
     found = all_groups(comparison) if view.groups is None else view.groups
-    findings = findings_of(comparison, view.folder)
-    script = part("page.js")
-    parted, ways_left_out = agreement.partitions(comparison.tensors)
     by_load_path = {
         load_path: cells.columns(comparison, load_path, found[load_path]) for load_path in comparison.load_paths
     }
     layers = cells.unequal(comparison)
     worst = sorted(summary_lines(layers), key=lambda line: line[0] not in BAD)
     copied = sorted(matrices(comparison.tensors), key=lambda matrix: not matrix.wrong)
-    environment = page_environment()
-    environment.filters["as_markdown"] = lambda finding, number: _attribute(as_markdown(comparison, finding, number))
-    environment.filters.update(letter=letter, shortened=shortened, size=size, some=some)
-    environment.filters["reference_first"] = lambda names: sorted(names, key=lambda name: name != comparison.reference)
-    return environment.from_string(
-        part("template.html")
-    ).render(
-        agreement=parted,
-        bits=distributions.bits(comparison.tensors),
-        captures=len(comparison.sources),
-        case=comparison.case,
-        cell_mark=cell_mark,
-        cell_text=cell_text,
-        command=command_text(comparison.command),
-        copies=copies,
-        data=Markup(_data(comparison, layers, by_load_path)),  # escaped for a script element, which is not HTML
-        environments=environments.environments(comparison.workers),
-        facts=facts(comparison),
-        findings=[finding for finding in findings if finding.severity != "note"],
-        divergences=[*agreement_texts(comparison, found), *divergence_texts(comparison)],
-        groups={path: _faulty_first(found[path]) for path in comparison.load_paths if not is_alternative(path)},
-        alternative_paths=[text for _, text in alternative_path_texts(comparison)],
-        key=KEY,
-        mark=VERDICT_MARKS[comparison.verdict],
-        legend=legend(line.cells for some in found.values() for group in some for line in group.lines),
-        line_feed=Markup("\n"),
-        merging=list(merging_texts(comparison.merging)),
-        matrices=copied[:_MOST_MATRICES],
-        matrices_left_out=len(copied[_MOST_MATRICES:]),
-        most_classes=_MOST_CLASSES,
-        most_findings=_MOST_FINDINGS,
-        most_tensors=_MOST_TENSORS,
-        not_checked=comparison.not_checked,
-        notes=[finding for finding in findings if finding.severity == "note"],
-        origin=origin_texts(comparison),
-        planted=comparison.planted,
-        ratios=distributions.ratios(comparison.tensors),
-        reference=comparison.reference,
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        sentence=sentence(comparison),
-        shortened=any(column.stands_for != 1 for some in by_load_path.values() for column in some),
-        simulated=comparison.simulated,
-        sources=_few(source_texts(comparison)),
-        stages=stages(comparison),
-        status_of={"=": "equal", "✗": "outside", "–": "skipped"},
-        style=Markup(part("style.css")),
-        tool=__version__,
-        verdict=comparison.verdict,
-        ways_left_out=ways_left_out,
-        workers=memory.workers(comparison),
-        worst_layers=[text for _, text in worst[:_MOST_WORST]],
-    )
+    parted, ways_left_out = agreement.partitions(comparison.tensors)
+    return {
+        "agreement": parted,
+        "bits": distributions.bits(comparison.tensors),
+        "cell_mark": cell_mark,
+        "copies": copies,
+        "data": Markup(_data(comparison, layers, by_load_path)),  # escaped for a script element, which is not HTML
+        "environments": environments.environments(comparison.workers),
+        "markdown": lambda entry: _attribute(as_markdown(comparison, entry.finding, entry.number)),
+        "matrices": copied[:_MOST_MATRICES],
+        "matrices_left_out": len(copied[_MOST_MATRICES:]),
+        "most_classes": _MOST_CLASSES,
+        "ratios": distributions.ratios(comparison.tensors),
+        "reference": comparison.reference,
+        "several_paths": sum(not is_alternative(path) for path in comparison.load_paths) > 1,
+        "shortened": any(column.stands_for != 1 for some in by_load_path.values() for column in some),
+        "status_of": {"=": "equal", "✗": "outside", "–": "skipped"},
+        "ways_left_out": ways_left_out,
+        "workers": memory.workers(comparison),
+        "worst_layers": [text for _, text in worst[:_MOST_WORST]],
+    }
+
+
+def _reference_first(names: Sequence[str], reference: str | None) -> list[str]:
+    return sorted(names, key=lambda name: name != reference)
 
 
 def _few(sources: Sequence[str]) -> list[str]:
@@ -143,20 +132,26 @@ def _attribute(text: str) -> Markup:
     return Markup("\n").join(one_line(line) for line in text.split("\n"))
 
 
-def _faulty_first(groups: Sequence[Group]) -> list[Group]:
-    """Return architectures, and the lines of each, with mismatches before others."""
+def _faulty_first(table: ResultTable) -> tuple[Group, ...]:
+    """Return groups, and the rows of each, with mismatches before others; cases are in order already."""
+    if not table.heading:
+        return table.groups
+    ordered = [
+        dataclasses.replace(group, rows=tuple(sorted(group.rows, key=lambda row: not row.bad)))
+        for group in table.groups
+    ]
+    return tuple(sorted(ordered, key=lambda group: not any(row.bad for row in group.rows)))
 
-    def is_fine(line: Line) -> bool:
-        return not any(cell.bad for cell in line.cells.values())
 
-    ordered = [dataclasses.replace(group, lines=tuple(sorted(group.lines, key=is_fine))) for group in groups]
-    return sorted(ordered, key=lambda group: all(map(is_fine, group.lines)))
+def _is_folded(rows: Sequence[Row], row: Row) -> bool:
+    """Return whether a row of many is of a consistent case, so that what failed is on the first screens."""
+    return len(rows) > _FOLD_ABOVE and row.cells[0].kind == "consistent"
 
 
 def _data(
     comparison: Comparison,
     layers: Sequence[LayerComparison],
-    by_load_path: Mapping[str, Sequence[cells.Column]],
+    by_load_path: Mapping[str, Sequence[cells.MapColumn]],
 ) -> str:
     """Return the data of the table of layers, as JSON that is safe in a script element."""
     strings = cells.Strings()

@@ -18,7 +18,7 @@ from consistency.comparison.coverage import Coverage, coverage
 from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
 from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.result import BAD, GONE_DEVICE, LOST_NODE, Comparison, Divergence
-from consistency.comparison.suite import CaseResult
+from consistency.comparison.suite import CaseResult, SuiteVerdict
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report.ranges import folded
 from consistency.report.summary import MOST_COLUMNS, Cell, Groups
@@ -56,7 +56,7 @@ class CellText:
     Attributes
     ----------
     kind : str
-        Of `LEGEND`, or `blocked`, or `skipped`.
+        Of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`.
     spoken : str
         The whole cell in words, for a screen reader.
     place : str
@@ -68,6 +68,10 @@ class CellText:
     text: str
     spoken: str
     place: str = ""
+
+    def written(self, *, place: bool = False) -> str:
+        """Return mark and text, or the place in the text's stead."""
+        return f"{self.mark} {(self.place if place else '') or self.text}".strip()
 
 
 def legend(lines: Iterable[Mapping[str, Cell]]) -> list[tuple[str, str, str]]:
@@ -103,21 +107,32 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
     return CellText(kind="skipped", mark="–", text="skipped", spoken="skipped")
 
 
+def verdict_cell(verdict: SuiteVerdict) -> CellText:
+    """Return the verdict of a case as a cell; its kind is the verdict."""
+    return CellText(kind=verdict, mark="", text=verdict, spoken=verdict)
+
+
+def plain_cell(text: str) -> CellText:
+    """Return a cell that says nothing of agreement."""
+    return CellText(kind="plain", mark="", text=text, spoken=text)
+
+
 def ratio_text(ratio: float) -> str:
     """Write error/tolerance: the same figure in the verdict and in the table."""
     return f"{ratio:.2f}"
 
 
-def facts(comparison: Comparison) -> list[str]:
-    """Return what was checked, in a few words each."""
+def facts(comparison: Comparison, elapsed_s: float | None = None) -> list[str]:
+    """Return what was checked, in a few words each; how long it took is the comparison's own where none is given."""
+    elapsed_s = comparison.elapsed_s if elapsed_s is None else elapsed_s
     counts = [counted(len(comparison.workers), "worker"), counted(len(comparison.tensors), "tensor")]
     found = [*dtype_texts(comparison), *counts]
     mains = [load_path for load_path in comparison.load_paths if not is_alternative(load_path)]
     sides = len(comparison.load_paths) - len(mains)
     found += [f"load paths {' and '.join(mains)}" if len(mains) > 1 else ""]
     found += [counted(sides, "alternative load path") if sides else ""]
-    found += [] if comparison.elapsed_s is None else [f"{comparison.elapsed_s:.0f} s"]
     found += [f"level {comparison.level}", *profile_texts(comparison), *soak_texts(comparison)]
+    found += [] if elapsed_s is None else [f"{elapsed_s:.0f} s"]
     return [text for text in found if text]
 
 

@@ -80,7 +80,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class Architecture:
     """An architecture with one line per kind of behaviour."""
 
     architecture: str
@@ -88,7 +88,7 @@ class Group:
     lines: tuple[Line, ...]
 
 
-Groups = Mapping[str, Sequence[Group]]
+Groups = Mapping[str, Sequence[Architecture]]
 """By load path."""
 
 
@@ -102,12 +102,12 @@ def stage_order(name: str) -> int:
     return _ORDER.get(name, len(_ORDER))
 
 
-def all_groups(comparison: Comparison) -> dict[str, list[Group]]:
+def all_groups(comparison: Comparison) -> dict[str, list[Architecture]]:
     """Return `groups` by load path."""
     return {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
 
 
-def groups(comparison: Comparison, load_path: str) -> list[Group]:
+def groups(comparison: Comparison, load_path: str) -> list[Architecture]:
     """Return the architectures on one load path; workers with the same bits, statuses and errors share a line.
 
     Of more than `MOST_LINES` lines the worst are kept, and the others become one.
@@ -136,7 +136,7 @@ def groups(comparison: Comparison, load_path: str) -> list[Group]:
     for title, lines in same.items():
         full = [Line(workers=tuple(names), cells=cells.get(names[0], {})) for names in lines.values()]
         found.append(
-            Group(
+            Architecture(
                 architecture=title,
                 models=tuple(dict.fromkeys(models[title])),
                 lines=_shortened(full, comparison.reference),

@@ -32,7 +32,7 @@ from consistency.devices.discovery import select
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, Watcher, engine
 from consistency.report.formats import Chosen, Subject, View, formats
-from consistency.report.suite.summarize import summarize
+from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.planning import budgets_of
 

@@ -21,7 +21,7 @@ from consistency.comparison.result import with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import CaptureError, ConsistencyError, UsageError
-from consistency.report.suite.summarize import summarize
+from consistency.report.summarize import summarize
 from consistency.text import one_line
 from consistency.workflows import comparing, report_folder
 from consistency.workflows.suite import slowest_s, suite_output, write_suite

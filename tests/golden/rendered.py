@@ -19,7 +19,7 @@ from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import FORMATS, Format, Subject, View
 from consistency.report.summary import all_groups
 from tests.report.made_comparisons import ALL, comparison, faulty, four_architectures, hostile, tensor
-from tests.report.suite.made_suites import case, good, lost, suite, unusable, zeros
+from tests.report.made_suites import case, good, lost, suite, unusable, zeros
 
 FILES = Path(__file__).parent / "files"
 

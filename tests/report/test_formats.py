@@ -16,7 +16,7 @@ from consistency.report.summary import all_groups
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture
 from tests.report.made_comparisons import ALL, comparison, tensor
-from tests.report.suite.made_suites import case, suite
+from tests.report.made_suites import case, suite
 
 
 def render(comparison: Comparison, _: View) -> Iterator[bytes]:

@@ -99,9 +99,9 @@ def test_the_first_screen_comes_first_and_needs_no_script() -> None:
     text = Page(as_html(faulty())).text
     place = 0
     for part in (
-        "INCONSISTENT", "adapter · cuda:1 · zeros", "By architecture", "Ampere sm_86", "3/3", "x86-64", "Findings",
-        "zeros in 3 of 3 lora_B tensors", "got 0, wanted 1", "consistency run --devices cpu,cuda:1",
-        "forward was skipped", "Not checked: a second run", "Layers by architecture",
+        "INCONSISTENT", "adapter · cuda:1 · zeros", "Findings", "zeros in 3 of 3 lora_B tensors", "got 0, wanted 1",
+        "consistency run --devices cpu,cuda:1", "forward was skipped", "Not checked (level standard): a second run",
+        "By architecture", "Ampere sm_86", "3/3", "x86-64", "Layers by architecture",
     ):  # fmt: skip
         place = text.index(part, place)
 

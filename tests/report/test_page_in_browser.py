@@ -447,6 +447,6 @@ def test_a_screen_reader_finds_names(opened: Open) -> None:
     assert all(name for role, name in found if role in named)
     assert [name for role, name in found if role == "heading"][:3] == [
         "llama",
-        "By architecture",
         "Findings most severe first",
+        "By architecture",
     ]

@@ -19,15 +19,13 @@ from consistency.report.findings import findings_of, is_command
 from consistency.report.formats import View
 from consistency.report.html import as_html
 from consistency.report.markdown import as_markdown
-from consistency.report.suite.findings import findings_of as suite_findings
-from consistency.report.suite.html import suite_as_html
-from consistency.report.suite.junit import suite_as_junit
-from consistency.report.suite.markdown import suite_as_markdown
+from consistency.report.of_suite import findings_of as suite_findings
+from consistency.report.suite_junit import suite_as_junit
 from consistency.workflows.saved_report import read_comparison, read_redacted
 from tests.report.made_comparisons import ALL, comparison, tensor, worker
-from tests.report.printed import printed
-from tests.report.suite.made_suites import case, suite
-from tests.report.suite.printed import printed as printed_suite
+from tests.report.made_suites import case, suite
+from tests.report.printed import printed, suite_as_html, suite_as_markdown
+from tests.report.printed import printed as printed_suite
 
 FOLDER = "out"
 

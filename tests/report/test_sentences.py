@@ -10,6 +10,7 @@ import pytest
 
 from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison, Finding, Source, Status, TensorComparison
+from consistency.report import suite_json
 from consistency.report.formats import View
 from consistency.report.html import as_html
 from consistency.report.junit import as_junit
@@ -17,10 +18,9 @@ from consistency.report.layers import summary_lines
 from consistency.report.markdown import as_markdown
 from consistency.report.sentences import sentence, time_text
 from consistency.report.status.make import of_comparison
-from consistency.report.suite import json as suite_json
 from tests.report.made_comparisons import ALL, comparison, tensor
+from tests.report.made_suites import case, suite
 from tests.report.printed import printed
-from tests.report.suite.made_suites import case, suite
 
 WITHIN: dict[str, Status] = dict.fromkeys(ALL, "within")
 SKIPPED: dict[str, Status] = dict.fromkeys(ALL, "skipped")

@@ -31,7 +31,7 @@ def test_verdict_and_groups() -> None:
     computed = tensor([ALL], stage="merged", ratio=0.314, statuses=within)
     text = printed(comparison([tensor([ALL]), computed]), elapsed_s=41.4)
     lines = text.splitlines()
-    assert lines[0] == "consistency · llama · float32 · 4 workers · 41 s"
+    assert lines[0] == "consistency · llama · float32 · 4 workers · 2 tensors · level standard · 41 s"
     assert "CONSISTENT   the adapter agrees on 4 workers; the model's worst error/tolerance is 0.31 (merged)" in text
     assert "cuda:0  cuda:1  cuda:2" in text, "devices that agree share a line"
     assert "≤ 0.31" in text

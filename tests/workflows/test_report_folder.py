@@ -13,15 +13,15 @@ from consistency.capture.claim import CLAIM
 from consistency.capture.whole_file import WholeFile
 from consistency.comparison.history.store import History
 from consistency.errors import CaptureError
+from consistency.report import terminal
 from consistency.report.formats import View
-from consistency.report.suite import terminal
 from consistency.workflows.comparing import compare_folders
 from consistency.workflows.report_folder import output, write_reports
 from consistency.workflows.suite import write_suite
 from tests.comparison.made_records import moved
 from tests.conftest import Cli, MakeCapture
 from tests.made_weights import f32, put
-from tests.report.suite.made_suites import suite
+from tests.report.made_suites import suite
 
 
 def test_second_run_into_one_folder_is_refused_while_the_first_one_works(tmp_path: Path) -> None:

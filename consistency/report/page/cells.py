@@ -30,7 +30,7 @@ from consistency.comparison.result import BAD, Comparison, Outcome, TensorCompar
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.page.labels import KEY, digits
-from consistency.report.summary import MOST_COLUMNS, Group, badness, stage_order
+from consistency.report.summary import MOST_COLUMNS, Architecture, badness, stage_order
 from consistency.text import one_line
 
 MOST_VARIANTS = 132_000
@@ -49,7 +49,7 @@ _STATUS = {status: place for place, (status, _, _) in enumerate(KEY)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class MapColumn:
     """One worker, or many that are shown as one: the rows of `workers` are read, for `stands_for` workers in all."""
 
     label: str
@@ -95,7 +95,7 @@ class Strings:
         return found
 
 
-def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> list[Column]:
+def columns(comparison: Comparison, load_path: str, groups: Sequence[Architecture]) -> list[MapColumn]:
     """Return the columns below the architectures of a load path: its workers, or, of many, the lines of the groups."""
     here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
@@ -109,7 +109,7 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> 
         names += [name for name in seen if name not in here]
         of = Members(comparison).of
         return [
-            Column(label=name, architecture=of.get(name, ""), workers=(name,), stands_for=1)
+            MapColumn(label=name, architecture=of.get(name, ""), workers=(name,), stands_for=1)
             for name in sorted(names, key=lambda name: _place(comparison, of.get(name, "")))
         ]
     drawn = []
@@ -117,7 +117,7 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> 
         for line in group.lines:
             label = some(line.workers, 2) if line.kinds == 1 else f"{len(line.workers)} others"
             read = line.workers[:1] if line.kinds == 1 else line.workers
-            column = Column(
+            column = MapColumn(
                 label=label, architecture=group.architecture, workers=read, stands_for=len(line.workers)
             )  # fmt: skip
             drawn.append(column)
@@ -144,7 +144,7 @@ def unequal(comparison: Comparison) -> list[LayerComparison]:
 def sections(
     comparison: Comparison,
     layers: Iterable[LayerComparison],
-    by_load_path: Mapping[str, Sequence[Column]],
+    by_load_path: Mapping[str, Sequence[MapColumn]],
     strings: Strings,
 ) -> list[Section]:
     """Return what is drawn of every stage on every load path, in the order of `Stage`; `layers` are of `unequal`."""
@@ -179,7 +179,7 @@ def sections(
     return [found[key] for key in ordered]
 
 
-def architectures(drawn: Sequence[Column]) -> dict[str, tuple[str, ...]]:
+def architectures(drawn: Sequence[MapColumn]) -> dict[str, tuple[str, ...]]:
     """Return the architectures of a load path, each with its columns' labels."""
     found: dict[str, list[str]] = {}
     for column in drawn:
@@ -229,7 +229,7 @@ def _shorten(kept: list[tuple[int, int, Section, list[Any]]]) -> None:
 class _Shown:
     """The workers of the columns of a load path, found once for all tensors at which the same ones are alike."""
 
-    def __init__(self, drawn: Sequence[Column]) -> None:
+    def __init__(self, drawn: Sequence[MapColumn]) -> None:
         self._places = {name: place for place, column in enumerate(drawn) for name in column.workers}
         self.by_column = OncePerSet(self._by_column)
         self._classes: tuple[object, Mapping[str, int]] = (), {}
@@ -250,7 +250,7 @@ class _Shown:
 
 
 def _entry(
-    tensor: TensorComparison, drawn: Sequence[Column], columns: _Shown, strings: Strings
+    tensor: TensorComparison, drawn: Sequence[MapColumn], columns: _Shown, strings: Strings
 ) -> tuple[list[Any], int]:
     """Return a tensor as it is written, and how much it matters."""
     shape = "×".join(map(str, tensor.shape)) or "scalar"

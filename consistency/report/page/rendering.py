@@ -21,6 +21,7 @@ def page_environment() -> jinja2.Environment:
         loader=jinja2.FunctionLoader(part),
     )  # fmt: skip
     environment.filters["and_more"] = and_more
+    environment.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
     return environment
 
 

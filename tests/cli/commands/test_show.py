@@ -16,7 +16,7 @@ from consistency.report import json as report_json
 from consistency.report import layers_csv
 from consistency.report.formats import Chosen, Subject, View, formats
 from tests.report.made_comparisons import comparison, faulty, four_architectures, hostile, tensor
-from tests.report.suite.made_suites import case, good, suite, zeros
+from tests.report.made_suites import case, good, suite, zeros
 
 
 def saved(found: Comparison, folder: Path) -> Path:

@@ -12,8 +12,8 @@ from consistency.capture.json_codec import encode_json
 from consistency.cli.main import build_parser, main
 from consistency.comparison.result import Comparison
 from tests.report.made_comparisons import comparison, faulty
+from tests.report.made_suites import good, lost
 from tests.report.status.made_statuses import status
-from tests.report.suite.made_suites import good, lost
 
 
 def leave(folder: Path, found: Comparison, hours: float = 1.0) -> str:

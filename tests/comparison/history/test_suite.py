@@ -20,10 +20,10 @@ from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
 from consistency.report.console import make_console
 from consistency.report.history import device_rows, print_runs, run_rows
-from consistency.report.suite.summarize import summarize
+from consistency.report.summarize import summarize
 from consistency.workflows.judging import compare_captures
 from tests.conftest import MakeCapture
-from tests.report.suite.made_suites import unusable
+from tests.report.made_suites import unusable
 
 Bits = dict[str, str]
 """Merged bits of each case on the one device."""

@@ -15,8 +15,8 @@ from consistency.report.status import lines
 from consistency.report.status.lines import MOST_BYTES, nagios_line, nhc_line, no_result_line, state, text_line
 from consistency.report.status.record import Status
 from tests.report.made_comparisons import ALL, HOSTILE, comparison, faulty, hostile, tensor
+from tests.report.made_suites import good, lost
 from tests.report.status.made_statuses import status
-from tests.report.suite.made_suites import good, lost
 
 HOUR = 3600.0
 WARNED = comparison([tensor([ALL])], findings=(Finding(kind="memory", severity="warning", message="cuda:1 is full"),))

@@ -13,12 +13,12 @@ import pytest
 from consistency.comparison.result import Comparison, Finding, Source
 from consistency.comparison.suite import SuiteResult
 from consistency.report import json as report_json
+from consistency.report import suite_json
 from consistency.report.formats import View
 from consistency.report.status.make import of_comparison, of_report_file, of_suite, of_suite_file, render
-from consistency.report.suite import json as suite_json
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor
 from tests.report.made_fleets import many as many_devices
-from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros
+from tests.report.made_suites import case, good, lost, many, suite, unusable, zeros
 
 
 def test_what_it_states_of_a_run() -> None:

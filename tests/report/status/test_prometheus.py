@@ -13,8 +13,8 @@ from consistency.report.status.prometheus import metrics
 from consistency.report.status.record import DeviceStatus
 from tests.report.made_comparisons import HOSTILE, comparison, faulty, hostile, tensor, worker
 from tests.report.made_fleets import many as many_devices
+from tests.report.made_suites import good, lost, many
 from tests.report.status.made_statuses import status
-from tests.report.suite.made_suites import good, lost, many
 
 _LABEL = r'[A-Za-z_]\w*="(?:[^"\\\n]|\\["\\n])*"'
 _SAMPLE = re.compile(rf"(?P<name>[a-z_]+)\{{{_LABEL}(?:,{_LABEL})*\}} (?P<value>-?[0-9.e+-]+|NaN|[+-]Inf)")

@@ -18,8 +18,8 @@ from consistency.report.runs import dated
 from consistency.report.status import make
 from consistency.report.status.reading import read_status
 from tests.report.made_comparisons import comparison, faulty
+from tests.report.made_suites import good, suite
 from tests.report.status.made_statuses import status
-from tests.report.suite.made_suites import good, suite
 
 
 def leave(folder: Path, *, case: str = "llama", small: bool = True) -> Path:

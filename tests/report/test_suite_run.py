@@ -18,7 +18,7 @@ from consistency.comparison.history.store import History
 from consistency.comparison.suite import SuiteResult
 from consistency.workflows.suite import prepare_suite, run_suite
 from tests.launch.in_this_process import in_this_process
-from tests.report.suite.printed import printed
+from tests.report.printed import printed
 
 pytestmark = pytest.mark.process
 
@@ -59,7 +59,7 @@ def test_one_cause_is_one_finding_with_a_command_that_works(
     text = printed(ran, folder=str(home / "out"), width=400)
     assert "INCONSISTENT   2 of 3 cases are inconsistent and 1 is consistent" in text
     assert "1  2 of 3 cases · adapter · cpu · single-bit flips in lora_B of model.layers.0.mlp.gate_proj" in text
-    (command,) = [line.strip().removeprefix("next: ") for line in text.splitlines() if "next: " in line]
+    (command,) = {line.strip().removeprefix("next: ") for line in text.splitlines() if "next: " in line}
     program, *arguments = shlex.split(command)
     assert (program, arguments[0], Path(arguments[1]).name) == ("consistency", "reproduce", "alice")
     monkeypatch.chdir(tmp_path)

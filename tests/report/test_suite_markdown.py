@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from consistency.report.suite.markdown import suite_as_markdown
 from tests.report.made_comparisons import HOSTILE, hostile
-from tests.report.printed import visible
-from tests.report.suite.made_suites import case, good, many, suite, zeros
+from tests.report.made_suites import case, good, many, suite, zeros
+from tests.report.printed import suite_as_markdown, visible
 
 
 def test_what_it_says() -> None:

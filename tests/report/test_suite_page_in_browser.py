@@ -10,11 +10,11 @@ import pytest
 
 from consistency.comparison.suite import SuiteResult
 from consistency.report.html import as_html
-from consistency.report.suite.html import suite_as_html
 from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER, accessible
 from tests.report.conftest import OpenPage
 from tests.report.made_comparisons import hostile
-from tests.report.suite.made_suites import case, good, many, suite, zeros
+from tests.report.made_suites import case, good, many, suite, zeros
+from tests.report.printed import suite_as_html
 
 pytest.importorskip("selenium", reason="the browser's driver, selenium, is not installed")
 

@@ -7,7 +7,7 @@ import msgspec
 from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import InputError
-from consistency.report.suite.summarize import summarize
+from consistency.report.summarize import summarize
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor, worker
 
 

@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from consistency.report import github
+from consistency.report import suite_junit as junit
 from consistency.report.formats import View
-from consistency.report.suite import github, junit
 from tests.report.made_comparisons import ALL, comparison, hostile, tensor
-from tests.report.suite.made_suites import case, good, lost, many, suite, unusable, zeros
+from tests.report.made_suites import case, good, lost, many, suite, unusable, zeros
 
 
 def commands(text: str) -> list[str]:

@@ -7,10 +7,10 @@ import re
 import jinja2
 import pytest
 
-from consistency.report.suite.html import suite_as_html
 from tests.report.made_comparisons import HOSTILE, SAFE, hostile
+from tests.report.made_suites import case, good, many, suite, unusable, zeros
 from tests.report.parsed_page import Page
-from tests.report.suite.made_suites import case, good, many, suite, unusable, zeros
+from tests.report.printed import suite_as_html
 
 
 def test_one_row_per_case_with_a_link_to_its_report() -> None:
@@ -47,7 +47,7 @@ def test_hostile_names_stay_text() -> None:
     assert not {tag for tag, _ in page.elements} & {"script", "img"}
     assert SAFE in page.text
     assert "49" not in page.text.replace("{{7*7}}", "")
-    inside = re.compile(r"cases/.*|#cases|#finding-\d+")
+    inside = re.compile(r"cases/.*|#findings|#finding-\d+")
     assert all(link is not None and inside.fullmatch(link) for link in page.links())
     assert not re.search("[\u2028\u202e]", "".join(page.texts))
 

@@ -9,10 +9,10 @@ from typing import Any
 from consistency.comparison.result import Status
 from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import View
-from consistency.report.suite.json import render
+from consistency.report.suite_json import render
 from tests.report.contract import no_constant
 from tests.report.made_comparisons import ALL, comparison, tensor
-from tests.report.suite.made_suites import case, good, suite
+from tests.report.made_suites import case, good, suite
 
 
 def written(found: SuiteResult) -> Any:

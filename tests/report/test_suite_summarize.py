@@ -14,9 +14,9 @@ from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.result import Outcome, Status
 from consistency.comparison.suite import CaseResult
 from consistency.numerics.words import Word
-from consistency.report.suite.summarize import summarize
+from consistency.report.summarize import summarize
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor
-from tests.report.suite.made_suites import case, lost
+from tests.report.made_suites import case, lost
 
 
 def test_a_case_keeps_findings_stages_and_workers() -> None:

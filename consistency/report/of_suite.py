@@ -1,0 +1,189 @@
+"""The result of a suite as a document: a row per case, and the findings that cases have in common once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from consistency.capture.wording import and_more, counted, some
+from consistency.case.case import CHECKED_IN
+from consistency.case.stages import SPECS, Stage
+from consistency.comparison.result import Finding
+from consistency.comparison.suite import CaseResult, SuiteFinding, SuiteResult, common_findings, worst_first
+from consistency.report.document import Column, Document, Entry, Group, ResultTable, Row
+from consistency.report.findings import reproduce_command
+from consistency.report.formats import View
+from consistency.report.merging import MERGING, MERGING_LEGEND, merging_cell
+from consistency.report.sentences import (
+    CellText,
+    cell_text,
+    command_text,
+    legend,
+    plain_cell,
+    profile_texts,
+    time_text,
+    verdict_cell,
+    versions_text,
+)
+from consistency.report.summary import Cell, merged, stage_order
+
+
+def of_suite(suite: SuiteResult, view: View) -> Document:
+    """Return the report of a suite; the commands in it name the folder of the view."""
+    stages = sorted({stage.stage for case in suite.cases for stage in case.stages}, key=stage_order)
+    merges = any(case.merging for case in suite.cases)
+    lines = _lines(suite.cases, view.most_rows)
+    rows = tuple(_row(label, cases, stages, merges=merges) for label, cases in lines)
+    short = {spec.stage.value: spec.short for spec in SPECS.values()}
+    columns = [Column(title="verdict"), *(Column(title=name, short=short.get(name, "")) for name in stages)]
+    columns += [Column(title=MERGING)] if merges else []
+    explained = legend(_cells(cases) for _, cases in lines)
+    table = ResultTable(
+        label="case",
+        columns=(*columns, Column(title="time", is_number=True)),
+        groups=(Group(rows=rows),),
+    )
+    about = [time_text(suite.created), suite.host, versions_text(suite.versions)]
+    return Document(
+        name=suite.name,
+        facts=tuple(_facts(suite)),
+        origin=" · ".join(about) if suite.command else "",
+        command=command_text(suite.command),
+        verdict=suite.verdict,
+        sentence=suite.sentence,
+        simulated=suite.simulated,
+        planted=suite.planted,
+        entries=_entries(suite, view.folder),
+        tables=(table,) if rows else (),
+        legend=(*explained, *([("", "", MERGING_LEGEND)] if merges else [])),
+        not_checked=f"not checked: {', '.join(suite.not_checked)}" if suite.not_checked else "",
+        unwritten=suite.unwritten,
+        file="suite.json",
+    )
+
+
+def _facts(suite: SuiteResult) -> list[str]:
+    """Return what was checked, in a few words each."""
+    dtypes = dict.fromkeys(case.dtype for case in suite.cases if case.dtype)
+    levels = dict.fromkeys(case.level for case in suite.cases if case.level)
+    found = [counted(len(suite.cases), "case"), ", ".join(dtypes), counted(len(suite.workers), "worker")]
+    found += [f"level {', '.join(levels)}" if levels else ""]
+    found += dict.fromkeys(text for case in suite.cases for text in profile_texts(case))
+    return [text for text in (*found, seconds(suite.elapsed_s)) if text]
+
+
+def seconds(elapsed_s: float) -> str:
+    """Write a time: `0.4 s`, `12 s`."""
+    return f"{elapsed_s:.1f} s" if elapsed_s < 10 else f"{elapsed_s:.0f} s"
+
+
+# --- findings ---------------------------------------------------------------------------------------------------------
+
+
+def findings_of(suite: SuiteResult, folder: str | None) -> list[Finding]:
+    """Return the findings of all cases, the most severe first; `folder` holds the reports that commands name."""
+    return [entry.finding for entry in _entries(suite, folder)]
+
+
+def _entries(suite: SuiteResult, folder: str | None) -> tuple[Entry, ...]:
+    cases = {case.name: case for case in suite.cases}
+    found = []
+    for number, one in enumerate(common_findings(suite.cases), start=1):
+        members = [cases[name] for name in one.cases]
+        related = [(case.name, None if case.error else case.folder) for case in members]
+        finding = _shown(one, members[0], folder)
+        found.append(Entry(finding=finding, number=number, cases=tuple(related) if len(related) > 1 else ()))
+    return tuple(found)
+
+
+def _shown(found: SuiteFinding, first: CaseResult, folder: str | None) -> Finding:
+    """Return a finding with its cases, and the first one's evidence, in its details, and the next command."""
+    detail = found.detail
+    if len(found.cases) > 1:
+        evidence = [f"{found.cases[0]}: {detail[0].strip()}"] if detail else []
+        detail = (f"cases: {some(found.cases)}", *evidence)
+    todo = found.next
+    if folder is not None and found.is_reproducible:
+        todo = reproduce_command(str(PurePath(folder, first.folder)), found.numbers[0])
+    return Finding(
+        kind=found.kind, severity=found.severity, message=found.message, workers=found.workers, detail=detail, next=todo
+    )
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+_Line = tuple[str, Sequence[CaseResult]]
+"""The label of a row, and its cases."""
+
+
+def _lines(cases: Sequence[CaseResult], most: int | None) -> list[_Line]:
+    """Return a row per case, the worst first; of more than `most` cases those with the same outcome share a row.
+
+    Where there are more outcomes than that, the last ones share a row by verdict.
+    """
+    ordered = worst_first(cases)
+    if most is None or len(ordered) <= most:
+        return [(case.name, [case]) for case in ordered]
+    outcomes: dict[object, list[CaseResult]] = {}
+    for case in ordered:
+        outcomes.setdefault(_outcome(case), []).append(case)
+    same = list(outcomes.values())
+    shown = same if len(same) <= most else same[: most - len({case.verdict for case in ordered})]
+    rest = [case for members in same[len(shown) :] for case in members]
+    lines: list[_Line] = [(_label(members, of=len(cases)), members) for members in shown]
+    for verdict in dict.fromkeys(case.verdict for case in rest):
+        left = [case for case in rest if case.verdict == verdict]
+        lines.append((f"{len(left)} of {counted(len(cases), 'case')}", left))
+    return lines
+
+
+def _outcome(case: CaseResult) -> object:
+    """Return what two cases with the same outcome have in common: the verdict and the causes of it."""
+    causes = {(f.kind, f.workers, f.general) for f in case.findings if f.severity == "error"}
+    return (case.verdict, frozenset(causes), case.headline if case.error is not None else None)
+
+
+def _label(same: Sequence[CaseResult], *, of: int) -> str:
+    if same[0].verdict == "consistent":
+        return f"{len(same)} of {counted(of, 'case')}"
+    return f"{same[0].name} {and_more(len(same) - 1)}".rstrip()
+
+
+def _row(label: str, cases: Sequence[CaseResult], stages: Sequence[str], *, merges: bool) -> Row:
+    found = _cells(cases)
+    cells: list[CellText] = [verdict_cell(cases[0].verdict)]
+    cells += [cell_text(stage, found.get(stage)) for stage in stages]
+    cells += [plain_cell(merging_cell([one for case in cases for one in case.merging]))] if merges else []
+    cells.append(plain_cell(seconds(sum(case.elapsed_s for case in cases))))
+    one = cases[0] if len(cases) == 1 else None
+    return Row(
+        names=(label,),
+        cells=tuple(cells),
+        kinds=len(cases),
+        folder=one.folder if one is not None and one.error is None else None,
+        remark=one.headline if one is not None and one.verdict in ("incomplete", "unchecked") else "",
+    )
+
+
+def _cells(cases: Sequence[CaseResult]) -> dict[str, Cell]:
+    return cells(cases[0]) if len(cases) == 1 else merged(map(cells, cases))
+
+
+def cells(case: CaseResult) -> dict[str, Cell]:
+    """Return the cell of each stage of a case, over all of its workers, also of those that another case checked."""
+    elsewhere = {
+        stage: Cell(elsewhere=place[1])
+        for text in case.not_checked
+        for stage in Stage
+        if (place := re.fullmatch(rf"stage {stage} \({CHECKED_IN} (.*)\)", text)) is not None
+    }
+    return elsewhere | {
+        stage.stage: Cell(
+            counts=dict(stage.counts),
+            worst_ratio=None if stage.worst_ratio is None else float(stage.worst_ratio),
+            first_bad=stage.first_bad,
+            flag=next((f.kind for f in case.findings if f.severity == "error" and stage.stage in f.stages), ""),
+        )
+        for stage in case.stages
+    }
