@@ -6,6 +6,7 @@ those of `backends.py`. No torch here.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ import msgspec
 from consistency.devices.backends import CPU, Variant, backend_of
 from consistency.errors import UsageError, did_you_mean
 
-_SPEC = re.compile(r"^(?P<type>[a-z][a-z0-9_]*)(?::(?P<index>\d{1,4}))?(?:@(?P<variant>[a-z0-9][a-z0-9_+-]*))?$")
+_DEVICE = r"(?P<type>[a-z][a-z0-9_]*)(?::(?P<index>\d{1,4}))?"
+_SPEC = re.compile(rf"^{_DEVICE}(?:@(?P<variant>[a-z0-9][a-z0-9_+-]*))?$")
+_LABEL = re.compile(rf"^(?:(?P<capture>.*):)?{_DEVICE}(?:@.*)?$", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,29 @@ class DeviceSpec:
                 hint=did_you_mean(self.variant, [v.name for v in backend.variants]),
             )
         return variant
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLabel:
+    """What a worker's name says: its capture, empty where one alone is compared, and its device without the variant."""
+
+    capture: str
+    type: str
+    index: int | None
+
+    @property
+    def device(self) -> str:
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
+
+@functools.cache
+def label_of(worker: str) -> WorkerLabel | None:
+    """Return what a worker's name says, `node-7:cuda:0@tf32` say; None where it is that of no device."""
+    match = _LABEL.match(worker)
+    if match is None:
+        return None
+    index = None if match["index"] is None else int(match["index"])
+    return WorkerLabel(match["capture"] or "", match["type"], index)
 
 
 class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):

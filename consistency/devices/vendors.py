@@ -15,6 +15,15 @@ class Vendor(StrEnum):
     NVIDIA = "NVIDIA"
     AMD = "AMD"
     INTEL = "Intel"
+    OTHER = "other"
+
+
+_TESTED_BY = {Vendor.NVIDIA: "dcgmi diag -r 3", Vendor.AMD: "rvs", Vendor.INTEL: "xpu-smi diag -l 3"}
+
+
+def own_test(vendor: Vendor) -> str:
+    """Return the vendor's own test: NVIDIA's DCGM, AMD's ROCm Validation Suite, Intel's XPU Manager."""
+    return _TESTED_BY.get(vendor, "its vendor's own tool")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +133,11 @@ def intel_pci_bus_id(raw: Sequence[int]) -> str | None:
 
 
 def vendor_of(kind: str, capability: str | None) -> Vendor:
-    """Return who made a device, by its type in torch and its capability; NVIDIA where nothing says otherwise."""
+    """Return who made a device, by its type in torch and its capability; AMD's devices are `cuda` there too."""
     if kind == "xpu":
         return Vendor.INTEL
+    if kind != "cuda":
+        return Vendor.OTHER
     return Vendor.AMD if (capability or "").startswith("gfx") else Vendor.NVIDIA
 
 

@@ -11,6 +11,8 @@ from consistency.devices.backends import BACKENDS, kernel_variables
 from consistency.devices.discovery import cpu_variants
 from consistency.devices.spec import (
     DeviceSpec,
+    WorkerLabel,
+    label_of,
     parse_device,
     parse_devices,
 )
@@ -45,6 +47,26 @@ def test_a_spec_is_read(text: str, spec: DeviceSpec) -> None:
 def test_a_name_is_read_back(kind: str, index: int, tf32: bool) -> None:
     spec = DeviceSpec(type=kind, index=index, variant="tf32" if tf32 and kind == "cuda" else None)
     assert parse_device(spec.name) == spec
+
+
+@pytest.mark.parametrize(
+    ("name", "capture", "kind", "index"),
+    [
+        ("cpu", "", "cpu", None),
+        ("cpu@avx2", "", "cpu", None),
+        ("cuda:0@tf32", "", "cuda", 0),
+        ("gaudi_3:12", "", "gaudi_3", 12),
+        ("node-7:cuda:1", "node-7", "cuda", 1),
+        ("a:b:xpu2:1", "a:b", "xpu2", 1),
+        ("rack\n1:cpu@baseline", "rack\n1", "cpu", None),
+    ],
+)
+def test_a_workers_name_says_its_capture_and_its_device(name: str, capture: str, kind: str, index: int | None) -> None:
+    assert label_of(name) == WorkerLabel(capture, kind, index)
+
+
+def test_what_is_no_workers_name_says_nothing() -> None:
+    assert label_of("vLLM 0.11") is None
 
 
 def test_only_the_cpu_is_the_cpu() -> None:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from consistency.devices.vendors import amd_architecture, described, intel_architecture, intel_version
+from consistency.devices.vendors import (
+    Vendor,
+    amd_architecture,
+    described,
+    intel_architecture,
+    intel_version,
+    vendor_of,
+)
 from tests.devices.torch_properties import Uuid, a770, h100, mi300x
 
 
@@ -107,3 +114,17 @@ def test_intel_architectures_have_names(number: int, name: str) -> None:
     version = intel_version(number)
     assert version is not None
     assert intel_architecture(version) == name
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "vendor"),
+    [
+        ("cuda", "9.0", Vendor.NVIDIA),
+        ("cuda", "gfx942", Vendor.AMD),
+        ("xpu", None, Vendor.INTEL),
+        ("npu", None, Vendor.OTHER),
+        ("gaudi_3", "3", Vendor.OTHER),
+    ],
+)
+def test_only_known_vendors_are_named(kind: str, capability: str | None, vendor: Vendor) -> None:
+    assert vendor_of(kind, capability) is vendor

@@ -17,7 +17,7 @@ from consistency.comparison.result import Comparison
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.nvml import ECC_UNCORRECTED, REMAP_FAILED, REMAP_PENDING
-from consistency.devices.vendors import Vendor
+from consistency.devices.vendors import own_test
 
 MOST_ADVICE = 8
 
@@ -102,10 +102,6 @@ def as_table(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-_TESTED_BY = {Vendor.NVIDIA: "dcgmi diag -r 3", Vendor.AMD: "rvs", Vendor.INTEL: "xpu-smi diag -l 3"}
-"""The vendors' own tests: NVIDIA's DCGM, AMD's ROCm Validation Suite, Intel's XPU Manager."""
-
-
 def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
     for gpu in host_facts.gpus:
         if gpu.counters.get(REMAP_FAILED):
@@ -115,7 +111,7 @@ def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
         lost = gpu.counters.get(ECC_UNCORRECTED, 0)
         if lost and not gpu.after:  # a counter that rose during the run is a finding
             what = f"{gpu.name} has lost data {lost} times since boot (uncorrected ECC errors)"
-            yield Advice(what=what, fix=f"test it: {_TESTED_BY[gpu.vendor]}")
+            yield Advice(what=what, fix=f"test it: {own_test(gpu.vendor)}")
         if gpu.lanes_lost is not None:
             has, supported = gpu.lanes_lost
             what = f"{gpu.name} has {has} PCIe lanes; it and its slot support {supported}"

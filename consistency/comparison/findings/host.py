@@ -8,7 +8,7 @@ from consistency.capture.wording import counted, some
 from consistency.comparison.result import Finding
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
-from consistency.devices.vendors import PLATFORMS
+from consistency.devices.vendors import PLATFORMS, own_test
 
 _MOST_LINES = 8
 NO_ACCELERATOR = "no-accelerator"
@@ -80,7 +80,7 @@ def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[
         severity="error" if lost else "warning",
         message=f"{host_facts.host}: {gpu.name} ({gpu.uuid or gpu.pci_bus_id}): counters rose during the run: {risen}",
         workers=tuple(name for name in workers if name == gpu.name or name.endswith(f":{gpu.name}")),
-        next=f"test {gpu.name}: dcgmi diag -r 3, or the vendor's own tool",
+        next=f"test {gpu.name}: {own_test(gpu.vendor)}",
     )
 
 

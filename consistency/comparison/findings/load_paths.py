@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -12,12 +10,13 @@ from consistency.capture.wording import MOST_NAMES, counted, listed, some
 from consistency.case.load_path import LoadPath, is_alternative, main_path
 from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
+from consistency.devices.backends import CPU
+from consistency.devices.spec import label_of
 from consistency.numerics.words import Word
 
 DTYPE_ON_THE_WAY = "dtype-on-the-way"
 """Kind of the finding that a load path casts the tensors."""
 
-_LABEL = re.compile(r"(?:^|:)(?P<type>[a-z]+)(?::(?P<index>\d+))?(?:@.*)?$")
 _WHEN_SHARED = " when all devices are visible, and correct when isolated"
 _BY_TRANSFORMERS = "transformers' loader"
 _ROUNDED = frozenset({Word.ROUNDED_TO_BF16, Word.ROUNDED_TO_FP16, Word.ROUNDED_TO_TF32, Word.DTYPE})
@@ -145,7 +144,8 @@ def copies(word: Word, workers: Sequence[str], fine: Iterable[str]) -> str:
 
 def is_cpu(label: str) -> bool:
     """Return whether a worker's device is a CPU."""
-    return _type(label) == "cpu"
+    found = label_of(label)
+    return found is not None and found.type == CPU
 
 
 def is_software(tensors: Iterable[TensorComparison], workers: Sequence[str]) -> bool:
@@ -243,12 +243,6 @@ def _names(load_paths: Iterable[LoadPath]) -> str:
     return ", ".join(load_path.value for load_path in LoadPath if load_path in chosen)
 
 
-@functools.cache
-def _type(label: str) -> str | None:
-    match = _LABEL.search(label)
-    return None if match is None else match["type"]
-
-
-def _index(label: str) -> int | None:
-    match = _LABEL.search(label)
-    return None if match is None or match["index"] is None else int(match["index"])
+def _index(worker: str) -> int | None:
+    label = label_of(worker)
+    return None if label is None else label.index

@@ -6,18 +6,17 @@ Bytes that pass through another device on PEFT's default load path are a warning
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from consistency.capture.wording import size, some
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
+from consistency.devices.spec import label_of
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
 _STEPS = {"import": "importing the libraries", "load base": "loading the base", "load adapter": "loading the adapter"}
-_DEVICE = re.compile(r"(?:^|:)(cpu|[a-z]\w*:\d+)$")  # a label may start with its capture's name
 
 
 @dataclass(slots=True)
@@ -72,8 +71,7 @@ def _what(group: _Use, device: str) -> str:
 
 
 def _advice(workers: Sequence[str]) -> str:
-    found = [_DEVICE.search(worker.partition("@")[0]) for worker in workers]
-    own = {match[1] for match in found if match is not None}
+    own = {label.device for label in map(label_of, workers) if label is not None}
     return f"torch_device='{own.pop()}'" if len(own) == 1 else "torch_device= the device of the base"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +24,7 @@ from consistency.comparison.findings.transfer_causes import Pair, about, arrow, 
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.devices.host.facts import HostFacts
+from consistency.devices.spec import label_of
 from consistency.numerics.words import Word
 
 _STAGED = (HOST_STAGED, CHAIN)
@@ -39,9 +38,6 @@ _ONLY = {
     HOST_STAGED: "when staged through the host",
     CHAIN: "through a third device",
 }
-
-_WORKER = re.compile(r"^(?:(?P<home>.*):)?(?P<device>[a-z][a-z0-9_]*(?::\d+)?)(?:@.*)?$", re.DOTALL)
-"""A worker's name: the device, and before it the capture where several are compared."""
 
 
 @dataclass(slots=True)
@@ -136,11 +132,10 @@ def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
     return [Matrix(home=home, places=tuple(places[home]), cells=cells) for home, cells in homes.items()]
 
 
-@functools.cache
 def home_of(worker: str) -> str:
     """Return the name of the capture that a worker's name begins with, empty where it begins with none."""
-    match = _WORKER.match(worker)
-    return (match["home"] or "") if match else ""
+    label = label_of(worker)
+    return "" if label is None else label.capture
 
 
 def _take(cell: Cell, tensor: TensorComparison, row: Outcome) -> None:

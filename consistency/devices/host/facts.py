@@ -55,7 +55,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     nvlinks: int | None = None
     vbios: str | None = None
     board: str | None = None
-    vendor: Vendor = Vendor.NVIDIA
+    vendor: Vendor = Vendor.OTHER
 
     @property
     def lanes_lost(self) -> tuple[int, int] | None:

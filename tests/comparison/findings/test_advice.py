@@ -37,7 +37,18 @@ def host(*gpus: Gpu, **fields: Any) -> HostFacts:
     [
         (host(gpu(counters={REMAP_FAILED: 1, REMAP_PENDING: 1})), "cuda:0 has bad memory rows", "replace it", True),
         (host(gpu(counters={REMAP_PENDING: 1})), "cuda:0 waits for a reset", "reset it", True),
-        (host(gpu(counters={"ecc uncorrected, since boot": 3})), "data 3 times since boot", "dcgmi diag -r 3", True),
+        (
+            host(gpu(counters={"ecc uncorrected, since boot": 3}, vendor=Vendor.NVIDIA)),
+            "data 3 times since boot",
+            "dcgmi diag -r 3",
+            True,
+        ),
+        (
+            host(gpu(counters={"ecc uncorrected, since boot": 3}, vendor=Vendor.OTHER)),
+            "data 3 times",
+            "test it: its vendor's own tool",
+            True,
+        ),
         (host(gpu(counters={"ecc uncorrected, since boot": 3}, vendor=Vendor.AMD)), "data 3 times", "rvs", True),
         (host(gpu(link={"width": 4, "max_width": 16, "slot_width": 8})), "cuda:0 has 4 PCIe lanes", "reseat it", False),
         (host(log=(XID,)), "1 line", XID, False),

@@ -203,6 +203,7 @@ def test_copies_are_named_by_their_ends() -> None:
     assert copies(Word.BIT_FLIP, ["cuda:1@tf32", "cuda:3"], ["cuda:0", "cpu", "cuda:2", "cuda:4"]) == (
         "peer copies 0→1 and 0→3 change data; 0→2 and 0→4 are fine"
     )
+    assert copies(Word.ZEROS, ["gaudi_3:1"], ["xpu2:2"]) == "peer copies 0→1 drop data; 0→2 is fine"
     assert copies(Word.STALE, ["cuda:0", "cuda:1"], []) == "copies through device 0 drop data"
     assert copies(Word.STALE, ["mps"], []) == "copies through device 0 drop data"
 
