@@ -9,13 +9,10 @@ from dataclasses import dataclass
 import msgspec
 
 from consistency.case.stages import Stage
-from consistency.comparison.outcomes import OncePerSet, Workers, share_of
+from consistency.comparison.outcomes import OncePerSet, Workers, badness, share_of
 from consistency.comparison.result import Comparison, Outcome, Status, TensorComparison, tensor_name
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
-
-_ORDER: tuple[Status, ...] = ("skipped", "equal", "within", "blocked", "unexpected", "missing", "outside")
-"""What a cell of several workers shows is the last of these: one that skipped a tensor hides no figure of another."""
 
 _EXACT = frozenset({Rule.BITWISE, Rule.PEER})
 
@@ -54,7 +51,7 @@ class LayerCell(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def badness(self) -> tuple[int, float]:
         """Order cells by how bad they are."""
-        return _badness(self)
+        return badness(self.status, self.share)
 
 
 class LayerComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,7 +234,7 @@ def _cell(
     tensor: TensorComparison, found: Sequence[tuple[Outcome, Workers]], classes: Sequence[Workers], members: Members
 ) -> LayerCell:
     rows = [row for row, _ in found]
-    worst = max(rows, key=_badness)
+    worst = max(rows, key=lambda row: row.badness)
     difference, allowed = _worst_bits(rows) if tensor.rule in _EXACT else difference_of(tensor.rule, worst)
     return LayerCell(
         workers=members.join([workers for _, workers in found]),
@@ -262,9 +259,3 @@ def difference_of(rule: str, row: Outcome) -> tuple[Real | None, Real | None]:
 def _worst_bits(rows: Sequence[Outcome]) -> tuple[Real | None, Real | None]:
     found = [row.max_abs for row in rows if row.max_abs is not None]
     return max(found, key=lambda value: math.inf if math.isnan(value) else float(value), default=None), Real(0.0)
-
-
-def _badness(found: Outcome | LayerCell) -> tuple[int, float]:
-    """Order by status, then by error/tolerance; NaN is worse than any number."""
-    share = found.share or 0.0
-    return (_ORDER.index(found.status), math.inf if math.isnan(share) else share)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -12,6 +13,9 @@ from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
+
+LEAST_BAD_FIRST: tuple[Status, ...] = ("skipped", "equal", "within", "blocked", "unexpected", "missing", "outside")
+"""What stands for several is the last of these: a worker that skipped a tensor hides no figure of another."""
 
 Workers = tuple[str, ...]
 """Names of workers, in the order of the comparison. Equal ones are one object, whatever the number of tensors."""
@@ -83,6 +87,11 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many wh
         """Return error/tolerance where it says something, as `share_of` does."""
         return share_of(self.status, self.ratio, self.max_ulp)
 
+    @property
+    def badness(self) -> tuple[int, float]:
+        """Order outcomes by how bad they are."""
+        return badness(self.status, self.share)
+
 
 class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
     """One tensor on the workers of which the same is true, in the order of the comparison; at least one."""
@@ -98,6 +107,12 @@ class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
         return self if workers is self.workers else msgspec.structs.replace(self, workers=workers)
 
 
+def badness(status: Status, share: float | None) -> tuple[int, float]:
+    """Order by status, then by error/tolerance; NaN is worse than any number."""
+    share = share or 0.0
+    return (LEAST_BAD_FIRST.index(status), math.inf if math.isnan(share) else share)
+
+
 def share_of(status: Status, ratio: Real | None, max_ulp: int | None) -> float | None:
     """Return error/tolerance, but None of what is equal, or the exact value correctly rounded.
 
@@ -106,6 +121,11 @@ def share_of(status: Status, ratio: Real | None, max_ulp: int | None) -> float |
     if ratio is None or status == "equal" or (status == "within" and max_ulp == 0):
         return None
     return float(ratio)
+
+
+def worst_of(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return what stands for several outcomes: the first of the worst."""
+    return max(outcomes, key=lambda outcome: outcome.badness)
 
 
 T = TypeVar("T")

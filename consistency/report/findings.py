@@ -14,7 +14,6 @@ from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.layers import difference_of
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
-from consistency.report.summary import badness
 
 AGAIN = "again: "
 """How a detail begins that is the command which repeats the check."""
@@ -92,7 +91,7 @@ def _worst(hits: _Hits) -> Iterator[str]:
     measured = [(tensor, row) for tensor, row in hits if tensor.rule in _MEASURED and row.max_abs is not None]
     if not measured:
         return
-    tensor, row = max(measured, key=lambda hit: badness(hit[1]))
+    tensor, row = max(measured, key=lambda hit: hit[1].badness)
     factor = row.evidence.get("ratio")
     reference = _REFERENCES.get(row.reference or "", row.reference)
     times = f"{factor:.6g}× " if isinstance(factor, float) and math.isfinite(factor) else "against "

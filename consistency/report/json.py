@@ -16,12 +16,11 @@ import msgspec
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.layers import LayerComparison, Members, layers_of
-from consistency.comparison.outcomes import Judgement, OncePerSet, Outcome, Workers
+from consistency.comparison.outcomes import Judgement, OncePerSet, Outcome, Workers, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
 from consistency.report import ranges
 from consistency.report.formats import View
 from consistency.report.shared_values import beside, joined, shared_by
-from consistency.report.summary import badness
 
 SCHEMA = "consistency.report/1"
 
@@ -252,7 +251,7 @@ class _Writer:
             architectures = tuple(self._members.split(one.workers))
             alike.setdefault((one.status, one.reference, one.word, one.reason, architectures), []).append(one)
         for found in alike.values():
-            worst = max(found, key=badness)
+            worst = worst_of(found)
             yield worst, 0
             others = [one.workers for one in found if one is not worst]
             if others:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.outcomes import Workers
+from consistency.comparison.outcomes import Workers, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison, WorkerSummary
 from consistency.comparison.suite import CaseFinding, CaseResult, CaseStage, CaseWorker
 from consistency.numerics.real import Real
 from consistency.report.findings import findings_of, reproducible
 from consistency.report.sentences import sentence
-from consistency.report.summary import badness, is_larger, stages
+from consistency.report.summary import is_larger, stages
 
 _MOST_DETAILS = 3  # lines of evidence; the case's own report has all
 
@@ -85,21 +85,21 @@ def _stage(stage: str, tensors: Sequence[TensorComparison], timed: Sequence[Work
     worst: dict[int, tuple[Workers, Outcome]] = {}
     worst_ratio, place, worker, first_bad = None, None, None, None
     for tensor in tensors:
-        row = max((row for row in tensor.outcomes), key=_badness)
+        row = worst_of(tensor.outcomes)
         counts[row.status] = counts.get(row.status, 0) + 1
         if row.status in BAD and first_bad is None:
             first_bad = tensor.layer
         for one in tensor.outcomes:
             workers, known = worst.get(id(one.workers), (one.workers, one))
-            worst[id(workers)] = workers, max(known, one, key=_badness)
+            worst[id(workers)] = workers, worst_of((known, one))
             if one.share is not None and is_larger(one.share, worst_ratio):
                 worst_ratio, place, worker = one.share, tensor.name, one.workers[0]
     of_workers: dict[str, Outcome] = {}
     for names, one in worst.values():
-        of_workers.update({name: max(of_workers.get(name, one), one, key=_badness) for name in names})
+        of_workers.update({name: worst_of((of_workers.get(name, one), one)) for name in names})
     return CaseStage(
         stage=stage,
-        status=max((row for _, row in worst.values()), key=_badness).status,
+        status=worst_of(row for _, row in worst.values()).status,
         counts=counts,
         worst_ratio=None if worst_ratio is None else Real(worst_ratio),
         worst_tensor=place,
@@ -118,8 +118,3 @@ def _times(stage: str, workers: Sequence[WorkerSummary]) -> dict[str, float]:
             if one.stage == stage and one.elapsed_s is not None:
                 found[worker.name] = found.get(worker.name, 0.0) + one.elapsed_s
     return found
-
-
-def _badness(row: Outcome) -> tuple[bool, tuple[int, float]]:
-    """Order rows by how bad they are; one that was skipped counts only where nothing else was compared."""
-    return (row.status != "skipped", badness(row))

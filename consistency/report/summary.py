@@ -10,7 +10,7 @@ from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.outcomes import OncePerSet, WorkerSet
-from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
+from consistency.comparison.result import BAD, Comparison, TensorComparison
 
 MOST_LINES = 8
 """Lines of one architecture: a person takes in that many; a fleet may have as many different results as workers."""
@@ -20,7 +20,6 @@ MOST_COLUMNS = 64
 
 _MOST_CLASSES = 4
 _ORDER = {stage.value: place for place, stage in enumerate(Stage)}
-_LEAST_BAD_FIRST = ("equal", "within", "skipped", "blocked", "unexpected", "missing", "outside")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -183,12 +182,6 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
 def is_larger(ratio: float, known: float | None) -> bool:
     """Return whether a `ratio` is larger than the largest so far; NaN is larger than any number."""
     return known is None or math.isnan(ratio) or ratio > known
-
-
-def badness(row: Outcome) -> tuple[int, float]:
-    """Order rows by how bad they are; a NaN ratio is worse than any number."""
-    ratio = row.share or 0.0
-    return (_LEAST_BAD_FIRST.index(row.status), math.inf if math.isnan(ratio) else ratio)
 
 
 def class_text(classes: Sequence[Sequence[str]]) -> str:

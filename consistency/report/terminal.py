@@ -11,6 +11,7 @@ from rich.text import Text
 
 from consistency.capture.wording import and_more, counted
 from consistency.case.stages import Stage
+from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison
 from consistency.comparison.suite import SuiteResult
 from consistency.report.console import Writer, make_console, stripped
@@ -19,7 +20,7 @@ from consistency.report.document import Document, Group, ResultTable, Row
 from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.sentences import CellText
-from consistency.report.summary import badness, class_text
+from consistency.report.summary import class_text
 
 MOST_ROWS = 20
 """Cases in a table: with verdict and findings, a screen."""
@@ -252,7 +253,7 @@ def _tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
 
 
 def _worst(tensor: TensorComparison) -> str:
-    row = max((row for row in tensor.outcomes), key=badness)
+    row = worst_of(tensor.outcomes)
     parts = [f"{row.workers[0]}: {row.status}"]
     if row.word and row.status != "within":
         parts.append(row.word)

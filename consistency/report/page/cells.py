@@ -25,12 +25,12 @@ import msgspec
 
 from consistency.capture.wording import some
 from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
-from consistency.comparison.outcomes import OncePerSet, Workers, WorkerSet
+from consistency.comparison.outcomes import OncePerSet, Workers, WorkerSet, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.page.labels import KEY, digits
-from consistency.report.summary import MOST_COLUMNS, Architecture, badness, stage_order
+from consistency.report.summary import MOST_COLUMNS, Architecture, stage_order
 from consistency.text import one_line
 
 MOST_VARIANTS = 132_000
@@ -281,7 +281,7 @@ def _entry(
 
 def _variant(rows: Sequence[tuple[Outcome, Workers]], classes: Mapping[str, int], strings: Strings) -> tuple[Any, ...]:
     """Return what a column shows: its worker's row, or the worst of its workers' rows."""
-    row = max((row for row, _ in rows), key=badness)
+    row = worst_of(row for row, _ in rows)
     of = {classes.get(name, 0) for _, names in rows for name in names}
     word = row.reason if row.status in ("skipped", "blocked") else row.word
     measured = row.mismatched if row.status not in ("equal", "missing") else None

@@ -13,9 +13,8 @@
   const AGREE = -1;
   const ROWS = 150; // rows drawn at once: a thousand rows of 64 cells take a browser one second
   const OPEN = 40; // at most this many tensors that match a filter are unfolded
-  // from least to most severe
-  const WEIGHT = { [EQUAL]: 0, [WITHIN]: 1, [SKIPPED]: 2, [BLOCKED]: 3, [UNEXPECTED]: 4, [MISSING]: 5, [OUTSIDE]: 6 };
-  const OF_CELLS = { ...WEIGHT, [SKIPPED]: -1 }; // an architecture that skipped on one device hides no figure of another
+  // from least to most severe; what was skipped on one device hides no figure of another
+  const WEIGHT = { [SKIPPED]: -1, [EQUAL]: 0, [WITHIN]: 1, [BLOCKED]: 2, [UNEXPECTED]: 3, [MISSING]: 4, [OUTSIDE]: 5 };
 
   const make = (tag, { text, ...rest } = {}, ...children) => {
     const node = document.createElement(tag);
@@ -46,7 +45,7 @@
     const [one, two] = [WEIGHT[a[0]], WEIGHT[b[0]]];
     return one !== two ? one > two : ratioRank(a[3]) > ratioRank(b[3]);
   };
-  const badness = (cell) => [OF_CELLS[cell[0]], ratioRank(cell[1])];
+  const badness = (cell) => [WEIGHT[cell[0]], ratioRank(cell[1])];
   const isWorse = (one, two) => (one[0] !== two[0] ? one[0] > two[0] : one[1] > two[1]);
   const isBad = (status) => status === OUTSIDE || status === MISSING || status === UNEXPECTED;
   const tint = (status, ratio) => {
@@ -299,7 +298,7 @@
       if (block) head.append(make("span", { class: "fold", "aria-hidden": "true", text: open ? "▾" : "▸" }));
       head.append(text);
       if (block) head.append(make("span", { class: "quiet", text: ` ${rows.length}` }));
-      if (block && worst.badness[0] > OF_CELLS[EQUAL]) {
+      if (block && worst.badness[0] > WEIGHT[EQUAL]) {
         head.append(make("span", { class: "worst", text: ` worst ${within(nameOf(worst.row))}` }));
       }
       const tr = make("tr", { class: block ? "block" : part ? "part" : "one", role: "row", "aria-level": part ? 2 : 1 }, head);
