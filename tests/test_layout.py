@@ -6,6 +6,7 @@ import ast
 import importlib
 import operator
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,3 +140,11 @@ def test_every_reference_is_there() -> None:
     for reference in found:
         module, _, name = reference.removeprefix("python:").partition(":")
         assert callable(operator.attrgetter(name)(importlib.import_module(module))), reference
+
+
+def test_stages_are_independent_of_each_other_in_the_contract() -> None:
+    contracts = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    (independent,) = [one["modules"] for one in contracts["contracts"] if one["type"] == "independence"]
+    assert sorted(independent) == sorted(
+        {spec.worker.partition(":")[0].removesuffix(".stage") for spec in SPECS.values()}
+    )

@@ -28,12 +28,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
 from consistency.numerics.precision import Precision, partial_sums_error
+
+Array = TypeVar("Array", np.ndarray, torch.Tensor)
 
 _FLOAT32 = UNIT_ROUNDOFF[torch.float32]
 
@@ -49,6 +52,22 @@ class Allowance:
     product: float
     weight: float = 0.0
     floor: float = 0.0
+
+    def around(self, size: Array, weight: Array | None = None) -> Array:
+        """Return the tolerance of each element, in the memory of `size`.
+
+        Parameters
+        ----------
+        size : array or Tensor
+            D, in float64.
+        weight : array or Tensor, optional
+            W, in float64; of a delta there is none.
+        """
+        size *= self.product
+        if weight is not None:
+            size += abs(weight) * self.weight
+        size += self.floor
+        return size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

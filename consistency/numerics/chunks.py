@@ -108,10 +108,7 @@ class Stretch:
                 allowed: np.ndarray | None = self.allowance.around(exact)
             elif self.allowance is not None:
                 assert size is not None
-                allowed = size * self.allowance.product
-                if weight is not None:
-                    allowed += np.abs(weight) * self.allowance.weight
-                allowed += self.allowance.floor
+                allowed = self.allowance.around(size.copy(), weight)
             else:
                 allowed = size
         return Chunk(start=self.start + start, actual=self.actual[part], exact=exact, allowed=allowed, base=base)

@@ -135,8 +135,7 @@ def _record(
         exact, size = _exact(factors, before)
         kept = {"exact": exact}
         if isinstance(allowance, Allowance):
-            kept["allowed"] = allowance.product * size + allowance.weight * before.to(torch.float64).abs()
-            kept["allowed"] += allowance.floor
+            kept["allowed"] = allowance.around(size, before.to(torch.float64))
     record.computed(
         STAGE, place, name, actual=merged, digests=[here], found=found, rule=Rule.BOUND,
         tolerance=tolerance, chunks=lambda: low_rank_chunks(tested, product), exact=kept.pop("exact", None),
@@ -191,7 +190,7 @@ def _share(after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank]
     for row in range(0, after.shape[0], step):
         part = slice(row, row + step)
         exact = before[part].to(torch.float64)
-        allowed = allowance.product * (left[part] @ right) + allowance.weight * exact.abs() + allowance.floor
+        allowed = allowance.around(left[part] @ right, exact)
         share = measure_against_exact(after[part].contiguous(), exact, allowed).ratio
         worst = max(worst, float("inf") if share is None or share != share else float(share))
     return worst

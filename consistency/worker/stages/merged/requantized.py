@@ -78,8 +78,7 @@ class _Exact:
         allowed = allowance_of(low_rank, None, sized, roundings=2)
         assert isinstance(allowed, Allowance)
         magnitudes = (left.abs() @ right.abs()).mul_(abs(low_rank.scaling))
-        error = magnitudes.mul_(allowed.product).add_(before.abs(), alpha=allowed.weight).add_(allowed.floor)
-        self.requantized: Requantized = base.requantized(self.value, error)
+        self.requantized: Requantized = base.requantized(self.value, allowed.around(magnitudes, before))
 
 
 def _record(
