@@ -170,6 +170,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     general: str | None = None
 
     @property
+    def stages(self) -> tuple[str, ...]:
+        """Return the stages of its tensors."""
+        return tuple(dict.fromkeys(name.partition("::")[0] for name in self.tensors))
+
+    @property
     def evidence(self) -> tuple[str, ...]:
         """Return its details, and what it leads to, a line each."""
         return (*self.detail, *(f"leads to: {one.message}" for one in self.consequences))

@@ -16,7 +16,7 @@ import msgspec
 from consistency.capture.wording import counted, listed
 from consistency.case.case import CHECKED_IN
 from consistency.comparison.merging import Merging
-from consistency.comparison.result import PLANTED, Severity, Status, Verdict
+from consistency.comparison.result import PLANTED, Finding, Severity, Status, Verdict, WorkerSummary
 from consistency.numerics.real import Real
 
 SuiteVerdict = Verdict | Literal["unchecked"]
@@ -36,36 +36,6 @@ _NUMBER_OF: dict[SuiteVerdict, tuple[str, str]] = {
 }
 
 
-class CaseFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding of one case.
-
-    Attributes
-    ----------
-    number : int
-        Place in the case's report, from 1, as `consistency reproduce --finding` takes it.
-    general : str
-        The message without what belongs to this case alone; equal where cases have a cause in common.
-    stages : tuple of str
-        Of its tensors.
-    tensors : int
-        How many tensors it concerns.
-    is_reproducible : bool
-        Whether `consistency reproduce` finds a tensor that shows it.
-    """
-
-    number: int
-    kind: str
-    severity: Severity
-    message: str
-    general: str
-    workers: tuple[str, ...] = ()
-    stages: tuple[str, ...] = ()
-    tensors: int = 0
-    is_reproducible: bool = False
-    detail: tuple[str, ...] = ()
-    next: str | None = None
-
-
 class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
     """One stage of a case, over all workers and load paths.
 
@@ -82,9 +52,9 @@ class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
     first_bad : str or None
         Layer of the first tensor with a mismatch.
     workers : dict of str to str
-        The worst status by worker.
+        The worst status by worker; on a load path other than the usual one its name is `cuda:0 (shared)`.
     elapsed_s : dict of str to float
-        Time by worker; that of a lost one is not known.
+        Time by the same names; that of a lost worker is not known.
     """
 
     stage: str
@@ -96,20 +66,6 @@ class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
     first_bad: str | None = None
     workers: dict[str, Status] = {}
     elapsed_s: dict[str, float] = {}
-
-
-class CaseWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a case."""
-
-    name: str
-    load_path: str
-    architecture: str
-    model: str
-    status: str
-    reason: str | None = None
-    simulated: bool = False
-    uuid: str | None = None
-    host: str = ""
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +81,12 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         As in `Comparison`.
     error : str or None
         Why the case could not be checked: its input cannot be used.
+    findings : tuple of Finding
+        In the order of the case's report, with a few of their details, and of each stage one of their tensors.
+    reproducible : tuple of int
+        Numbers of the findings, from 1, that `consistency reproduce` finds a tensor for.
+    workers : tuple of WorkerSummary
+        Without their environments, and without what they measured of themselves.
     ratios : dict of str to float
         Worst error/tolerance by worker.
     accepted : int
@@ -145,9 +107,10 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     settings: tuple[str, ...] = ()
     elapsed_s: float = 0.0
     error: str | None = None
-    findings: tuple[CaseFinding, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    reproducible: tuple[int, ...] = ()
     stages: tuple[CaseStage, ...] = ()
-    workers: tuple[CaseWorker, ...] = ()
+    workers: tuple[WorkerSummary, ...] = ()
     not_checked: tuple[str, ...] = ()
     ratios: dict[str, Real] = {}
     accepted: int = 0
@@ -167,8 +130,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
-class SuiteFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding that one or more cases have.
+class SuiteFinding(Finding, frozen=True, kw_only=True):
+    """A finding that one or more cases have; details, tensors and what to do next are those of the first.
 
     Attributes
     ----------
@@ -176,20 +139,10 @@ class SuiteFinding(msgspec.Struct, frozen=True, kw_only=True):
         Names of the cases.
     numbers : tuple of int
         Number of the finding in the report of each of them; 0 where it has no report.
-    tensors : int
-        How many tensors it concerns in the first of them, of which the fields below are too.
     """
 
-    kind: str
-    severity: Severity
-    message: str
-    workers: tuple[str, ...]
     cases: tuple[str, ...]
     numbers: tuple[int, ...]
-    tensors: int = 0
-    is_reproducible: bool = False
-    detail: tuple[str, ...] = ()
-    next: str | None = None
 
 
 class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,43 +241,29 @@ def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
     A cause is the same where kind, severity, workers and the general message are: *cuda:1 · zeros in lora_B tensors*
     is one finding, and not 57, where 57 of 100 cases have it.
     """
-    same: dict[object, list[tuple[str, CaseFinding]]] = {}
+    same: dict[object, list[tuple[str, int, Finding]]] = {}
     for case in cases:
         seen: Counter[object] = Counter()
-        for finding in (*_of_error(case), *case.findings):
-            key = (finding.kind, finding.severity, finding.workers, finding.general)
+        numbered = [(0, finding) for finding in _of_error(case)] + list(enumerate(case.findings, start=1))
+        for number, finding in numbered:
+            key = (finding.kind, finding.severity, finding.workers, finding.general or finding.message)
             seen[key] += 1  # two findings of one case stay two, however alike they are in general
-            same.setdefault((key, seen[key]), []).append((case.name, finding))
+            same.setdefault((key, seen[key]), []).append((case.name, number, finding))
     found = []
     for members in same.values():
-        names = tuple(name for name, _ in members)
-        first = members[0][1]
+        names = tuple(name for name, _, _ in members)
+        first = members[0][2]
         where = f"{len(names)} of {len(cases)} cases" if len(names) > 1 else f"case {names[0]}"
-        is_same = all(finding.message == first.message for _, finding in members)
-        found.append(
-            SuiteFinding(
-                kind=first.kind,
-                severity=first.severity,
-                message=f"{where} · {first.message if is_same else first.general}",
-                workers=first.workers,
-                cases=names,
-                numbers=tuple(finding.number for _, finding in members),
-                tensors=first.tensors,
-                is_reproducible=first.is_reproducible,
-                detail=first.detail,
-                next=first.next,
-            )
-        )
+        is_same = all(finding.message == first.message for _, _, finding in members)
+        message = first.message if is_same else first.general or first.message
+        fields = msgspec.structs.asdict(first) | {"message": f"{where} · {message}", "general": None}
+        found.append(SuiteFinding(**fields, cases=names, numbers=tuple(number for _, number, _ in members)))
     # what was not checked at all comes after what was found: --fail-fast leaves out most cases
     return tuple(sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), f.kind == UNCHECKED, -len(f.cases))))
 
 
-def _of_error(case: CaseResult) -> tuple[CaseFinding, ...]:
+def _of_error(case: CaseResult) -> tuple[Finding, ...]:
     if case.error is None:
         return ()
-    detail = tuple(case.error.splitlines()[1:])
-    finding = CaseFinding(
-        number=0, kind=UNCHECKED, severity="error", message=f"could not be checked: {case.headline}",
-        general=f"could not be checked: {case.headline}", detail=detail,
-    )  # fmt: skip
-    return (finding,)
+    message, detail = f"could not be checked: {case.headline}", tuple(case.error.splitlines()[1:])
+    return (Finding(kind=UNCHECKED, severity="error", message=message, detail=detail),)

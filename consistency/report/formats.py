@@ -115,7 +115,7 @@ FORMATS: tuple[Format, ...] = (
             ("suite.json", Chosen.OUT, "suite_json:render", "for programs"),
             ("suite.html", Chosen.OUT, "html:render", "one page, with links to those of the cases"),
             ("suite.md", Chosen.OUT, "markdown:render", "for an issue"),
-            ("junit", Chosen.OPTION, "suite_junit:render", "JUnit XML: one test suite per case"),
+            ("junit", Chosen.OPTION, "junit:render", "JUnit XML: one test suite per case"),
             (SUITE_STATUS, Chosen.OUT, "status.make:render_suite", "for `status`"),
         )
     ),

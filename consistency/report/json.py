@@ -291,9 +291,8 @@ class _Writer:
                 own[place] = {name: beside(getattr(workers[place], name), shared[name]) for name in _OF_KIND}
         entries = []
         for place, worker in enumerate(workers):
-            fields = {name: getattr(worker, name) for name in worker.__struct_fields__} | own[place]
-            fields["stage_memory"] = worker.stage_memory if place in in_full else ()
-            entries.append(_written(fields, _OF_WORKER, _WORKER_DEFAULTS))
+            memory = worker.stage_memory if place in in_full else ()
+            entries.append(worker_entry(msgspec.structs.replace(worker, **own[place], stage_memory=memory)))
         return environments, entries
 
     def _in_full(self) -> set[int]:
@@ -312,6 +311,11 @@ class _Writer:
         places = [(weight(place), place) for place in range(len(comparison.workers))]
         chosen = [one for one in places if one[0] < 2 or comparison.workers[one[1]].name in named]
         return {place for _, place in sorted(chosen)[:MOST_IN_FULL]}
+
+
+def worker_entry(worker: WorkerSummary) -> dict[str, Any]:
+    """Return a worker without what says nothing."""
+    return _written(msgspec.structs.asdict(worker), _OF_WORKER, _WORKER_DEFAULTS)
 
 
 def _written(fields: Mapping[str, Any], always: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
+import msgspec
+
 from consistency.capture.wording import and_more, counted, some
 from consistency.case.case import CHECKED_IN
 from consistency.case.stages import SPECS, Stage
@@ -104,11 +106,9 @@ def _shown(found: SuiteFinding, first: CaseResult, folder: str | None) -> Findin
         evidence = [f"{found.cases[0]}: {detail[0].strip()}"] if detail else []
         detail = (f"cases: {some(found.cases)}", *evidence)
     todo = found.next
-    if folder is not None and found.is_reproducible:
+    if folder is not None and found.numbers[0] in first.reproducible:
         todo = reproduce_command(str(PurePath(folder, first.folder)), found.numbers[0])
-    return Finding(
-        kind=found.kind, severity=found.severity, message=found.message, workers=found.workers, detail=detail, next=todo
-    )
+    return msgspec.structs.replace(found, detail=detail, next=todo, tensors=())
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _lines(cases: Sequence[CaseResult], most: int | None) -> list[_Line]:
 
 def _outcome(case: CaseResult) -> object:
     """Return what two cases with the same outcome have in common: the verdict and the causes of it."""
-    causes = {(f.kind, f.workers, f.general) for f in case.findings if f.severity == "error"}
+    causes = {(f.kind, f.workers, f.general or f.message) for f in case.findings if f.severity == "error"}
     return (case.verdict, frozenset(causes), case.headline if case.error is not None else None)
 
 

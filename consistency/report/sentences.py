@@ -238,6 +238,8 @@ def _of_workers(comparison: Comparison) -> str:
         others = sum(f.kind not in said for f in errors)
         what = nothing[0] if nothing and not lost else what
         return what + (f"; {counted(others, 'other finding')}" if others else "")
+    if not errors:  # of a stranger's file
+        return "no finding says why"
     first = errors[0].message
     return first if len(errors) == 1 else f"{first} (and {counted(len(errors) - 1, 'other finding')})"
 

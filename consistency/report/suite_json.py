@@ -10,6 +10,7 @@ from consistency.capture.json_codec import encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.report.formats import View
+from consistency.report.json import worker_entry
 
 SCHEMA = "consistency.suite/1"
 
@@ -34,7 +35,11 @@ def render(suite: SuiteResult, _: View) -> Iterator[bytes]:
             "not_checked": suite.not_checked,
             "findings": common_findings(suite.cases),
             "cases": [
-                {**msgspec.structs.asdict(case), "report": None if case.error else f"{case.folder}/report.json"}
+                {
+                    **msgspec.structs.asdict(case),
+                    "workers": list(map(worker_entry, case.workers)),
+                    "report": None if case.error else f"{case.folder}/report.json",
+                }
                 for case in cases
             ],
         },

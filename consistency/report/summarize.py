@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
+from consistency.case.load_path import LoadPath
 from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.outcomes import Workers, worst_of
-from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison, WorkerSummary
-from consistency.comparison.suite import CaseFinding, CaseResult, CaseStage, CaseWorker
+from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
+from consistency.comparison.suite import CaseResult, CaseStage
 from consistency.numerics.real import Real
 from consistency.report.findings import findings_of, reproducible
 from consistency.report.sentences import sentence
@@ -44,13 +47,10 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
         settings=comparison.settings,
         elapsed_s=elapsed_s,
         findings=tuple(_findings(comparison)),
-        stages=tuple(_stage(stage, tensors, comparison.workers) for stage, tensors in by_stage.items()),
+        stages=tuple(_stage(stage, tensors, comparison) for stage, tensors in by_stage.items()),
+        reproducible=tuple(sorted(reproducible(comparison))),
         workers=tuple(
-            CaseWorker(
-                name=worker.name, load_path=worker.load_path, architecture=worker.architecture, model=worker.model,
-                status=worker.status, reason=worker.reason, simulated=worker.simulated,
-                uuid=worker.uuid, host=worker.host,
-            )
+            msgspec.structs.replace(worker, environment={}, asked={}, in_force={}, stage_memory=(), soak=None)
             for worker in comparison.workers
         ),
         not_checked=comparison.not_checked,
@@ -61,28 +61,17 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
     )  # fmt: skip
 
 
-def _findings(comparison: Comparison) -> Iterator[CaseFinding]:
-    shown_again = reproducible(comparison)
-    for number, finding in enumerate(findings_of(comparison), start=1):
-        yield CaseFinding(
-            number=number,
-            kind=finding.kind,
-            severity=finding.severity,
-            message=finding.message,
-            general=finding.general or finding.message,
-            workers=finding.workers,
-            stages=tuple(dict.fromkeys(name.partition("::")[0] for name in finding.tensors)),
-            tensors=len(finding.tensors),
-            is_reproducible=number in shown_again,
-            detail=finding.detail[:_MOST_DETAILS],
-            next=finding.next,
-        )
+def _findings(comparison: Comparison) -> Iterator[Finding]:
+    for finding in findings_of(comparison):
+        one_of_stage = {name.partition("::")[0]: name for name in reversed(finding.tensors)}
+        tensors = sorted(one_of_stage.values(), key=finding.tensors.index)
+        yield msgspec.structs.replace(finding, detail=finding.detail[:_MOST_DETAILS], tensors=tuple(tensors))
 
 
-def _stage(stage: str, tensors: Sequence[TensorComparison], timed: Sequence[WorkerSummary]) -> CaseStage:
+def _stage(stage: str, tensors: Sequence[TensorComparison], comparison: Comparison) -> CaseStage:
     """Return a stage's worst status, its worst ratio with its place, and its times."""
     counts: dict[str, int] = {}
-    worst: dict[int, tuple[Workers, Outcome]] = {}
+    worst: dict[tuple[int, str], tuple[Workers, Outcome]] = {}
     worst_ratio, place, worker, first_bad = None, None, None, None
     for tensor in tensors:
         row = worst_of(tensor.outcomes)
@@ -90,13 +79,15 @@ def _stage(stage: str, tensors: Sequence[TensorComparison], timed: Sequence[Work
         if row.status in BAD and first_bad is None:
             first_bad = tensor.layer
         for one in tensor.outcomes:
-            workers, known = worst.get(id(one.workers), (one.workers, one))
-            worst[id(workers)] = workers, worst_of((known, one))
+            key = (id(one.workers), tensor.load_path)
+            workers, known = worst.get(key, (one.workers, one))
+            worst[key] = workers, worst_of((known, one))
             if one.share is not None and is_larger(one.share, worst_ratio):
                 worst_ratio, place, worker = one.share, tensor.name, one.workers[0]
     of_workers: dict[str, Outcome] = {}
-    for names, one in worst.values():
-        of_workers.update({name: worst_of((of_workers.get(name, one), one)) for name in names})
+    for (_, load_path), (names, one) in worst.items():
+        for name in (with_load_path(name, load_path) for name in names):
+            of_workers[name] = worst_of((of_workers.get(name, one), one))
     return CaseStage(
         stage=stage,
         status=worst_of(row for _, row in worst.values()).status,
@@ -106,15 +97,20 @@ def _stage(stage: str, tensors: Sequence[TensorComparison], timed: Sequence[Work
         worst_worker=worker,
         first_bad=first_bad,
         workers={name: row.status for name, row in of_workers.items()},
-        elapsed_s=_times(stage, timed),
+        elapsed_s={
+            with_load_path(worker.name, worker.load_path): one.elapsed_s
+            for worker in comparison.workers
+            for one in worker.stage_memory
+            if one.stage == stage and one.elapsed_s is not None
+        },
     )
 
 
-def _times(stage: str, workers: Sequence[WorkerSummary]) -> dict[str, float]:
-    """Return the time of a stage by worker, on all of its load paths."""
-    found: dict[str, float] = {}
-    for worker in workers:
-        for one in worker.stage_memory:
-            if one.stage == stage and one.elapsed_s is not None:
-                found[worker.name] = found.get(worker.name, 0.0) + one.elapsed_s
-    return found
+def with_load_path(worker: str, load_path: str) -> str:
+    """Name a worker on a load path, which is named where it is not the usual one: `cuda:0 (shared)`."""
+    return worker if load_path == LoadPath.ISOLATED else f"{worker} ({load_path})"
+
+
+def without_load_path(name: str) -> str:
+    """Return the worker of such a name."""
+    return name.rpartition(" (")[0] if name.endswith(")") else name

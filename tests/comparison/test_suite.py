@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from consistency.case.case import Case
 from consistency.case.stages import HOST_STAGES, Stage
+from consistency.comparison.result import Finding
 from consistency.comparison.suite import (
-    CaseFinding,
     CaseResult,
     CaseStage,
     SuiteResult,
@@ -19,13 +21,13 @@ from consistency.comparison.suite import (
 from consistency.errors import InputError
 
 
-def found(name: str, verdict: SuiteVerdict = "consistent", *findings: CaseFinding) -> CaseResult:
+def found(name: str, verdict: SuiteVerdict = "consistent", *findings: Finding) -> CaseResult:
     return CaseResult(name=name, folder=f"cases/{name}", verdict=verdict, headline="so it is", findings=findings)
 
 
-def finding(message: str = "zeros in 3 of 3 lora_B tensors", **fields: object) -> CaseFinding:
-    plain = {"number": 1, "kind": "zeros", "severity": "error", "general": "zeros in lora_B tensors"}
-    return CaseFinding(message=message, **{**plain, "workers": ("cuda:1",), **fields})  # type: ignore[arg-type]  # of a dict
+def finding(message: str = "zeros in 3 of 3 lora_B tensors", **fields: Any) -> Finding:
+    plain: dict[str, Any] = {"kind": "zeros", "severity": "error", "general": "zeros in lora_B tensors"}
+    return Finding(message=message, **{**plain, "workers": ("cuda:1",), **fields})
 
 
 def suite(*cases: CaseResult) -> SuiteResult:
@@ -68,11 +70,11 @@ def test_worst_cases_come_first_and_keep_their_order() -> None:
 def test_one_cause_in_several_cases_is_one_finding() -> None:
     cases = [
         found("a", "inconsistent", finding("zeros in 3 of 3 lora_B tensors")),
-        found("b", "inconsistent", finding("zeros in 5 of 5 lora_B tensors", number=2)),
+        found("b", "inconsistent", finding("m", kind="memory", general="m"), finding("zeros in 5 of 5 lora_B tensors")),
         found("c", "inconsistent", finding("zeros in 3 of 3 lora_B tensors", workers=("cuda:2",))),
         found("d"),
     ]
-    first, second = common_findings(cases)
+    first, _, second = common_findings(cases)
     assert first.message == "2 of 4 cases · zeros in lora_B tensors"
     assert (first.cases, first.numbers, first.workers) == (("a", "b"), (1, 2), ("cuda:1",))
     assert second.message == "case c · zeros in 3 of 3 lora_B tensors"
@@ -85,7 +87,7 @@ def test_a_message_that_all_cases_share_is_kept_whole() -> None:
 
 def test_findings_of_one_case_stay_apart() -> None:
     """Two of them may be alike in general: the same word for two steps of a merge, say."""
-    twice = (finding("first", number=1), finding("second", number=2))
+    twice = (finding("first"), finding("second"))
     assert [each.message for each in common_findings([found("a", "inconsistent", *twice)])] == [
         "case a · first", "case a · second",
     ]  # fmt: skip

@@ -18,9 +18,9 @@ from consistency.report import json as report_json
 from consistency.report.findings import findings_of, is_command
 from consistency.report.formats import View
 from consistency.report.html import as_html
+from consistency.report.junit import suite_as_junit
 from consistency.report.markdown import as_markdown
 from consistency.report.of_suite import findings_of as suite_findings
-from consistency.report.suite_junit import suite_as_junit
 from consistency.workflows.saved_report import read_comparison, read_redacted
 from tests.report.made_comparisons import ALL, comparison, tensor, worker
 from tests.report.made_suites import case, suite

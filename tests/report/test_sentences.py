@@ -137,3 +137,7 @@ def test_a_run_without_a_model_has_no_dtype() -> None:
     for form in (printed, as_markdown, as_html):
         assert "auto ·" not in form(found)
         assert "· auto" not in form(found)
+
+
+def test_a_file_of_a_stranger_need_not_say_why() -> None:
+    assert sentence(comparison([tensor([ALL])], verdict="inconsistent")) == "no finding says why"

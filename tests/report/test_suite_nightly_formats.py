@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from consistency.report import github
-from consistency.report import suite_junit as junit
+from consistency.report import github, junit
 from consistency.report.formats import View
 from tests.report.made_comparisons import ALL, comparison, hostile, tensor
 from tests.report.made_suites import case, good, lost, many, suite, unusable, zeros

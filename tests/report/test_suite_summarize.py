@@ -23,7 +23,10 @@ def test_a_case_keeps_findings_stages_and_workers() -> None:
     kept = case("lora", faulty())
     assert (kept.name, kept.folder, kept.verdict, kept.elapsed_s) == ("lora", "cases/lora", "inconsistent", 1.5)
     assert kept.headline == "adapter · cuda:1 · zeros in 3 of 3 lora_B tensors"
-    assert [(f.number, f.kind, f.tensors) for f in kept.findings] == [(1, "zeros", 3), (2, "skipped", 0)]
+    first = "adapter::model.layers.0.mlp.lora_B"
+    zeros, skipped = kept.findings
+    assert (zeros.kind, zeros.tensors, zeros.stages) == ("zeros", (first,), ("adapter",))
+    assert (skipped.kind, skipped.tensors, skipped.stages) == ("skipped", (), ())
     stages = {stage.stage: stage for stage in kept.stages}
     assert list(stages) == ["base", "adapter", "merged"]
     assert (stages["base"].status, stages["base"].counts, stages["base"].worst_ratio) == ("equal", {"equal": 3}, None)

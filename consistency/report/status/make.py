@@ -18,7 +18,7 @@ from consistency.capture.version import __version__
 from consistency.capture.wording import time_of
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
 from consistency.comparison.result import PLANTED, Comparison, Finding, Verdict, WorkerSummary
-from consistency.comparison.suite import CaseFinding, CaseResult, CaseWorker, SuiteFinding, SuiteResult, common_findings
+from consistency.comparison.suite import CaseResult, SuiteResult, common_findings
 from consistency.numerics.real import Real
 from consistency.report.formats import View
 from consistency.report.json import read as read_report
@@ -101,7 +101,7 @@ def of_suite_file(path: Path, root: Path | None = None) -> Status:
 
 
 def _devices(
-    workers: Iterable[WorkerSummary | CaseWorker], found: Mapping[str, Verdict], ratios: Mapping[str, float]
+    workers: Iterable[WorkerSummary], found: Mapping[str, Verdict], ratios: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return the fields of a status about devices: all of few; of many, those that are not consistent."""
     devices: dict[tuple[str, str], DeviceStatus] = {}
@@ -145,20 +145,20 @@ def _verdicts_of(case: CaseResult) -> dict[str, Verdict]:
     }
 
 
-def _marks(simulated: bool, findings: Iterable[Finding | CaseFinding | SuiteFinding]) -> Iterator[str]:
+def _marks(simulated: bool, findings: Iterable[Finding]) -> Iterator[str]:
     if any(finding.kind == PLANTED for finding in findings):
         yield "planted fault"
     if simulated:
         yield "simulated"
 
 
-def _reason(findings: Sequence[Finding | SuiteFinding]) -> str:
+def _reason(findings: Sequence[Finding]) -> str:
     """Return the first error, or the first warning: that is the order of findings, but for those of software."""
     worst = sorted((f for f in findings if f.severity != "note"), key=lambda f: _SEVERITIES.index(f.severity))
     return worst[0].message if worst else ""
 
 
-def _count(findings: Iterable[Finding | SuiteFinding]) -> dict[str, int]:
+def _count(findings: Iterable[Finding]) -> dict[str, int]:
     found = Counter(finding.severity for finding in findings)
     return {severity: found[severity] for severity in _SEVERITIES}  # type: ignore[index]  # all that there are
 
@@ -183,5 +183,5 @@ def _written(path: Path) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
 
 
-def _host(workers: Iterable[WorkerSummary | CaseWorker]) -> str:
+def _host(workers: Iterable[WorkerSummary]) -> str:
     return next((worker.host for worker in workers if worker.host), origin.host())
