@@ -77,6 +77,7 @@ PLUGIN_NEEDS = [
     "consistency.numerics",  # the rules of the stages: plain Python
     "consistency.numerics.real",
     "consistency.numerics.rules",
+    "consistency.optional",
     "consistency.pytest_plugin",
     "consistency.pytest_plugin.plugin",
     "consistency.text",

@@ -13,6 +13,7 @@ from typing import Any
 
 from consistency.case.load_path import SIDES
 from consistency.numerics.rules import Rule
+from consistency.optional import is_there
 
 
 class Stage(enum.StrEnum):
@@ -193,8 +194,9 @@ SPECS: dict[Stage, StageSpec] = {
             levels=(), option="wrapper",
         ),
     )
+    if is_there(spec.worker)
 }  # fmt: skip
-"""Every stage, in the order of `Stage`."""
+"""Every stage, in the order of `Stage`; one whose code was deleted is none."""
 
 
 def stages_of(choose: Callable[[StageSpec], bool]) -> tuple[Stage, ...]:
@@ -215,7 +217,7 @@ def run_order(stages: Iterable[Stage], *, sees_others: bool) -> list[StageSpec]:
     """
     order: list[Stage] = []
     for stage, spec in SPECS.items():
-        order.insert(len(order) if spec.before is None else order.index(spec.before), stage)
+        order.insert(order.index(spec.before) if spec.before in order else len(order), stage)
     wanted = set(stages)
     return [SPECS[s] for s in sorted(order, key=lambda s: sees_others and s is Stage.TRANSFER) if s in wanted]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from consistency.report.status.lines import NO_RESULT, STALE
-
 BAD_USE = {2: "bad usage or bad input"}
 
 VERDICT = {0: "consistent", 1: "inconsistent", **BAD_USE, 3: "incomplete (a worker was lost)"}
@@ -35,8 +33,8 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "status": {
         0: "consistent",
         1: "inconsistent",
-        NO_RESULT: "nothing was checked, no result, or bad usage",
-        STALE: "incomplete, or stale",
+        2: "nothing was checked, no result, or bad usage",
+        3: "incomplete, or stale",
     },
     "show": {0: "printed, whatever the verdict is", **BAD_USE},
     "devices": {0: "listed", **BAD_USE},

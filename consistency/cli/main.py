@@ -18,6 +18,7 @@ from consistency.capture.version import __version__
 from consistency.cli.exit_status import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT
 from consistency.cli.parser import Parser, adder, layout
 from consistency.errors import ConsistencyError, InterruptedRunError, UsageError, first_line
+from consistency.optional import is_there
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
@@ -138,8 +139,10 @@ def build_parser(named: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="print the versions of this tool and of what it checks")
     command = adder(parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))
-    for module in [name for name, commands in COMMANDS.items() if named in commands] or COMMANDS:
-        importlib.import_module(f"consistency.cli.commands.{module}").add(command)
+    modules = {f"consistency.cli.commands.{name}": commands for name, commands in COMMANDS.items()}
+    there = [module for module in modules if is_there(module)]
+    for module in [module for module in there if named in modules[module]] or there:
+        importlib.import_module(module).add(command)
     return parser
 
 

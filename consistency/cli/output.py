@@ -59,9 +59,9 @@ def add_history_option(parser: argparse.ArgumentParser) -> None:
 
 def read_history(parsed: argparse.Namespace) -> History | None:
     """Return the history of `--history`, where it is given."""
-    from consistency.comparison.history.store import History
+    from consistency.workflows.judging import opened_history
 
-    return None if parsed.history is None else History(parsed.history)
+    return opened_history(parsed.history)
 
 
 def add_groups_option(add: Callable[..., object]) -> None:
@@ -85,13 +85,11 @@ def check_formats(parsed: argparse.Namespace) -> None:
 
 def read_baseline(parsed: argparse.Namespace) -> Baseline | None:
     """Read the file of `--baseline`, where it is given; say so where there is none yet."""
-    from consistency.comparison.history import baseline
+    from consistency.workflows.judging import opened_baseline
 
-    if parsed.baseline is None:
-        return None
-    if not parsed.baseline.exists():
+    if parsed.baseline is not None and not parsed.baseline.exists():
         print(f"baseline {parsed.baseline} does not exist: no finding is accepted", file=sys.stderr)
-    return baseline.read_baseline(parsed.baseline)
+    return opened_baseline(parsed.baseline)
 
 
 def print_json(value: object) -> None:

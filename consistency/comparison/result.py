@@ -32,6 +32,9 @@ UNWRITTEN = "unwritten"
 GONE_DEVICE = "gone-device"
 """Kind of the finding that a host no longer has an accelerator that an earlier run had."""
 
+DRIFT = "drift"
+"""Kind of the finding that a device's bits differ from those of earlier runs."""
+
 PLANTED = "planted"
 """Kind of the finding that a fault was planted on purpose."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -104,8 +104,7 @@ ENGINES: dict[str, str] = {LOCAL: "consistency.launch.local:LocalEngine"}
 
 def engine(name: str) -> Engine:
     """Return a new engine."""
-    module, _, kind = ENGINES[name].partition(":")
-    found: Engine = getattr(importlib.import_module(module), kind)()
+    found: Engine = pkgutil.resolve_name(ENGINES[name])()
     return found
 
 

@@ -18,8 +18,7 @@ from _pytest._code.code import (
 from consistency.case.load_path import LoadPath, is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
-from consistency.comparison.history.drift import DRIFT
-from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
+from consistency.comparison.result import BAD, DRIFT, Comparison, Finding, Outcome, TensorComparison
 from consistency.errors import did_you_mean
 from consistency.launch.plan import WorkerPlan
 from consistency.numerics.words import Word

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,8 +25,6 @@ from consistency.case.options import Edge
 from consistency.case.reading import gather_options
 from consistency.case.suite import gather_suite
 from consistency.comparison.findings.tolerances import KIND as TOLERANCE
-from consistency.comparison.history.baseline import Baseline, read_baseline
-from consistency.comparison.history.store import History
 from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.comparison.suite import SuiteResult, common_findings
@@ -41,6 +39,10 @@ from consistency.report.summarize import summarize
 from consistency.text import clean, one_line
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline, suite
+from consistency.workflows.judging import opened_baseline, opened_history
+
+if TYPE_CHECKING:
+    from consistency.comparison.history.baseline import Baseline
 
 _ARGUMENT = "consistency::"
 _COMPARISON, _ERROR, _STARTED, _RESULT = "comparison.json", "error.json", "started", "result.json"
@@ -119,7 +121,7 @@ class Session:
             cases=tuple(cases),
             plan=planned,
             given=given,
-            baseline=None if given.baseline is None else read_baseline(given.baseline),
+            baseline=opened_baseline(given.baseline),
             folder=folder,
             is_controller=worker is None,
             arguments=tuple(worker["arguments"]) if worker else (),
@@ -277,7 +279,7 @@ class Session:
         (self.folder / _RESULT).write_bytes(encode_json(result))
 
     def _run(self, chosen: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]]) -> SuiteResult:
-        history = None if self.given.history is None else History(self.given.history)
+        history = opened_history(self.given.history)
         if self.plan is None:
             ((case, selected),) = chosen.items()
             report = pipeline.run(

@@ -10,9 +10,8 @@ import msgspec
 
 from consistency.capture.wording import counted
 from consistency.case.stages import Stage
-from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.layers import difference_of
-from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
+from consistency.comparison.result import DRIFT, Comparison, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 
 AGAIN = "again: "

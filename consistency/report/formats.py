@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from consistency.optional import is_there
 from consistency.report.runs import RUN_STATUS, SUITE_STATUS
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class Format:
 
     def render(self, found: Comparison | SuiteResult, view: View) -> Iterable[bytes]:
         """Return the report of what the row's subject is, piece by piece."""
-        module, _, name = self.writer.partition(":")
-        render: Callable[[object, View], Iterable[bytes]] = getattr(importlib.import_module(module), name)
+        render: Callable[[object, View], Iterable[bytes]] = pkgutil.resolve_name(self.writer)
         return render(found, view)
 
 
@@ -133,4 +133,4 @@ def shared() -> Iterator[Format]:
 
 def formats(chosen: Chosen, subject: Subject = Subject.RUN) -> Iterator[Format]:
     """Yield the formats of a subject that are asked for in this way."""
-    return (row for row in FORMATS if row.chosen is chosen and row.subject is subject)
+    return (row for row in FORMATS if row.chosen is chosen and row.subject is subject and is_there(row.writer))

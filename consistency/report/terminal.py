@@ -117,12 +117,11 @@ def _end(write: Writer, document: Document, view: View) -> None:
 
 def write_head(write: Writer, document: Document, *, title: str = "consistency") -> None:
     """Write what was compared, when, where and by which command, and the verdict."""
-    parts = [title, document.name, *document.facts]
-    parts += ["SIMULATED DEVICES"] if document.simulated else []
-    parts += ["PLANTED FAULT"] if document.planted else []
+    marks = ["SIMULATED DEVICES"] if document.simulated else []
+    marks += ["PLANTED FAULT"] if document.planted else []
     rest = and_more(len(document.sources) - _MOST_SOURCES, "capture")
     below = [document.origin, document.command, *document.sources[:_MOST_SOURCES], rest]
-    write.heading(parts, below=[text for text in below if text])
+    write.heading([title, *marks, document.name, *document.facts], below=[text for text in below if text])
     write.verdict(document.verdict, document.sentence)
 
 

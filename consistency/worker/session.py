@@ -43,7 +43,6 @@ from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.nondeterministic import NondeterministicOperations
 from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
 from consistency.worker.recorder import Recorder
-from consistency.worker.soak.soaking import Soaking
 from consistency.worker.stage_failure import Unchanged, is_of_a_stage, record_blocked, stated
 from consistency.worker.stages import base
 from consistency.worker.stages.context import Context, Machine
@@ -157,6 +156,8 @@ class Session:
 
     def _soak(self, context: Machine, specs: list[StageSpec]) -> None:
         """Compute the same again until the time is up."""
+        from consistency.worker.soak.soaking import Soaking
+
         self._begin("soak")
         uuid = self._state.environment.get("device_uuid")
         Soaking(context, specs, lambda soak: self._update(soak=soak), uuid=uuid).run()

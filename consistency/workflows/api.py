@@ -12,8 +12,6 @@ from consistency.case.case import Case
 from consistency.case.options import Edge, Options
 from consistency.case.reading import as_text, make_options
 from consistency.case.suite import gather_suite
-from consistency.comparison.history.baseline import Baseline, read_baseline
-from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
 from consistency.comparison.site_groups import NO_GROUPS, read_site_groups
 from consistency.comparison.suite import SuiteResult
@@ -21,6 +19,7 @@ from consistency.errors import UsageError
 from consistency.launch.engine import Watcher
 from consistency.report.problems import problems
 from consistency.workflows import comparing, pipeline, suite
+from consistency.workflows.judging import opened_baseline, opened_history
 from consistency.workflows.pipeline import Report
 from consistency.workflows.saved_report import read_comparison
 
@@ -95,8 +94,8 @@ def run(
         target,
         watch=watch or (lambda *_: None),
         replace=replace,
-        history=_history(history),
-        baseline=_baseline(baseline),
+        history=opened_history(history),
+        baseline=opened_baseline(baseline),
     )
 
 
@@ -150,8 +149,8 @@ def run_suite(
         None if out is None else Path(out),
         watch=watch or (lambda *_: None),
         replace=replace,
-        history=_history(history),
-        baseline=_baseline(baseline),
+        history=opened_history(history),
+        baseline=opened_baseline(baseline),
         fail_fast=fail_fast,
     )
 
@@ -172,8 +171,8 @@ def compare(
         [one if isinstance(one, Capture) else as_text(one) for one in captures],
         None,
         groups=found,
-        history=_history(history),
-        baseline=_baseline(baseline),
+        history=opened_history(history),
+        baseline=opened_baseline(baseline),
     )
 
 
@@ -212,14 +211,6 @@ def load_report(path: AnyPath) -> Report:
     """
     comparison, folder = read_comparison(Path(path))
     return Report(comparison=comparison, folder=folder, elapsed_s=comparison.elapsed_s or 0.0)
-
-
-def _history(url: AnyPath | None) -> History | None:
-    return None if url is None else History(os.fspath(url))
-
-
-def _baseline(path: AnyPath | None) -> Baseline | None:
-    return None if path is None else read_baseline(Path(path))
 
 
 def assert_consistent(report: Report | Comparison | SuiteResult) -> None:

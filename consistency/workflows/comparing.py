@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -13,8 +14,6 @@ from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
 from consistency.capture.transport import is_remote, travels
 from consistency.case.engine_file import EngineFile
-from consistency.comparison.history.baseline import Baseline
-from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.weight_files.diff import diff
@@ -23,6 +22,10 @@ from consistency.workflows import pipeline
 from consistency.workflows.engine_capture import case_of_engines, engines_alone, on_the_cpu
 from consistency.workflows.judging import compare_captures, judged, read_captures
 from consistency.workflows.report_folder import output, refuse_among_weights, write_reports
+
+if TYPE_CHECKING:
+    from consistency.comparison.history.baseline import Baseline
+    from consistency.comparison.history.store import History
 
 
 def compare_folders(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from consistency.capture.archives import read_sent
 from consistency.capture.folder import Capture, capture_name
 from consistency.capture.reader import NoCaptureError, RecordPool, brief, read_capture
 from consistency.capture.transport import ARCHIVE
 from consistency.comparison.compare import compare
-from consistency.comparison.history.baseline import Baseline, apply, with_stale
-from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.errors import CaptureError, UsageError
+
+if TYPE_CHECKING:
+    from consistency.comparison.history.baseline import Baseline
+    from consistency.comparison.history.store import History
+    from consistency.comparison.history.suite import SuiteEntry
 
 _MOST_DAMAGE = 6  # one line of an error is no place for a thousand workers
 
@@ -90,8 +95,59 @@ def judged(
     `out` is the folder that its report will be in.
     """
     if history is not None:
+        from consistency.comparison.history.drift import add_run
+
         report = "" if out is None else str(out.resolve())
         comparison = add_run(history, captures, comparison, baseline, report=report)
-    elif baseline is not None:
-        comparison = apply(baseline, comparison)
-    return comparison if baseline is None else with_stale(baseline, comparison)
+    else:
+        comparison = accepted(comparison, baseline)
+    if baseline is None:
+        return comparison
+    from consistency.comparison.history.baseline import with_stale
+
+    return with_stale(baseline, comparison)
+
+
+def accepted(comparison: Comparison, baseline: Baseline | None) -> Comparison:
+    """Return a comparison without the findings that a baseline accepts."""
+    if baseline is None:
+        return comparison
+    from consistency.comparison.history.baseline import apply
+
+    return apply(baseline, comparison)
+
+
+def suite_entry(history: History | None, baseline: Baseline | None) -> SuiteEntry | None:
+    """Return the entry that the cases of a suite are to be added to; None without a history."""
+    if history is None:
+        return None
+    from consistency.comparison.history.suite import SuiteEntry
+
+    return SuiteEntry(history, baseline)
+
+
+def noted(history: History | None, case: str, *, report: str) -> AbstractContextManager[None]:
+    """Note in a history, if there is one, that a run has started, until it has an entry."""
+    if history is None:
+        return nullcontext()
+    from consistency.comparison.history import unfinished
+
+    return unfinished.noted(history, case, report=report)
+
+
+def opened_history(url: str | os.PathLike[str] | None) -> History | None:
+    """Return the history at a folder or URL; None without one."""
+    if url is None:
+        return None
+    from consistency.comparison.history.store import History
+
+    return History(os.fspath(url))
+
+
+def opened_baseline(path: str | os.PathLike[str] | None) -> Baseline | None:
+    """Return the baseline in a file; None without one."""
+    if path is None:
+        return None
+    from consistency.comparison.history.baseline import read_baseline
+
+    return read_baseline(Path(path))

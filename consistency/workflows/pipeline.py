@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from consistency.capture.claim import claim_of, claimed, scratch_folder
 from consistency.capture.folder import Capture
@@ -16,15 +17,12 @@ from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.comparison.history.baseline import Baseline
-from consistency.comparison.history.store import History
-from consistency.comparison.history.unfinished import noted
 from consistency.comparison.result import Comparison, Finding, with_provenance
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, engine
 from consistency.launch.plan import plan_waves
-from consistency.workflows.judging import compare_captures, judged, read_captures
+from consistency.workflows.judging import compare_captures, judged, noted, read_captures
 from consistency.workflows.planning import budget_of
 from consistency.workflows.report_folder import (
     CAPTURES,
@@ -34,6 +32,10 @@ from consistency.workflows.report_folder import (
     remove_reports,
     write_reports,
 )
+
+if TYPE_CHECKING:
+    from consistency.comparison.history.baseline import Baseline
+    from consistency.comparison.history.store import History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,10 +23,6 @@ from consistency.capture.reader import read_capture
 from consistency.case.budget.fit import Budget
 from consistency.case.options import Options
 from consistency.case.suite import SuiteOptions, folder_name
-from consistency.comparison.history.baseline import Baseline, apply
-from consistency.comparison.history.store import History
-from consistency.comparison.history.suite import SuiteEntry
-from consistency.comparison.history.unfinished import noted
 from consistency.comparison.result import Comparison, with_provenance
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
@@ -35,6 +32,11 @@ from consistency.report.formats import Chosen, Subject, View, formats
 from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.planning import budgets_of
+
+if TYPE_CHECKING:
+    from consistency.comparison.history.baseline import Baseline
+    from consistency.comparison.history.store import History
+    from consistency.comparison.history.suite import SuiteEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +136,12 @@ def run_suite(
         Leave the other cases unchecked as soon as one is not consistent.
     """
     started = time.monotonic()
-    entry = None if history is None else SuiteEntry(history, baseline)
+    entry = judging.suite_entry(history, baseline)
     plan.check_place(out)
     report = "" if out is None else str(out.resolve())
     with (
         suite_output(out, replace=replace) as folder,
-        noted(history, plan.name, report=report),
+        judging.noted(history, plan.name, report=report),
         closing(captured(plan, folder, report_folder.CAPTURES, watch=watch)) as ended,
     ):
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
@@ -220,8 +222,8 @@ def _finish(
         return _of_error(one, error)
     if entry is not None:
         comparison = entry.add(one.name, captures, comparison)
-    elif baseline is not None:
-        comparison = apply(baseline, comparison)
+    else:
+        comparison = judging.accepted(comparison, baseline)
     comparison = with_provenance(comparison, slowest_s(comparison))
     comparison = report_folder.write_reports(comparison, folder / one.folder)
     each(one.name, comparison)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -14,9 +15,6 @@ from consistency.capture.folder import CASES, holds_capture
 from consistency.capture.transport import travels
 from consistency.capture.wording import some
 from consistency.case.suite import folder_name
-from consistency.comparison.history.baseline import Baseline, apply
-from consistency.comparison.history.store import History
-from consistency.comparison.history.suite import SuiteEntry
 from consistency.comparison.result import with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.suite import CaseResult, SuiteResult
@@ -24,7 +22,13 @@ from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.summarize import summarize
 from consistency.text import one_line
 from consistency.workflows import comparing, report_folder
+from consistency.workflows.judging import accepted, suite_entry
 from consistency.workflows.suite import slowest_s, suite_output, write_suite
+
+if TYPE_CHECKING:
+    from consistency.comparison.history.baseline import Baseline
+    from consistency.comparison.history.store import History
+    from consistency.comparison.history.suite import SuiteEntry
 
 _SUITE_FILE = "suite.json"
 
@@ -76,7 +80,7 @@ def compare_suites(
     folders = [Path(one) for one in given]
     cases = _cases(folders)
     results: list[CaseResult] = []
-    entry = None if history is None else SuiteEntry(history, baseline)
+    entry = suite_entry(history, baseline)
     with suite_output(out, replace=replace, reads=folders) as target:
         for place, name in cases.items():
             result = _compare(
@@ -117,10 +121,7 @@ def _compare(
     except ConsistencyError as error:
         return CaseResult.of_error(name or Path(place).name, place, error)
     name = name or comparison.case
-    if entry is not None:
-        comparison = entry.add(name, captures, comparison)
-    elif baseline is not None:
-        comparison = apply(baseline, comparison)
+    comparison = accepted(comparison, baseline) if entry is None else entry.add(name, captures, comparison)
     if lacking:
         text = f"case {name} in {some(lacking)}, without a capture of it"
         comparison = msgspec.structs.replace(comparison, not_checked=(*comparison.not_checked, text))

@@ -105,7 +105,7 @@ def test_no_simulated_device_is_told_as_a_real_one(faulty: RunOnDouble) -> None:
     assert all((w["name"] != "cpu") == w.get("simulated", False) for w in faulty.report["workers"])
     title, *lines = faulty.process.stdout.splitlines()
     others = lines[lines.index("") + 1 :]  # when, where and by which command come before
-    assert title.endswith("SIMULATED DEVICES")
+    assert title.startswith("consistency · SIMULATED DEVICES · ")
     verdict = " ".join(line.strip() for line in others[: others.index("")])
     assert verdict.endswith("; simulated: npu:0, npu:1, npu:2")
     lines = [line for line in others if "oftware accelerator" in line]

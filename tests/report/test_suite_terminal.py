@@ -7,9 +7,8 @@ import pytest
 
 from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.version import __version__
-from consistency.comparison.history.drift import DRIFT
 from consistency.comparison.merging import judged
-from consistency.comparison.result import Finding
+from consistency.comparison.result import DRIFT, Finding
 from consistency.numerics.real import Real
 from consistency.report.summarize import summarize
 from tests.report.made_comparisons import ALL, comparison, hostile, tensor

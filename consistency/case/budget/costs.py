@@ -5,8 +5,8 @@ Bytes are peaks above what the worker holds already; `Work` is what a stage does
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 
 from consistency.case.budget.constants import (
     CUT_ELEMENTS,
@@ -284,8 +284,7 @@ def wrapping(s: Setting) -> Cost:
 
 def cost_of(stage: Stage, s: Setting) -> Cost:
     """Return what a stage takes."""
-    module, _, name = SPECS[stage].cost.partition(":")
-    cost: Cost = getattr(importlib.import_module(module), name)(s)
+    cost: Cost = pkgutil.resolve_name(SPECS[stage].cost)(s)
     return cost
 
 

@@ -24,11 +24,8 @@ from consistency.comparison.history.magnitude import magnitude
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import MOST_APART, RunRecord, Table, digest_of
 from consistency.comparison.history.store import History
-from consistency.comparison.result import GONE_DEVICE, Comparison, Finding, with_findings, with_unwritten
+from consistency.comparison.result import DRIFT, GONE_DEVICE, Comparison, Finding, with_findings, with_unwritten
 from consistency.errors import CaptureError
-
-DRIFT = "drift"
-"""Kind of the finding that a device's bits are not those of an earlier run."""
 
 _MOST_DETAILS = 5
 

@@ -26,7 +26,7 @@ NO_ENTRY = "has not ended"
 
 
 @contextmanager
-def noted(history: History | None, case: str, *, report: str = "") -> Iterator[None]:
+def noted(history: History, case: str, *, report: str = "") -> Iterator[None]:
     """Note in a history that a run of a case has started; what ends it without an entry is added to that note.
 
     Raises
@@ -34,9 +34,6 @@ def noted(history: History | None, case: str, *, report: str = "") -> Iterator[N
     CaptureError
         The history cannot be written: that is known before hours of work.
     """
-    if history is None:
-        yield
-        return
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
     note = RunRecord(
         schema=SCHEMA, at=now, host=origin.host(), case=case, verdict=NO_ENTRY, tool=__version__, report=report

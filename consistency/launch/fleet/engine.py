@@ -6,7 +6,7 @@ knows what the node cannot say: that it still waits, or that it is down.
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -100,6 +100,5 @@ class FleetEngine(Protocol):
 
 def fleet_engine(options: FleetOptions) -> FleetEngine:
     """Return a new engine."""
-    module, _, kind = ENGINES[options.engine].partition(":")
-    found: FleetEngine = getattr(importlib.import_module(module), kind)(options)
+    found: FleetEngine = pkgutil.resolve_name(ENGINES[options.engine])(options)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -68,6 +68,5 @@ def make_engine(name: str, device: str) -> Engine:
     if name not in ENGINES:
         raise InputError(f"there is no adapter for an engine {name!r}", wanted="one of " + ", ".join(ENGINES),
                          hint=did_you_mean(name, list(ENGINES)))  # fmt: skip
-    module, _, kind = ENGINES[name].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), kind)(device)
+    engine: Engine = pkgutil.resolve_name(ENGINES[name])(device)
     return engine

@@ -56,7 +56,6 @@ from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import NOT_REPLAYED, ON_TRACK, record_flips
-from consistency.worker.stages.engine_outputs.judging import Forward, judge_engines
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.merge_effect import record_merge_effect
 from consistency.worker.stages.relative_rule import Read, record_relative, rounding_errors
@@ -316,6 +315,10 @@ def _merge_effect(context: Context, model: torch.nn.Module, inputs: Activations,
 
 
 def _engines(context: Context, model: torch.nn.Module, inputs: Activations, exact: Exact) -> None:
+    if not context.job.case.engine_outputs:
+        return
+    from consistency.worker.stages.engine_outputs.judging import Forward, judge_engines
+
     own_products = cpu_error.name_of(cpu_error.products_in(model, products_of(torch.device(CPU))))
     modes = exact.drawn.get(own_products, {})
     drawn = {mode: [one[OUTPUT] for one in passes] for mode, passes in modes.items() if OUTPUT in passes[0]}

@@ -20,7 +20,6 @@ from consistency.case.preflight import prepare_case
 from consistency.case.requirements import Requirements, requirements_of
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.store import History
-from consistency.comparison.history.unfinished import noted
 from consistency.comparison.result import ENVIRONMENT, LOST_NODE, Comparison, Finding, with_findings, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
@@ -127,7 +126,7 @@ def run_fleet(
     resume = plan.options.resume
     with (
         report_folder.output(out, replace=replace or resume, keeps=lambda path: (path / PLAN).exists()),
-        noted(history, plan.name, report=str(out.resolve())),
+        judging.noted(history, plan.name, report=str(out.resolve())),
     ):
         record = plan.record()
         kept = folder.delivered(record, plan.nodes) if resume else []

@@ -1,0 +1,82 @@
+"""A feature, or a stage, can be deleted: a copy of the package without its code still does its main job.
+
+What a feature is spread over stands here; the shorter its list, the better.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from consistency.case.stages import SPECS, Level, Stage
+
+pytestmark = pytest.mark.process
+
+HERE = Path(__file__).parents[1]
+
+FEATURES = {
+    "the drill": ("worker/faults", "workflows/drill.py", "workflows/plantable.py", "cli/commands/drill.py"),
+    "fleets": (
+        "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet_progress.py", "cli/node_report.py",
+    ),
+    "inference engines": (
+        "worker/engines", "worker/stages/engine_outputs", "workflows/engine_capture.py", "workflows/engine_inputs.py",
+        "cli/commands/engine.py", "cli/commands/inputs.py",
+    ),
+    "history and baseline": (
+        "comparison/history", "report/history.py", "report/history_changes.py", "report/history_classes.py",
+        "report/history_page.py", "report/history_table.py", "cli/commands/history.py", "cli/commands/baseline.py",
+    ),
+    "reproducing": ("workflows/reproduce", "cli/commands/reproduce.py"),
+    "bisecting": ("workflows/bisect.py", "workflows/candidates.py", "cli/commands/bisect.py"),
+    "soak": ("worker/soak",),
+    "wrappers": ("worker/wrapper_check", "worker/stages/wrapping.py"),
+    "monitoring": ("report/status", "cli/commands/status.py"),
+    "the pytest plugin": ("pytest_plugin",),
+}  # fmt: skip
+"""The folders and modules of each feature that is off unless it is asked for."""
+
+CORE = frozenset({Stage.BASE})
+"""The stage that loads the model for all others."""
+
+
+def without(home: Path, *parts: str, level: Level = Level.QUICK) -> set[str]:
+    """Run the built-in case with a copy of the package that lacks these parts; return the stages that were checked."""
+    shutil.copytree(HERE / "consistency", home / "consistency", ignore=shutil.ignore_patterns("__pycache__"))
+    (home / "fixtures").symlink_to(HERE / "fixtures")
+    for part in parts:
+        place = home / "consistency" / part
+        if place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink()
+    command = [sys.executable, "-P", "-m", "consistency", "run", "--devices", "cpu", "--level", level, "--out", "out"]
+    environment = {**os.environ, "PYTHONPATH": str(home), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((home / "out" / "report.json").read_text(encoding="utf-8"))
+    assert report["verdict"] == "consistent"
+    return {outcome["stage"] for outcome in report["outcomes"]}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_without_a_feature_the_main_job_is_done(tmp_path: Path, feature: str) -> None:
+    level = Level.STANDARD if feature == "inference engines" else Level.QUICK  # which are a part of `forward`
+    assert {"base", "adapter", "merged"} <= without(tmp_path, *FEATURES[feature], level=level)
+
+
+@pytest.mark.parametrize("stage", [stage for stage in SPECS if stage not in CORE])
+def test_without_a_stage_the_others_are_checked(tmp_path: Path, stage: Stage) -> None:
+    module = SPECS[stage].worker.partition(":")[0].removeprefix("consistency.").replace(".", "/")
+    part = module.removesuffix("/stage") if module.endswith("/stage") else f"{module}.py"
+    levels = SPECS[stage].levels
+    level = Level.STANDARD if Level.STANDARD in levels and Level.QUICK not in levels else Level.QUICK
+    checked = without(tmp_path, part, level=level)
+    assert stage not in checked
+    assert checked >= {"base", "adapter", "merged"} - {stage.value}
