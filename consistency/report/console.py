@@ -20,13 +20,11 @@ from consistency.capture.wording import and_more
 from consistency.comparison.result import Finding, Severity
 from consistency.comparison.suite import SuiteVerdict
 from consistency.report.findings import AGAIN, is_command
+from consistency.report.marks import style_of
 from consistency.text import one_line
 
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 
-_STYLES: dict[SuiteVerdict, str] = {
-    "consistent": "bold green", "inconsistent": "bold red", "incomplete": "bold yellow", "unchecked": "bold yellow"
-}  # fmt: skip
 _SEVERITIES: dict[Severity, tuple[str, str]] = {
     "error": ("red", ""), "warning": ("yellow", "warning: "), "note": ("", "note: ")
 }  # fmt: skip
@@ -154,7 +152,7 @@ class Writer:
         self.console.print()
 
     def verdict(self, verdict: SuiteVerdict, sentence: str) -> None:
-        text = self.text(verdict.upper(), _STYLES[verdict])
+        text = self.text(verdict.upper(), f"bold {style_of(verdict)}")
         text.append_text(self.text(f"   {sentence}", "default"))
         self.folded(text, indent=2)
         self.console.print()

@@ -11,12 +11,13 @@ from consistency.capture.wording import and_more
 from consistency.comparison.findings.transfers import Cell, Matrix, matrices
 from consistency.comparison.result import TensorComparison
 from consistency.report.console import Writer
+from consistency.report.marks import style_of
 
 MOST_PLACES = 12
 """Columns: twelve of some eleven characters are as wide as a pipe is taken to be."""
 
 _MOST_MATRICES = 4
-_STYLES = {"=": "green", "✗": "bold red"}  # others are dim
+_STATUS = {"=": "equal", "✗": "outside"}
 
 
 def write_matrices(write: Writer, tensors: Iterable[TensorComparison]) -> None:
@@ -71,4 +72,6 @@ def _cell(write: Writer, cell: Cell | None) -> Text:
     """Return the mark and, where copies are right, their GB/s."""
     mark = cell_mark(cell)
     known = cell is not None and cell.gb_per_s is not None and not cell.own
-    return write.text(f"{mark} {cell.gb_per_s:.3g}" if cell is not None and known else mark, _STYLES.get(mark, "dim"))
+    return write.text(
+        f"{mark} {cell.gb_per_s:.3g}" if cell is not None and known else mark, style_of(_STATUS.get(mark, "none"))
+    )

@@ -15,7 +15,7 @@ from consistency.comparison.history.store import History
 from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
-from consistency.report.history_table import letter
+from consistency.report.marks import letter
 from consistency.text import one_line
 
 _MOST_FINDING = 100  # characters of a finding in a line

@@ -21,7 +21,8 @@ from consistency.errors import UsageError
 from consistency.report.history_changes import ChangeRow
 from consistency.report.history_classes import class_lines
 from consistency.report.history_table import Night, Trend, nights
-from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
+from consistency.report.marks import VERDICT_MARKS
+from consistency.report.page.rendering import page_environment, part
 
 _PAGES = ("report.html", "suite.html")
 _MOST_FINDINGS = 5  # of a run; its report has all

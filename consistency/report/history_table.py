@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from consistency.comparison.by_worker import worse
 from consistency.comparison.history.cohorts import WorkerRecord
 from consistency.comparison.history.records import RunRecord
+from consistency.report.marks import letter
 
 _NIGHT = datetime.timedelta(hours=12)
 """Runs of several hosts, or of several cases of one host, are of the same night where they began within this time."""
@@ -141,11 +142,6 @@ class _Known:
                 return number
         self.groups.append(dict(bits))
         return len(self.groups) - 1
-
-
-def letter(number: int) -> str:
-    """Return the letter of a class of bits, counted from 0."""
-    return chr(ord("A") + number) if number < 26 else str(number)
 
 
 def nights(runs: Iterable[RunRecord], most: int) -> list[Night]:

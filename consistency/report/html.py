@@ -30,10 +30,11 @@ from consistency.report.document import Group, ResultTable, Row
 from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.layers import summary_lines
+from consistency.report.marks import VERDICT_MARKS, letter
 from consistency.report.one_finding import as_markdown
 from consistency.report.page import agreement, cells, distributions, environments, memory
-from consistency.report.page.labels import KEY, letter
-from consistency.report.page.rendering import VERDICT_MARKS, page_environment, part
+from consistency.report.page.labels import KEY
+from consistency.report.page.rendering import page_environment, part
 from consistency.report.summary import all_groups
 from consistency.text import one_line
 

@@ -26,6 +26,7 @@ from consistency.comparison.layers import (
 from consistency.comparison.result import BAD, Comparison
 from consistency.numerics.real import Real
 from consistency.report.console import Writer, make_console, stripped
+from consistency.report.marks import MARKS, key, style_of
 from consistency.text import one_line
 
 MOST_ROWS = 8
@@ -34,14 +35,12 @@ MOST_ROWS = 8
 MOST_ROWS_OF_ONE = 20
 
 LEGEND = (
-    "= bitwise equal   ≤ within tolerance   ✗ mismatch   ! blocked   – skipped",
+    "   ".join(f"{mark} {meaning}" for _, mark, meaning in key(("equal", "within", "outside", "blocked", "skipped"))),
     "0 ULP: the exact value, correctly rounded",
     "each figure: worst |difference| / allowed, their ratio, ULP; of another tensor of the block, with its name",
     "{a} {b}: devices of one architecture that differ bitwise",
 )
 
-_MARKS = {"equal": "=", "within": "≤", "skipped": "–", "blocked": "!"}
-_STYLES = {"equal": "green", "within": "green", "skipped": "dim", "blocked": "yellow"}
 _GAP = 3
 
 
@@ -106,7 +105,7 @@ def summary_lines(layers: Iterable[LayerComparison]) -> Iterator[tuple[str, str]
 
 def cell_figures(cell: LayerCell) -> str:
     """Write a cell as `≤ 4.1e-05 / 5.5e-05  0.74  12 ULP`."""
-    mark = _MARKS.get(cell.status, "✗")
+    mark = MARKS[cell.status][0]
     if cell.status in ("equal", "skipped", "blocked"):
         return mark
     if cell.status == "within" and cell.max_ulp == 0:
@@ -218,7 +217,7 @@ def _cell(write: Writer, shown: _ShownCell) -> Text:
 
 
 def _style(cell: LayerCell) -> str:
-    return _STYLES.get(cell.status, "bold red")
+    return style_of(cell.status)
 
 
 def _print_columns(write: Writer, label: Text, cells: Sequence[Text], room: int, widths: Sequence[int]) -> None:

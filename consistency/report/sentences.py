@@ -20,19 +20,25 @@ from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.result import BAD, GONE_DEVICE, LOST_NODE, Comparison, Divergence
 from consistency.comparison.suite import CaseResult, SuiteVerdict
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
+from consistency.report.marks import MARKS, key
 from consistency.report.ranges import folded
 from consistency.report.summary import MOST_COLUMNS, Cell, Groups
 from consistency.text import one_line
 
+_FIGURES = {
+    "within": " (worst error/tolerance; memory: value/limit)",
+    "outside": " (failed/total tensors, or first failing layer)",
+    "blocked": " (such/all tensors)",
+}
+"""What stands beside the mark in a cell."""
+
 LEGEND = (
-    ("equal", "=", "bitwise equal"),
-    ("within", "≤", "within tolerance (worst error/tolerance; memory: value/limit)"),
+    *((kind, mark, meaning + _FIGURES.get(kind, "")) for kind, mark, meaning in key(("equal", "within"))),
     ("rounding", "≤ 1.00", "in a half type one rounding alone may take that much"),
-    ("outside", "✗", "mismatch (failed/total tensors, or first failing layer)"),
-    ("blocked", "!", "could not be checked (such/all tensors)"),
-    ("flagged", "≠", "within tolerance, but there is an error finding (drift, …)"),
-    ("elsewhere", "″", "checked in another case, for the whole host"),
-    ("none", "–", "not checked"),
+    *(
+        (kind, mark, meaning + _FIGURES.get(kind, ""))
+        for kind, mark, meaning in key(("outside", "blocked", "flagged", "elsewhere", "none"))
+    ),
 )
 """Kind of a cell, its mark, and what it means."""
 
@@ -64,10 +70,14 @@ class CellText:
     """
 
     kind: str
-    mark: str
     text: str
     spoken: str
     place: str = ""
+
+    @property
+    def mark(self) -> str:
+        """Return the mark of its kind; a verdict and plain text have none."""
+        return MARKS[self.kind][0] if self.kind in MARKS else ""
 
     def written(self, *, place: bool = False) -> str:
         """Return mark and text, or the place in the text's stead."""
@@ -86,35 +96,35 @@ def legend(lines: Iterable[Mapping[str, Cell]]) -> list[tuple[str, str, str]]:
 def cell_text(stage: str, cell: Cell | None) -> CellText:
     """Return the worst that workers saw in a stage."""
     if cell is None:
-        return CellText(kind="none", mark="–", text="", spoken="not checked")
+        return CellText(kind="none", text="", spoken="not checked")
     if cell.elsewhere and not cell.counts:
-        return CellText(kind="elsewhere", mark="″", text="", spoken=f"checked in case {one_line(cell.elsewhere)}")
+        return CellText(kind="elsewhere", text="", spoken=f"checked in case {one_line(cell.elsewhere)}")
     if cell.bad:
         place = f"from {one_line(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
         spoken = f"mismatch in {cell.bad} of {cell.total} tensors {place}".rstrip()
-        return CellText(kind="outside", mark="✗", text=f"{cell.bad}/{cell.total}", spoken=spoken, place=place)
+        return CellText(kind="outside", text=f"{cell.bad}/{cell.total}", spoken=spoken, place=place)
     if cell.flag:
         text = one_line(cell.flag)
-        return CellText(kind="flagged", mark="≠", text=text, spoken=f"within tolerance, but the finding {text}")
+        return CellText(kind="flagged", text=text, spoken=f"within tolerance, but the finding {text}")
     if "blocked" in cell.counts:
         text = f"blocked {cell.counts['blocked']}/{cell.total}"
-        return CellText(kind="blocked", mark="!", text=text, spoken=f"could not be checked: {text} tensors")
+        return CellText(kind="blocked", text=text, spoken=f"could not be checked: {text} tensors")
     if "within" in cell.counts and cell.worst_ratio is not None:
         text = ratio_text(cell.worst_ratio)
-        return CellText(kind="within", mark="≤", text=text, spoken=f"within tolerance, worst error/tolerance {text}")
+        return CellText(kind="within", text=text, spoken=f"within tolerance, worst error/tolerance {text}")
     if "equal" in cell.counts or "within" in cell.counts:
-        return CellText(kind="equal", mark="=", text="", spoken="bitwise equal")
-    return CellText(kind="skipped", mark="–", text="skipped", spoken="skipped")
+        return CellText(kind="equal", text="", spoken="bitwise equal")
+    return CellText(kind="skipped", text="skipped", spoken="skipped")
 
 
 def verdict_cell(verdict: SuiteVerdict) -> CellText:
     """Return the verdict of a case as a cell; its kind is the verdict."""
-    return CellText(kind=verdict, mark="", text=verdict, spoken=verdict)
+    return CellText(kind=verdict, text=verdict, spoken=verdict)
 
 
 def plain_cell(text: str) -> CellText:
     """Return a cell that says nothing of agreement."""
-    return CellText(kind="plain", mark="", text=text, spoken=text)
+    return CellText(kind="plain", text=text, spoken=text)
 
 
 def ratio_text(ratio: float) -> str:

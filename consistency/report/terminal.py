@@ -19,6 +19,7 @@ from consistency.report.copy_matrix import write_matrices
 from consistency.report.document import Document, Group, ResultTable, Row
 from consistency.report.documents import document_of
 from consistency.report.formats import View
+from consistency.report.marks import style_of
 from consistency.report.sentences import CellText
 from consistency.report.summary import class_text
 
@@ -31,18 +32,6 @@ _LAST_FINDINGS = 3  # that a report of something wrong ends with, where the eye 
 _REFERENCE = " (reference)"
 _MOST_TENSORS = _MOST_FINDINGS = 20
 _MOST_NOTES = 20
-_STYLES = {
-    "equal": "green",
-    "within": "green",
-    "outside": "bold red",
-    "flagged": "bold red",
-    "blocked": "yellow",
-    "consistent": "green",
-    "inconsistent": "bold red",
-    "incomplete": "yellow",
-    "unchecked": "yellow",
-    "plain": "",
-}  # of cells; others are dim
 
 
 def render(found: Comparison | SuiteResult, view: View, console: Console | None = None) -> Iterator[bytes]:
@@ -228,7 +217,7 @@ def _names(row: Row, table: ResultTable) -> list[str]:
 
 
 def _cell(write: Writer, cell: CellText, *, places: bool) -> Text:
-    return write.text(cell.written(place=places), _STYLES.get(cell.kind, "dim"))
+    return write.text(cell.written(place=places), style_of(cell.kind))
 
 
 def _tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:

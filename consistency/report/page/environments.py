@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from consistency.comparison.result import WorkerSummary
-from consistency.report.page.labels import letter
+from consistency.report.marks import letter
 
 MOST_COLUMNS = 12
 """Distinct environments side by side: a screen's width."""

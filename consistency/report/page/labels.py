@@ -1,31 +1,12 @@
-"""Marks, letters and numbers of the page."""
+"""Statuses and numbers of the page."""
 
 from __future__ import annotations
 
 from consistency.capture.json_codec import json_number
+from consistency.report.marks import key
 
-KEY = (
-    ("equal", "=", "bitwise equal to the reference"),
-    ("within", "≤", "within tolerance"),
-    ("outside", "✗", "mismatch"),
-    ("missing", "?", "missing"),
-    ("unexpected", "+", "unexpected"),
-    ("skipped", "–", "skipped, with a reason"),
-    ("blocked", "!", "could not be checked"),
-)
+KEY = key()
 """Status, its mark, and what it means; a status is written as its place in here."""
-
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def letter(number: int) -> str:
-    """Return the letter of a class of agreement: A, B, … Z, AA, AB and so on."""
-    text = ""
-    number += 1
-    while number:
-        number, rest = divmod(number - 1, len(LETTERS))
-        text = LETTERS[rest] + text
-    return text
 
 
 def digits(value: float | None) -> float | str | None:

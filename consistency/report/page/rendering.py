@@ -10,9 +10,6 @@ from markupsafe import Markup
 from consistency.capture.wording import and_more
 from consistency.text import one_line
 
-VERDICT_MARKS = {"consistent": "✓", "inconsistent": "✗", "incomplete": "!", "unchecked": "!"}
-"""Sign of a verdict."""
-
 
 def page_environment() -> jinja2.Environment:
     """Return the environment in which every page is rendered."""
