@@ -62,8 +62,8 @@ def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_every_recipe_is_here() -> None:
     files = [place["file"] for place, _ in blocks()]
-    assert len(files) == 11
-    assert [words[0] for words in commands()] == ["run", "run", "run", "drill"]
+    assert len(files) == 15
+    assert [words[0] for words in commands()] == ["run", "run", "inputs", "engine", "run", "drill"]
 
 
 def test_a_stage_runs(extended: Path) -> None:
@@ -91,15 +91,38 @@ def test_a_backend_is_known(extended: Path) -> None:
     assert "HABANA_VISIBLE_MODULES" in done.stdout, done.stderr
 
 
+def test_an_engine_runs_a_case(extended: Path) -> None:
+    code = (
+        "import dataclasses; from pathlib import Path; from consistency.case.reading import make_options; "
+        "from consistency.workflows import pipeline; "
+        "plan = pipeline.prepare(make_options({'devices': 'cpu', 'stages': 'base'})); "
+        "plan = dataclasses.replace(plan, engine='noting'); "
+        "print(pipeline.run(plan, Path('run-2'), watch=lambda *_: None).comparison.verdict)"
+    )
+    done = run(extended, "-c", code)
+    assert done.stdout.strip() == "consistent", done.stderr
+    assert "noted: llama" in done.stderr
+
+
+def test_an_inference_engine_is_judged(extended: Path) -> None:
+    for words in commands()[2:4]:
+        done = run(extended, "-m", "consistency", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    words = ["run", "--base", "builtin:llama", "--devices", "cpu", "--stages", "forward"]
+    done = run(extended, "-m", "consistency", *words, "--engine-outputs", "eager=outputs.safetensors")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "eager" in done.stdout
+
+
 def test_a_format_is_written(extended: Path) -> None:
-    done = run(extended, "-m", "consistency", *commands()[2])
+    done = run(extended, "-m", "consistency", *commands()[4])
     assert done.returncode == 0, done.stderr
     assert (extended / "run-1" / "names.txt").read_text() == ""
-    again = run(extended, "-m", "consistency", *commands()[2])
+    again = run(extended, "-m", "consistency", *commands()[4])
     assert again.returncode == 2, "the file is in the way, as those of the other formats"
 
 
 def test_a_fault_is_found(extended: Path) -> None:
-    done = run(extended, "-m", "consistency", *commands()[3])
+    done = run(extended, "-m", "consistency", *commands()[5])
     assert done.returncode == 0, done.stdout + done.stderr
     assert "base-negated" in done.stdout

@@ -98,7 +98,9 @@ class Engine(Protocol):
 
 LOCAL = "local"
 
-ENGINES: dict[str, str] = {LOCAL: "consistency.launch.local:LocalEngine"}
+ENGINES: dict[str, str] = {
+    LOCAL: "consistency.launch.local:LocalEngine",
+}
 """By name, where the class of each engine is: what it imports is imported when it is used."""
 
 

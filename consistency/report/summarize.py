@@ -84,10 +84,14 @@ def _stage(stage: str, tensors: Sequence[TensorComparison], comparison: Comparis
             worst[key] = workers, worst_of((known, one))
             if one.share is not None and is_larger(one.share, worst_ratio):
                 worst_ratio, place, worker = one.share, tensor.name, one.workers[0]
-    of_workers: dict[str, Outcome] = {}
+    of_workers: dict[tuple[str, str], Outcome] = {}
     for (_, load_path), (names, one) in worst.items():
-        for name in (with_load_path(name, load_path) for name in names):
-            of_workers[name] = worst_of((of_workers.get(name, one), one))
+        for name in names:
+            of_workers[load_path, name] = worst_of((of_workers.get((load_path, name), one), one))
+    listed = (worker.name for worker in comparison.workers)
+    order = dict.fromkeys((*listed, *(name for _, name in of_workers)))
+    paths = dict.fromkeys(path for path, _ in of_workers)
+    in_order = [(path, name) for path in paths for name in order if (path, name) in of_workers]
     return CaseStage(
         stage=stage,
         status=worst_of(row for _, row in worst.values()).status,
@@ -96,7 +100,7 @@ def _stage(stage: str, tensors: Sequence[TensorComparison], comparison: Comparis
         worst_tensor=place,
         worst_worker=worker,
         first_bad=first_bad,
-        workers={name: row.status for name, row in of_workers.items()},
+        workers={with_load_path(name, path): of_workers[path, name].status for path, name in in_order},
         elapsed_s={
             with_load_path(worker.name, worker.load_path): one.elapsed_s
             for worker in comparison.workers

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from consistency.errors import CaptureError
+from consistency.worker.engines import ENGINES
 
 EXAMPLES = (
     ("ONNX Runtime on the CPU", "consistency engine onnxruntime inputs.safetensors onnx.safetensors"),
@@ -17,7 +18,7 @@ EXAMPLES = (
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = command("engine", _engine, "run a case in ONNX Runtime or torch.compile, for --engine-outputs", EXAMPLES)
-    parser.add_argument("engine", choices=("onnxruntime", "torch-compile"), help="the engine")
+    parser.add_argument("engine", choices=tuple(ENGINES), help="the engine")
     parser.add_argument("inputs", type=Path, metavar="INPUTS", help="file that `consistency inputs` wrote")
     parser.add_argument("outputs", type=Path, metavar="OUTPUTS", help="file to write")
     parser.add_argument("--device", default="cpu", help="device that the engine runs on (default: cpu)")

@@ -3,3 +3,9 @@
 Each compiles the model by its own compiler and runs it by its own kernels. A process of this package does it, but no
 worker: nothing is pinned, and what it writes is judged like the file of any other engine.
 """
+
+ENGINES = {
+    "onnxruntime": "consistency.worker.engines.onnx_runtime:OnnxRuntime",
+    "torch-compile": "consistency.worker.engines.torch_compile:TorchCompile",
+}
+"""Classes by their names on the command line, imported when they are used."""

@@ -9,15 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from consistency.errors import InputError, did_you_mean
+from consistency.worker.engines import ENGINES
 
 Compiled = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 """Takes the inputs on the CPU, any number of rows of them, and returns the logits on the CPU."""
-
-ENGINES = {
-    "onnxruntime": "consistency.worker.engines.onnx_runtime:OnnxRuntime",
-    "torch-compile": "consistency.worker.engines.torch_compile:TorchCompile",
-}
-"""Classes by their names on the command line, imported when they are used."""
 
 
 class Engine(Protocol):
