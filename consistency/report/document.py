@@ -13,8 +13,6 @@ from consistency.comparison.result import PLANTED, Finding
 from consistency.comparison.suite import SuiteVerdict
 from consistency.report.sentences import CellText
 
-NO_HARDWARE = "simulated in software; this report does not describe hardware"
-
 LegendRow = tuple[str, str, str]
 """Kind of a cell, its mark, and what it means."""
 
@@ -104,11 +102,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """A table of text; `left_out` rows are not shown."""
+    """A table of text."""
 
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

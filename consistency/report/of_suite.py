@@ -83,11 +83,6 @@ def seconds(elapsed_s: float) -> str:
 # --- findings ---------------------------------------------------------------------------------------------------------
 
 
-def findings_of(suite: SuiteResult, folder: str | None) -> list[Finding]:
-    """Return the findings of all cases, the most severe first; `folder` holds the reports that commands name."""
-    return [entry.finding for entry in _entries(suite, folder)]
-
-
 def _entries(suite: SuiteResult, folder: str | None) -> tuple[Entry, ...]:
     cases = {case.name: case for case in suite.cases}
     found = []

@@ -20,7 +20,7 @@ from consistency.report.formats import View
 from consistency.report.html import as_html
 from consistency.report.junit import suite_as_junit
 from consistency.report.markdown import as_markdown
-from consistency.report.of_suite import findings_of as suite_findings
+from consistency.report.of_suite import of_suite
 from consistency.workflows.saved_report import read_comparison, read_redacted
 from tests.report.made_comparisons import ALL, comparison, tensor, worker
 from tests.report.made_suites import case, suite
@@ -177,7 +177,7 @@ def test_redaction_takes_names_and_leaves_facts(form: Callable[[Comparison], str
 def test_every_form_of_a_suite_says_the_findings_of_its_cases() -> None:
     """But for the commands in XML, whose findings are those of the cases."""
     made = suite(case("alice", everything()))
-    found = suite_findings(made, FOLDER)
+    found = [entry.finding for entry in of_suite(made, View(folder=FOLDER)).entries]
     facts = [text for one in found for text in (one.message.removeprefix("case alice · "), *one.detail, one.next or "")]
     assert len(facts) > 20
     page, issue = suite_as_html(made, FOLDER), suite_as_markdown(made, FOLDER)
