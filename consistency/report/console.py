@@ -19,7 +19,7 @@ from rich.text import Text
 from consistency.capture.wording import and_more
 from consistency.comparison.result import Finding, Severity
 from consistency.comparison.suite import SuiteVerdict
-from consistency.report.findings import AGAIN, is_command
+from consistency.report.findings import COMMANDS, is_command
 from consistency.report.marks import style_of
 from consistency.text import one_line
 
@@ -170,7 +170,7 @@ class Writer:
         style, label = _SEVERITIES[finding.severity]
         self.line(f"{number:<3}{label}{finding.message}", hang=3, style=style)
         for text in finding.detail:
-            if text.startswith(AGAIN):
+            if text.startswith(COMMANDS):
                 self.step(text)
             else:
                 self.line(text, indent=5)

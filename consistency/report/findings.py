@@ -14,8 +14,10 @@ from consistency.comparison.layers import difference_of
 from consistency.comparison.result import DRIFT, Comparison, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 
-AGAIN = "again: "
-"""How a detail begins that is the command which repeats the check."""
+_AGAIN = "again: "
+_SETTING = "which setting: "
+COMMANDS = (_AGAIN, _SETTING)
+"""How a detail begins that is a command to type: the one that repeats the check, the one that looks for its cause."""
 
 _COMMAND = "consistency "
 
@@ -61,8 +63,10 @@ def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Fi
     shown = msgspec.structs.replace(finding, detail=(*_worst(hits), *finding.evidence), consequences=())
     if folder is None or not _is_reproducible(finding, hits):
         return shown
-    again = [f"{AGAIN}{finding.next}"] if finding.next and is_command(finding.next) else []
-    return msgspec.structs.replace(shown, detail=(*shown.detail, *again), next=reproduce_command(folder, number))
+    commands = [f"{_AGAIN}{finding.next}"] if finding.next and is_command(finding.next) else []
+    if any(tensor.rule in _MEASURED for tensor, _ in hits):
+        commands.append(f"{_SETTING}consistency bisect {shlex.quote(folder)} --finding {number}")
+    return msgspec.structs.replace(shown, detail=(*shown.detail, *commands), next=reproduce_command(folder, number))
 
 
 def _is_reproducible(finding: Finding, hits: _Hits) -> bool:

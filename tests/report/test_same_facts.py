@@ -104,7 +104,7 @@ def as_json(found: Comparison) -> str:
     """Return the texts of `report.json`, and what its figures and its place give: the worst elements, the commands."""
     table = json.loads(report_json.as_bytes(found))
     made = (text for one in findings_of(found, FOLDER) for text in (*one.detail, one.next or ""))
-    named = ("worst layers.0.weight[1, 2]", "again: ", "consistency reproduce")
+    named = ("worst layers.0.weight[1, 2]", "again: ", "consistency reproduce", "which setting: ")
     return "\n".join([*_strings(table), *(text for text in made if any(word in text for word in named))])
 
 

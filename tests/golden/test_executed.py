@@ -1,0 +1,42 @@
+"""What the tutorial and the README show is what their commands print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden.executed import README, TUTORIAL, Shown, outputs, printed, refreshed, shown_in
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def by_command() -> dict[str, str]:
+    return outputs([shown.command for shown in shown_in(TUTORIAL.read_text(encoding="utf-8"))])
+
+
+@pytest.mark.parametrize("page", [TUTORIAL, README], ids=lambda page: page.stem)
+def test_a_page_shows_what_its_commands_print(page: Path, by_command: dict[str, str]) -> None:
+    commands = shown_in(page.read_text(encoding="utf-8"))
+    assert commands
+    for shown in commands:
+        output = by_command[shown.command]
+        assert printed(shown, output) is not None, f"if that is meant: python -m tests.golden.executed\n{output}"
+
+
+def test_figures_may_differ_and_words_may_not() -> None:
+    output = "worst 0.74 of 3 tensors\n  detail\nlast line\n"
+    assert printed(Shown(command="", lines=("worst 0.5 of", "12 tensors", "…", "last line")), output) == [
+        "worst 0.74 of 3 tensors", "…", "last line",
+    ]  # fmt: skip
+    assert printed(Shown(command="", lines=("…", "detail", "…")), output) == ["…", "  detail", "…"]
+    for lines in (("worst 0.5 of 12 layers", "…"), ("worst 0.5 of 12 tensors",), ("detail", "…"), ("…", "detail")):
+        assert printed(Shown(command="", lines=lines), output) is None
+
+
+def test_a_refreshed_page_has_the_new_figures() -> None:
+    page = "text\n```console\n$ a\nis 1\n…\n$ b\nold\n```\nmore\n"
+    assert refreshed(page, {"a": "is 2\nand more\n", "b": "new\nwords\n"}) == (
+        "text\n```console\n$ a\nis 2\n…\n$ b\nnew\nwords\n```\nmore\n"
+    )
