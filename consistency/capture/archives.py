@@ -1,4 +1,4 @@
-"""Read captures wherever they are: thousands of ZIP files take the disk space of one.
+"""Read captures from folders, ZIP files or URLs, one archive unpacked at a time.
 
 The records of one are unpacked, read and deleted before those of the next; tensors stay in the archive until two of
 them are compared.

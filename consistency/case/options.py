@@ -197,7 +197,7 @@ class Options:
         "TIME",
         name="for",
     )
-    load: bool = declare(False, "keep each device busy with matrix products during --for: it runs hot", type=bool)
+    load: bool = declare(False, "run matrix products on every device during --for, to test it hot", type=bool)
     tolerance: tuple[Override, ...] = declare(
         (),
         "atol=…,rtol=… instead of the derived bound, after any of stage=…, arch=PATTERN, layer=PATTERN and dtype=…, "

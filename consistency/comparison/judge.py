@@ -205,7 +205,7 @@ def _is_unknown(found: Measure) -> bool:
 def _idle(dtype: str, rounding: RoundingError, magnitude: float) -> str:
     """Return why a tolerance would let a tensor of zeros pass, without figures of one tensor: equal reasons group."""
     if LEAST_FACTOR * rounding.largest + UNIT_ROUNDOFF[dtype] * magnitude < magnitude:  # the factor makes it so wide
-        return "few errors of rounding are known here: the error factor for so few would let a tensor of zeros pass"
+        return "too few values to measure the rounding error: so wide a tolerance would let a tensor of zeros pass"
     return f"rounding in {dtype} makes errors so large that twice those would let a tensor of zeros pass"
 
 

@@ -216,7 +216,7 @@ class ComparisonFacts(msgspec.Struct, frozen=True, kw_only=True):
     not_checked : tuple of str
         What the level and the options excluded.
     tolerances : tuple of Override
-        The user's, which judge instead of the tool's own rules where they match.
+        The user's, which replace derived bounds where they match.
     profile : str
         `pinned` or `deployed`; several of compared captures are joined by `and`.
     settings : tuple of str

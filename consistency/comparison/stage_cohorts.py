@@ -1,4 +1,4 @@
-"""Workers that recorded the same of a stage -> one judgement for all of them, and sets of them that tensors share.
+"""Judge one worker per group with identical records of a stage, and share the sets of workers among tensors.
 
 A fleet has thousands of workers, and of each stage a few different tables of records. What is done per tensor is done
 per table; the names of the workers are put together once for all tensors at which the same ones are alike.

@@ -1,4 +1,4 @@
-"""Make torch know the devices of a package of its own, such as torch_xla, whose functions torch has under no name."""
+"""Register out-of-tree backends, such as torch_xla, with torch."""
 
 from __future__ import annotations
 

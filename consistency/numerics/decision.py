@@ -1,4 +1,4 @@
-"""A decision that an operation makes: what it rests on, what was decided, and how far that was from being otherwise."""
+"""A discrete decision of an operation, such as a ReLU's sign or a top-k: operand, outcome, margin."""
 
 from __future__ import annotations
 

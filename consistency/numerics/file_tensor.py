@@ -51,7 +51,7 @@ def read_tensor(path: Path, name: str) -> Readable:
 
 
 def mapped(tensor: Readable) -> torch.Tensor:
-    """Return a tensor that may be in a file; of what is not read of it nothing is resident."""
+    """Return a lazily read tensor: parts of a file that are not read use no memory."""
     return tensor.map() if isinstance(tensor, FileTensor) else tensor.detach()
 
 

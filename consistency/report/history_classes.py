@@ -76,7 +76,7 @@ def class_lines(found: Sequence[Night], device: str | None = None, case: str | N
 
 
 class _Classes:
-    """What each device was like, run by run: numbers that are equal for what is alike."""
+    """The equivalence class of each device, by run."""
 
     def __init__(self, case: str | None) -> None:
         self.names: dict[str, str] = {}

@@ -108,7 +108,7 @@ def test_a_file_that_the_user_names_may_be_a_link(tmp_path: Path, make_capture: 
 
 def test_a_run_of_a_history_that_is_no_file_is_left_out(tmp_path: Path) -> None:
     history = fleet_history(tmp_path, 1, 2)
-    os.mkfifo(tmp_path / "nights" / "20990101T000000-ffffffff.json")
+    os.mkfifo(tmp_path / "runs" / "20990101T000000-ffffffff.json")
     assert len(list(History(str(tmp_path)).runs())) == 2
     assert len(list(history.runs())) == 2
     assert history.damage == ["20990101T000000-ffffffff.json: a pipe, and no regular file"]

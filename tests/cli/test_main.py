@@ -320,9 +320,9 @@ def test_the_nightly_command_serves_every_night(cli_here: Cli, tmp_path: Path) -
         assert len(folders) == night
         assert f"runs/{folders[-1]}" in done.stdout
         assert (tmp_path / "runs" / "latest").readlink() == Path(folders[-1])
-        assert len(list((tmp_path / "history" / "nights").iterdir())) == night
+        assert len(list((tmp_path / "history" / "runs").iterdir())) == night
         cli_here("baseline", "init", "baseline.json", cwd=tmp_path)
-    last = max((tmp_path / "history" / "nights").iterdir())
+    last = max((tmp_path / "history" / "runs").iterdir())
     assert json.loads(last.read_bytes())["report"] == str(tmp_path / "runs" / folders[-1])
     refused(
         cli_here("baseline", "accept", "runs", "--baseline", "b", "--reason", "r", cwd=tmp_path), "no error to accept"

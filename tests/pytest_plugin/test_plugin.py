@@ -178,7 +178,7 @@ def test_mismatch_is_a_failure_until_the_baseline_accepts_it(
 
     for path in (pytester.path / "history" / "tables").iterdir():
         path.unlink()  # the runs have the digests of every stage, and without a table any tensor may differ
-    for path in (pytester.path / "history" / "nights").iterdir():
+    for path in (pytester.path / "history" / "runs").iterdir():
         run = json.loads(path.read_text())
         (cohort,) = run["workers"]["cohorts"]
         cohort["bits"] = dict.fromkeys(cohort["bits"], "other")

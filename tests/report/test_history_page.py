@@ -109,7 +109,7 @@ def test_a_device_that_no_run_has(tmp_path: Path) -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     history_of(tmp_path / "history", month())
-    (tmp_path / "history" / "nights" / "0.json").write_text("{")
+    (tmp_path / "history" / "runs" / "0.json").write_text("{")
     target = tmp_path / "page.html"
     assert main(["history", str(tmp_path / "history"), "--html", str(target), "--last", "3", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == f"page: {target}\n"

@@ -1,4 +1,4 @@
-"""What a stage does, in units whose speed `speed` measures, and the time that it takes.
+"""Operation counts of a stage, in the units that `speed` measures, and their estimated time.
 
 The constants were measured where those of `costs` were.
 """

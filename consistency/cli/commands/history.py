@@ -37,7 +37,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     history.add_argument("--changes", action="store_true", help="what changed, and since when: drift, software, "
                          "inputs, lost workers, missing devices")  # fmt: skip
     history.add_argument("--last", type=int, metavar="N", help="runs to show (default: 30, all with --changes; 0: all)")
-    history.add_argument("--sql", metavar="QUERY", help="query of the tables nights and workers, in SQLite's SQL")
+    history.add_argument("--sql", metavar="QUERY", help="query of the tables runs and workers, in SQLite's SQL")
     history.add_argument("--html", type=Path, metavar="FILE",
                          help="write a page: one row per device, one column per run")  # fmt: skip
     keep = history.add_argument_group("remove old runs (nothing is removed without these)").add_argument

@@ -106,7 +106,7 @@ def _sentence(cause: Cause | Word, places: str, rows: _Wrong) -> str:
 
 
 def _tried(row: Outcome) -> Iterator[str]:
-    """Yield what is known of the cause besides its name."""
+    """Yield further lines of evidence for the cause."""
     share = row.evidence.get("cause_bound_ratio")
     if share is not None:
         yield f"the explanation is within the rule: {float(share):.2g} of what is allowed"

@@ -100,7 +100,7 @@ def clause(found: Sequence[InCommon], odd: Sequence[str]) -> str:
 
 def lines(found: Sequence[InCommon]) -> tuple[str, ...]:
     """Return the lines of detail."""
-    return tuple(one.line for one in found[:_MOST_LINES]) or ("nothing recorded tells them from the others",)
+    return tuple(one.line for one in found[:_MOST_LINES]) or ("no recorded fact sets them apart",)
 
 
 def find_unknown_hosts(compared: Sequence[ComparedWorker], groups: SiteGroups) -> Iterable[Finding]:

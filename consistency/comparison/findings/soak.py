@@ -91,7 +91,7 @@ def _what(stage: SoakedStage, changes: Sequence[ChangedTensor]) -> str:
 def _course(changed: Occurrences, repeats: int, changes: Sequence[ChangedTensor]) -> str:
     """State whether it is permanent, and whether the wrong bits are the same each time."""
     if changed.count == repeats and all(change.values == 1 and not change.returned for change in changes):
-        return ", the same bits each time: the first run differs, or the soak changes the result"
+        return ": all repeats agree with each other, but not with the first run"
     if not any(change.returned for change in changes):
         first = changed.numbers[0] if changed.numbers else 0
         return f", from repeat {first} on"

@@ -39,8 +39,8 @@ def _applied(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         yield Finding(
             kind=KIND,
             severity="note",
-            message=f"tolerance {text}: {counted(len(names), 'tensor')} judged by it instead of the tool's own rule",
-            general=f"tolerance {text}: tensors judged by it instead of the tool's own rule",
+            message=f"tolerance {text}: {counted(len(names), 'tensor')} judged by it instead of the derived bound",
+            general=f"tolerance {text}: tensors judged by it instead of the derived bound",
             workers=tuple(workers[text]),
             tensors=tuple(names),
         )

@@ -60,7 +60,7 @@ def remove_old(
         Nothing would be kept, or a run cannot be read: what it needs is unknown.
     """
     if (keep_runs is None or keep_runs < 1) and (keep_days is None or keep_days <= 0):
-        raise UsageError("what is to be kept?", where="--keep-runs or --keep-days", wanted="more than 0")
+        raise UsageError("nothing would be kept", where="--keep-runs or --keep-days", wanted="more than 0")
     with history.alone():
         return _remove_old(history, keep_runs, keep_days, dry_run=dry_run)
 

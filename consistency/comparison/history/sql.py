@@ -29,7 +29,7 @@ _ALLOWED = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE
 
 
 def query(history: History, text: str) -> list[dict[str, Any]]:
-    """Run a query on the tables `nights` and `workers`: one row per run, and one per worker of a run.
+    """Run a query on the tables `runs` and `workers`: one row per run, and one per worker of a run.
 
     Raises
     ------
@@ -50,17 +50,17 @@ def query(history: History, text: str) -> list[dict[str, Any]]:
 
 def _fill(connection: sqlite3.Connection, history: History) -> None:
     """Store cohorts and rosters; workers are a view of them, as a year of a fleet has millions."""
-    connection.execute(f"CREATE TABLE nights (night, {_columns(_OF_RUN)})")
-    connection.execute(f"CREATE TABLE cohorts (night, run_host, first, last, {_columns(_OBSERVED)})")
+    connection.execute(f"CREATE TABLE runs (run, {_columns(_OF_RUN)})")
+    connection.execute(f"CREATE TABLE cohorts (run, run_host, first, last, {_columns(_OBSERVED)})")
     connection.execute("CREATE TABLE roster (number INTEGER PRIMARY KEY, name, device, host)")
     connection.execute(
-        f"""CREATE VIEW workers AS SELECT night, name, device, coalesce(nullif(host, ''), run_host) AS host,
+        f"""CREATE VIEW workers AS SELECT run, name, device, coalesce(nullif(host, ''), run_host) AS host,
         {", ".join(map(_quoted, _OBSERVED))} FROM cohorts JOIN roster ON number BETWEEN first AND last"""
     )
     numbers: dict[str, int] = {}
     count = 0
     for run in history.runs():
-        _insert(connection, "nights", [[run.at, *_values(run, _OF_RUN)]])
+        _insert(connection, "runs", [[run.at, *_values(run, _OF_RUN)]])
         roster = run.workers.roster
         if run.workers.file not in numbers:
             numbers[run.workers.file] = count

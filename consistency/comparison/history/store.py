@@ -2,7 +2,7 @@
 
 ::
 
-    nights/<time>-<id>.json    one run: verdict, and what its workers recorded; written last, the commit mark
+    runs/<time>-<id>.json    one run: verdict, and what its workers recorded; written last, the commit mark
     rosters/<sha256>.json      names, identities and hosts of devices; runs of the same devices share one
     tables/<sha256>.json       the digest of every tensor of a worker; runs with equal digests share one
     started/<time>-<id>.json   a run that has no entry yet (`unfinished.py`)
@@ -34,7 +34,7 @@ from consistency.comparison.history.cohorts import Roster, RunWorkers
 from consistency.comparison.history.records import SCHEMA, RunRecord, Table
 from consistency.errors import CaptureError, UsageError
 
-RUNS, ROSTERS, TABLES, STARTED = "nights", "rosters", "tables", "started"
+RUNS, ROSTERS, TABLES, STARTED = "runs", "rosters", "tables", "started"
 
 _WAIT_S = 600.0  # for another process that removes old runs: of thousands, that takes minutes
 _MOST_FINDINGS = 64  # in a record: the report has all

@@ -27,7 +27,7 @@ class RayEngine:
     def __init__(self, options: FleetOptions) -> None:
         for name in ("partition", "account", "engine_args"):
             if getattr(options, name):
-                raise UsageError("Ray has no such thing", where=f"--{name.replace('_', '-')}")
+                raise UsageError(f"--{name.replace('_', '-')} is not supported with Ray", where="--engine ray")
         try:
             import ray
         except ImportError:

@@ -45,7 +45,7 @@ class SlurmEngine:
             given = os.environ.get("SLURM_JOB_NODELIST")
             if given is None:
                 raise UsageError(
-                    "which nodes?", where="--nodes", wanted="a list as Slurm writes it, or all",
+                    "--nodes is required outside a Slurm allocation", wanted="a list as Slurm writes it, or all",
                     hint="inside an allocation, its nodes are the default",
                 )  # fmt: skip
         partition = self._options.partition

@@ -41,7 +41,7 @@ class Made:
         return list(self._digests)
 
     def is_on(self, table: Table, key: str, *, on: str = "") -> bool:
-        """Report whether a pass decided as that of the track, or as another one of it."""
+        """Return whether a pass made the decisions of the reference, or a recorded alternative."""
         return self._digests[key] == [settled.digest for settled in table.passes.get(on or key, ())]
 
 

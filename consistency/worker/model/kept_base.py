@@ -26,7 +26,7 @@ from consistency.worker.protocol import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A base that was kept; `digests` are those that it has now, and had after loading."""
+    """A base model kept for the next case, with the digests of its tensors now and after loading."""
 
     base: LoadedBase
     structure: Structure

@@ -48,7 +48,7 @@ def test_another_driver(make_capture: MakeCapture) -> None:
 def test_one_odd_device_is_not_explained_by_its_own_host(make_capture: MakeCapture, digests: str) -> None:
     finding = same_model(compared(*hosts(make_capture, ("aa", digests, "aa"), {})))
     assert finding.workers == ("gpu-1:cuda:0",)
-    assert finding.detail[2:] == ("nothing recorded tells them from the others",)
+    assert finding.detail[2:] == ("no recorded fact sets them apart",)
     assert finding.message.endswith("which agree")
 
 

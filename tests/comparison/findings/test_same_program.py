@@ -62,7 +62,7 @@ def test_the_minority_is_named() -> None:
     assert first == "first: merged::layers.1.q.weight"
     assert others.startswith("the others, which agree bitwise in merged: n0:cuda:0, n1:cuda:0, ")
     assert others.endswith(" and 1994 more")
-    assert common == "nothing recorded tells them from the others"
+    assert common == "no recorded fact sets them apart"
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_an_intermittent_fault_is_told_as_k_of_n(comparison_of: Any) -> None:
         (change("merged", "weight", 2, 4, values=2), 9, "different wrong bits each time, and right in between"),
         (
             change("merged", "weight", 1, 2, returned=False), 2,
-            "the same bits each time: the first run differs, or the soak changes the result",
+            "all repeats agree with each other, but not with the first run",
         ),
     ],
 )  # fmt: skip

@@ -122,8 +122,8 @@ def test_a_forward_pass_is_judged_by_what_is_given(found_in: dict[str, Compariso
     }
     assert statuses == {(True, "outside"), (False, "within")}
     assert [n.message.partition(": ")[2] for n in notes(found)] == [
-        "15 tensors judged by it instead of the tool's own rule",
-        "3 tensors judged by it instead of the tool's own rule",
+        "15 tensors judged by it instead of the derived bound",
+        "3 tensors judged by it instead of the derived bound",
         "matched no tensor that was checked",
     ]
 
@@ -154,7 +154,7 @@ def test_a_tolerance_that_judged_nothing_is_named(make_capture: MakeCapture) -> 
     found = compared(make_capture("a", {"cpu": [judged(), peer]}, case=case))
     assert {n.severity for n in notes(found)} == {"note"}
     assert [n.message for n in notes(found)] == [
-        f"tolerance {GIVEN}: 1 tensor judged by it instead of the tool's own rule",
+        f"tolerance {GIVEN}: 1 tensor judged by it instead of the derived bound",
         f"tolerance {misspelt}: matched no tensor that was checked",
         f"tolerance {hidden}: judged no tensor: a later one wins where it matches (1 tensor)",
         f"tolerance {without}: judged no tensor: no float64 value is known where it matches (1 tensor)",

@@ -54,7 +54,7 @@ def test_claims_of_killed_runs_go_with_their_notes(tmp_path: Path) -> None:
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_run(tmp_path: Path) -> None:
     history = fleet_history(tmp_path, 1, 1)
-    for folder in ("nights", "tables", "started"):
+    for folder in ("runs", "tables", "started"):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / f".consistency-{'0' * 32}.tmp").write_bytes(b"{ cut sho")
     (run,) = fleet_runs(1, 1, case="other")

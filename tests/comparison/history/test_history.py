@@ -164,7 +164,7 @@ def test_table_that_is_gone_still_tells_that_bits_differ(run: Run, tmp_path: Pat
 
 def test_damaged_run_is_named_and_the_others_count(run: Run, tmp_path: Path) -> None:
     run({"cuda:0": "m"})
-    (tmp_path / "history" / "nights" / "20990101T000000-ffffffff.json").write_bytes(b"{ cut sho")
+    (tmp_path / "history" / "runs" / "20990101T000000-ffffffff.json").write_bytes(b"{ cut sho")
     found = run({"cuda:0": "x"})
     assert drift(found)
     assert [f.kind for f in found.findings if f.severity == "warning"] == ["damaged-night"]
@@ -239,12 +239,12 @@ def test_history_in_sql(run: Run, tmp_path: Path) -> None:
     history = History(str(tmp_path / "history"))
     text = "SELECT device, count(*) AS runs FROM workers WHERE len(drift) > 0 GROUP BY device"
     assert query(history, text) == [{"device": "GPU-cuda:1", "runs": 1}]
-    assert query(history, "SELECT verdict FROM nights ORDER BY night") == [
+    assert query(history, "SELECT verdict FROM runs ORDER BY run") == [
         {"verdict": "consistent"},
         {"verdict": "inconsistent"},
     ]
     names = {field.encode_name for field in msgspec.structs.fields(WorkerRecord)}
-    assert query(history, "SELECT * FROM workers LIMIT 1")[0].keys() == names | {"night", "host"}
+    assert query(history, "SELECT * FROM workers LIMIT 1")[0].keys() == names | {"run", "host"}
     with pytest.raises(UsageError, match="cannot run this query"):
         query(history, "SELECT nothing FROM workers")
 
@@ -252,7 +252,7 @@ def test_history_in_sql(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "ATTACH '{0}/other.db' AS other", "VACUUM INTO '{0}/other.db'", "DELETE FROM nights", "PRAGMA journal_mode",
+        "ATTACH '{0}/other.db' AS other", "VACUUM INTO '{0}/other.db'", "DELETE FROM runs", "PRAGMA journal_mode",
         "SELECT * FROM pragma_database_list", "SELECT load_extension('{0}/x')", "SELECT readfile('{0}/x')",
         "SELECT 1; SELECT 2",
     ],

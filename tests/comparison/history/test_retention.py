@@ -94,7 +94,7 @@ def test_it_may_be_stopped_at_any_time(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_damaged_history_keeps_everything(tmp_path: Path) -> None:
     history = fleet_history(tmp_path, 1, 3)
-    (tmp_path / "nights" / "20250101T000000-ffffffff.json").write_bytes(b"{ cut sho")
+    (tmp_path / "runs" / "20250101T000000-ffffffff.json").write_bytes(b"{ cut sho")
     with pytest.raises(UsageError, match="damaged history"):
         remove_old(history, keep_runs=1)
     assert len(times(tmp_path)) == 3
@@ -117,7 +117,7 @@ def test_the_command_says_what_it_removes(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("at", ["yesterday", "", "0001-01-01T00:00:00+14:00"])
 def test_a_run_without_a_time_is_left_out(at: str, tmp_path: Path) -> None:
     history = fleet_history(tmp_path, 1, 2)
-    (first, _) = sorted((tmp_path / "nights").iterdir())
+    (first, _) = sorted((tmp_path / "runs").iterdir())
     first.write_text(json.dumps({**json.loads(first.read_text()), "at": at}))
     assert len(list(history.runs())) == 1
     assert history.damage == [f"{first.name}: at is no time: {at!r}"]
@@ -127,7 +127,7 @@ def test_a_run_without_a_time_is_left_out(at: str, tmp_path: Path) -> None:
 
 def test_a_time_without_a_zone_is_utc(tmp_path: Path) -> None:
     history = fleet_history(tmp_path, 1, 2)
-    (first, _) = sorted((tmp_path / "nights").iterdir())
+    (first, _) = sorted((tmp_path / "runs").iterdir())
     first.write_text(json.dumps({**json.loads(first.read_text()), "at": "2026-01-01T00:00:00"}))
     (_, run) = history.runs()
     assert run.time.isoformat() == "2026-01-01T00:00:00+00:00"

@@ -48,7 +48,7 @@ def test_what_is_equal_is_stored_once(tmp_path: Path) -> None:
     history = fleet_history(tmp_path, NODES, 5)
     assert len(rosters(tmp_path)) == 1
     assert [len(run.workers.cohorts) for run in history.runs()] == [1] * 5
-    assert all(path.stat().st_size < 1000 for path in (tmp_path / "nights").iterdir())
+    assert all(path.stat().st_size < 1000 for path in (tmp_path / "runs").iterdir())
 
 
 def test_runs_that_miss_some_devices_share_the_roster_of_all(tmp_path: Path) -> None:
@@ -74,26 +74,26 @@ def test_boxes_and_fleets_are_one_history(tmp_path: Path) -> None:
         (8, (), 0), (72, (name(3, 0),), 1), (72, (), 0),
     ]  # fmt: skip
     assert [row.at[:7] for row in device_rows(history, "GPU-0000-0", 0)] == ["2026-02", "2026-01", "2026-01"]
-    counted = "SELECT host, count(*) AS n, count(DISTINCT night) AS nights FROM workers"
+    counted = "SELECT host, count(*) AS n, count(DISTINCT run) AS nights FROM workers"
     text = f"{counted} WHERE host IN ('box', 'gpu-0000') GROUP BY host ORDER BY host"
     assert query(history, text) == [{"host": "gpu-0000", "n": 24, "nights": 3}]
     assert query(history, "SELECT device FROM workers WHERE len(drift) > 0") == [{"device": "GPU-0003-0"}]
-    assert query(history, "SELECT count(*) AS n FROM nights") == [{"n": 3}]
+    assert query(history, "SELECT count(*) AS n FROM runs") == [{"n": 3}]
 
 
 def test_in_sql_values_are_those_of_the_records(tmp_path: Path) -> None:
     """NaN and infinity too, which are beyond any tolerance."""
     ratios = {name(0, 1): Real("nan"), name(0, 2): Real("inf")}
     history = fleet_history(tmp_path, 1, 1, lambda _, w: msgspec.structs.replace(w, ratio=ratios.get(w.name, w.ratio)))
-    text = 'SELECT ratio, bits, drift, simulated, "table", night FROM workers ORDER BY name LIMIT 3'
+    text = 'SELECT ratio, bits, drift, simulated, "table", run FROM workers ORDER BY name LIMIT 3'
     rows = query(history, text)
     assert [row.pop("ratio") for row in rows] == [0.5, "nan", "inf"]
     (run,) = history.runs()
-    assert rows == [{"bits": BITS, "drift": [], "simulated": False, "table": "0" * 64, "night": run.at}] * 3
+    assert rows == [{"bits": BITS, "drift": [], "simulated": False, "table": "0" * 64, "run": run.at}] * 3
     beyond = query(history, "SELECT name FROM workers WHERE ratio > 1 ORDER BY name")
     assert [row["name"] for row in beyond] == [name(0, 1), name(0, 2)]
     assert query(history, "SELECT bits ->> 'base' AS base FROM workers LIMIT 1") == [{"base": "b"}]
-    assert query(history, "SELECT planted, versions, cases FROM nights") == [
+    assert query(history, "SELECT planted, versions, cases FROM runs") == [
         {"planted": False, "versions": {}, "cases": {}}
     ]
 
@@ -120,7 +120,7 @@ def test_a_writer_that_was_killed_leaves_a_readable_history(tmp_path: Path, monk
     real = History._put
 
     def put(self: History, folder: str, name: str, raw: bytes) -> None:
-        if folder == "nights":
+        if folder == "runs":
             raise KeyboardInterrupt
         real(self, folder, name, raw)
 
@@ -128,7 +128,7 @@ def test_a_writer_that_was_killed_leaves_a_readable_history(tmp_path: Path, monk
     with pytest.raises(KeyboardInterrupt):
         history.append(more, {})
     assert len(rosters(tmp_path)) == 2
-    (tmp_path / "nights" / "20990101T000000-ffffffff.json.1234.tmp").write_bytes(b"{ cut sho")
+    (tmp_path / "runs" / "20990101T000000-ffffffff.json.1234.tmp").write_bytes(b"{ cut sho")
     assert [row.devices for row in run_rows(History(str(tmp_path)), 0)] == [72]
 
 
@@ -174,7 +174,7 @@ def test_workers_that_cannot_be_read_are_named(tmp_path: Path, damage: str) -> N
     (text,) = history.damage
     assert text.startswith("the workers of the run of 2026-01-01 02:00:00 UTC cannot be read: ")
     assert [row.devices for row in run_rows(History(str(tmp_path)), 0)] == [72, 0]
-    assert query(History(str(tmp_path)), "SELECT count(DISTINCT night) AS n FROM workers") == [{"n": 1}]
+    assert query(History(str(tmp_path)), "SELECT count(DISTINCT run) AS n FROM workers") == [{"n": 1}]
     with pytest.raises(UsageError, match="no run is removed from a damaged history"):
         remove_old(History(str(tmp_path)), keep_runs=1)
 
@@ -182,7 +182,7 @@ def test_workers_that_cannot_be_read_are_named(tmp_path: Path, damage: str) -> N
 @pytest.mark.parametrize("columns", [{"names": ["a"] * 72}, {"names": 1, "devices": 2}, []])
 def test_a_roster_that_is_none_is_damage(tmp_path: Path, columns: object) -> None:
     fleet_history(tmp_path, NODES, 1)
-    (path,) = (tmp_path / "nights").iterdir()
+    (path,) = (tmp_path / "runs").iterdir()
     run = json.loads(path.read_text())
     raw = json.dumps(columns).encode()
     run["workers"]["file"] = _name(raw)
@@ -196,7 +196,7 @@ def test_a_roster_that_is_none_is_damage(tmp_path: Path, columns: object) -> Non
 @pytest.mark.parametrize("members", [[[0, 72]], [[-1, 3]], [[5, 4]], [[0, 71], [0, 0]]])
 def test_members_that_no_roster_has_are_damage(tmp_path: Path, members: list[list[int]]) -> None:
     fleet_history(tmp_path, NODES, 1)
-    (path,) = (tmp_path / "nights").iterdir()
+    (path,) = (tmp_path / "runs").iterdir()
     run = json.loads(path.read_text())
     run["workers"]["cohorts"][0]["members"] = members
     path.write_text(json.dumps(run))

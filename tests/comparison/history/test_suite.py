@@ -183,4 +183,4 @@ def test_cases_in_sql(night: Suite, history: str) -> None:
     night({"a": "m", "b": "x"})
     text = 'SELECT "case" FROM workers WHERE len(drift) > 0'
     assert query(History(history), text) == [{"case": "b"}]
-    assert query(History(history), "SELECT cases FROM nights LIMIT 1")[0]["cases"].keys() == {"a", "b"}
+    assert query(History(history), "SELECT cases FROM runs LIMIT 1")[0]["cases"].keys() == {"a", "b"}

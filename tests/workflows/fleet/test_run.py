@@ -182,7 +182,7 @@ def test_inside_an_allocation(fleet: Fleet) -> None:
         (("--nodes", "n[1-2],gpu7"), "no such node"),
         (("--nodes", "n1", "--partition", "nowhere"), "no such partition"),
         (("--nodes", "n1", "--gpus", "8"), "Slurm refuses"),
-        ((), "which nodes?"),
+        ((), "--nodes is required outside a Slurm allocation"),
     ],
 )
 def test_refused_before_anything_starts(fleet: Fleet, arguments: tuple[str, ...], text: str) -> None:

@@ -4,7 +4,7 @@ Each is loaded alone first, then all of them into one model. After every step th
 are compared with their files, and results with those of the adapter alone: on one device they are the same program on
 the same numbers, so no bit may differ. What is computed, combined factors and merged weights, has a derived bound.
 
-All that needs is asked of PEFT's public functions, and a step that PEFT refuses is `skipped` with its reason. The model
+It uses PEFT's public functions alone, and a step that PEFT refuses is `skipped` with its reason. The model
 is left as it was: `worker/model/structure.py` puts back the modules that the stage found.
 """
 

@@ -13,7 +13,7 @@ from consistency.numerics.running_error import Arithmetic, Tracked
 
 
 def weight_of(by: Arithmetic, weight: float) -> Tracked:
-    """Return a weight as PEFT holds it: in float32, whatever it weighs."""
+    """Return the weight of an adapter, rounded to float32 as PEFT does."""
     return Tracked(value=np.asarray(weight), error=np.asarray(abs(weight) * UNIT_ROUNDOFF[torch.float32]), by=by)
 
 
