@@ -131,7 +131,7 @@ def allowed(most: int) -> int:
     except ValueError:
         factor = math.nan
     if not 0 < factor < math.inf:
-        raise UsageError(f"{READ_LIMIT} is no factor", got=given, wanted="a number above 0")
+        raise UsageError(f"{READ_LIMIT} is out of range", got=given, wanted="a number above 0")
     return int(most * factor)
 
 

@@ -47,11 +47,11 @@ def prepare_case(options: Options) -> Case:
 
 def _prepared(options: Options) -> Case:
     if options.adapters and options.adapter is not None:
-        raise UsageError("adapters with names and one without", where="--adapter", got=options.adapter)
+        raise UsageError("some adapters have names and one has none", where="--adapter", got=options.adapter)
     first = options.adapters[0].path if options.adapters else options.adapter
     base, adapter = resolve(options.base, first)
     if base is None:
-        raise UsageError("an adapter without a base", where="--base", wanted="the base's folder or hub id")
+        raise UsageError("--base is required with an adapter", where="--base", wanted="the base's folder or hub id")
     _check_soak(options)
     stages = _stages(options)
     _check_anything_is_checked(options, stages, has_adapter=adapter is not None)
@@ -129,7 +129,7 @@ def _check_anything_is_checked(options: Options, stages: Sequence[Stage], *, has
 
 def _check_soak(options: Options) -> None:
     if options.load and options.soak is None:
-        raise UsageError("a load without a soak", where="--load", wanted="--for with the time of the soak")
+        raise UsageError("there is no soak to load devices during", where="--load", wanted="--for with the time of the soak")
     if options.soak is not None and options.timeout is not None and options.timeout <= options.soak:
         raise UsageError(
             "a worker would be stopped during its soak", where="--timeout", got=f"{options.timeout:g} s",

@@ -80,7 +80,7 @@ def read_groups(parsed: argparse.Namespace) -> SiteGroups:
 def check_formats(parsed: argparse.Namespace) -> None:
     """Refuse two formats of what is printed."""
     if parsed.json and parsed.format not in (None, "json"):
-        raise UsageError("two formats of one output", where=f"--json and --format {parsed.format}", hint="give one")
+        raise UsageError("give one format", where=f"--json and --format {parsed.format}")
 
 
 def read_baseline(parsed: argparse.Namespace) -> Baseline | None:

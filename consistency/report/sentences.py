@@ -34,7 +34,7 @@ _FIGURES = {
 
 LEGEND = (
     *((kind, mark, meaning + _FIGURES.get(kind, "")) for kind, mark, meaning in key(("equal", "within"))),
-    ("rounding", "≤ 1.00", "in a half type one rounding alone may take that much"),
+    ("rounding", "≤ 1.00", "correct rounding alone may use the whole tolerance of a half type"),
     *(
         (kind, mark, meaning + _FIGURES.get(kind, ""))
         for kind, mark, meaning in key(("outside", "blocked", "flagged", "elsewhere", "none"))

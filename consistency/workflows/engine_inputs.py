@@ -21,7 +21,7 @@ def write_inputs(options: Options, path: Path, *, replace: bool = False) -> Requ
         The case cannot be used, or no inputs can be made for it.
     """
     if path.exists() and not replace:
-        raise CaptureError("a file is in the way", where=path, hint="choose another --out, or give --force")
+        raise CaptureError("the file exists", where=path, hint="choose another --out, or give --force")
     case = prepare_case(options)
     if not path.parent.is_dir():
         raise CaptureError("no such folder", where=path.parent)

@@ -164,7 +164,7 @@ def test_limits_are_raised_by_a_factor(tmp_path: Path, monkeypatch: pytest.Monke
     assert BoundedReader(None, 60).read(path) == bytes(100)
     for wrong in ("much", "0", "-1", "nan", "inf"):
         monkeypatch.setenv(READ_LIMIT, wrong)
-        with pytest.raises(UsageError, match="CONSISTENCY_READ_LIMIT is no factor"):
+        with pytest.raises(UsageError, match="CONSISTENCY_READ_LIMIT is out of range"):
             read_regular(path)
 
 

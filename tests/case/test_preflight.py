@@ -324,7 +324,7 @@ def test_an_adapter_without_weights_and_one_as_pickle_are_refused(tmp_path: Path
 
 
 def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="an adapter without a base"):
+    with pytest.raises(UsageError, match="--base is required with an adapter"):
         prepare_case(Options(adapter=str(make_adapter(tmp_path / "adapter"))))
 
 

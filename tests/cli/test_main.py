@@ -85,7 +85,7 @@ def test_tolerances_of_the_command_line_come_after_those_of_the_file(cli_here: C
 
 
 def test_adapter_without_base(cli_here: Cli, llama_adapter: Path) -> None:
-    refused(cli_here("run", "--adapter", llama_adapter), "an adapter without a base")
+    refused(cli_here("run", "--adapter", llama_adapter), "--base is required with an adapter")
 
 
 def test_adapter_without_weights(cli_here: Cli, copies: tuple[Path, Path]) -> None:
@@ -193,7 +193,7 @@ def test_rank_that_the_weights_do_not_have(cli_here: Cli, copies: tuple[Path, Pa
     [
         (("--devices", "cuda:99"), ("this machine has no device cuda:99",)),
         (("--devices", "cpu@sse9"), ("unknown variant of cpu: sse9",)),
-        (("--json", "--format", "text"), ("two formats of one output", "--json and --format text")),
+        (("--json", "--format", "text"), ("give one format", "--json and --format text")),
         (("--devices", "c p u"), ("not a device",)),
         (("--devices", ","), ("no device given",)),
         (("--stages", "base,merge"), ("unknown stage: merge", "base, adapter, merged, forward")),

@@ -92,7 +92,7 @@ def test_a_half_type_says_what_one_rounding_takes(dtype: str, said: bool) -> Non
     found = comparison([tensor([ALL], stage="merged", ratio=0.998, statuses=WITHIN, max_ulp=1)], dtype=dtype)
     assert "error/tolerance is 1.00 (merged" in sentence(found)
     assert (f"where one rounding to {dtype} alone may take 1.00)" in sentence(found)) is said
-    assert "≤ 1.00 in a half type one rounding alone may take that much" in printed(found)
+    assert "≤ 1.00 correct rounding alone may use the whole tolerance of a half type" in printed(found)
 
 
 def of_a_run() -> Comparison:

@@ -98,12 +98,12 @@ def test_a_suite_has_a_budget_for_every_case_and_the_reason_where_there_is_none(
     assert isinstance(found["contradiction"], UsageError)
     text = render_suite(suite.name, found)
     assert "missing: cannot be checked: no such folder for the base (nowhere)" in text
-    assert "contradiction: cannot be checked: a load without a soak (--load)" in text
+    assert "contradiction: cannot be checked: there is no soak to load devices during (--load)" in text
     assert text.count("consistency plan ·") == 2, "one line per case, and the largest case in full"
     table = suite_as_table(suite.name, found)
     whole = [table["cases"][name]["seconds"] for name in ("one", "two")]
     assert max(whole) < table["seconds"] < sum(whole), "workers are started once"
-    assert "a load without a soak" in table["cases"]["contradiction"]["refusal"]["what"]
+    assert "there is no soak to load devices during" in table["cases"]["contradiction"]["refusal"]["what"]
 
 
 def test_the_host_is_checked_in_the_first_case_that_can_be_planned() -> None:

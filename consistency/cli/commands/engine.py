@@ -29,7 +29,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _engine(parsed: argparse.Namespace) -> int:
     if parsed.outputs.exists() and not parsed.force:
-        raise CaptureError("a file is in the way", where=parsed.outputs, hint="choose another one, or give --force")
+        raise CaptureError("the file exists", where=parsed.outputs, hint="choose another one, or give --force")
     from consistency.worker.engines.answer import answer
     from consistency.worker.engines.engine import make_engine
 

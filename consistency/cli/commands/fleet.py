@@ -62,7 +62,7 @@ def _fleet(parsed: argparse.Namespace) -> int:
     check_formats(parsed)
     options = read_fleet_options(parsed)
     if parsed.out is None:
-        raise UsageError("a fleet needs a folder", where="--out", wanted="--out DIR, on a file system that nodes share")
+        raise UsageError("--out is required", wanted="--out DIR, a folder on a file system that all nodes share")
     if read_suite(parsed) is not None:
         raise UsageError("a fleet checks one case", got="a suite", hint="start a fleet for each case")
     words = [] if parsed.config is None else [str(parsed.config.resolve())]
@@ -88,7 +88,7 @@ def read_fleet_options(parsed: argparse.Namespace) -> FleetOptions:
     given = {option.attribute: getattr(parsed, f"fleet_{option.name}") for option in FLEET_OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     if "engine" not in given:
-        raise UsageError("what starts the captures?", where="--engine", wanted=" or ".join(ENGINES))
+        raise UsageError("--engine is required", wanted=" or ".join(ENGINES))
     if "node_timeout" in given:
         given["node_timeout"] = parse_duration(given["node_timeout"], where="--node-timeout")
     if "engine_args" in given:

@@ -31,7 +31,7 @@ def find_adapter_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]
     for text, labels in bases.items():
         yield Finding(
             kind=OTHER_BASE, severity="note", workers=tuple(labels),
-            message=f"adapter · adapter_config.json names another base: {text}; that the shapes fit is no proof",
+            message=f"adapter · adapter_config.json names another base: {text}; shapes that fit prove nothing",
         )  # fmt: skip
     for text, labels in fields.items():
         yield Finding(

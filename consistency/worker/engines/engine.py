@@ -61,7 +61,7 @@ def make_engine(name: str, device: str) -> Engine:
         There is none of that name, or what it needs is not installed.
     """
     if name not in ENGINES:
-        raise InputError(f"there is no adapter for an engine {name!r}", wanted="one of " + ", ".join(ENGINES),
+        raise InputError(f"no inference engine is known as {name!r}", wanted="one of " + ", ".join(ENGINES),
                          hint=did_you_mean(name, list(ENGINES)))  # fmt: skip
     engine: Engine = pkgutil.resolve_name(ENGINES[name])(device)
     return engine

@@ -97,7 +97,7 @@ def test_a_file_that_asks_for_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_name_that_no_engine_has_is_refused() -> None:
-    with pytest.raises(InputError, match="there is no adapter for an engine 'onnxruntim'"):
+    with pytest.raises(InputError, match="no inference engine is known as 'onnxruntim'"):
         make_engine("onnxruntim", "cpu")
 
 
