@@ -166,7 +166,7 @@ def test_the_readme_has_commands() -> None:
 
 
 @pytest.mark.process
-def test_the_test_of_the_page_on_pytest_runs_as_it_stands(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_in_the_page_on_pytest_runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     for _, block in _FENCE.findall(text_of("docs/pytest.md")):
         if named := re.match(r"# (pyproject\.toml|test_adapter\.py)\n", block):
