@@ -279,14 +279,13 @@ def collect(homes: Mapping[str, Path], notes: Notes) -> list[Checked]:
 
 def summary(found: Sequence[Checked], notes: Notes) -> dict[str, str]:
     """Return the generated parts of the page, without its figures: a line per model, and one model's rows."""
-    lines = [("model", "class", "cases", "no adapter", "findings", *STAGES, "names"), ("---",) * (6 + len(STAGES))]
+    lines = [("model", "family", "cases", "no adapter", "findings", *STAGES, "names"), ("---",) * (6 + len(STAGES))]
     for one in found:
         compared = (sum(not row.cells[at].startswith("no") for row in one.rows) for at in range(len(STAGES)))
         refused = len(list(cases(one.model))) - len(one.rows)
         wrong = sum(any("**" in cell for cell in row.cells) for row in one.rows)
-        kind = f"{MODELS[one.model].family}, `{MODELS[one.model].model}`"
         counts = map(str, (len(one.rows), refused, wrong, *compared))
-        lines.append((f"`{one.model}`", kind, *counts, names_digest(one.model)))
+        lines.append((f"`{one.model}`", MODELS[one.model].family, *counts, names_digest(one.model)))
     rest, own = Notes(), []
     for row in (row for one in found if one.model == EXAMPLE for row in one.rows if row.method in EXAMPLE_METHODS):
         own.append(replace(row, cells=tuple(_renumbered(cell, notes, rest) for cell in row.cells)))
