@@ -1,7 +1,8 @@
-"""Check every adapter that PEFT can save for the models of `benchmarks/zoo.py`, and write `docs/coverage.md`.
+"""Check every adapter that PEFT can save for the models of `benchmarks/zoo.py`, and summarize it in `docs/coverage.md`.
 
-    python -m benchmarks.coverage DIR              # make models and adapters, run the suites, print the page
+    python -m benchmarks.coverage DIR              # make models and adapters, run the suites, print the summary
     python -m benchmarks.coverage DIR --write      # the same, into docs/coverage.md
+    python -m benchmarks.coverage DIR --table coverage-table.md      # the table of all cases, which goes with a release
     python -m benchmarks.coverage DIR --models t5 --stages base,adapter,merged,forward
 
 Run from the root of the repository. `DIR/MODEL` gets the model, its adapters, `suite.toml`, and the
@@ -12,6 +13,7 @@ kernel variants. There is one suite per model, whose cases share the workers.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -20,8 +22,8 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,9 @@ STAGES = ("base", "adapter", "merged", "forward", "gradient")
 HALF = ("bfloat16", "float16")
 """Every method on the linear layers of the first model is checked in these dtypes too."""
 
+EXAMPLE, EXAMPLE_METHODS = "bert", ("ADALORA", "IA3", "LOHA", "LORA")
+"""The rows that the summary has in full: nothing is recomputed when these are loaded, so no kernel decides a cell."""
+
 TOOK = "took.json"
 
 _BAD = {"outside", "missing", "unexpected", "blocked"}
@@ -43,7 +48,7 @@ _BAD = {"outside", "missing", "unexpected", "blocked"}
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Row:
-    """One row of the page.
+    """One row of the table: what became of one case.
 
     Attributes
     ----------
@@ -66,6 +71,9 @@ class Notes:
 
     def of(self, text: str) -> str:
         return f"[{self.numbers.setdefault(text, len(self.numbers) + 1)}]"
+
+    def listed(self) -> str:
+        return "\n".join(f"{number}. {text}" for text, number in self.numbers.items())
 
     def expanded(self, cell: str) -> str:
         """Return a cell with the sentences in the place of their numbers."""
@@ -202,7 +210,7 @@ def _joined(lines: Iterable[Iterable[str]]) -> str:
 
 
 def listed(page: str) -> set[tuple[str, str, str, str]]:
-    """Return model, layer, method and dtype of every row of a page; dtype is empty where PEFT makes no adapter."""
+    """Return model, layer, method and dtype of every row of a table; dtype is empty where PEFT makes no adapter."""
     return {row for row, _ in _lines(page)}
 
 
@@ -232,29 +240,91 @@ def _lines(page: str) -> Iterator[tuple[tuple[str, str, str, str], tuple[str, ..
             yield (of, layer, name.strip("`"), dtype), tuple(cells[3:])
 
 
-def page(homes: Mapping[str, Path]) -> dict[str, str]:
-    """Make the generated parts of the page."""
-    notes, parts, verdicts, took = Notes(), [], Counter[str](), Counter[str]()
-    count = 0
-    for model, home in homes.items():
-        found = list(rows(home, model, notes))
-        count += len(found)
-        names = {case_name(*case) for case in cases(model)}
-        suite = json.loads((home / "out" / "suite.json").read_text(encoding="utf-8"))
-        verdicts.update(case["verdict"] for case in suite["cases"] if case["name"] in names)
-        took.update(json.loads((home / TOOK).read_text(encoding="utf-8")))
-        tiny = MODELS[model]
-        parts.append(f"### `{model}`: {tiny.family}, `{tiny.model}`\n\n{table_of_rows(found)}")
-    refused = {model: json.loads((home / "refused.json").read_text()) for model, home in homes.items()}
-    return {
-        "figures": figures(homes, count, verdicts, took),
-        "rows": "\n\n".join(parts),
-        "notes": "\n".join(f"{number}. {text}" for text, number in notes.numbers.items()),
-        "refused": table_of_refused(refused),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What became of every case of a model.
+
+    Attributes
+    ----------
+    rows : tuple of Row
+        Of the cases that were run.
+    refused : mapping of str to str
+        PEFT's answer to each combination of which it makes no adapter, by the folder's name.
+    """
+
+    model: str
+    rows: tuple[Row, ...]
+    refused: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        """Refuse to leave out a case, or to count one that no longer exists."""
+        ran = {(row.layer, row.method, row.dtype) for row in self.rows}
+        every = {(one.layer, one.name, dtype): one.folder for one, dtype in cases(self.model)}
+        expected = {case for case, folder in every.items() if folder not in self.refused}
+        if ran != expected or len(self.rows) != len(ran) or not set(self.refused) <= set(every.values()):
+            raise ValueError(f"{self.model}: cases without a row, or rows without a case: {sorted(ran ^ expected)}")
 
 
-def figures(homes: Collection[str], count: int, verdicts: Mapping[str, int], took: Mapping[str, float]) -> str:
+def collect(homes: Mapping[str, Path], notes: Notes) -> list[Checked]:
+    """Read what the suites of the models left."""
+    return [
+        Checked(
+            model=model,
+            rows=tuple(rows(home, model, notes)),
+            refused=json.loads((home / "refused.json").read_text(encoding="utf-8")),
+        )
+        for model, home in homes.items()
+    ]
+
+
+def summary(found: Sequence[Checked], notes: Notes) -> dict[str, str]:
+    """Return the generated parts of the page, without its figures: a line per model, and one model's rows."""
+    lines = [("model", "family", "cases", "no adapter", "findings", *STAGES, "names"), ("---",) * (6 + len(STAGES))]
+    for one in found:
+        compared = (sum(not row.cells[at].startswith("no") for row in one.rows) for at in range(len(STAGES)))
+        refused = len(list(cases(one.model))) - len(one.rows)
+        wrong = sum(any("**" in cell for cell in row.cells) for row in one.rows)
+        counts = map(str, (len(one.rows), refused, wrong, *compared))
+        lines.append((f"`{one.model}`", MODELS[one.model].family, *counts, names_digest(one.model)))
+    rest, own = Notes(), []
+    for row in (row for one in found if one.model == EXAMPLE for row in one.rows if row.method in EXAMPLE_METHODS):
+        own.append(replace(row, cells=tuple(_renumbered(cell, notes, rest) for cell in row.cells)))
+    parts = {"models": _joined(lines)}
+    if own:
+        parts["example"] = f"{heading(EXAMPLE)}\n\n{table_of_rows(own)}\n\n{rest.listed()}".rstrip()
+    return parts
+
+
+def table(found: Sequence[Checked], notes: Notes, said: str) -> str:
+    """Return the table of all cases, with the notes and what PEFT does not make."""
+    parts = ["# Coverage: every case", said, "## Cases"]
+    parts += [f"{heading(one.model)}\n\n{table_of_rows(one.rows)}" for one in found]
+    refused = table_of_refused({one.model: one.refused for one in found})
+    return "\n\n".join([*parts, "## Notes", notes.listed(), "## What PEFT does not make", refused]) + "\n"
+
+
+def heading(model: str) -> str:
+    return f"### `{model}`: {MODELS[model].family}, `{MODELS[model].model}`"
+
+
+def names_digest(model: str) -> str:
+    """Return what identifies the list of a model's cases, those included of which PEFT makes no adapter."""
+    names = sorted(f"{one.layer} {one.name} {dtype}" for one, dtype in cases(model))
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
+
+
+def counted(page: str) -> dict[str, tuple[int, int, str]]:
+    """Return of each model on a summary: cases that were run, cases without an adapter, the digest of the names."""
+    line = re.compile(r"^\| `(\w+)` \| [^|]+ \| (\d+) \| (\d+) \|.* ([0-9a-f]{8}) \|$", re.MULTILINE)
+    return {model: (int(ran), int(refused), names) for model, ran, refused, names in line.findall(page)}
+
+
+def _renumbered(cell: str, notes: Notes, rest: Notes) -> str:
+    texts = {f"[{number}]": text for text, number in notes.numbers.items()}
+    return " ".join(rest.of(texts[word]) if word in texts else word for word in cell.split())
+
+
+def figures(homes: Mapping[str, Path], count: int) -> str:
     """Return the sentences about the run as a whole."""
     import peft
     import torch
@@ -263,11 +333,17 @@ def figures(homes: Collection[str], count: int, verdicts: Mapping[str, int], too
     from consistency.devices.discovery import cpu_info
 
     device = cpu_info()
+    verdicts, took = Counter[str](), Counter[str]()
+    for model, home in homes.items():
+        names = {case_name(*case) for case in cases(model)}
+        suite = json.loads((home / "out" / "suite.json").read_text(encoding="utf-8"))
+        verdicts.update(case["verdict"] for case in suite["cases"] if case["name"] in names)
+        took.update(json.loads((home / TOOK).read_text(encoding="utf-8")))
     said = ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items(), key=lambda one: -one[1]))
     rest = [f"`{model}`" for model in MODELS if model not in homes]
     left = f" Not run: {', '.join(rest)}." if rest else ""
     return (
-        f"{count} combinations on {', '.join(DEVICES)}: {said}. {took['wall']:.0f} s in all, "
+        f"{count} cases on {', '.join(DEVICES)}: {said}. {took['wall']:.0f} s in all, "
         f"{took['processor']:.0f} s of processor time with all workers. {device.model}, {device.architecture}, "
         f"{os.cpu_count()} cores; torch {torch.__version__}, transformers {transformers.__version__}, "
         f"peft {peft.__version__}.{left}"
@@ -280,7 +356,8 @@ def main() -> None:
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS), help="some of the models")
     parser.add_argument("--stages", type=lambda text: text.split(","), default=list(STAGES))
     parser.add_argument("--again", action="store_true", help="run again what the folder has reports of")
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"put the summary into {PAGE.name}")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table of all cases to this file")
     given = parser.parse_args()
     zoo.quiet()
     homes = {model: given.folder.resolve() / model for model in given.models}
@@ -293,7 +370,12 @@ def main() -> None:
             took = {"wall": time.monotonic() - began, "processor": _of_children() - before, "status": status}
             (home / TOOK).write_text(json.dumps(took), encoding="utf-8")
             print(f"{model}: {took}", file=sys.stderr, flush=True)
-    show(page(homes), PAGE, write=given.write)
+    notes = Notes()
+    found = collect(homes, notes)
+    said = figures(homes, sum(len(one.rows) for one in found))
+    if given.table is not None:
+        given.table.write_text(table(found, notes, said), encoding="utf-8")
+    show({"figures": said, **summary(found, notes)}, PAGE, write=given.write)
 
 
 def _of_children() -> float:

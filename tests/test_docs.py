@@ -166,9 +166,9 @@ def test_the_readme_has_commands() -> None:
 
 
 @pytest.mark.process
-def test_the_readmes_test_runs_as_it_stands(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_in_the_page_on_pytest_runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    for _, block in _FENCE.findall(text_of("README.md")):
+    for _, block in _FENCE.findall(text_of("docs/pytest.md")):
         if named := re.match(r"# (pyproject\.toml|test_adapter\.py)\n", block):
             (pytester.path / named[1]).write_text(block, encoding="utf-8")
     assert {path.name for path in pytester.path.iterdir()} == {"pyproject.toml", "test_adapter.py"}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,13 @@ def test_every_fault_is_a_function_that_plants_it() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_the_readme_counts_them() -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    assert f" {len(FAULTS)}" in readme
-    assert f"{len(HERE)} of {len(HERE)} planted faults" in readme
+def test_the_documents_count_them() -> None:
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "own-model.md").read_text(encoding="utf-8")
+    assert f"one of {len(FAULTS)} faults" in page
+    assert f"{len(HERE)} of {len(HERE)} planted faults" in page
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"(\d+) of \d+ planted faults", readme)) <= {str(len(HERE))}
 
 
 def errors(comparison: Comparison) -> list[Finding]:

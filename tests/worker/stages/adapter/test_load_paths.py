@@ -109,7 +109,7 @@ def test_the_model_is_what_it_was(taken: Taken) -> None:
 
 
 def test_peft_casts_through_the_dtype_of_the_base_with_low_cpu_mem_usage_alone(taken: Taken) -> None:
-    """Settled by a run, see docs/upstream.md: what reads as float32 holds bfloat16's values."""
+    """Settled by a run, see docs/upstream-peft.md: what reads as float32 holds bfloat16's values."""
     for load_path in (LoadPath.ISOLATED, *SIDES):
         here = [r for r in taken[0] if r.rule == "bitwise" and (r.load_path or "isolated") == load_path]
         through = {r.evidence.get(CAST_ON_THE_WAY) for r in here}
