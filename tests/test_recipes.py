@@ -92,10 +92,10 @@ def test_a_word_is_recognized(extended: Path) -> None:
     code = (
         "import torch; from consistency.numerics.diagnosis_moved import diagnose_moved; "
         "from consistency.numerics.distance import measure; x = torch.arange(1.0, 9.0); "
-        "print(diagnose_moved(-x, x, measure(-x, x)).word)"
+        "y = x.flip(0); print(diagnose_moved(y, x, measure(y, x)).word)"
     )
     done = run(extended, "-c", code)
-    assert done.stdout.strip() == "negated", done.stderr
+    assert done.stdout.strip() == "reversed", done.stderr
 
 
 def test_a_backend_is_known(extended: Path) -> None:
@@ -140,4 +140,4 @@ def test_a_format_is_written(extended: Path) -> None:
 def test_a_fault_is_found(extended: Path) -> None:
     done = run(extended, "-m", "consistency", *commands("A planted fault")[0])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "base-negated" in done.stdout
+    assert "base-reversed" in done.stdout
