@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import tomllib
@@ -11,11 +12,15 @@ from pathlib import Path
 import pytest
 
 from consistency.capture.version import __version__
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Edge
 from consistency.case.reading import read_options
+from consistency.case.stages import LEVELS, SPECS, Level, Stage, run_order
 from consistency.case.suite import gather_suite
 from consistency.cli.main import build_parser
 from consistency.errors import UsageError
+from consistency.numerics.rules import FALSE_ALARM, HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, error_factor
+from consistency.worker.stages.operators.table import operations
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -29,6 +34,23 @@ DOCUMENTS = (
 OUTSIDE = {"my_wrapper.py", "test_adapter.py"}
 """What a document asks its reader to write."""
 
+GENERATED = {
+    "docs/blind-spots.md",
+    "docs/coverage.md",
+    "docs/faults-by-architecture.md",
+    "docs/faults-by-method.md",
+    "docs/sensitivity.md",
+}
+"""Pages that a benchmark writes, as long as what it finds."""
+
+STILL_LONG = {"docs/cases.md", "docs/fleet.md", "docs/nightly.md", "docs/performance.md", "docs/upstream.md"}
+"""Pages that are to be split: each leaves this set once it is short enough."""
+
+MOST_LINES = 250
+
+FOREIGN_WORDS = re.compile(r"\b(?:roads?|boxes|nights|mend(?:s|ed|ing)?)\b")
+"""Words of early drafts for a load path, hosts, runs and a fix."""
+
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -39,6 +61,11 @@ _SEPARATORS = {"|", "||", "&&", ";", ">", "2>&1", "#"}
 
 def text_of(document: str) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
+
+
+def prose_of(document: str) -> str:
+    """Return the text of a document without its code blocks and code spans."""
+    return _SPAN.sub("", _FENCE.sub("", text_of(document)))
 
 
 def anchors(text: str) -> set[str]:
@@ -125,7 +152,7 @@ def test_links_and_files_exist(document: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_parse(document: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of(document)
-    if document == "docs/extending.md":  # its recipes add what they use; `test_recipes.py` runs them
+    if document.startswith("docs/extending"):  # the recipes add what they use; `test_recipes.py` runs them
         text = re.sub(r"^\$ .*$", "", text, flags=re.MULTILINE)
     problems = {shlex.join(words): why for words in commands(text) if (why := refused(words)) is not None}
     assert problems == {}
@@ -144,6 +171,58 @@ def test_option_files_and_pytest_options_are_known(document: str, tmp_path: Path
             read_options(path)
     for name in re.findall(r"--consistency-[a-z-]*[a-z]", text):
         pytestconfig.getoption(name)
+
+
+def test_a_page_is_read_in_one_sitting() -> None:
+    pages = [document for document in DOCUMENTS if document.startswith("docs/")]
+    long = {document for document in pages if len(text_of(document).splitlines()) > MOST_LINES}
+    assert long - GENERATED - STILL_LONG == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_thing_has_one_word(document: str) -> None:
+    assert FOREIGN_WORDS.findall(prose_of(document)) == []
+
+
+def rows_of(document: str, section: str) -> list[list[str]]:
+    """Return the cells of the tables of a section, heads and rules left out."""
+    (text,) = re.findall(rf"^#+ {re.escape(section)}\n(.*?)(?=^#|\Z)", text_of(document), re.MULTILINE | re.DOTALL)
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rules = {place for place, line in enumerate(lines) if not line.strip("|-")}
+    kept = (line for place, line in enumerate(lines) if not {place, place + 1} & rules)
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in kept]
+
+
+def test_the_stages_are_those_of_the_code() -> None:
+    rows = rows_of("docs/stages.md", "Stages")
+    by_name = {name: row for row in rows if (name := row[0].split("`")[1])}
+    order = [spec.stage for spec in run_order(Stage, sees_others=False)]
+    assert list(by_name) == [*order, *Level]
+    for stage, spec in SPECS.items():
+        first = spec.levels[0] if spec.levels else "–"
+        assert by_name[stage][3].partition(",")[0] == first
+        assert str(spec.rule) in by_name[stage][2]
+    for level, plan in LEVELS.items():
+        _, inputs, again, safe, runs, _ = by_name[level]
+        assert inputs == f"{plan.sequences} × {plan.tokens}"
+        assert again.startswith("over NaN") == plan.reload
+        assert not plan.sides or str(len(plan.sides)) in again
+        assert (safe, runs) == ("yes" if plan.safe_merge else "no", str(plan.repeat))
+    counts = [len(operations(level)) for level in (Level.STANDARD, Level.THOROUGH, Level.QUICK)]
+    figures = "{} operations on NumPy-generated inputs ({} at `thorough`, {} at `quick`)"
+    assert figures.format(*counts) in text_of("docs/stages.md")
+
+
+def test_the_figures_of_tolerances_are_those_of_the_code() -> None:
+    units, subnormals = rows_of("docs/tolerances.md", "Unit roundoff")
+    exponents = [int(re.findall(r"-(\d+)", cell)[0]) for cell in units[1:]]
+    assert [2.0**-n for n in exponents] == list(UNIT_ROUNDOFF.values())
+    least = [2.0 ** -int(re.findall(r"-(\d+)", cell)[0]) for cell in subnormals[1:]]
+    assert least == list(HALF_SMALLEST_SUBNORMAL.values())
+    for n, m, factor in rows_of("docs/tolerances.md", "The factor"):
+        assert f"{error_factor(int(n.split()[0]), int(m.split()[0])):.1f}" == factor
+    assert f"10^{{{math.log10(FALSE_ALARM):.0f}}}" in text_of("docs/tolerances.md")
+    assert f"There are {len(LoadPath)}." in text_of("docs/load-paths.md")
 
 
 def test_mistakes_are_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""The recipes of `docs/extending.md` work as they stand: applied to a copy of the package, each thing is there."""
+"""The recipes of `docs/extending*.md` work as they stand: applied to a copy of the package, each thing is there."""
 
 from __future__ import annotations
 
@@ -14,21 +14,28 @@ import pytest
 pytestmark = pytest.mark.process
 
 HERE = Path(__file__).parents[1]
-PAGE = HERE / "docs" / "extending.md"
+PAGES = sorted((HERE / "docs").glob("extending*.md"))
 
 _BLOCK = re.compile(r"^```(python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_HEADING = re.compile(r"^## (.+)\n", re.MULTILINE)
 _PLACE = re.compile(r"# (?P<file>[\w/]+\.py)(?:, (?:after `(?P<after>.+)`|(?P<end>at the end)))?\n")
+
+
+def recipes() -> dict[str, str]:
+    """Return the text of each recipe of all pages, by its heading."""
+    parts = [part for page in PAGES for part in _HEADING.split(page.read_text(encoding="utf-8"))[1:]]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def blocks() -> list[tuple[re.Match[str], str]]:
     """Return the blocks that say where they go, each with the text to put there."""
-    found = [block for kind, block in _BLOCK.findall(PAGE.read_text(encoding="utf-8")) if kind]
+    found = [block for text in recipes().values() for kind, block in _BLOCK.findall(text) if kind]
     return [(place, block[place.end() :]) for block in found if (place := _PLACE.match(block))]
 
 
-def commands() -> list[list[str]]:
+def commands(recipe: str) -> list[list[str]]:
     """Return the words of each command of a recipe."""
-    found = [block for kind, block in _BLOCK.findall(PAGE.read_text(encoding="utf-8")) if not kind]
+    found = [block for kind, block in _BLOCK.findall(recipes()[recipe]) if not kind]
     return [line.removeprefix("$ consistency ").split() for block in found for line in block.splitlines()]
 
 
@@ -61,13 +68,21 @@ def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_recipe_is_here() -> None:
+    assert [page.name for page in PAGES] == ["extending-engines.md", "extending.md"]
     files = [place["file"] for place, _ in blocks()]
     assert len(files) == 15
-    assert [words[0] for words in commands()] == ["run", "run", "inputs", "engine", "run", "drill"]
+    run = {recipe: [words[0] for words in commands(recipe)] for recipe in recipes()}
+    assert {recipe: words for recipe, words in run.items() if words} == {
+        "A stage": ["run"],
+        "A device backend": ["run"],
+        "An inference engine": ["inputs", "engine"],
+        "A report format": ["run"],
+        "A planted fault": ["drill"],
+    }
 
 
 def test_a_stage_runs(extended: Path) -> None:
-    done = run(extended, "-m", "consistency", *commands()[0])
+    done = run(extended, "-m", "consistency", *commands("A stage")[0])
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^ +finite$", done.stdout, re.MULTILINE)
     assert "CONSISTENT" in done.stdout
@@ -77,14 +92,14 @@ def test_a_word_is_recognized(extended: Path) -> None:
     code = (
         "import torch; from consistency.numerics.diagnosis_moved import diagnose_moved; "
         "from consistency.numerics.distance import measure; x = torch.arange(1.0, 9.0); "
-        "print(diagnose_moved(-x, x, measure(-x, x)).word)"
+        "y = x.flip(0); print(diagnose_moved(y, x, measure(y, x)).word)"
     )
     done = run(extended, "-c", code)
-    assert done.stdout.strip() == "negated", done.stderr
+    assert done.stdout.strip() == "reversed", done.stderr
 
 
 def test_a_backend_is_known(extended: Path) -> None:
-    done = run(extended, "-m", "consistency", *commands()[1])
+    done = run(extended, "-m", "consistency", *commands("A device backend")[0])
     assert done.returncode == 2, done.stdout + done.stderr
     assert "hpu" in done.stderr
     done = run(extended, "-c", "from consistency.devices.backends import mask_variables as f; print(sorted(f()))")
@@ -105,7 +120,7 @@ def test_an_engine_runs_a_case(extended: Path) -> None:
 
 
 def test_an_inference_engine_is_judged(extended: Path) -> None:
-    for words in commands()[2:4]:
+    for words in commands("An inference engine"):
         done = run(extended, "-m", "consistency", *words)
         assert done.returncode == 0, done.stdout + done.stderr
     words = ["run", "--base", "builtin:llama", "--devices", "cpu", "--stages", "forward"]
@@ -115,14 +130,14 @@ def test_an_inference_engine_is_judged(extended: Path) -> None:
 
 
 def test_a_format_is_written(extended: Path) -> None:
-    done = run(extended, "-m", "consistency", *commands()[4])
+    done = run(extended, "-m", "consistency", *commands("A report format")[0])
     assert done.returncode == 0, done.stderr
     assert (extended / "run-1" / "names.txt").read_text() == ""
-    again = run(extended, "-m", "consistency", *commands()[4])
+    again = run(extended, "-m", "consistency", *commands("A report format")[0])
     assert again.returncode == 2, "the file is in the way, as those of the other formats"
 
 
 def test_a_fault_is_found(extended: Path) -> None:
-    done = run(extended, "-m", "consistency", *commands()[5])
+    done = run(extended, "-m", "consistency", *commands("A planted fault")[0])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "base-negated" in done.stdout
+    assert "base-reversed" in done.stdout
