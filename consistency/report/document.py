@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from consistency.comparison.result import PLANTED, Finding
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteVerdict
 from consistency.report.sentences import CellText
 
@@ -170,12 +171,12 @@ class Document:
     def notes(self) -> list[Entry]:
         """Return the notes, that of a planted fault first: a drill must not be mistaken for a real fault."""
         notes = [entry for entry in self.entries if entry.finding.severity == "note"]
-        return sorted(notes, key=lambda entry: entry.finding.kind != PLANTED)
+        return sorted(notes, key=lambda entry: entry.finding.kind != FindingKind.PLANTED)
 
     @property
     def drill(self) -> str:
         """Return the messages of planted faults, in one line."""
-        return "; ".join(entry.finding.message for entry in self.entries if entry.finding.kind == PLANTED)
+        return "; ".join(entry.finding.message for entry in self.entries if entry.finding.kind == FindingKind.PLANTED)
 
 
 def numbered(findings: Sequence[Finding]) -> tuple[Entry, ...]:
