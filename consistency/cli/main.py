@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "baseline": ("baseline",),
     "status": ("status",),
     "bisect": ("bisect",),
+    "explain": ("explain",),
     "completion": ("completion",),
 }
 """Modules of `commands/`, and the commands that each adds. A module imports what it needs when its command is run."""
