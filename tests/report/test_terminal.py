@@ -285,3 +285,20 @@ def test_a_pipe_is_as_wide_as_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch)
     assert make_console(io.StringIO()).width == PIPE_WIDTH
     monkeypatch.setenv("COLUMNS", "90")
     assert make_console(io.StringIO()).width == 90
+
+
+def test_the_kinds_of_findings_can_be_looked_up() -> None:
+    text = printed(faulty())
+    assert text.count("\n  what this means, what causes it, and what to do: consistency explain zeros\n") == 1
+    assert "consistency explain" not in printed(comparison([tensor([ALL])]))
+
+
+def test_a_kind_that_is_unknown_here_is_not_offered() -> None:
+    findings = tuple(Finding(kind=kind, severity="error", message="m") for kind in ("of-a-stranger", "drift", "zeros"))
+    text = printed(msgspec.structs.replace(faulty(), findings=findings))
+    assert "consistency explain drift zeros\n" in text
+
+
+def test_without_the_command_it_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consistency.report.document.is_there", lambda _: False)
+    assert "consistency explain" not in printed(faulty())
