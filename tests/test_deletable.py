@@ -39,6 +39,7 @@ FEATURES = {
     "soak": ("worker/soak",),
     "wrappers": ("worker/wrapper_check", "worker/stages/wrapping.py"),
     "explaining words": ("cli/glossary", "cli/commands/explain.py"),
+    "the environment of an issue": ("workflows/host_environment.py", "cli/commands/env.py"),
     "monitoring": ("report/status", "cli/commands/status.py"),
     "the pytest plugin": ("pytest_plugin",),
 }  # fmt: skip

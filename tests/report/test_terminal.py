@@ -215,6 +215,7 @@ def test_a_failing_run_ends_with_the_verdict_and_the_first_findings() -> None:
         "INCONSISTENT   message 0 (and 4 other findings)",
         "1  message 0", "next: command 0", "2  message 1", "next: command 1", "3  message 2", "next: command 2",
         "and 2 more findings; details above, and in run-1/report.md and report.html",
+        "what this means, what causes it, and what to do: consistency explain zeros",
     ]  # fmt: skip
     assert printed(comparison([tensor([ALL])])).count("CONSISTENT") == 1
 
