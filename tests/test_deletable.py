@@ -32,11 +32,14 @@ FEATURES = {
     "history and baseline": (
         "comparison/history", "report/history.py", "report/history_changes.py", "report/history_classes.py",
         "report/history_page.py", "report/history_table.py", "cli/commands/history.py", "cli/commands/baseline.py",
+        "cli/glossary/history_changes.py",
     ),
     "reproducing": ("workflows/reproduce", "cli/commands/reproduce.py"),
     "bisecting": ("workflows/bisect.py", "workflows/candidates.py", "cli/commands/bisect.py"),
     "soak": ("worker/soak",),
     "wrappers": ("worker/wrapper_check", "worker/stages/wrapping.py"),
+    "explaining words": ("cli/glossary", "cli/commands/explain.py"),
+    "the environment of an issue": ("workflows/host_environment.py", "cli/commands/env.py"),
     "monitoring": ("report/status", "cli/commands/status.py"),
     "the pytest plugin": ("pytest_plugin",),
 }  # fmt: skip

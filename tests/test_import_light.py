@@ -46,6 +46,7 @@ LIGHT = {
         "    assert not error.code"
     ),
     "devices": "from consistency.cli.main import main\nassert main(['devices']) == 0",
+    "explaining": "from consistency.cli.main import main\nassert main(['explain']) == main(['explain', 'zeros']) == 0",
     "preflight": (
         "from consistency import Options\n"
         "from consistency.pytest_plugin.item_names import places\n"

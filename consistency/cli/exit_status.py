@@ -42,6 +42,8 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "engine": {0: "written", **BAD_USE},
     "history": {0: "printed, written or removed, whatever the verdicts are", **BAD_USE},
     "baseline": {0: "written", **BAD_USE},
+    "explain": {0: "explained", **BAD_USE},
+    "env": {0: "printed", **BAD_USE},
     "completion": {0: "printed", **BAD_USE},
 }
 """By command. Those of Nagios and NHC are in the help of `status --format`."""

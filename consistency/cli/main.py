@@ -36,6 +36,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "baseline": ("baseline",),
     "status": ("status",),
     "bisect": ("bisect",),
+    "explain": ("explain",),
+    "env": ("env",),
     "completion": ("completion",),
 }
 """Modules of `commands/`, and the commands that each adds. A module imports what it needs when its command is run."""

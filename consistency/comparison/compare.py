@@ -15,7 +15,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.collect import find
-from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import mergings
 from consistency.comparison.outcomes import Status, Workers
 from consistency.comparison.records import Key, tables_of
@@ -186,7 +186,7 @@ def _is_incomplete(
     workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison], findings: Sequence[Finding]
 ) -> bool:
     lost = any(worker.info.status != "ok" for worker in workers)
-    lost = lost or any(finding.kind == NOTHING_COMPARED for finding in findings)
+    lost = lost or any(finding.kind == FindingKind.NOTHING_COMPARED for finding in findings)
     return lost or not tensors or any(row.status == "blocked" for tensor in tensors for row in tensor.outcomes)
 
 

@@ -10,6 +10,7 @@ import msgspec
 from consistency.capture import origin
 from consistency.capture.records import WorkerFacts
 from consistency.case.tolerance import Override
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import Merging
 from consistency.comparison.outcomes import NO_DIFFERENCE as NO_DIFFERENCE
 from consistency.comparison.outcomes import Outcome as Outcome
@@ -19,30 +20,6 @@ from consistency.devices.host.facts import HostFacts
 
 Verdict = Literal["consistent", "inconsistent", "incomplete"]
 Severity = Literal["error", "warning", "note"]
-
-ENVIRONMENT = "environment"
-"""Kind of the finding that software differs between workers."""
-
-LOST_NODE = "lost-node"
-"""Kind of the finding that nodes of a fleet have no capture that can be compared; its details are their names."""
-
-UNWRITTEN = "unwritten"
-"""Kind of the finding that something of the result cannot be written, as on a full disk: no verdict depends on it."""
-
-GONE_DEVICE = "gone-device"
-"""Kind of the finding that a host no longer has an accelerator that an earlier run had."""
-
-DRIFT = "drift"
-"""Kind of the finding that a device's bits differ from those of earlier runs."""
-
-PLANTED = "planted"
-"""Kind of the finding that a fault was planted on purpose."""
-
-NOT_REPEATABLE = "not-repeatable"
-"""Kind of the finding that the same computation gave different bits on the same device."""
-
-SKIPPED = "skipped"
-"""Kind of the note that checks of a stage were skipped, with the reason."""
 
 _WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
 
@@ -300,12 +277,14 @@ def with_provenance(comparison: Comparison, elapsed_s: float | None = None) -> C
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings in report order: different software first, as it may explain the rest, then by severity."""
-    return tuple(sorted(findings, key=lambda f: (f.kind != ENVIRONMENT or f.severity == "note", _WEIGHT[f.severity])))
+    return tuple(
+        sorted(findings, key=lambda f: (f.kind != FindingKind.ENVIRONMENT or f.severity == "note", _WEIGHT[f.severity]))
+    )
 
 
 def with_unwritten(comparison: Comparison, texts: Iterable[str]) -> Comparison:
     """Return a comparison with a warning for each file, or other part of the result, that cannot be written."""
-    warnings = [Finding(kind=UNWRITTEN, severity="warning", message=text) for text in texts]
+    warnings = [Finding(kind=FindingKind.UNWRITTEN, severity="warning", message=text) for text in texts]
     return with_findings(comparison, [*comparison.findings, *warnings]) if warnings else comparison
 
 

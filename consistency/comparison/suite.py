@@ -15,15 +15,13 @@ import msgspec
 
 from consistency.capture.wording import counted, listed
 from consistency.case.case import CHECKED_IN
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import Merging
-from consistency.comparison.result import PLANTED, Finding, Severity, Status, Verdict, WorkerSummary
+from consistency.comparison.result import Finding, Severity, Status, Verdict, WorkerSummary
 from consistency.numerics.real import Real
 
 SuiteVerdict = Verdict | Literal["unchecked"]
 """`unchecked`: the input of a case could not be used, and nothing worse was found."""
-
-UNCHECKED = "unchecked"
-"""Kind of the finding that the input of a case cannot be used; it stands in no report of a case."""
 
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 _WORST_FIRST: tuple[SuiteVerdict, ...] = ("incomplete", "inconsistent", "unchecked", "consistent")
@@ -191,7 +189,7 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def planted(self) -> tuple[str, ...]:
         """Return the faults that were planted on purpose, a text for each."""
-        found = (f.message for case in self.cases for f in case.findings if f.kind == PLANTED)
+        found = (f.message for case in self.cases for f in case.findings if f.kind == FindingKind.PLANTED)
         return tuple(dict.fromkeys(text.removesuffix(" on purpose") for text in found))
 
     @property
@@ -259,11 +257,13 @@ def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
         fields = msgspec.structs.asdict(first) | {"message": f"{where} · {message}", "general": None}
         found.append(SuiteFinding(**fields, cases=names, numbers=tuple(number for _, number, _ in members)))
     # what was not checked at all comes after what was found: --fail-fast leaves out most cases
-    return tuple(sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), f.kind == UNCHECKED, -len(f.cases))))
+    return tuple(
+        sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), f.kind == FindingKind.UNCHECKED, -len(f.cases)))
+    )
 
 
 def _of_error(case: CaseResult) -> tuple[Finding, ...]:
     if case.error is None:
         return ()
     message, detail = f"could not be checked: {case.headline}", tuple(case.error.splitlines()[1:])
-    return (Finding(kind=UNCHECKED, severity="error", message=message, detail=detail),)
+    return (Finding(kind=FindingKind.UNCHECKED, severity="error", message=message, detail=detail),)

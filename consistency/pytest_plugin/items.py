@@ -18,7 +18,8 @@ from _pytest._code.code import (
 from consistency.case.load_path import LoadPath, is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
-from consistency.comparison.result import BAD, DRIFT, Comparison, Finding, Outcome, TensorComparison
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
 from consistency.errors import did_you_mean
 from consistency.launch.plan import WorkerPlan
 from consistency.numerics.words import Word
@@ -30,7 +31,12 @@ from consistency.report.summary import class_text
 from consistency.text import clean, one_line
 
 _ROOT = "consistency"
-_RUN_KINDS = frozenset({DRIFT, "not-repeatable", "same-model", "inputs", "damaged-capture"})
+_RUN_KINDS = frozenset(
+    {
+        FindingKind.DRIFT, FindingKind.NOT_REPEATABLE, FindingKind.SAME_MODEL, FindingKind.INPUTS,
+        FindingKind.DAMAGED_CAPTURE,
+    }
+)  # fmt: skip
 
 
 class MismatchError(Exception):

@@ -184,9 +184,9 @@ class Writer:
         elif finding.next:
             self.line(f"next: {finding.next}", indent=5)
 
-    def step(self, text: str) -> None:
+    def step(self, text: str, *, indent: int = 5) -> None:
         """Write a command on one line, however long: pasted, a part of it would run alone."""
-        self.console.print(self.text(f"     {one_line(text)}"), soft_wrap=True)
+        self.console.print(self.text(f"{' ' * indent}{one_line(text)}"), soft_wrap=True)
 
     def notes(self, findings: Iterable[Finding]) -> None:
         for finding in findings:

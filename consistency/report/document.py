@@ -9,9 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from consistency.comparison.result import PLANTED, Finding
+from consistency.capture.engine_causes import Cause
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteVerdict
+from consistency.numerics.words import Word
+from consistency.optional import is_there
 from consistency.report.sentences import CellText
+
+EXPLAINED = "what this means, what causes it, and what to do"
+"""What the command below the findings prints."""
+
+_EXPLAIN = "consistency.cli.commands.explain"
+_EXPLAINED: frozenset[str] = frozenset({*Word, *FindingKind, *Cause})  # a stranger's report may have other kinds
+_MOST_EXPLAINED = 5
 
 LegendRow = tuple[str, str, str]
 """Kind of a cell, its mark, and what it means."""
@@ -167,15 +178,23 @@ class Document:
         return [entry for entry in self.entries if entry.finding.severity != "note"]
 
     @property
+    def explain_command(self) -> str:
+        """Return the command that explains the first kinds of findings to act on; empty where it has none of them."""
+        known = _EXPLAINED if is_there(_EXPLAIN) else frozenset()
+        kinds = dict.fromkeys(str(entry.finding.kind) for entry in self.to_act_on)
+        chosen = [kind for kind in kinds if kind in known][:_MOST_EXPLAINED]
+        return " ".join(["consistency explain", *chosen]) if chosen else ""
+
+    @property
     def notes(self) -> list[Entry]:
         """Return the notes, that of a planted fault first: a drill must not be mistaken for a real fault."""
         notes = [entry for entry in self.entries if entry.finding.severity == "note"]
-        return sorted(notes, key=lambda entry: entry.finding.kind != PLANTED)
+        return sorted(notes, key=lambda entry: entry.finding.kind != FindingKind.PLANTED)
 
     @property
     def drill(self) -> str:
         """Return the messages of planted faults, in one line."""
-        return "; ".join(entry.finding.message for entry in self.entries if entry.finding.kind == PLANTED)
+        return "; ".join(entry.finding.message for entry in self.entries if entry.finding.kind == FindingKind.PLANTED)
 
 
 def numbered(findings: Sequence[Finding]) -> tuple[Entry, ...]:

@@ -10,8 +10,9 @@ import msgspec
 
 from consistency.capture.wording import counted
 from consistency.case.stages import Stage
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import difference_of
-from consistency.comparison.result import DRIFT, Comparison, Finding, Outcome, TensorComparison
+from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 
 _AGAIN = "again: "
@@ -71,7 +72,7 @@ def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Fi
 
 def _is_reproducible(finding: Finding, hits: _Hits) -> bool:
     """Return whether a tensor was stored that is wrong element by element: a drift's earlier bits are kept nowhere."""
-    if finding.severity == "note" or finding.kind == DRIFT:
+    if finding.severity == "note" or finding.kind == FindingKind.DRIFT:
         return False
     return any(row.worst_index is not None or tensor.stage == Stage.TRANSFER for tensor, row in hits)
 

@@ -14,7 +14,7 @@ from consistency.capture.version import __version__
 from consistency.capture.wording import and_more, some
 from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult
-from consistency.report.document import Document, Entry, ResultTable, Sheet
+from consistency.report.document import EXPLAINED, Document, Entry, ResultTable, Sheet
 from consistency.report.documents import document_of
 from consistency.report.findings import is_command
 from consistency.report.formats import View
@@ -46,7 +46,8 @@ def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
 def as_markdown(found: Comparison | SuiteResult, view: View | None = None) -> str:
     """Return the report in GitHub's Markdown."""
     document = document_of(found, dataclasses.replace(view or View(), most_rows=MOST_ROWS))
-    lines = [*_head(document), *_numbered(document.to_act_on), *_tables(document), *_details(document)]
+    lines = [*_head(document), *_numbered(document.to_act_on), *_explained(document)]
+    lines += [*_tables(document), *_details(document)]
     lines += folded("Environment", document.environment, document.file)
     return "".join(f"{line}\n" for line in lines)
 
@@ -91,6 +92,12 @@ def _numbered(found: Sequence[Entry]) -> Iterator[str]:
         yield f"{entry.number}. " + f"\\\n{indent}".join(lines)
     if rest := and_more(len(found) - _FINDINGS, "finding"):
         yield f"{_FINDINGS + 1}. {rest}"
+
+
+def _explained(document: Document) -> Iterator[str]:
+    if document.explain_command:
+        yield ""
+        yield f"{EXPLAINED[0].upper()}{EXPLAINED[1:]}: `{document.explain_command}`"
 
 
 def _next(text: str) -> str:

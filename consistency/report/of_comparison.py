@@ -66,7 +66,7 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
         merging=tuple(merging_texts(comparison.merging)),
         not_checked="".join(not_checked_texts(comparison)),
         layers=_layers(comparison),
-        environment=tuple(_environment(comparison.workers)),
+        environment=tuple(environment_texts(comparison.workers)),
     )
 
 
@@ -121,7 +121,7 @@ def _figures(cell: LayerCell | None) -> str:
     return f"{cell_figures(cell)} {devices_text(cell)}" if len(cell.classes) > 1 else cell_figures(cell)
 
 
-def _environment(workers: Sequence[WorkerSummary]) -> Iterator[str]:
+def environment_texts(workers: Sequence[WorkerSummary]) -> Iterator[str]:
     """Yield versions and devices as `torch.utils.collect_env` lays them out, which trackers ask for."""
     yield from (f"{title}: {_values(workers, name)}" for title, name in _VERSIONS)
     drivers = dict.fromkeys(worker.driver for worker in workers if worker.driver)

@@ -15,9 +15,9 @@ from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, Stage
 from consistency.comparison.by_worker import worst_error
 from consistency.comparison.coverage import Coverage, coverage
-from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import WorkerSet
-from consistency.comparison.result import BAD, GONE_DEVICE, LOST_NODE, Comparison, Divergence
+from consistency.comparison.result import BAD, Comparison, Divergence
 from consistency.comparison.suite import CaseResult, SuiteVerdict
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report.marks import MARKS, key
@@ -240,11 +240,17 @@ def _of_workers(comparison: Comparison) -> str:
         parts += [_software_mismatch(covered) if not accepted else "", _not_compared(comparison, covered)]
         return "; ".join(filter(None, [*parts, _worst_error(comparison)]))
     if comparison.verdict == "incomplete":
-        nothing = [f.message for f in errors if f.kind in (NOTHING_COMPARED, GONE_DEVICE)]
-        lost = [node for f in errors if f.kind == LOST_NODE for node in f.detail]
+        nothing = [f.message for f in errors if f.kind in (FindingKind.NOTHING_COMPARED, FindingKind.GONE_DEVICE)]
+        lost = [node for f in errors if f.kind == FindingKind.LOST_NODE for node in f.detail]
         lost += [w.name for w in comparison.workers if w.status != "ok"]
         what = f"{some(lost)} did not finish" if lost else "part of what was requested could not be checked"
-        said = ("lost-worker", "failed-worker", LOST_NODE, NOTHING_COMPARED, *(() if lost else (GONE_DEVICE,)))
+        said = (
+            FindingKind.LOST_WORKER,
+            FindingKind.FAILED_WORKER,
+            FindingKind.LOST_NODE,
+            FindingKind.NOTHING_COMPARED,
+            *(() if lost else (FindingKind.GONE_DEVICE,)),
+        )
         others = sum(f.kind not in said for f in errors)
         what = nothing[0] if nothing and not lost else what
         return what + (f"; {counted(others, 'other finding')}" if others else "")

@@ -16,7 +16,7 @@ from consistency.comparison.result import BAD, Comparison, Finding, TensorCompar
 from consistency.comparison.suite import SuiteResult
 from consistency.report.console import Writer, make_console, stripped
 from consistency.report.copy_matrix import write_matrices
-from consistency.report.document import Document, Group, ResultTable, Row
+from consistency.report.document import EXPLAINED, Document, Group, ResultTable, Row
 from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.marks import style_of
@@ -102,6 +102,8 @@ def _end(write: Writer, document: Document, view: View) -> None:
     file = Path(document.file)
     where = "" if view.folder is None else f", and in {Path(view.folder, file.with_suffix('.md'))} and {file.stem}.html"
     write.line(f"{f'{rest}; details' if rest else 'details'} above{where}", style="dim")
+    if document.explain_command:
+        write.step(f"{EXPLAINED}: {document.explain_command}", indent=2)
 
 
 def write_head(write: Writer, document: Document, *, title: str = "consistency") -> None:

@@ -46,6 +46,11 @@ def describe(device: torch.device) -> dict[str, Any]:
     return found | digest_kernel(device) | products(device)
 
 
+def describe_host() -> dict[str, Any]:
+    """Return what a worker on the CPU of this host says of its process; no device is opened."""
+    return describe(torch.device(CPU))
+
+
 def products(device: torch.device) -> dict[str, Any]:
     """Return how products may be computed by the settings in force, where they are less precise than their dtype."""
     found = products_of(device)

@@ -35,6 +35,8 @@ LINES = {
     "engine": f"0 written; {BAD}",
     "history": f"0 printed, written or removed, whatever the verdicts are; {BAD}",
     "baseline": f"0 written; {BAD}",
+    "explain": f"0 explained; {BAD}",
+    "env": f"0 printed; {BAD}",
     "completion": f"0 printed; {BAD}",
 }
 

@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from consistency.comparison.result import SKIPPED, Comparison, Finding, Status
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Comparison, Finding, Status
 from consistency.report import github, junit
 from consistency.report import json as report_json
 from consistency.report.findings import findings_of, is_command
@@ -60,7 +61,8 @@ def everything() -> Comparison:
             for n in range(4)
         ),
         Finding(
-            kind=SKIPPED, severity="note", message="memory · 1 tensor skipped on cpu: this host does not tell",
+            kind=FindingKind.SKIPPED, severity="note",
+            message="memory · 1 tensor skipped on cpu: this host does not tell",
             workers=("cpu",), tensors=("memory::layers.0.lora_B",), detail=("first seen in layers.0",),
         ),
         Finding(kind="planted", severity="note", message="the fault merge-off was planted in cuda:1 on purpose"),

@@ -7,8 +7,9 @@ import pytest
 
 from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.version import __version__
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import judged
-from consistency.comparison.result import DRIFT, Finding
+from consistency.comparison.result import Finding
 from consistency.numerics.real import Real
 from consistency.report.summarize import summarize
 from tests.report.made_comparisons import ALL, comparison, hostile, tensor
@@ -76,7 +77,7 @@ def test_a_case_that_could_not_be_checked_says_why() -> None:
 
 
 def test_what_cannot_be_reproduced_names_no_reproducer() -> None:
-    drifted = msgspec.structs.replace(zeros_finding(2), kind=DRIFT, next="run again")
+    drifted = msgspec.structs.replace(zeros_finding(2), kind=FindingKind.DRIFT, next="run again")
     found = msgspec.structs.replace(zeros(2), findings=(drifted,))
     text = printed(suite(case("killer", lost()), unusable("gone"), case("aged", found)), folder="run")
     assert "killer · cuda:1 was lost" in text

@@ -215,6 +215,7 @@ def test_a_failing_run_ends_with_the_verdict_and_the_first_findings() -> None:
         "INCONSISTENT   message 0 (and 4 other findings)",
         "1  message 0", "next: command 0", "2  message 1", "next: command 1", "3  message 2", "next: command 2",
         "and 2 more findings; details above, and in run-1/report.md and report.html",
+        "what this means, what causes it, and what to do: consistency explain zeros",
     ]  # fmt: skip
     assert printed(comparison([tensor([ALL])])).count("CONSISTENT") == 1
 
@@ -285,3 +286,20 @@ def test_a_pipe_is_as_wide_as_it_is_asked_to_be(monkeypatch: pytest.MonkeyPatch)
     assert make_console(io.StringIO()).width == PIPE_WIDTH
     monkeypatch.setenv("COLUMNS", "90")
     assert make_console(io.StringIO()).width == 90
+
+
+def test_the_kinds_of_findings_can_be_looked_up() -> None:
+    text = printed(faulty())
+    assert text.count("\n  what this means, what causes it, and what to do: consistency explain zeros\n") == 1
+    assert "consistency explain" not in printed(comparison([tensor([ALL])]))
+
+
+def test_a_kind_that_is_unknown_here_is_not_offered() -> None:
+    findings = tuple(Finding(kind=kind, severity="error", message="m") for kind in ("of-a-stranger", "drift", "zeros"))
+    text = printed(msgspec.structs.replace(faulty(), findings=findings))
+    assert "consistency explain drift zeros\n" in text
+
+
+def test_without_the_command_it_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consistency.report.document.is_there", lambda _: False)
+    assert "consistency explain" not in printed(faulty())

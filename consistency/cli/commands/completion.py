@@ -32,7 +32,8 @@ def _completion(parsed: argparse.Namespace) -> int:
     for one in _parsers(root):
         values = _values(one.prog)
         for action in one._actions:
-            action.choices = next((values[name] for name in action.option_strings if name in values), action.choices)
+            names = action.option_strings or [str(action.metavar)]
+            action.choices = next((values[name] for name in names if name in values), action.choices)
             if action.metavar in _FOLDERS | _FILES:
                 # the attribute that shtab reads
                 action.complete = shtab.DIRECTORY if action.metavar in _FOLDERS else shtab.FILE  # type: ignore[attr-defined]
@@ -41,7 +42,7 @@ def _completion(parsed: argparse.Namespace) -> int:
 
 
 def _values(command: str) -> Mapping[str, Iterable[str]]:
-    """Return the values of options that take a list of them, of which a shell completes the first."""
+    """Return the values of options that take a list of them, of which a shell completes the first, and of words."""
     from consistency.case.load_path import LoadPath
     from consistency.case.stages import Stage
     from consistency.devices.backends import BACKENDS, backend_of
@@ -54,7 +55,14 @@ def _values(command: str) -> Mapping[str, Iterable[str]]:
         "--load-paths": [*(path.value for path in LoadPath), "all"],
         "--devices": ["auto", *kinds, *(f"{kind}@{v.name}" for kind, found in kinds.items() for v in found.variants)],
         "--only": list(FAULTS) if command.endswith(" drill") else stages,
+        "WORD": _words() if command.endswith(" explain") else [],
     }
+
+
+def _words() -> list[str]:
+    from consistency.cli.glossary import known_words
+
+    return known_words()
 
 
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

@@ -7,14 +7,9 @@ from collections.abc import Iterator, Sequence
 from consistency.capture.names import IGNORED_FIELDS, RANK_AND_SCALING, SETTINGS_LAYER, TRAINED_ON
 from consistency.capture.wording import some
 from consistency.case.stages import Stage
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
-
-OTHER_BASE = "other-base"
-"""Kind of the finding that the config names another base: its folder may also have been renamed, hence a note."""
-
-IGNORED = "ignored-fields"
-"""Kind of the finding that the config has fields that the installed PEFT does not know: it ignores them."""
 
 
 def find_adapter_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
@@ -30,12 +25,12 @@ def find_adapter_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]
             fields.setdefault(some(list(map(str, evidence[IGNORED_FIELDS]))), {})[p.label] = None
     for text, labels in bases.items():
         yield Finding(
-            kind=OTHER_BASE, severity="note", workers=tuple(labels),
+            kind=FindingKind.OTHER_BASE, severity="note", workers=tuple(labels),
             message=f"adapter · adapter_config.json names another base: {text}; shapes that fit prove nothing",
         )  # fmt: skip
     for text, labels in fields.items():
         yield Finding(
-            kind=IGNORED, severity="warning", workers=tuple(labels),
+            kind=FindingKind.IGNORED_FIELDS, severity="warning", workers=tuple(labels),
             message=f"adapter · PEFT ignores what it does not know of adapter_config.json: {text}",
             next="load it with the PEFT that saved it, or a later one: peft_version in adapter_config.json",
         )  # fmt: skip

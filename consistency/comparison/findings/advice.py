@@ -10,9 +10,9 @@ import msgspec
 
 from consistency.capture.names import HOST
 from consistency.capture.wording import counted
-from consistency.comparison.findings.host import UNUSED_CARD
 from consistency.comparison.findings.transfer_causes import Pair, arrow, boot
 from consistency.comparison.findings.transfers import Matrix, matrices
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
@@ -42,7 +42,7 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
         Advice(
             what=finding.message,
             fix=finding.next,
-            urgent=finding.severity == "error" or finding.kind == UNUSED_CARD,
+            urgent=finding.severity == "error" or finding.kind == FindingKind.UNUSED_CARD,
         )
         for finding in comparison.findings
         if finding.severity != "note"

@@ -34,18 +34,9 @@ from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.findings.unexplained import find_unexplained
 from consistency.comparison.findings.unordered import ran_before, without_version
 from consistency.comparison.judge import NOT_FINITE
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import WorkerSet
-from consistency.comparison.result import (
-    BAD,
-    ENVIRONMENT,
-    NOT_REPEATABLE,
-    PLANTED,
-    SKIPPED,
-    Finding,
-    TensorComparison,
-    in_order,
-    tensor_name,
-)
+from consistency.comparison.result import BAD, Finding, TensorComparison, in_order, tensor_name
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.devices.host.facts import HostFacts
@@ -69,7 +60,7 @@ def find(
 ) -> tuple[Finding, ...]:
     """Return everything to act on, most severe first."""
     found = [
-        *(Finding(kind="damaged-capture", severity="error", message=text) for text in damage),
+        *(Finding(kind=FindingKind.DAMAGED_CAPTURE, severity="error", message=text) for text in damage),
         *_lost(compared),
         *find_failed_stages(compared),
         *find_nothing_compared(compared, tensors),
@@ -101,7 +92,7 @@ def find(
         # so that the report of a drill is not mistaken for one of a real fault
         *(
             Finding(
-                kind=PLANTED, severity="note", workers=(p.label,),
+                kind=FindingKind.PLANTED, severity="note", workers=(p.label,),
                 message=f"the fault {p.info.planted} was planted in {p.label} on purpose",
             )
             for p in compared if p.info.planted is not None
@@ -128,7 +119,7 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         verb = "failed" if status != "lost" else "was lost" if len(lost) == 1 else "were lost"
         opening = f"{'worker' if len(lost) == 1 else 'workers'} {some([_place(p) for p in lost])} {verb}"
         yield Finding(
-            kind="lost-worker" if status == "lost" else "failed-worker",
+            kind=FindingKind.LOST_WORKER if status == "lost" else FindingKind.FAILED_WORKER,
             severity="error",
             message=f"{opening}: {reason}",
             general=f"{opening}: {(reason or '').partition(';')[0]}",
@@ -157,7 +148,9 @@ def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
                 values.setdefault(str(facts[name]), []).append(p.label)
         if len(values) > 1:
             text = "; ".join(f"{value}: {some(labels)}" for value, labels in values.items())
-            yield Finding(kind=ENVIRONMENT, severity="warning", message=f"{name} differs between workers: {text}")
+            yield Finding(
+                kind=FindingKind.ENVIRONMENT, severity="warning", message=f"{name} differs between workers: {text}"
+            )
 
 
 def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
@@ -169,7 +162,7 @@ def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         first, *others = digests.values()
         workers = tuple(label for labels in others for label in labels)
         yield Finding(
-            kind="inputs",
+            kind=FindingKind.INPUTS,
             severity="error",
             message=f"forward · {some(workers)} had different inputs than {some(first)}: outputs cannot be compared",
             workers=workers,
@@ -178,16 +171,16 @@ def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 
 def _settings(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    found: dict[tuple[str, str, str | None], list[str]] = {}
+    found: dict[tuple[FindingKind, str, str | None], list[str]] = {}
     for p in compared:
         for c in p.info.changes:
             text = f"{c.setting} changed to {c.in_force} during {c.stage}"
             wanted = None if c.asked is None and c.setting not in p.info.asked else str(c.asked)
-            found.setdefault(("setting-changed", text, wanted), []).append(p.label)
+            found.setdefault((FindingKind.SETTING_CHANGED, text, wanted), []).append(p.label)
         for name, asked in p.info.asked.items():
             if name in p.info.in_force and p.info.in_force[name] != asked:
                 text = f"{name} is {p.info.in_force[name]}"
-                found.setdefault(("setting-refused", text, str(asked)), []).append(p.label)
+                found.setdefault((FindingKind.SETTING_REFUSED, text, str(asked)), []).append(p.label)
     for (kind, text, asked), labels in found.items():
         rest = "the profile leaves it" if asked is None else f"{asked} was requested"
         yield Finding(
@@ -225,7 +218,7 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
         by_tensors.setdefault((stage, tuple(where), why), []).append(worker)
     for (stage, same, why), workers in by_tensors.items():
         yield Finding(
-            kind=NOT_REPEATABLE,
+            kind=FindingKind.NOT_REPEATABLE,
             severity="note" if why else "error",
             message=(
                 f"{stage} · {some(workers)} · {counted(len(same), 'tensor')} changed bitwise on a repeat run on the "
@@ -253,7 +246,7 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
         by_worker, where = in_order_of(compared, skipping.names), list(names)
         what = counted(len(where), "check" if facts.issuperset(where) else "tensor")
         yield Finding(
-            kind=SKIPPED,
+            kind=FindingKind.SKIPPED,
             severity="note",
             message=f"{stage} · {what} skipped on {some(by_worker)}: {reason}",
             general=f"{stage} · skipped on {some(by_worker)}: {reason}",

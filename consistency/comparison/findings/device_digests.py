@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from consistency.capture.names import DIGEST_FAULT
 from consistency.capture.wording import some
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
@@ -19,7 +20,7 @@ def find_wrong_digests(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     for reason, labels in by_reason.items():
         opening = f"{some(labels)} · digests computed on the device are wrong"
         yield Finding(
-            kind="wrong-digest",
+            kind=FindingKind.WRONG_DIGEST,
             severity="error",
             message=f"{opening}: {reason}; tensors were copied to the host and digested there",
             general=opening,

@@ -14,15 +14,10 @@ from consistency.capture.wording import listed, some
 from consistency.case.inference.request import OUTPUT
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
-
-BATCH_VARIANT = "batch-variant"
-"""Kind of the finding that an engine's answer depends on the batch: an error where it promises that it does not."""
-
-PART_COMPARED = "part-compared"
-"""Kind of the note on what an engine's file has no outputs of."""
 
 _Wrong = list[tuple[TensorComparison, Outcome]]
 
@@ -122,7 +117,7 @@ def _batches(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
     if wrong:
         reasons = list(dict.fromkeys(row.reason or "" for _, row in wrong))
         yield Finding(
-            kind=BATCH_VARIANT,
+            kind=FindingKind.BATCH_VARIANT,
             severity="error",
             message=f"{Stage.FORWARD} · {engine.label} · {some(reasons, 2)}",
             general=f"{Stage.FORWARD} · {engine.label} · the answer depends on the batch",
@@ -135,7 +130,7 @@ def _batches(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
         largest = max(float(row.evidence["max_abs"]) for _, row in moved)
         opening = f"{Stage.FORWARD} · {engine.label} · row 0 has other bits"
         yield Finding(
-            kind=BATCH_VARIANT,
+            kind=FindingKind.BATCH_VARIANT,
             severity="note",
             message=(
                 f"{opening} in {len(moved)} of {len(rows)} batches than alone, by at most {largest:.3g}, which the "
@@ -160,7 +155,7 @@ def _part(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
         parts.append(f"the {shown['top_k']} largest of {shown['vocabulary']} values of each place")
     if parts:
         text = f"{Stage.FORWARD} · {engine.label} · compared in {' and '.join(parts)}: the engine's file has no others"
-        yield Finding(kind=PART_COMPARED, severity="note", message=text, workers=(engine.label,))
+        yield Finding(kind=FindingKind.PART_COMPARED, severity="note", message=text, workers=(engine.label,))
 
 
 def _again(engine: ComparedWorker) -> str | None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from consistency.capture.wording import some
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
-
-FAILED_STAGE = "failed-stage"
-"""Kind of the finding."""
 
 
 def find_failed_stages(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
@@ -23,7 +21,7 @@ def find_failed_stages(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     for reason, of_stages in stages.items():
         labels = tuple(workers[reason])
         yield Finding(
-            kind=FAILED_STAGE,
+            kind=FindingKind.FAILED_STAGE,
             severity="error",
             message=f"{some(list(of_stages))} · not complete on {some(labels)}: {reason}",
             workers=labels,

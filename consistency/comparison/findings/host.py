@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from consistency.capture.wording import counted, some
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.vendors import PLATFORMS, own_test
 
 _MOST_LINES = 8
-NO_ACCELERATOR = "no-accelerator"
-"""Kind of the finding that torch is built for accelerators and finds none."""
-
-UNUSED_CARD = "unused-card"
-"""Kind of the finding that it finds none on a host that has such cards."""
-
 _WORRYING = ("uncorrected", "failed")  # data was lost; a corrected error is a warning of that
 
 
@@ -35,7 +30,7 @@ def find_host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = (
             yield from _risen(host_facts, gpu, workers)
         if host_facts.new_log:
             yield Finding(
-                kind="kernel-log",
+                kind=FindingKind.KERNEL_LOG,
                 severity="warning",
                 message=f"{host_facts.host}: the kernel logged {LOGGED} during the run",
                 detail=host_facts.new_log[-_MOST_LINES:],
@@ -58,7 +53,7 @@ def _without_accelerators(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
             what += f", although there {'is' if len(cards) == 1 else 'are'} {counted(len(cards), 'card')} for it"
         meant = f"; {platform.hidden_by} in the environment says that none is meant" if platform.hidden_by else ""
         yield Finding(
-            kind=UNUSED_CARD if has_cards else NO_ACCELERATOR,
+            kind=FindingKind.UNUSED_CARD if has_cards else FindingKind.NO_ACCELERATOR,
             severity="warning",
             message=f"{some(names)}: {what} ({reason}): the CPU alone was checked",
             detail=tuple(cards[:_MOST_LINES]),
@@ -74,9 +69,10 @@ def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[
     if not gpu.after:
         return
     lost = [name for name in gpu.after if any(word in name for word in _WORRYING)]
+    of_memory = any("ecc" in name or "row" in name for name in gpu.after)
     risen = ", ".join(f"{name} from {gpu.counters.get(name, 0)} to {value}" for name, value in gpu.after.items())
     yield Finding(
-        kind="ecc" if any("ecc" in name or "row" in name for name in gpu.after) else "bus-errors",
+        kind=FindingKind.ECC if of_memory else FindingKind.BUS_ERRORS,
         severity="error" if lost else "warning",
         message=f"{host_facts.host}: {gpu.name} ({gpu.uuid or gpu.pci_bus_id}): counters rose during the run: {risen}",
         workers=tuple(name for name in workers if name == gpu.name or name.endswith(f":{gpu.name}")),
@@ -92,7 +88,7 @@ def _reboots(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         boots = dict.fromkeys(host_facts.boot_id for host_facts in found if host_facts.boot_id is not None)
         if len(boots) > 1:
             yield Finding(
-                kind="rebooted",
+                kind=FindingKind.REBOOTED,
                 severity="note",
                 message=f"{host} was rebooted between these captures: a reboot may have fixed what differs",
                 detail=tuple(f"boot {boot}" for boot in boots),

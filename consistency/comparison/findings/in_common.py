@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from consistency.capture.wording import listed
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 from consistency.comparison.site_groups import SiteGroups
 from consistency.comparison.workers import ComparedWorker
@@ -108,7 +109,7 @@ def find_unknown_hosts(compared: Sequence[ComparedWorker], groups: SiteGroups) -
     if groups.hosts and compared and all(groups.of(worker.capture) is None for worker in compared):
         host = compared[0].capture.manifest.host
         yield Finding(
-            kind="unknown-hosts",
+            kind=FindingKind.UNKNOWN_HOSTS,
             severity="note",
             message=f"--groups {groups.path} names none of the compared hosts, such as {host}: it was not used",
         )

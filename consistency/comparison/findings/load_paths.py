@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.wording import MOST_NAMES, counted, listed, some
 from consistency.case.load_path import LoadPath, is_alternative, main_path
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.devices.backends import CPU
 from consistency.devices.spec import label_of
 from consistency.numerics.words import Word
-
-DTYPE_ON_THE_WAY = "dtype-on-the-way"
-"""Kind of the finding that a load path casts the tensors."""
 
 _WHEN_SHARED = " when all devices are visible, and correct when isolated"
 _BY_TRANSFORMERS = "transformers' loader"
@@ -212,7 +210,7 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         opening = f"adapter · {who} · the file's values rounded through {dtype}"
         ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"
         yield Finding(
-            kind=DTYPE_ON_THE_WAY,
+            kind=FindingKind.DTYPE_ON_THE_WAY,
             severity="error" if partial_workers else "note",
             message=f"{opening} in {counted(len(first), 'tensor')} {ending}",
             general=f"{opening} {ending}",
@@ -224,7 +222,7 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         first = next(iter(by_load_path.values()))
         where = f"stored in {dtype} on {', '.join(by_load_path)}, and in {usual} by default"
         yield Finding(
-            kind=DTYPE_ON_THE_WAY,
+            kind=FindingKind.DTYPE_ON_THE_WAY,
             severity="note",
             message=f"adapter · {counted(len(first), 'tensor')} {where}",
             general=f"adapter · tensors {where}",

@@ -12,12 +12,10 @@ from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, DELTA, RANK_AND_S
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
-
-NO_EFFECT = "no-effect"
-"""Kind of the finding."""
 
 
 def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
@@ -48,7 +46,7 @@ def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         opening = f"adapter · {some(labels)} · the adapter changes nothing"
         texts = [text for text in (cause, alike) if text]
         yield Finding(
-            kind=NO_EFFECT,
+            kind=FindingKind.NO_EFFECT,
             severity="warning",
             message=f"{opening}: {'; '.join(texts)}",
             general=opening,

@@ -9,14 +9,11 @@ from collections.abc import Iterator, Sequence
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, listed, some
 from consistency.case.stages import Stage
-from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
 from consistency.comparison.judge import NOT_FINITE
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import tables_of
 from consistency.comparison.result import Finding, TensorComparison
 from consistency.comparison.workers import ComparedWorker, in_order_of
-
-NON_FINITE = "non-finite-values"
-"""Kind of the finding where others were compared: a file holds NaN or infinities, or a part of a tensor is so."""
 
 _MOST = 3
 _NEXT = "save it again from a training run whose loss is finite: PEFT merges no such layer with safe_merge=True"
@@ -36,7 +33,7 @@ def find_not_finite(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
         what = listed([f"{counted(number, 'tensor')} of {stage}" for stage, number in count.items()])
         message = f"nothing was compared in {what}: {NOT_FINITE}, first in {first.tensor} of {first.layer}"
         yield Finding(
-            kind=NOTHING_COMPARED,
+            kind=FindingKind.NOTHING_COMPARED,
             severity="error",
             message=f"{message}; {where}" if where else message,
             workers=tuple(in_order_of(compared, dict.fromkeys(name for _, names in unknown for name in names))),
@@ -47,7 +44,7 @@ def find_not_finite(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
     elif where or in_part:
         message = f"values are NaN or infinite {where}" if where else f"NaN or infinite in float64 too: {in_part[0]}"
         yield Finding(
-            kind=NON_FINITE,
+            kind=FindingKind.NON_FINITE_VALUES,
             severity="warning" if where else "note",
             message=message,
             workers=tuple(dict.fromkeys(p.label for p in compared)),

@@ -10,13 +10,11 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some
 from consistency.case.stages import Stage
 from consistency.comparison.coverage import coverage
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import Finding, TensorComparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.rules import Rule
-
-NOTHING_COMPARED = "nothing-compared"
-"""Kind of the finding."""
 
 _MOST_REASONS = 3
 _MOST_CAPTURES = 4
@@ -35,7 +33,7 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
     if tensors and not coverage(tensors):
         reasons = dict.fromkeys(row.reason or _ALONE for tensor in tensors for row in tensor.outcomes)
         yield Finding(
-            kind=NOTHING_COMPARED,
+            kind=FindingKind.NOTHING_COMPARED,
             severity="error",
             message=f"nothing was compared: {'; '.join(list(reasons)[:_MOST_REASONS])}",
             workers=tuple(dict.fromkeys(p.label for p in compared)),
@@ -72,7 +70,7 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
 
 def _finding(message: str, workers: Iterable[ComparedWorker]) -> Finding:
     return Finding(
-        kind=NOTHING_COMPARED, severity="error", message=message,
+        kind=FindingKind.NOTHING_COMPARED, severity="error", message=message,
         workers=tuple(dict.fromkeys(p.label for p in workers)),
         next="capture again with the base, the adapter and the --stages of the others",
     )  # fmt: skip

@@ -8,14 +8,9 @@ from consistency.capture.names import AFTER_A_PASS
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
-
-REQUANTIZED = "requantized"
-"""Kind of the note on what merging into quantized weights costs."""
-
-REPACKED = "repacked-weights"
-"""Kind of the warning that a forward pass leaves weights that are then read wrongly."""
 
 
 def find_quantized(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
@@ -39,7 +34,7 @@ def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     weights = counted(max(len({record.layer for record in found}) for found in merged.values()), "weight")
     opening = f"merged · {some(list(merged))} · merging quantizes {weights} again"
     yield Finding(
-        kind=REQUANTIZED,
+        kind=FindingKind.REQUANTIZED,
         severity="note",
         message=f"{opening}: error at most {steps:.2f} steps, RMS {rms:.2f} steps{beside}",
         general=opening,
@@ -82,7 +77,7 @@ def _repacked(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     first = next(iter(found.values()))[0]
     opening = f"base · {some(list(found))} · a forward pass rewrites quantized weights"
     yield Finding(
-        kind=REPACKED,
+        kind=FindingKind.REPACKED_WEIGHTS,
         severity="warning",
         message=f"{opening}, and the library then dequantizes other values: {first.evidence.get('read')}",
         general=opening,

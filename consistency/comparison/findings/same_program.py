@@ -18,6 +18,7 @@ from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.findings.in_common import Facts, clause, facts_of, in_common, lines
 from consistency.comparison.findings.unordered import without_version
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.records import Key, Records, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
@@ -123,7 +124,7 @@ def _all_of(members: Sequence[ComparedWorker], stage: str, differing: Sequence[K
     labels = tuple(dict.fromkeys(p.label for p in members))
     text = f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise"
     return Finding(
-        kind="same-model",
+        kind=FindingKind.SAME_MODEL,
         severity="note" if suffix else "error",
         message=f"{text} in {counted(len(differing), 'tensor')}{suffix}",
         general=text,
@@ -147,7 +148,7 @@ def _unordered(
     text = f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise"
     why = without_version(names)
     return Finding(
-        kind="same-model",
+        kind=FindingKind.SAME_MODEL,
         severity="note",
         message=f"{text} in {counted(len(differing), 'tensor')}{why}",
         general=f"{text}{why}",
@@ -163,7 +164,7 @@ def _odd_ones(sides: _Sides, facts: Facts, stage: str, differing: Sequence[Key],
     others = f"{len(sides.others):,} {'other' if len(sides.others) == 1 else 'others'}"
     same = "of the same model with the same software"
     return Finding(
-        kind="same-model",
+        kind=FindingKind.SAME_MODEL,
         severity="note" if suffix else "error",
         message=(
             f"{who} in {counted(len(differing), 'tensor')} from {others} {same}, which agree"

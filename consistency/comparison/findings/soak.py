@@ -10,7 +10,8 @@ from consistency.capture.wording import and_more, counted, listed, size
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe_change
 from consistency.comparison.findings.unordered import ran_before, without_version
-from consistency.comparison.result import NOT_REPEATABLE, Finding, tensor_name
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
 
@@ -69,7 +70,7 @@ def _changed(
     ending += why
     # in the order of the model, so the first one is nearest to the cause
     return Finding(
-        kind=NOT_REPEATABLE,
+        kind=FindingKind.NOT_REPEATABLE,
         severity="note" if why else "error",
         message=f"{opening}{what} in {stage.changed.count} of {counted(soak.begun, 'repeat')}{ending}",
         general=f"{opening}tensors changed in some repeats of the soak{why}",
@@ -145,7 +146,7 @@ def _growth(worker: ComparedWorker, soak: Soak) -> Iterable[Finding]:
     if len(steps) < 2 or grown <= soak.memory_allowed_bytes or not all(b > a for a, b in steps):
         return
     yield Finding(
-        kind="memory-growth",
+        kind=FindingKind.MEMORY_GROWTH,
         severity="warning",
         message=(
             f"soak · {worker.label} · memory grew by {size(grown)} over {counted(soak.repeats, 'repeat')}: "

@@ -7,10 +7,8 @@ from collections.abc import Iterable, Sequence
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Finding, TensorComparison
-
-UNEXPLAINED = "unexplained"
-"""Kind of the finding."""
 
 _MOST_DETAILS = 5
 
@@ -35,7 +33,7 @@ def find_unexplained(tensors: Iterable[TensorComparison], found: Sequence[Findin
         affected = tuple(dict.fromkeys(worker for workers in of_stage.values() for worker in workers))
         if names:
             yield Finding(
-                kind=UNEXPLAINED,
+                kind=FindingKind.UNEXPLAINED,
                 severity="error",
                 message=f"{stage} · {some(list(affected))} · {counted(len(names), 'tensor')} with a mismatch of no "
                 "known cause",

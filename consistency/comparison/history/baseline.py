@@ -19,18 +19,20 @@ from consistency.capture.claim import claim_of, claimed
 from consistency.capture.json_codec import decode_json
 from consistency.capture.whole_file import remove_leftovers
 from consistency.capture.writer import write_json
-from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
-from consistency.comparison.result import LOST_NODE, Comparison, Finding, WorkerSummary, with_findings
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Comparison, Finding, WorkerSummary, with_findings
 from consistency.errors import UsageError
 
 SCHEMA = "consistency.baseline/1"
 
-STALE = "stale-baseline"
-"""Kind of the finding that an accepted one no longer occurs."""
-
 _WAIT_S = 60.0  # for others that change the same baseline: each takes moments
 
-UNSEEN = frozenset({"lost-worker", "failed-worker", "damaged-capture", LOST_NODE, NOTHING_COMPARED})
+UNSEEN: frozenset[str] = frozenset(
+    {
+        FindingKind.LOST_WORKER, FindingKind.FAILED_WORKER, FindingKind.DAMAGED_CAPTURE, FindingKind.LOST_NODE,
+        FindingKind.NOTHING_COMPARED,
+    }
+)  # fmt: skip
 """Kinds of findings that report a part that could not be checked."""
 
 
@@ -189,7 +191,7 @@ def with_stale(baseline: Baseline, comparison: Comparison) -> Comparison:
         fitting = (finding for finding in accepted if finding.kind == entry.kind)
         if not any(_is_of(entry, finding, devices) for finding in fitting):
             message = f"accepted on {entry.date} ({entry.reason}), and not found in this run: {entry.message}"
-            notes.append(Finding(kind=STALE, severity="note", message=message))
+            notes.append(Finding(kind=FindingKind.STALE_BASELINE, severity="note", message=message))
     return with_findings(comparison, [*comparison.findings, *notes]) if notes else comparison
 
 

@@ -24,7 +24,8 @@ from consistency.comparison.history.magnitude import magnitude
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import MOST_APART, RunRecord, Table, digest_of
 from consistency.comparison.history.store import History
-from consistency.comparison.result import DRIFT, GONE_DEVICE, Comparison, Finding, with_findings, with_unwritten
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Comparison, Finding, with_findings, with_unwritten
 from consistency.errors import CaptureError
 
 _MOST_DETAILS = 5
@@ -102,15 +103,15 @@ def judge_drift(
     findings, stages = find_drift(history, record, tables, comparison, pinned=pinned)
     losses, gone = find_gone(history, record)
     damage = [
-        Finding(kind="damaged-night", severity="warning", message=f"history: {text}: left out")
+        Finding(kind=FindingKind.DAMAGED_RUN, severity="warning", message=f"history: {text}: left out")
         for text in history.damage
     ]
     comparison = with_findings(comparison, [*losses, *findings, *comparison.findings, *damage])
     if baseline is not None:
         comparison = apply(baseline, comparison)
     errors = [f for f in comparison.findings if f.severity == "error"]
-    drifted = {label for f in errors if f.kind == DRIFT for label in f.workers}
-    if any(f.kind == GONE_DEVICE for f in errors):
+    drifted = {label for f in errors if f.kind == FindingKind.DRIFT for label in f.workers}
+    if any(f.kind == FindingKind.GONE_DEVICE for f in errors):
         comparison = msgspec.structs.replace(comparison, verdict="incomplete")
     else:
         gone = ()
@@ -179,7 +180,7 @@ def find_drift(
         findings.append(finding)
     for text, labels in changed.items():
         message = f"{some(labels)}: software or settings changed since the previous run{text}; bits not compared"
-        findings.append(Finding(kind="software", severity="note", message=message, workers=tuple(labels)))
+        findings.append(Finding(kind=FindingKind.SOFTWARE, severity="note", message=message, workers=tuple(labels)))
     return findings, stages
 
 
@@ -279,7 +280,7 @@ def _finding(workers: Sequence[WorkerRecord], drift: _Drift, table: Table, size:
         for stage, found in drift.differing
     )
     return Finding(
-        kind=DRIFT,
+        kind=FindingKind.DRIFT,
         severity="error",
         message=(
             f"drift · {_devices(workers)} · {where} tensors differ bitwise from the run of "

@@ -15,7 +15,8 @@ from consistency.capture.wording import some, when
 from consistency.comparison.history.cohorts import WorkerRecord
 from consistency.comparison.history.records import GoneDevice, RunRecord, digest_of
 from consistency.comparison.history.store import History
-from consistency.comparison.result import GONE_DEVICE, Finding
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Finding
 
 
 def find_gone(history: History, run: RunRecord) -> tuple[list[Finding], tuple[GoneDevice, ...]]:
@@ -61,7 +62,7 @@ def _finding(host: str, devices: Sequence[GoneDevice]) -> Finding:
         for one in sorted(devices, key=lambda one: one.name)
     ]
     return Finding(
-        kind=GONE_DEVICE,
+        kind=FindingKind.GONE_DEVICE,
         severity="error",
         message=(f"{host} no longer has {some(names)}, which the run of {when(last)} had: not checked"),
         general=f"{host} no longer has {some(names)}",

@@ -23,8 +23,9 @@ from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
 from consistency.comparison.history.records import SCHEMA, RunRecord, digest_of
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key
-from consistency.comparison.result import PLANTED, Comparison, tensor_name
+from consistency.comparison.result import Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.devices.backends import backend_of
 from consistency.devices.settings import HOST_SETTINGS
@@ -50,7 +51,7 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
         versions={k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)},
         findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
         workers=RunWorkers.of(workers),
-        planted=any(f.kind == PLANTED for f in comparison.findings),
+        planted=any(f.kind == FindingKind.PLANTED for f in comparison.findings),
         auto={
             capture.manifest.host: facts.auto.masks
             for capture in captures

@@ -16,7 +16,8 @@ from consistency.comparison.history.drift import judge_drift, unjudged
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import SCHEMA, RunRecord
 from consistency.comparison.history.store import History
-from consistency.comparison.result import PLANTED, Comparison
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError
 
@@ -62,7 +63,7 @@ class SuiteEntry:
             workers=RunWorkers.of(self._workers),
             cases={case.name: case.verdict for case in suite.cases},
             report=report,
-            planted=any(finding.kind == PLANTED for case in suite.cases for finding in case.findings),
+            planted=any(finding.kind == FindingKind.PLANTED for case in suite.cases for finding in case.findings),
         )
         try:
             self._history.append(entry, {})

@@ -8,6 +8,7 @@ from typing import Any
 
 from consistency.capture.wording import and_more
 from consistency.case.checkpoint import read_json
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding, Severity
 
 _FILES = ("adapter_config.json", "config.json")
@@ -48,7 +49,7 @@ def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iter
 
 
 def _finding(severity: Severity, message: str, labels: tuple[str, str]) -> Finding:
-    return Finding(kind="settings", severity=severity, message=message, workers=(labels[0],))
+    return Finding(kind=FindingKind.SETTINGS, severity=severity, message=message, workers=(labels[0],))
 
 
 def _same(actual: Any, expected: Any) -> bool:

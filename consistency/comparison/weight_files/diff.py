@@ -15,7 +15,7 @@ from pathlib import Path
 from consistency.capture.names import adapter_place
 from consistency.capture.wording import counted, some
 from consistency.comparison.findings.causes import find_causes
-from consistency.comparison.findings.not_finite import NON_FINITE
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import (
     NO_DIFFERENCE,
     ArchitectureGroup,
@@ -268,7 +268,7 @@ def _not_finite(counts: tuple[Mapping[str, int], Mapping[str, int]], labels: tup
         places = [f"{counted(number, 'value')} of {name}" for name, number in numbers.items()]
         where.append(f"in {label}: {some(places, _MOST)}")
     message = f"values are NaN or infinite {'; '.join(where)}"
-    return (Finding(kind=NON_FINITE, severity="warning", message=message, workers=tuple(found)),)
+    return (Finding(kind=FindingKind.NON_FINITE_VALUES, severity="warning", message=message, workers=tuple(found)),)
 
 
 def _rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tuple[Finding, ...]:
@@ -281,10 +281,10 @@ def _rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tu
         if count := sum(tensor.outcomes[-1].reason == reason for tensor in others):
             what = f"{count} of {counted(len(others), 'tensor')} of another dtype in {one}"
             message = f"{what} {'is' if count == 1 else 'are'} exactly {other}'s, rounded to nearest"
-            notes.append(Finding(kind="rounded", severity="note", message=message))
+            notes.append(Finding(kind=FindingKind.ROUNDED, severity="note", message=message))
     if not notes:
         message = f"none of {counted(len(others), 'tensor')} of another dtype is the other file's, rounded to nearest"
-        notes.append(Finding(kind="rounded", severity="note", message=message))
+        notes.append(Finding(kind=FindingKind.ROUNDED, severity="note", message=message))
     return tuple(notes)
 
 
@@ -297,7 +297,7 @@ def _renamed(a: Weights, e: Weights, labels: tuple[str, str]) -> tuple[Finding, 
         prefix = next((name.removesuffix(first) for name in longer if name.endswith(f".{first}")), None)
         if prefix and any(f"{prefix}{name}" in longer for name in shorter):
             message = f"no name is common: only the names in {label} begin with {prefix!r}"
-            return (Finding(kind="names", severity="note", message=message),)
+            return (Finding(kind=FindingKind.NAMES, severity="note", message=message),)
     return ()
 
 

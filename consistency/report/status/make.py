@@ -17,7 +17,8 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.capture.wording import time_of
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
-from consistency.comparison.result import PLANTED, Comparison, Finding, Verdict, WorkerSummary
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
 from consistency.comparison.suite import CaseResult, SuiteResult, common_findings
 from consistency.numerics.real import Real
 from consistency.report.formats import View
@@ -146,7 +147,7 @@ def _verdicts_of(case: CaseResult) -> dict[str, Verdict]:
 
 
 def _marks(simulated: bool, findings: Iterable[Finding]) -> Iterator[str]:
-    if any(finding.kind == PLANTED for finding in findings):
+    if any(finding.kind == FindingKind.PLANTED for finding in findings):
         yield "planted fault"
     if simulated:
         yield "simulated"

@@ -20,7 +20,8 @@ from consistency.case.preflight import prepare_case
 from consistency.case.requirements import Requirements, requirements_of
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.store import History
-from consistency.comparison.result import ENVIRONMENT, LOST_NODE, Comparison, Finding, with_findings, with_provenance
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Comparison, Finding, with_findings, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
 from consistency.errors import CaptureError, ConsistencyError
@@ -255,8 +256,8 @@ def _read(gathered: _Gathered, scratch: Path) -> list[Capture]:
 def _findings(gathered: _Gathered) -> list[Finding]:
     found = []
     for kind, verb, reasons in (
-        (ENVIRONMENT, "left out for other software", gathered.odd),
-        (LOST_NODE, "not compared", gathered.lost),
+        (FindingKind.ENVIRONMENT, "left out for other software", gathered.odd),
+        (FindingKind.LOST_NODE, "not compared", gathered.lost),
     ):
         same: dict[str, list[str]] = {}
         for node, reason in reasons.items():

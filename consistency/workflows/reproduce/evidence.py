@@ -18,8 +18,9 @@ from consistency.capture.transport import is_remote
 from consistency.capture.wording import counted
 from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.judge import judge
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key
-from consistency.comparison.result import BAD, NOT_REPEATABLE, Comparison, Finding, tensor_name
+from consistency.comparison.result import BAD, Comparison, Finding, tensor_name
 from consistency.comparison.stored_tensors import read_stored
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
@@ -195,7 +196,7 @@ def _of_soak(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> 
 
 
 def _changed(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> ChangedTensor | None:
-    change = worker.changes.get(record.key) if finding.kind == NOT_REPEATABLE else None
+    change = worker.changes.get(record.key) if finding.kind == FindingKind.NOT_REPEATABLE else None
     return change if change is not None and change.measure is not None else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from consistency.capture.records import TensorRecord
-from consistency.comparison.findings.no_effect import NO_EFFECT
+from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
@@ -33,7 +33,7 @@ def outputs(on: str, off: str, **changes: Any) -> list[TensorRecord]:
 
 
 def warnings(found: Comparison) -> list[Finding]:
-    return [finding for finding in found.findings if finding.kind == NO_EFFECT]
+    return [finding for finding in found.findings if finding.kind == FindingKind.NO_EFFECT]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from consistency.capture.records import TensorRecord
-from consistency.comparison.findings.not_finite import NON_FINITE
-from consistency.comparison.findings.nothing_compared import NOTHING_COMPARED
+from consistency.comparison.kinds import FindingKind
 from consistency.numerics.real import Real
 from tests.comparison.made_records import compared, computed, forward, measured, moved
 from tests.conftest import MakeCapture
@@ -25,7 +24,11 @@ def test_equal_nan_is_not_compared_and_the_run_is_incomplete(make_capture: MakeC
     found = compared(make_capture("a", {"cpu": records, "cuda:0": records}))
     assert found.verdict == "incomplete"
     (finding,) = found.findings
-    assert (finding.kind, finding.severity, finding.workers) == (NOTHING_COMPARED, "error", ("cpu", "cuda:0"))
+    assert (finding.kind, finding.severity, finding.workers) == (
+        FindingKind.NOTHING_COMPARED,
+        "error",
+        ("cpu", "cuda:0"),
+    )
     assert finding.message == (
         "nothing was compared in 1 tensor of forward: every value is NaN or infinite in float64 too, first in "
         "adapter_on of logits; in the adapter's file: 1 of 4 values of lora_B of layers.0.q"
@@ -53,12 +56,12 @@ def test_nan_where_float64_has_another_is_a_mismatch(make_capture: MakeCapture) 
 def test_a_file_alone_is_a_warning_and_some_values_are_a_note(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [moved(not_finite=2)], "cuda:0": [moved()]}))
     (warning,) = found.findings
-    assert (found.verdict, warning.kind, warning.severity) == ("consistent", NON_FINITE, "warning")
+    assert (found.verdict, warning.kind, warning.severity) == ("consistent", FindingKind.NON_FINITE_VALUES, "warning")
     assert warning.message == (
         "values are NaN or infinite in the adapter's file: 2 of 4 values of lora_B of layers.0.q"
     )
     records = [moved(), with_measure(forward(), measure=SOME)]
     found = compared(make_capture("b", {"cpu": records, "cuda:0": records}))
     (note,) = found.findings
-    assert (found.verdict, note.kind, note.severity) == ("consistent", NON_FINITE, "note")
+    assert (found.verdict, note.kind, note.severity) == ("consistent", FindingKind.NON_FINITE_VALUES, "note")
     assert "3 of 65536 values of adapter_on of logits" in note.message

@@ -167,7 +167,7 @@ def test_damaged_run_is_named_and_the_others_count(run: Run, tmp_path: Path) -> 
     (tmp_path / "history" / "runs" / "20990101T000000-ffffffff.json").write_bytes(b"{ cut sho")
     found = run({"cuda:0": "x"})
     assert drift(found)
-    assert [f.kind for f in found.findings if f.severity == "warning"] == ["damaged-night"]
+    assert [f.kind for f in found.findings if f.severity == "warning"] == ["damaged-run"]
 
 
 def test_history_in_memory_as_in_an_object_store(run: Run) -> None:

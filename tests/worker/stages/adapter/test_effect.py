@@ -19,7 +19,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Level, Stage
 from consistency.comparison.compare import compare
-from consistency.comparison.findings.no_effect import NO_EFFECT
+from consistency.comparison.kinds import FindingKind
 from consistency.worker import session
 from consistency.worker.protocol import EventLog, Job
 
@@ -71,7 +71,7 @@ def effect(tmp_path: Path) -> Effect:
         recorded = next(r.effect for r in capture.workers[0].records if r.tensor == "rank_and_scaling")
         found = compare([capture])
         assert found.verdict == "consistent"
-        return recorded, [f.message.partition(": ")[2] for f in found.findings if f.kind == NO_EFFECT]
+        return recorded, [f.message.partition(": ")[2] for f in found.findings if f.kind == FindingKind.NO_EFFECT]
 
     return of
 

@@ -1,0 +1,86 @@
+"""`consistency explain`: what a word of a report means, what causes it, and what to do."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from consistency.cli.output import print_json
+
+if TYPE_CHECKING:
+    from consistency.cli.glossary import GlossaryEntry
+
+EXAMPLES = (
+    ("a word of a finding", "consistency explain wrong-scale"),
+    ("several at once", "consistency explain zeros shared incomplete"),
+    ("an exit status", "consistency explain 3"),
+    ("every word, a line each", "consistency explain"),
+)
+
+_LABELS = (("meaning", "meaning"), ("cause", "cause"), ("action", "what to do"), ("example", "example"))
+_INDENT = 13
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        "explain",
+        _explain,
+        "explain words of a report: kinds of findings, statuses, stages, exit statuses, …",
+        EXAMPLES,
+    )
+    parser.add_argument("words", nargs="*", metavar="WORD",
+                        help="words of a report, or an exit status; without one, all words are listed")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _explain(parsed: argparse.Namespace) -> int:
+    from consistency.cli.glossary import explained, glossary
+
+    found = [entry for word in dict.fromkeys(parsed.words) for entry in explained(word)] or list(glossary())
+    if parsed.json:
+        print_json([_as_table(entry) for entry in found])
+    elif parsed.words:
+        print("\n\n".join("\n".join(_lines(entry, _width())) for entry in found))
+    else:
+        print("\n".join(_listed(found)))
+    return 0
+
+
+def _as_table(entry: GlossaryEntry) -> dict[str, str]:
+    names = ("word", "family", "summary", *(name for name, _ in _LABELS))
+    return {name: entry.family.name if name == "family" else getattr(entry, name) for name in names}
+
+
+def _lines(entry: GlossaryEntry, width: int) -> Iterator[str]:
+    """Yield an entry: its word and family, how reports put it, and its fields."""
+    yield f"{entry.word} · {entry.family.name}"
+    yield from textwrap.wrap(entry.summary, width, initial_indent="  ", subsequent_indent="  ")
+    yield ""
+    for name, label in _LABELS:
+        first = f"  {label}".ljust(_INDENT)
+        # a hyphen is a part of words and options: only blanks break a line
+        yield from textwrap.wrap(
+            getattr(entry, name), width, initial_indent=first, subsequent_indent=" " * _INDENT,
+            break_on_hyphens=False, break_long_words=False,
+        )  # fmt: skip
+
+
+def _listed(found: list[GlossaryEntry]) -> Iterator[str]:
+    """Yield a line per word, below the title of its family."""
+    width = max(len(entry.word) for entry in found) + 2
+    family = None
+    for entry in found:
+        if entry.family != family:
+            yield from ([""] if family else []) + [entry.family.title]
+            family = entry.family
+        yield f"  {entry.word.ljust(width)}{entry.headline}"
+
+
+def _width() -> int:
+    """Return the columns of the terminal, as many as are read with ease at most."""
+    import shutil
+
+    return min(100, max(40, shutil.get_terminal_size().columns))

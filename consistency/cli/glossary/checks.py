@@ -1,0 +1,249 @@
+"""Stages, rules, levels and load paths: what is checked, how it is judged, how much, and on which way to the device.
+
+What a stage's row in `consistency.case.stages` says (its rule, levels and needs) is taken from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+from consistency.case.load_path import LoadPath
+from consistency.case.stages import LEVELS, SPECS, Level, Model, Stage
+from consistency.cli.glossary.entry import Explanation, Family, GlossaryEntry, entry
+from consistency.cli.glossary.entry import entries as entries_of
+from consistency.numerics.rules import Rule
+
+STAGE = Family(name="stage", title="stages: what is checked")
+RULE = Family(name="rule", title="rules: how a row is judged")
+LEVEL = Family(name="level", title="levels: how much is checked")
+LOAD_PATH = Family(name="load path", title="load paths: how the adapter's bytes reach the device")
+
+STAGES: Mapping[Stage, Explanation] = {
+    Stage.TRANSFER: Explanation(
+        summary="copies between devices, and between each and the host",
+        meaning="Known bytes are copied over poison, contiguous, strided, with a cast, staged and under load, and read "
+        "back twice: as a digest on the device and as bytes on the host.",
+        cause="No model is needed: it checks drivers, links, IOMMU and memory.",
+        action="A finding here comes first: everything above uses these copies. `consistency doctor` says what to fix.",
+        example="transfer · npu:1 · copies npu:0→npu:1 deliver nothing: the destination is never written",
+    ),
+    Stage.OPERATORS: Explanation(
+        summary="a fixed list of operations, each against its float64 value",
+        meaning="Products, sums, norms, softmax, convolutions and others on inputs made by NumPy, each within a bound "
+        "that follows the computation.",
+        cause="No model is needed: it checks the libraries and kernels of a device.",
+        action="Report a wrong operation to the library: `consistency reproduce` writes it as a script.",
+        example="operators · cuda:1 · errors that exceed tolerance in float32 of matmul",
+    ),
+    Stage.BASE: Explanation(
+        summary="every parameter and buffer of the base, against the bytes of its files",
+        meaning="Digests on the device are compared with the file's; tables that are in no file are made again in "
+        "float64. After the adapter is loaded, all digests are taken again.",
+        cause="Loading with the Auto class that the config names, as a user would.",
+        action="Wrong bytes here explain what later stages compute.",
+        example="base · cuda:1 · single-bit flips in weight of model.layers.3.mlp.up_proj",
+    ),
+    Stage.ADAPTER: Explanation(
+        summary="every tensor of the adapter, against the bytes of its file",
+        meaning="Tensors, rank, scaling and active adapters after PeftModel.from_pretrained; then loaded again over "
+        "poison, and on the alternative load paths.",
+        cause="An adapter is given.",
+        action="The load paths in the sentence say which way to the device is wrong.",
+        example="adapter · npu:1, npu:3 · zeros where the file is nonzero in 28 of 28 lora_B tensors",
+    ),
+    Stage.MERGED: Explanation(
+        summary="each merged weight and its delta, against their exact values",
+        meaning="PEFT's own merge, into a copy, compared element by element with the float64 value computed from the "
+        "files.",
+        cause="An adapter is given that can be merged.",
+        action="If base and adapter are right and this is not, the product or the merge is: see the word.",
+        example="merged · cuda:1 · values off by one constant factor in 28 of 28 weight tensors",
+    ),
+    Stage.FORWARD: Explanation(
+        summary="hidden states and logits, with the adapter on, off and merged",
+        meaning="Activations on inputs made by NumPy, each judged by the error that rounding makes in it. Outputs of "
+        "inference engines are judged here too.",
+        cause="Level standard and above, or --engine-outputs.",
+        action="Look at the first layer that is outside: `consistency show DIR` names where workers diverge.",
+        example="forward · cuda:0 · errors that exceed tolerance in adapter_on of model.layers.13",
+    ),
+    Stage.GRADIENT: Explanation(
+        summary="the gradients of what the adapter trains, and one step of AdamW",
+        meaning="Backward passes over parts of the batch, each tensor judged by the error that rounding makes, and a "
+        "bound for the optimizer's step.",
+        cause="Level standard and above, with an adapter.",
+        action="If stage forward is right, look at the backward kernels of the first tensor that is outside.",
+        example="gradient · cuda:0 · errors that exceed tolerance in lora_A.gradient of model.layers.0.mlp.up_proj",
+    ),
+    Stage.ADAPTERS: Explanation(
+        summary="several adapters in one model",
+        meaning="Set, combined, merged, swapped and deleted; after each step every adapter has the bytes of its file, "
+        "and gives the results that it gave alone.",
+        cause="Several --adapter NAME=PATH.",
+        action="The step is in the sentence; a step that PEFT refuses is skipped with its reason.",
+        example="adapters · cpu · delete_adapter leaves 2 tensors of two in the model",
+    ),
+    Stage.MEMORY: Explanation(
+        summary="use of other devices, placement of the adapter, and the peak of a merge",
+        meaning="Allocations and contexts on devices that should be idle, the device of each tensor, and the most that "
+        "merging a layer takes.",
+        cause="Level standard and above.",
+        action="Give torch_device= for use of another device; see `touched` and `third-copy`.",
+        example="memory · npu:1 · loading the adapter allocated 256 KiB on npu:0 and released it",
+    ),
+    Stage.SHARDING: Explanation(
+        summary="the model split over devices, against one device",
+        meaning="Ids and labels are checked against all tables; what moves between shards is compared on both sides; "
+        "logits and loss are compared with one device.",
+        cause="Level thorough, or --device-map.",
+        action="See findings of stage transfer first.",
+        example="sharding · npu:0 · ids changed during transfer to device npu:1, into model.layers.14",
+    ),
+    Stage.WRAPPING: Explanation(
+        summary="a wrapper around the base, against the plain base",
+        meaning="What PEFT and trainers ask a model for: attributes, keys, adapted layers, storages, dtypes, and the "
+        "memory of a training step.",
+        cause="--wrapper.",
+        action="Let the wrapper pass on what is named.",
+        example="wrapping · cpu · PEFT finds 0 of 28 adapted layers through the wrapper",
+    ),
+}
+
+RULES: Mapping[Rule, Explanation] = {
+    Rule.BITWISE: Explanation(
+        summary="bytes were moved: they must be equal",
+        meaning="No byte may differ from the file's, or from what was sent.",
+        cause="Stages that move bytes: transfer, base, adapter.",
+        action="No tolerance applies to it.",
+        example="outside with 1 of 1048576 elements, bit 3 (mantissa)",
+    ),
+    Rule.BOUND: Explanation(
+        summary="a bound per element, derived for the computation",
+        meaning="For results with a closed form: each element may be off by what rounding in the dtype can make of it "
+        "at most, and the worst error over that is the ratio.",
+        cause="Operators, deltas and merged weights, the optimizer's step.",
+        action="A ratio above 1 is no rounding. --tolerance replaces it.",
+        example="merged · weight: within, 0.31× tolerance",
+    ),
+    Rule.RELATIVE: Explanation(
+        summary="at most about twice the error that rounding makes in the same tensor",
+        meaning="For results without a closed form: what rounding makes is measured in passes on the CPU with random "
+        "rounding errors, and multiplied by a factor for luck, which is at least 2.",
+        cause="Activations, gradients, logits of engines.",
+        action="A ratio above 1 has, in healthy devices, a chance of one in 10⁹. --tolerance replaces it.",
+        example="forward · adapter_on: outside, 14.2× tolerance",
+    ),
+    Rule.USER: Explanation(
+        summary="a user's tolerance: |actual − exact| ≤ atol + rtol·|exact|",
+        meaning="Judges a computed tensor in place of `bound` or `relative` where its pattern matches. The last match "
+        "wins; the report lists what each judged.",
+        cause="--tolerance, [[tolerance]] or --consistency-tolerance.",
+        action="Prefer the derived rule; give a tolerance where you know what is acceptable.",
+        example='--tolerance "stage=merged,layer=*.q_proj,atol=1e-3,rtol=1e-2"',
+    ),
+    Rule.PEER: Explanation(
+        summary="no reference outside the devices: compared bitwise with the reference worker",
+        meaning="Two devices that read the same file have to make the same bytes. Of computed values that differ, "
+        "nothing is known: they are skipped.",
+        cause="Tensors that loading computes, settings, tables that are in no file.",
+        action="Add a device, if there is one worker alone.",
+        example="base · cuda:0 · values recomputed on the device while the adapter was loaded",
+    ),
+    Rule.LIMIT: Explanation(
+        summary="a fact about a device, a process or a wrapper, and its limit",
+        meaning="Not a tensor: unexpected bytes on a device, the peak of a merge, ids beyond a vocabulary, a key that "
+        "is missing. The worker that observes it judges it.",
+        cause="Stages memory, sharding, wrapping, and checks of several adapters.",
+        action="The sentence has what was seen and what is allowed.",
+        example="memory · merge_peak: outside, 1.48× the limit",
+    ),
+}
+
+LEVEL_TEXTS: Mapping[Level, Explanation] = {
+    Level.QUICK: Explanation(
+        summary="about a minute: copies, operators, base, adapter, merged weights",
+        meaning="One short sequence, no second run, no alternative load paths.",
+        cause="--level quick.",
+        action="Use it before each start of a service, or in a test.",
+        example="consistency run --level quick",
+    ),
+    Level.STANDARD: Explanation(
+        summary="some minutes, the default: also forward, gradient and memory",
+        meaning="Two alternative load paths, safe_merge, and the adapter loaded again over poison.",
+        cause="The default.",
+        action="Use it after every update of hardware, driver or library.",
+        example="consistency run --base ./llama --adapter ./my-lora",
+    ),
+    Level.THOROUGH: Explanation(
+        summary="overnight: also sharding, every load path, a second run on each device",
+        meaning="All alternative load paths, longer inputs, large copies, and the peak of every merge.",
+        cause="--level thorough.",
+        action="Use it for nightly runs, and to accept new hardware.",
+        example="consistency run --level thorough --for 2h",
+    ),
+}
+
+_MAIN = {
+    LoadPath.ISOLATED: "one device is visible",
+    LoadPath.SHARED: "all devices are visible",
+}
+_SIDES = {
+    "cpu": ("torch_device='cpu'", "PEFT reads the file onto the CPU"),
+    "target": ("torch_device=", "PEFT reads the file onto the model's device"),
+    "transformers": ("transformers' load_adapter", "The loader is that of transformers"),
+    "low-memory": ("low_cpu_mem_usage=True", "Parameters are made on the meta device first"),
+}
+_DEFAULT = ("PEFT's defaults", "PEFT reads the file onto device 0 of those, and copies from there")
+_CAUSES = {
+    LoadPath.ISOLATED: "The default; copies between devices cannot happen on it, and one that is broken does not show.",
+    LoadPath.SHARED: "The default beside `isolated` where there are several accelerators: PEFT's loading goes through "
+    "device 0.",
+}
+_ALTERNATIVE = "Level standard takes two alternatives, thorough all; --load-paths names them."
+
+
+def _load_path(path: LoadPath) -> Explanation:
+    """Return the explanation of a load path from those of its parts."""
+    sides = [_SIDES[side] for side in path.side.split("+") if side] or [_DEFAULT]
+    main = path.main
+    options = ", ".join(option for option, _ in sides)
+    between = f"paths with and without {options}" if path.side else "isolated and shared: a copy between devices"
+    return Explanation(
+        summary=f"{_MAIN[main]}; {options}",
+        meaning=f"In the worker {_MAIN[main]}. {'. '.join(text for _, text in sides)}.",
+        cause=_ALTERNATIVE if path.side else _CAUSES[main],
+        action="Read which load paths are wrong and which are correct: what they do not share is the cause. Compare "
+        f"{between}.",
+        example=f"adapter · npu:1 · zeros where the file is nonzero in 28 of 28 lora_B tensors on load path {path}",
+    )
+
+
+def entries() -> tuple[GlossaryEntry, ...]:
+    """Return an entry per stage, rule, level and load path."""
+    return tuple(chain(_of_stages(), entries_of(RULE, RULES.items()), _of_levels(), _of_load_paths()))
+
+
+def _of_stages() -> Iterator[GlossaryEntry]:
+    """Yield an entry per stage; one whose code was deleted is none."""
+    for stage, spec in SPECS.items():
+        levels = ", ".join(spec.levels) or "none unless asked for"
+        needs = "" if spec.model is Model.REQUIRED else "; it needs no model"
+        text = STAGES[stage]
+        meaning = f"{text.meaning} It {spec.kind.value}. Rule `{spec.rule}`; levels: {levels}{needs}."
+        told = Explanation(meaning=meaning, cause=text.cause, action=text.action, example=text.example)
+        yield entry(STAGE, stage.value, told, summary=text.summary)
+
+
+def _of_levels() -> Iterator[GlossaryEntry]:
+    """Yield an entry per level, with its stages and what it does not check."""
+    for level, text in LEVEL_TEXTS.items():
+        plan = LEVELS[level]
+        left = f" Not checked: {', '.join(plan.not_checked)}." if plan.not_checked else ""
+        meaning = f"{text.meaning} Stages: {', '.join(plan.stages)}.{left}"
+        told = Explanation(meaning=meaning, cause=text.cause, action=text.action, example=text.example)
+        yield entry(LEVEL, level.value, told, summary=text.summary)
+
+
+def _of_load_paths() -> Iterator[GlossaryEntry]:
+    return (entry(LOAD_PATH, path.value, _load_path(path)) for path in LoadPath)
