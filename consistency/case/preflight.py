@@ -129,7 +129,9 @@ def _check_anything_is_checked(options: Options, stages: Sequence[Stage], *, has
 
 def _check_soak(options: Options) -> None:
     if options.load and options.soak is None:
-        raise UsageError("there is no soak to load devices during", where="--load", wanted="--for with the time of the soak")
+        raise UsageError(
+            "there is no soak to load devices during", where="--load", wanted="--for with the time of the soak"
+        )
     if options.soak is not None and options.timeout is not None and options.timeout <= options.soak:
         raise UsageError(
             "a worker would be stopped during its soak", where="--timeout", got=f"{options.timeout:g} s",
