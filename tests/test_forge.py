@@ -92,8 +92,6 @@ def test_the_form_asks_for_what_the_tool_prints(capsys: pytest.CaptureFixture[st
     named = list(commands(" ".join(text.split())))
     assert {"show", "reproduce", "env"} <= {words[0] for words in named}
     problems = {shlex.join(words): why for words in named if (why := refused(words)) is not None}
-    if set(problems) == {"env"}:
-        pytest.xfail("`consistency env` is not written yet")
     assert problems == {}
 
 
