@@ -29,7 +29,7 @@ DOCUMENTS = (
 OUTSIDE = {"my_wrapper.py", "test_adapter.py"}
 """What a document asks its reader to write."""
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -98,7 +98,7 @@ def _commands_of(line: str) -> Iterator[list[str]]:
 
 def refused(arguments: list[str]) -> str | None:
     """Parse a command line without running it; return why it is refused."""
-    if len(arguments) == 1 or arguments == ["baseline", "accept"]:
+    if len(arguments) == 1 or (arguments[0] == "baseline" and len(arguments) == 2):
         arguments = [*arguments, "--help"]  # a command that is only mentioned
     try:
         build_parser().parse_args(arguments)
