@@ -35,9 +35,30 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4  # a link to `page.md#heading` leads there as it does on a forge
 
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = False
 napoleon_use_rtype = False
+napoleon_preprocess_types = True
+napoleon_type_aliases = {
+    "path": ":class:`~pathlib.Path`",
+    "Path": ":class:`~pathlib.Path`",
+    "mapping": ":class:`~collections.abc.Mapping`",
+    "sequence": ":class:`~collections.abc.Sequence`",
+    "iterable": ":class:`~collections.abc.Iterable`",
+    "callable": ":class:`~collections.abc.Callable`",
+    "Consequence": ":class:`~consistency.comparison.result.Consequence`",
+    "EngineFile": ":class:`~consistency.case.engine_file.EngineFile`",
+    "Fit": ":class:`~consistency.case.fit.Fit`",
+    "LoadPath": ":class:`~consistency.case.load_path.LoadPath`",
+    "NamedAdapter": ":class:`~consistency.case.named_adapters.NamedAdapter`",
+    "Outcome": ":class:`~consistency.comparison.outcomes.Outcome`",
+    "Switch": ":class:`~consistency.case.profile.Switch`",
+}
+nitpick_ignore_regex = [
+    # of the standard library and of other packages: without a network their indexes cannot be read
+    ("py:.*", r"(collections\.abc|os|pathlib|torch|peft|msgspec)\..*"),
+]
 
 
 def _inline(translator: Any, node: nodes.math) -> None:

@@ -118,12 +118,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def process_key(self) -> object:
-        """Return what cases have to share to run in one process: libraries read some settings once in its life."""
+        """Return what cases share that run in one process, for libraries read some settings once in its life."""
         return (self.profile, self.settings)
 
     @property
     def factory(self) -> str | None:
-        """Return `package.module:function` of a base that a function makes, None for a folder."""
+        """Return package, module and function of a base that a function makes, None for a folder."""
         return self.base.removeprefix("python:") if self.base.startswith("python:") else None
 
     @property

@@ -69,7 +69,7 @@ class LoadPath(enum.StrEnum):
 
     @property
     def chooses_device(self) -> bool:
-        """Return whether PEFT chooses the device to read the file onto: device 0, even if the model is on another."""
+        """Return whether PEFT chooses where it reads the file to, which is device 0 wherever the model is."""
         return self.torch_device is None and not self.by_transformers
 
     @property

@@ -66,7 +66,7 @@ def run(
         Limits per worker: in total, and between two events.
     replace : bool
         Overwrite an earlier run's results in `out`.
-    history : path or URL, optional
+    history : path or str, optional
         Earlier runs to compare with and append to.
     baseline : path, optional
         Accepted findings.

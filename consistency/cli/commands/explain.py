@@ -28,7 +28,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command(
         "explain",
         _explain,
-        "explain words of a report: kinds of findings, statuses, stages, exit statuses, …",
+        "explain words of a report, such as kinds of findings, stages and exit statuses",
         EXAMPLES,
     )
     parser.add_argument("words", nargs="*", metavar="WORD",
