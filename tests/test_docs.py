@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,9 @@ from consistency.case.options import Edge
 from consistency.case.reading import read_options
 from consistency.case.stages import LEVELS, SPECS, Level, Stage, run_order
 from consistency.case.suite import gather_suite
-from consistency.cli.main import build_parser
-from consistency.errors import UsageError
 from consistency.numerics.rules import FALSE_ALARM, HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, error_factor
 from consistency.worker.stages.operators.table import operations
+from tests.documents import FENCE, SPAN, commands, refused
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = (
@@ -54,12 +52,9 @@ MOST_LINES = 250
 FOREIGN_WORDS = re.compile(r"\b(?:roads?|boxes|nights|mend(?:s|ed|ing)?)\b", re.IGNORECASE)
 """Words of early drafts for a load path, hosts, runs and a fix."""
 
-_FENCE = re.compile(r"^```([\w{}-]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _FILE = re.compile(r"(?<![\w./-])((?:[\w-]+/)*[\w-]+\.(?:pyi?|c|cpp|js|css))\b")
-_SEPARATORS = {"|", "||", "&&", ";", ">", "2>&1", "#"}
 
 
 def text_of(document: str) -> str:
@@ -68,12 +63,12 @@ def text_of(document: str) -> str:
 
 def prose_of(document: str) -> str:
     """Return the text of a document without its code blocks and code spans."""
-    return _SPAN.sub("", _FENCE.sub("", text_of(document)))
+    return SPAN.sub("", FENCE.sub("", text_of(document)))
 
 
 def anchors(text: str) -> set[str]:
     """Return the anchors that GitHub gives the headings."""
-    titles = (re.sub(r"[^\w\- ]", "", title.lower()) for title in _HEADING.findall(_FENCE.sub("", text)))
+    titles = (re.sub(r"[^\w\- ]", "", title.lower()) for title in _HEADING.findall(FENCE.sub("", text)))
     return {title.replace(" ", "-") for title in titles}
 
 
@@ -95,48 +90,8 @@ def missing_files(document: str, text: str) -> list[str]:
     A name is relative to the root, to the package, or to the document's folder.
     """
     places = (ROOT, ROOT / "consistency", (ROOT / document).parent)
-    named = [name for span in _SPAN.findall(_FENCE.sub("", text)) for name in _FILE.findall(span)]
+    named = [name for span in SPAN.findall(FENCE.sub("", text)) for name in _FILE.findall(span)]
     return [name for name in named if name not in OUTSIDE and not any((place / name).exists() for place in places)]
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """Yield the arguments of every `consistency …` command line, in code blocks and in code spans."""
-    for _, block in _FENCE.findall(text):
-        joined = re.sub(r"\\\n\s*|\n\s+(?=--)", " ", block)  # continued by a backslash, or folded in YAML
-        for line in joined.splitlines():
-            yield from _commands_of(line)
-    for span in _SPAN.findall(_FENCE.sub("", text)):
-        yield from _commands_of(span)
-
-
-def _commands_of(line: str) -> Iterator[list[str]]:
-    try:
-        words = shlex.split(line, comments=True)
-    except ValueError:  # prose or output with an apostrophe
-        return
-    first = True
-    for at, word in enumerate(words):
-        if " " in word.strip() and word.startswith("consistency "):  # bash -c '…'
-            yield from _commands_of(word)
-        elif word.endswith("bin/consistency") or (first and word == "consistency"):
-            rest = words[at + 1 :]
-            stop = next((n for n, w in enumerate(rest) if w in _SEPARATORS), len(rest))
-            if rest and re.fullmatch(r"[a-z]+", rest[0]) and rest[1:2] != ["·"]:  # otherwise output
-                yield rest[:stop]
-        first = word in ("&&", "||", ";", "$")
-
-
-def refused(arguments: list[str]) -> str | None:
-    """Parse a command line without running it; return why it is refused."""
-    if len(arguments) == 1 or (arguments[0] == "baseline" and len(arguments) == 2):
-        arguments = [*arguments, "--help"]  # a command that is only mentioned
-    try:
-        build_parser().parse_args(arguments)
-    except SystemExit as done:
-        return f"exit status {done.code}" if done.code else None
-    except UsageError as error:
-        return str(error)
-    return None
 
 
 def pytest_options(block: str) -> dict[str, object] | None:
@@ -164,7 +119,7 @@ def test_commands_parse(document: str, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_option_files_and_pytest_options_are_known(document: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     text = text_of(document)
-    for number, block in enumerate(block for language, block in _FENCE.findall(text) if language == "toml"):
+    for number, block in enumerate(block for language, block in FENCE.findall(text) if language == "toml"):
         if (options := pytest_options(block)) is not None:
             assert all(pytestconfig.getini(name) is None for name in options), "known; this project sets none"
             continue
@@ -251,7 +206,7 @@ def test_commands_are_found() -> None:
 @pytest.mark.process
 def test_the_test_in_the_page_on_pytest_runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    for _, block in _FENCE.findall(text_of("docs/pytest.md")):
+    for _, block in FENCE.findall(text_of("docs/pytest.md")):
         if named := re.match(r"# (pyproject\.toml|test_adapter\.py)\n", block):
             (pytester.path / named[1]).write_text(block, encoding="utf-8")
     assert {path.name for path in pytester.path.iterdir()} == {"pyproject.toml", "test_adapter.py"}

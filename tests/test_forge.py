@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from consistency.capture.version import __version__
-from tests.test_docs import commands, refused
+from tests.documents import commands, refused
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted(path.name for path in (ROOT / ".github" / "workflows").iterdir())

@@ -33,7 +33,7 @@ EXPLANATIONS: Mapping[int, Explanation] = {
         meaning="A part of what was requested could not be checked.",
         cause="A worker was lost or failed, a stage raised, a device or node is gone; of `status`, the result is older "
         "than it may be.",
-        action="Mend what was lost and run again. Treat it as a failure: agreement is not claimed.",
+        action="Fix what was lost and run again. Treat it as a failure: agreement is not claimed.",
         example="worker cuda:1 was lost: killed by SIGKILL; last event: merged",
     ),
     OUR_MISTAKE: Explanation(

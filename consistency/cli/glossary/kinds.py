@@ -128,7 +128,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         meaning="A warning: a file, or the entry in a history, could not be written, or earlier runs could not be "
         "read. No verdict depends on it.",
         cause="A full disk, missing permissions, a store that does not answer.",
-        action="Free the space or mend the store, then run again or write the report anew with `consistency show`.",
+        action="Free the space or repair the store, then run again or write the report anew with `consistency show`.",
         example="this run is not in the history: cannot write: is the disk full?",
     ),
     FindingKind.PLANTED: Explanation(
@@ -310,7 +310,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     FindingKind.DRIFT: Explanation(
         summary="a device's bits differ from those of an earlier run, inputs and software being equal",
         meaning="A device is compared with its latest run without a drift. A difference in any bit is an error even "
-        "within tolerance, and stays one until the device is mended or the finding accepted. With the profile "
+        "within tolerance, and stays one until the device is fixed or the finding accepted. With the profile "
         "`deployed` it is a note.",
         cause="A failing device; a change that no version shows, such as firmware, clocks or a BIOS setting.",
         action="Run again: a device whose results change between runs is failing. If the change is known, "
@@ -346,7 +346,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     FindingKind.STALE_BASELINE: Explanation(
         summary="an accepted finding no longer occurs",
         meaning="A note: the baseline accepts a finding that this run of the same devices and stages does not have.",
-        cause="What was accepted is mended.",
+        cause="What was accepted is fixed.",
         action="Take the entry out of the baseline, so that the fault fails again if it returns.",
         example="accepted on 2026-10-02 (card swapped, ticket 4711), and not found in this run: adapter · cuda:1 · "
         "zeros in 3 of 3 lora_B tensors",

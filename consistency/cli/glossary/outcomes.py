@@ -48,7 +48,7 @@ EXPLANATIONS: Mapping[Family, Mapping[str, Explanation]] = {
             "nothing was compared. It is said whether or not the rest agrees.",
             cause="See `lost-worker`, `failed-stage`, `nothing-compared`, `gone-device`, `lost-node` and "
             "`damaged-capture`.",
-            action="Mend what was lost and run again: until then agreement cannot be claimed.",
+            action="Fix what was lost and run again: until then agreement cannot be claimed.",
             example="INCOMPLETE   cuda:1 was lost: killed by SIGKILL",
         ),
         "unchecked": Explanation(
@@ -133,7 +133,7 @@ EXPLANATIONS: Mapping[Family, Mapping[str, Explanation]] = {
             summary="not reached: the worker or the stage ended before it",
             meaning="The worker was lost or its stage raised. A comparison with such a row is incomplete.",
             cause="See `lost-worker` and `failed-stage`.",
-            action="Mend that first.",
+            action="Fix that first.",
             example="cuda:1: blocked   the worker was lost before it: killed by SIGKILL",
         ),
         "measured": Explanation(
