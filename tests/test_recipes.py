@@ -70,7 +70,7 @@ def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_every_recipe_is_here() -> None:
     assert [page.name for page in PAGES] == ["extending-engines.md", "extending.md"]
     files = [place["file"] for place, _ in blocks()]
-    assert len(files) == 15
+    assert len(files) == 17
     run = {recipe: [words[0] for words in commands(recipe)] for recipe in recipes()}
     assert {recipe: words for recipe, words in run.items() if words} == {
         "A stage": ["run"],
@@ -96,6 +96,13 @@ def test_a_word_is_recognized(extended: Path) -> None:
     )
     done = run(extended, "-c", code)
     assert done.stdout.strip() == "reversed", done.stderr
+
+
+def test_a_stage_and_a_word_are_explained(extended: Path) -> None:
+    done = run(extended, "-m", "consistency", "explain", "finite", "negated")
+    assert done.returncode == 0, done.stderr
+    assert "the parameters of the model are numbers" in done.stdout
+    assert "values of the opposite sign" in done.stdout
 
 
 def test_a_backend_is_known(extended: Path) -> None:

@@ -162,22 +162,23 @@ RULES: Mapping[Rule, Explanation] = {
 
 LEVEL_TEXTS: Mapping[Level, Explanation] = {
     Level.QUICK: Explanation(
-        summary="about a minute: copies, operators, base, adapter, merged weights",
-        meaning="One short sequence, no second run, no alternative load paths.",
+        summary="about a minute",
+        meaning="One short sequence, and no alternative load paths.",
         cause="--level quick.",
         action="Use it before each start of a service, or in a test.",
         example="consistency run --level quick",
     ),
     Level.STANDARD: Explanation(
-        summary="some minutes, the default: also forward, gradient and memory",
+        summary="some minutes: the default",
         meaning="Two alternative load paths, safe_merge, and the adapter loaded again over poison.",
         cause="The default.",
         action="Use it after every update of hardware, driver or library.",
         example="consistency run --base ./llama --adapter ./my-lora",
     ),
     Level.THOROUGH: Explanation(
-        summary="overnight: also sharding, every load path, a second run on each device",
-        meaning="All alternative load paths, longer inputs, large copies, and the peak of every merge.",
+        summary="overnight: everything",
+        meaning="All alternative load paths, a second run on each device, longer inputs, large copies, and the peak of "
+        "every merge.",
         cause="--level thorough.",
         action="Use it for nightly runs, and to accept new hardware.",
         example="consistency run --level thorough --for 2h",

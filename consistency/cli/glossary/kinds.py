@@ -28,7 +28,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         cause="A device that torch cannot open or has no kernels for, another device than was listed, a full disk, a "
         "file that cannot be read on this host.",
         action="Do what the reason says; leave the device out with --devices if it cannot be used.",
-        example="worker cuda:2 failed: cuda:2 cannot be used: torch has no kernels for sm_120; last event: start",
+        example="worker cuda:2 failed: cuda:2 cannot be used: its compute mode is prohibited: nvidia-smi -c 0 lets "
+        "processes use it",
     ),
     FindingKind.FAILED_STAGE: Explanation(
         summary="a stage ended with an error of the model's code, of PEFT's or of its own",
@@ -49,7 +50,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         "full of NaN.",
         action="Choose other --stages, add a device, or capture again with the base, the adapter and the --stages of "
         "the others.",
-        example="the 2 captures have no tensor in common: host-a:cpu (adapter, base); host-b:cpu (operators)",
+        example="the 2 captures have no tensor in common: host-a:cpu (adapter, base), host-b:cpu (operators)",
     ),
     FindingKind.SKIPPED: Explanation(
         summary="a part of a stage was left out, with the reason",
@@ -315,8 +316,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         cause="A failing device; a change that no version shows, such as firmware, clocks or a BIOS setting.",
         action="Run again: a device whose results change between runs is failing. If the change is known, "
         "`consistency baseline accept`.",
-        example="drift · cuda:3 · 2 of 84 merged tensors differ bitwise from the run of 2026-11-21 02:00: same inputs, "
-        "same software",
+        example="drift · cuda:3 · 2 of 84 merged tensors differ bitwise from the run of 2026-11-21 02:00:00 UTC: same "
+        "inputs, same software",
     ),
     FindingKind.GONE_DEVICE: Explanation(
         summary="a host no longer has an accelerator that an earlier run had",
@@ -325,7 +326,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         cause="A card that fell off the bus, a driver that does not list it, a card that was removed.",
         action="Check it, its driver and the kernel's log; where it was removed on purpose, `consistency baseline "
         "accept`.",
-        example="node-7 no longer has cuda:3 (GPU-…), which the run of 2026-11-21 02:00 had: not checked",
+        example="node-7 no longer has cuda:3 (GPU-…), which the run of 2026-11-21 02:00:00 UTC:00 UTC had: not checked",
     ),
     FindingKind.SOFTWARE: Explanation(
         summary="software or settings changed since the previous run, so bits are not compared",

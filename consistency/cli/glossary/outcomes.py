@@ -49,7 +49,7 @@ EXPLANATIONS: Mapping[Family, Mapping[str, Explanation]] = {
             cause="See `lost-worker`, `failed-stage`, `nothing-compared`, `gone-device`, `lost-node` and "
             "`damaged-capture`.",
             action="Fix what was lost and run again: until then agreement cannot be claimed.",
-            example="INCOMPLETE   cuda:1 was lost: killed by SIGKILL",
+            example="INCOMPLETE   cuda:1 did not finish",
         ),
         "unchecked": Explanation(
             summary="a case of a suite, or a whole one, was not checked at all",
@@ -159,14 +159,14 @@ EXPLANATIONS: Mapping[Family, Mapping[str, Explanation]] = {
             meaning="It could not say that it had ended. The verdict is `incomplete`; what it recorded is compared.",
             cause="See the kind `lost-worker`.",
             action="Look at the signal, the last event and the stack in the finding.",
-            example="worker cuda:1 was lost: gave no sign of life for 600 s; last event: forward",
+            example="worker cuda:1 was lost: gave no sign of life for 300 s; last event: forward",
         ),
         "failed": Explanation(
             summary="it ended itself with an error of its device, its input or its disk",
             meaning="It says itself why it cannot check. The verdict is `incomplete`.",
             cause="See the kind `failed-worker`.",
             action="Do what the reason says.",
-            example="worker cuda:2 failed: cuda:2 cannot be used: torch has no kernels for sm_120",
+            example="worker cuda:2 failed: cuda:2 cannot be used: its compute mode is prohibited",
         ),
     },
 }
