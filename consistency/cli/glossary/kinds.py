@@ -326,7 +326,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         cause="A card that fell off the bus, a driver that does not list it, a card that was removed.",
         action="Check it, its driver and the kernel's log; where it was removed on purpose, `consistency baseline "
         "accept`.",
-        example="node-7 no longer has cuda:3 (GPU-…), which the run of 2026-11-21 02:00:00 UTC:00 UTC had: not checked",
+        example="node-7 no longer has cuda:3 (GPU-…), which the run of 2026-11-21 02:00:00 UTC had: not checked",
     ),
     FindingKind.SOFTWARE: Explanation(
         summary="software or settings changed since the previous run, so bits are not compared",
