@@ -63,6 +63,10 @@ def without(home: Path, *parts: str, level: Level = Level.QUICK) -> set[str]:
     environment = {**os.environ, "PYTHONPATH": str(home), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+    completed = subprocess.run(
+        [*command[:4], "completion", "bash"], cwd=home, env=environment, capture_output=True, text=True, check=False
+    )
+    assert completed.returncode == 0, completed.stderr
     report = json.loads((home / "out" / "report.json").read_text(encoding="utf-8"))
     assert report["verdict"] == "consistent"
     return {outcome["stage"] for outcome in report["outcomes"]}

@@ -46,7 +46,6 @@ def _values(command: str) -> Mapping[str, Iterable[str]]:
     from consistency.case.load_path import LoadPath
     from consistency.case.stages import Stage
     from consistency.devices.backends import BACKENDS, backend_of
-    from consistency.worker.faults.catalogue import FAULTS
 
     stages = [stage.value for stage in Stage]
     kinds = {kind: backend_of(kind) for kind in ("cpu", *BACKENDS)}
@@ -54,9 +53,15 @@ def _values(command: str) -> Mapping[str, Iterable[str]]:
         "--stages": stages,
         "--load-paths": [*(path.value for path in LoadPath), "all"],
         "--devices": ["auto", *kinds, *(f"{kind}@{v.name}" for kind, found in kinds.items() for v in found.variants)],
-        "--only": list(FAULTS) if command.endswith(" drill") else stages,
+        "--only": _faults() if command.endswith(" drill") else stages,
         "WORD": _words() if command.endswith(" explain") else [],
     }
+
+
+def _faults() -> list[str]:
+    from consistency.worker.faults.catalogue import FAULTS
+
+    return list(FAULTS)
 
 
 def _words() -> list[str]:
