@@ -30,6 +30,12 @@ def test_a_page_is_current(name: str) -> None:
     assert current == text_of(name), "run: python -m benchmarks.reference_pages --write"
 
 
+@pytest.mark.parametrize("name", ["report-format.md", "capture-format.md"])
+def test_every_field_has_a_meaning(name: str) -> None:
+    lines = text_of(name).splitlines()
+    assert [line for line in lines if re.fullmatch(r"\| `.*` \| .* \|\s*\|", line)] == []
+
+
 def test_the_site_has_every_page() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     reference = index[index.index(":caption: Reference") :].partition("```")[0]

@@ -27,6 +27,71 @@ LINKS = {
 }
 """Types without fields: another page lists their values."""
 
+COMMON = {
+    "a": "One device of the two.",
+    "b": "The other device.",
+    "allow_pickle": "Whether pickled weights were read.",
+    "trust_remote_code": "Whether code that comes with the model was run.",
+    "adapter": "The adapter, as it was given.",
+    "architecture": "Of the device: vendor's name and capability.",
+    "architectures": "What each architecture has, by its name.",
+    "base": "The base, as it was given.",
+    "case": "Name of the case, or the case itself: what was checked, and how.",
+    "cohorts": "Workers that recorded the same, once each.",
+    "command": "The command line, word by word.",
+    "created": "When it was written: ISO 8601, UTC.",
+    "device": "Name of the device: `cpu`, `cuda:0`, `cpu@avx2`.",
+    "driver": "Version of the device's driver; null where it is not reported.",
+    "dtype": "Name of the dtype, as torch spells it.",
+    "elapsed_s": "Time that it took, in seconds.",
+    "environment": "Versions, threads and kernels in force, by name.",
+    "environments": "Versions and settings, once for all workers that have the same.",
+    "evidence": "Further figures that a diagnosis rests on, by name.",
+    "findings": "What to act on, the worst first.",
+    "gpus": "The accelerators that the host has.",
+    "host": "Name of the host.",
+    "in_force": "What torch reports of the settings after they were set.",
+    "kernel": "Version of the operating system's kernel.",
+    "asked": "What was requested of the settings.",
+    "asked_s": "Time that was requested, in seconds.",
+    "layer": "Name of the module; empty for what belongs to none.",
+    "level": "Level of the run.",
+    "links": "How the accelerators are connected.",
+    "load_path": "How the adapter reached the device.",
+    "load_paths": "The load paths that were compared.",
+    "measure": "How far the tensor was off; null where it was not measured.",
+    "message": "The sentence.",
+    "name": "Its name.",
+    "numa_node": "NUMA node of the slot; null where it is not reported.",
+    "occurrences": "In which repeats, and when.",
+    "outcomes": "The table: a row per tensor, load path and set of workers that are alike.",
+    "path": "Folder or file.",
+    "records": "SHA-256 of the records.",
+    "reference": "The worker that the others' bits are compared with.",
+    "rule": "By which it is judged.",
+    "schema": "Name and number of the schema.",
+    "shape": "Sizes of the dimensions.",
+    "simulated": "True for a software device, which is never presented as a real one.",
+    "stage": "The stage.",
+    "stages": "The stages, in their order.",
+    "stages_done": "The stages that were completed.",
+    "status": "How it was judged, or how the worker ended.",
+    "tensor": "Name of the tensor in its layer.",
+    "tensors": "Names of the tensors, as `stage::layer.tensor`.",
+    "tool": "Version of this tool.",
+    "uptime_s": "Time since the host was started, in seconds.",
+    "uuid": "UUID of the device; null where it is not reported.",
+    "value": "The value.",
+    "verdict": "The verdict.",
+    "word": "What the difference looks like; null where there is none.",
+    "worker": "Name of the worker.",
+    "workers": "Names of the workers.",
+    "worst_actual": "The worst element on the device; null where bits are equal.",
+    "worst_expected": "The worst element of the reference; null where bits are equal.",
+    "worst_index": "Place of the worst element; null where there is none.",
+}
+"""Fields that mean the same in every record; a docstring that says more is used instead."""
+
 
 def introduction(kind: type) -> str:
     """Return what a docstring says before its first section."""
@@ -100,7 +165,7 @@ def section(name: str, kind: type, schema: Mapping[str, Any], *, title: str = ""
     yield ""
     told = meanings(kind)
     rows = [
-        [code(field), type_text(about), prose(told.get(field, ""))]
+        [code(field), type_text(about), prose(told.get(field) or COMMON.get(field, ""))]
         for field, about in schema.get("properties", {}).items()
     ]
     yield from table(("field", "type", "meaning"), rows)

@@ -37,7 +37,15 @@ _BLOB_NAME = re.compile(r"^[0-9a-f]{64}$")
 
 
 class WorkerFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """SHA-256 of a worker's `worker.json` and `records.jsonl`, and how many lines the latter has."""
+    """What a worker's files have to be.
+
+    Attributes
+    ----------
+    info, records : str
+        SHA-256 of `worker.json` and of `records.jsonl`.
+    lines : int
+        Number of records.
+    """
 
     info: str
     records: str
@@ -52,9 +60,9 @@ class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     created : str
         When it was complete: ISO 8601, UTC.
     command : tuple of str
-        The command line that made it, word by word; captures of earlier versions have none.
+        The command line that made it, word by word.
     host_facts : HostFacts or None
-        Of the host that it was made on; captures of earlier versions have none.
+        Of the host that it was made on.
     files : dict of str to WorkerFiles
         Sums of what each worker wrote; the writer adds them.
     sha256 : str

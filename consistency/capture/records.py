@@ -146,7 +146,17 @@ IN_EVIDENCE = {
 
 
 class SettingChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A setting that was not as requested when a stage ended."""
+    """A setting that was not as requested when a stage ended.
+
+    Attributes
+    ----------
+    setting : str
+        Its name, as `--set` takes it.
+    asked, in_force : object
+        What was requested, and what it was.
+    stage : str
+        The stage that ended.
+    """
 
     setting: str
     asked: Any
@@ -234,6 +244,7 @@ class WorkerInfo(WorkerFacts, frozen=True, kw_only=True, forbid_unknown_fields=T
     Attributes
     ----------
     changes : tuple of SettingChange
+        Settings that were not as requested when a stage ended.
     inputs_digest : str or None
         Of the fixed inputs of the forward stage.
     kernel_key : str

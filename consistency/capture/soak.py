@@ -111,7 +111,19 @@ class SoakedStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The matrix products that kept a device busy: `size` of the matrices, and how many were done."""
+    """The matrix products that kept a device busy.
+
+    Attributes
+    ----------
+    size : str
+        Of the matrices, with their dtype.
+    products : int
+        How many were done.
+    products_per_s : float
+        How many in a second.
+    error : str or None
+        Why they ended early.
+    """
 
     size: str
     products: int = 0

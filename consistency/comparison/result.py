@@ -203,7 +203,7 @@ class ComparisonFacts(msgspec.Struct, frozen=True, kw_only=True):
     hosts : tuple of HostFacts
         One per capture that records its own.
     created : str or None
-        When the comparison was made: ISO 8601, UTC. None in reports of earlier versions.
+        When the comparison was made: ISO 8601, UTC. None where it is not known.
     host, command : str, tuple of str
         Where it was made, and by which command line, word by word.
     elapsed_s : float or None

@@ -153,7 +153,7 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     created : str
         When it ended: ISO 8601, UTC.
     host, command : str, tuple of str
-        Where it ran, and the command line word by word; empty in files of earlier versions.
+        Where it ran, and the command line word by word; empty where it is not known.
     unwritten : tuple of str
         Files of the suite that cannot be written, and why.
     """

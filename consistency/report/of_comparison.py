@@ -37,6 +37,7 @@ _LIBRARIES = ("accelerate", "numpy", "peft", "safetensors", "transformers")
 _VERSIONS = (
     ("PyTorch version", "torch"),
     ("CUDA used to build PyTorch", "cuda"),
+    ("ROCM used to build PyTorch", "hip"),
     ("OS", "platform"),
     ("Python version", "python"),
     ("cuDNN version", "cudnn"),

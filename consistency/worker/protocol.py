@@ -121,7 +121,21 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of a worker's progress."""
+    """One line of a worker's progress.
+
+    Attributes
+    ----------
+    at : float
+        When: seconds since 1970.
+    kind : str
+        A case, a stage or a step of one begins; the worker waits, is alive, is done, or failed.
+    done, total : int
+        Steps of the stage that are done, and that there are.
+    message : str
+        What it does, in words.
+    error : dict or None
+        What an error says, of a worker that failed.
+    """
 
     at: float
     kind: EventKind

@@ -54,7 +54,7 @@ def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
 
 
 def _made_by(evidence: Evidence) -> list[str]:
-    """Return the lines that state which command found it; reports of earlier versions do not."""
+    """Return the lines that state which command found it."""
     if not evidence.command:
         return []
     host, when = _code(evidence.host), _code(evidence.created)
