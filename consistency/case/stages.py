@@ -29,6 +29,7 @@ class Stage(enum.StrEnum):
     ADAPTERS = "adapters"
     MEMORY = "memory"
     SHARDING = "sharding"
+    COLLECTIVES = "collectives"
     WRAPPING = "wrapping"
 
 
@@ -86,6 +87,8 @@ class StageSpec:
         Whether it runs the model on the case's inputs and is compared only with workers that had the same.
     opens_devices : bool
         Whether it uses other devices on purpose.
+    together : bool
+        Whether its workers form a group with those beside them.
     before : Stage or None
         Where it runs, if not in the order of `Stage`.
     whole : str
@@ -107,6 +110,7 @@ class StageSpec:
     option: str = ""
     feeds_inputs: bool = False
     opens_devices: bool = False
+    together: bool = False
     before: Stage | None = None
     whole: str = "everything"
     short: str = ""
@@ -187,6 +191,12 @@ SPECS: dict[Stage, StageSpec] = {
             short="shard",
             levels=(Level.THOROUGH,), option="device_map", opens_devices=True,
         ),
+        StageSpec(  # on request alone: what a group of real accelerators does has not been seen
+            stage=Stage.COLLECTIVES, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.collectives.stage:run",
+            cost=f"{_COSTS}:without_model",
+            short="coll",
+            model=Model.UNUSED, levels=(), opens_devices=True, together=True,
+        ),
         StageSpec(
             stage=Stage.WRAPPING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
             cost=f"{_COSTS}:wrapping",
@@ -231,8 +241,8 @@ COMPUTES_WITH_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.COMPUTES and sp
 MODEL_LESS: tuple[Stage, ...] = stages_of(lambda spec: spec.model is not Model.REQUIRED)
 """Stages that check the machine alone. Of these `memory` checks the model too, where there is one."""
 
-HOST_STAGES: tuple[Stage, ...] = stages_of(lambda spec: spec.model is Model.UNUSED)
-"""Of these the stages that never check a model: they are the same for every case of a suite."""
+HOST_STAGES: tuple[Stage, ...] = stages_of(lambda spec: spec.model is Model.UNUSED and bool(spec.levels))
+"""Of these the stages of a level that never check a model: they are the same for every case of a suite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

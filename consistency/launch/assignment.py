@@ -31,6 +31,7 @@ from consistency.worker.protocol import (
     EventReader,
     Job,
     Peer,
+    RankGroup,
     WorkerState,
 )
 
@@ -68,7 +69,7 @@ class Assignment:
     number : int
         Of the case in the task.
     folder, blobs, scratch : Path
-        As in `Job`.
+        As in `Job`, and so is `group`.
     began : bool
         Whether there was any event.
     last : str
@@ -84,6 +85,7 @@ class Assignment:
     blobs: Path
     scratch: Path
     fault: str | None
+    group: RankGroup | None = None
     reader: EventReader = field(init=False)
     began: bool = False
     done: bool = False
@@ -120,6 +122,7 @@ class Assignment:
             uuid=self.plan.info.uuid,
             pci_bus_id=self.plan.info.pci_bus_id,
             unusable=self.plan.info.unusable,
+            group=self.group,
         )
 
     def begin(self) -> None:

@@ -22,7 +22,7 @@ from consistency.capture.version import __version__
 from consistency.capture.writer import CaptureWriter
 from consistency.case.engine_file import EngineFile
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage, stages_of
+from consistency.case.stages import SPECS, Stage, stages_of
 from consistency.devices.host import HostFacts, read_host, since
 from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.assignment import Assignment, Ended
@@ -30,7 +30,7 @@ from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
 from consistency.launch.environment import shared_out, worker_threads
 from consistency.launch.plan import WorkerPlan, merged_waves, side_by_side
 from consistency.launch.process import POLL_S, WorkerProcess
-from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event
+from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event, RankGroup, lost_rank
 
 _WAITED_FOR = stages_of(lambda spec: spec.feeds_inputs)
 """Stages of which one worker computes the float64 values for all."""
@@ -80,6 +80,8 @@ class _OpenCase:
         if one.plan.makes_reference and not (self.scratch / REFERENCE_FILE).exists():
             text = f"{one.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
             (self.scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
+        if one.group is not None and ended.status != "ok":
+            lost_rank(Path(one.group.folder), one.plan.name).write_text(ended.reason or "", encoding="utf-8")
 
     def _engine(self, one: EngineFile) -> str:
         """Return the folder of an inference engine whose outputs a worker has judged; say so where none has."""
@@ -130,6 +132,23 @@ class LocalEngine:
             yield from _Run(cases, task.limits, watch).captures()
 
 
+def _form_groups(assigned: Sequence[Assignment], *, stall_s: float) -> None:
+    """Join the workers of a case that run side by side: those of the accelerators of one type, or of the CPU alone."""
+    for number in {one.number for one in assigned}:
+        of_case = [one for one in assigned if one.number == number]
+        kinds = {one.plan.info.spec.type for one in of_case if not one.plan.info.spec.is_cpu} or {"cpu"}
+        for kind in kinds:
+            members = [one for one in of_case if one.plan.info.spec.type == kind]
+            if len(members) < 2 or not any(SPECS[stage].together for stage in members[0].case.stages):
+                continue
+            ranks = tuple(one.plan.name for one in members)
+            for rank, one in enumerate(members):
+                folder = one.scratch / f"group-{kind}-{one.plan.load_path}-{one.plan.turn}"
+                one.group = RankGroup(
+                    rank=rank, ranks=ranks, folder=str(folder), timeout_s=stall_s / 2
+                )  # fmt: skip
+
+
 class _Run:
     """The workers of a task, wave by wave."""
 
@@ -146,6 +165,7 @@ class _Run:
         waves = merged_waves([task.waves for task in tasks], [task.case.process_key for task in tasks])
         for wave in side_by_side(waves, self._limits.at_once):
             assigned = [[self._cases[number].assign(number, plan) for number, plan in turns] for turns in wave]
+            _form_groups([one for queue in assigned for one in queue], stall_s=self._limits.stall_s)
             yield from self._wave(assigned)
 
     def _wave(self, queues: Sequence[Sequence[Assignment]]) -> Iterator[Captured]:

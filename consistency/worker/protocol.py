@@ -51,6 +51,33 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
 
 
+class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers that a worker forms a group with, itself included.
+
+    Attributes
+    ----------
+    rank : int
+        Its place among them.
+    ranks : tuple of str
+        Their names.
+    folder : str
+        Where they meet, in the scratch folder of the case.
+    timeout_s : float
+        How long a collective may take: half as long as a worker may be silent, so that a rank that waits for another
+        can say so before it is taken for the silent one.
+    """
+
+    rank: int
+    ranks: tuple[str, ...]
+    folder: str
+    timeout_s: float
+
+
+def lost_rank(folder: Path, name: str) -> Path:
+    """Return the file in which the launcher says why a rank is lost."""
+    return folder.parent / f"lost-{name.replace(':', '-')}"
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a worker needs to know of one case.
 
@@ -82,6 +109,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         Of the device that was planned, where they are known.
     unusable : str
         Why no process can use that device, where it was found so.
+    group : RankGroup or None
+        None where no other worker on a device of its type runs beside it.
     """
 
     case: Case
@@ -103,6 +132,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str | None = None
     pci_bus_id: str | None = None
     unusable: str = ""
+    group: RankGroup | None = None
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -180,6 +181,7 @@ def prepare_trials(
     """
     devices = _devices(options.devices, two=False)
     names = tuple(info.spec.name for info in devices)
+    accelerated = [info for info in devices if not info.spec.is_cpu]
     healthy: Comparison | None = None
     if is_own(options):
         plan = pipeline.prepare(without_fault(faults, dataclasses.replace(options, devices=names), several))
@@ -189,7 +191,8 @@ def prepare_trials(
         case = plan.case
     else:
         case = prepare_case(options)
-    subject = subject_of(case, workers=len(devices), healthy=healthy)
+    ranks = max(Counter(info.spec.type for info in accelerated or devices).values())
+    subject = subject_of(case, workers=len(devices), ranks=ranks, healthy=healthy)
     known = frozenset() if healthy is None else _warnings(healthy)
     trials = tuple(trial_of(fault, options, subject, several, known=known) for fault in faults)
     if not any(trial.planned for trial in trials):

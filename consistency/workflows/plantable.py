@@ -39,8 +39,8 @@ class Subject:
         As the headers of the base's files name them.
     dtype : str
         That the base is loaded in.
-    workers : int
-        How many devices are compared.
+    workers, ranks : int
+        How many devices are compared, and how many of one type, which form a group.
     unchecked : mapping of Stage to str
         Stages that checked nothing of the case in a healthy run, with the reason.
     judged : frozenset of str or None
@@ -52,6 +52,7 @@ class Subject:
     has_adapter: bool
     dtype: str
     workers: int
+    ranks: int = 1
     config: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, TensorHeader] = field(default_factory=dict)
     base_config: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class Subject:
                 if f".{part}." in f"{name}."]  # fmt: skip
 
 
-def subject_of(case: Case, *, workers: int, healthy: Comparison | None = None) -> Subject:
+def subject_of(case: Case, *, workers: int, ranks: int = 1, healthy: Comparison | None = None) -> Subject:
     """Read what a case is made of; `healthy` is a run of it without a fault."""
     config, tensors = ({}, {}) if case.adapter is None else _adapter(case)
     base_config: Mapping[str, Any] = {}
@@ -80,6 +81,7 @@ def subject_of(case: Case, *, workers: int, healthy: Comparison | None = None) -
         has_adapter=case.adapter is not None,
         dtype="float32" if healthy is None else healthy.dtype,
         workers=workers,
+        ranks=ranks,
         config=config,
         tensors=tensors,
         base_config=base_config,
@@ -205,6 +207,7 @@ def _tokens(subject: Subject) -> str:
 _REASONS: dict[Need, Callable[[Subject], str]] = {
     Need.ADAPTER: lambda subject: "" if subject.has_adapter else "the case has no adapter",
     Need.ANOTHER_WORKER: lambda subject: "" if subject.workers > 1 else "one device only: nothing to compare it with",
+    Need.RANKS: lambda subject: "" if subject.ranks > 1 else "no two devices of one type: they form no group",
     Need.WEIGHT_FILE: lambda subject: "" if subject.base_config else "a function makes the base, not a weight file",
     Need.FLOAT32_FILE: lambda subject: (
         "" if "F32" in subject.file_dtypes

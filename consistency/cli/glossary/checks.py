@@ -100,6 +100,17 @@ STAGES: Mapping[Stage, Explanation] = {
         action="See findings of stage transfer first.",
         example="sharding · npu:0 · ids changed during transfer to device npu:1, into model.layers.14",
     ),
+    Stage.COLLECTIVES: Explanation(
+        summary="what devices send each other and add up as the ranks of one group",
+        meaning="all_reduce, all_gather, reduce_scatter, broadcast, all_to_all and send/receive by torch.distributed, "
+        "with NumPy's numbers in several dtypes and sizes. What is moved has to be the same bits, a sum is within the "
+        "bound of any order, and all ranks have to hold the same bits. Each rank judges its own answer.",
+        cause="--stages collectives, and two devices of one type side by side; without an accelerator, kernel variants "
+        "of the CPU.",
+        action="Try other sizes and other paths between the devices: with NCCL, NCCL_P2P_DISABLE=1, NCCL_SHM_DISABLE=1 "
+        "and NCCL_NVLS_ENABLE=0, one at a time. Report what explains it to the library.",
+        example="collectives · cuda:3 · one contiguous range of values that exceed tolerance in 18 of 530 tensors",
+    ),
     Stage.WRAPPING: Explanation(
         summary="a wrapper around the base, against the plain base",
         meaning="What PEFT and trainers ask a model for: attributes, keys, adapted layers, storages, dtypes, and the "

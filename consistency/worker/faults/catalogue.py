@@ -17,6 +17,7 @@ class Need(enum.Enum):
 
     ADAPTER = enum.auto()
     ANOTHER_WORKER = enum.auto()
+    RANKS = enum.auto()
     WEIGHT_FILE = enum.auto()
     FLOAT32_FILE = enum.auto()
     FLOAT32_MODEL = enum.auto()
@@ -106,7 +107,7 @@ HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
 
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 _TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
-_ADAPTERS = (Stage.ADAPTERS,)
+_ADAPTERS, _COLLECTIVES = (Stage.ADAPTERS,), (Stage.COLLECTIVES,)
 _BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
 
 _ROWS: tuple[Fault, ...] = (
@@ -308,6 +309,31 @@ _ROWS: tuple[Fault, ...] = (
         name="ids-past-vocabulary", plant="sharding:an_added_token", expected="ids-past-vocabulary",
         stages=_SHARDING, case="C4", words="ids past the vocabulary: largest id",
         needs=(Need.TOKENS,),
+    ),
+    Fault(
+        name="sum-last-elements", plant="collectives:last_elements", expected="block", stages=_COLLECTIVES,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-not-added", plant="collectives:own_numbers", expected="differs", stages=_COLLECTIVES,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-one-bit", plant="collectives:one_bit", expected="differs", stages=_COLLECTIVES,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="parts-swapped", plant="collectives:swapped", expected="permuted", stages=_COLLECTIVES,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="rank-killed", plant="collectives:killed", expected="lost-worker", stages=_COLLECTIVES, words="SIGKILL",
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="rank-hangs", plant="collectives:hangs", expected="lost-worker", stages=_COLLECTIVES,
+        words="no sign of life",
+        needs=(Need.RANKS,),
     ),
     Fault(name="setting-flipped", plant="process:flip_setting", expected="setting-changed", stages=_MERGED),
     Fault(

@@ -1,0 +1,72 @@
+"""Faults of what ranks send each other and add up, on one rank of a group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from consistency.worker.faults.planting import instead
+
+_AT_LEAST = 1000
+"""Elements of a tensor that a fault is planted in: small ones take other algorithms."""
+
+_LAST = 8
+
+
+def _in_sums(change: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[..., Any]:
+    """Change what a rank gets of a sum, which is given beside what it gave itself."""
+
+    @instead("torch.distributed:all_reduce")
+    def all_reduce(real: Callable[..., Any], tensor: torch.Tensor, *more: Any, **given: Any) -> Any:
+        own = tensor.clone()
+        work = real(tensor, *more, **given)
+        if work is None and own.numel() >= _AT_LEAST and own.dtype == torch.float32:
+            change(tensor, own)
+        return work
+
+    return all_reduce
+
+
+@_in_sums
+def last_elements(tensor: torch.Tensor, own: torch.Tensor) -> None:
+    """Leave the last elements as this rank gave them."""
+    tensor[-_LAST:] = own[-_LAST:]
+
+
+@_in_sums
+def own_numbers(tensor: torch.Tensor, own: torch.Tensor) -> None:
+    """Add up nothing."""
+    tensor.copy_(own)
+
+
+@_in_sums
+def one_bit(tensor: torch.Tensor, _own: torch.Tensor) -> None:
+    """Flip the last bit of one sum, which is within tolerance."""
+    tensor.view(torch.int32)[tensor.numel() // 2] ^= 1
+
+
+@instead("torch.distributed:all_to_all_single")
+def swapped(real: Callable[..., Any], output: torch.Tensor, *more: Any, **given: Any) -> Any:
+    """Deliver the parts of two ranks in each other's place."""
+    work = real(output, *more, **given)
+    if output.numel() >= _AT_LEAST:
+        half = output.numel() // 2
+        output.copy_(torch.cat([output[half:], output[:half]]))
+    return work
+
+
+@instead("torch.distributed:broadcast")
+def killed(_real: Callable[..., Any], *_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@instead("torch.distributed:broadcast")
+def hangs(_real: Callable[..., Any], *_: Any, **__: Any) -> None:
+    """Never enter a collective in which the others wait: as a branch that one rank alone takes."""
+    while True:
+        time.sleep(1)

@@ -1,0 +1,169 @@
+"""A group of ranks: the workers that run side by side, one per device, joined by torch.distributed.
+
+They meet in a folder of the run, not at a port: nothing but this host is needed, and two runs cannot meet. Each rank
+announces itself there, waits until all have, and then makes the process group. A rank that the launcher has lost is
+named there too, so that none waits longer than the launcher does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # they are in C
+
+from consistency.worker.protocol import EventLog, RankGroup, lost_rank
+
+_POLL_S = 0.05
+_SIGN_S = 5.0
+"""Seconds between two signs of life while a rank waits for others to come."""
+
+_NOTICE_S = 10.0
+"""How long a rank whose peer is gone waits for the launcher to say what became of it."""
+
+
+class GroupError(Exception):
+    """The group cannot go on: a rank is lost, or a collective failed.
+
+    Attributes
+    ----------
+    lost : bool
+        Whether the launcher has lost a rank, which its own worker reports.
+    """
+
+    def __init__(self, reason: str, *, lost: bool = False) -> None:
+        super().__init__(reason)
+        self.lost = lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What one rank has of a group.
+
+    Attributes
+    ----------
+    device : torch.device
+        What is sent lies there.
+    store : torch.distributed.Store
+        Passes texts between ranks beside the collectives, which may be broken.
+    """
+
+    group: RankGroup
+    device: torch.device
+    store: Store
+    events: EventLog
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world(self) -> int:
+        return len(self.group.ranks)
+
+    @contextmanager
+    def talking(self, what: str) -> Iterator[None]:
+        """Tell the others what this rank waits in, and name the rank that keeps it waiting for too long.
+
+        Raises
+        ------
+        GroupError
+            A collective failed or took longer than `RankGroup.timeout_s`; with the rank that is lost or has not come.
+        """
+        self.store.set(f"at/{self.rank}", what)
+        try:
+            yield
+        except RuntimeError as error:
+            raise _error(self.group, self._late(what, error), self.events) from error
+
+    def _late(self, what: str, error: RuntimeError) -> str:
+        """Return which ranks are not in the same collective, and where they are."""
+        places = {name: self.store.get(f"at/{rank}").decode() for rank, name in enumerate(self.group.ranks)}
+        others = [f"{name} is still in {place}" for name, place in places.items() if place != what]
+        return f"{what}: {'; '.join(others) or 'every rank is in it'}: {str(error).splitlines()[0]}"
+
+    def answers(self, name: str, own: str) -> list[str]:
+        """Return what every rank has to say under a name, in the order of the ranks."""
+        with self.talking(name):
+            self.store.set(f"{name}/{self.rank}", own)
+            return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world)]
+
+
+@contextmanager
+def joined(group: RankGroup, device: torch.device, events: EventLog) -> Iterator[Joined]:
+    """Join the group, and leave it at the end.
+
+    Raises
+    ------
+    GroupError
+        A rank is lost before it came, or the group cannot be made.
+    """
+    folder = Path(group.folder)
+    _meet(group, folder, events)
+    # the address of this host's name may be none that answers; the ranks are all here
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # an error after the time limit, in place of an abort
+    limit = timedelta(seconds=group.timeout_s)
+    store = FileStore(str(folder / "store"), len(group.ranks))
+    store.set_timeout(limit)
+    try:
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device), store=PrefixStore("group", store), rank=group.rank,
+            world_size=len(group.ranks), timeout=limit, device_id=None if device.type == "cpu" else device,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise _error(group, f"the group cannot be made: {str(error).splitlines()[0]}", events) from error
+    try:
+        yield Joined(group=group, device=device, store=PrefixStore("answers", store), events=events)
+    finally:
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _meet(group: RankGroup, folder: Path, events: EventLog) -> None:
+    """Wait until every rank is here."""
+    folder.mkdir(exist_ok=True)
+    (folder / f"rank-{group.rank}").touch()
+    told = 0.0
+    while missing := [name for number, name in enumerate(group.ranks) if not (folder / f"rank-{number}").exists()]:
+        if (reason := _lost(group)) is not None:
+            raise GroupError(reason, lost=True)
+        if time.monotonic() - told > _SIGN_S:
+            events.wait(f"for {', '.join(missing)} to join the group")
+            told = time.monotonic()
+        time.sleep(_POLL_S)
+
+
+def _error(group: RankGroup, otherwise: str, events: EventLog) -> GroupError:
+    """Return which rank was lost and why, where the launcher says so in time; else what happened here.
+
+    A rank that another one keeps waiting gives up after half the time in which the launcher gives that one up, so it
+    waits as long again.
+    """
+    is_late = any(word in otherwise.lower() for word in ("timed out", "timeout"))
+    until = time.monotonic() + _NOTICE_S + (group.timeout_s if is_late else 0)
+    told = time.monotonic()
+    while time.monotonic() < until:
+        if (reason := _lost(group)) is not None:
+            return GroupError(f"{reason}, during {otherwise}", lost=True)
+        if time.monotonic() - told > _SIGN_S:
+            events.wait("for what became of a rank")
+            told = time.monotonic()
+        time.sleep(_POLL_S)
+    return GroupError(otherwise)
+
+
+def _lost(group: RankGroup) -> str | None:
+    """Return the first rank that the launcher has lost, and why."""
+    for name in group.ranks:
+        with suppress(OSError):
+            return f"{name} was lost: {lost_rank(Path(group.folder), name).read_text(encoding='utf-8')}"
+    return None

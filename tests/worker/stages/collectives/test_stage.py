@@ -1,0 +1,84 @@
+"""Real ranks, by gloo, on kernel variants of this machine's CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from consistency.case.stages import Level, Stage
+from consistency.devices.discovery import discover
+from consistency.launch.local import _form_groups
+from consistency.worker.faults.catalogue import FAULTS, Need
+from consistency.worker.stages.collectives.operations import COLLECTIVES, SIZES
+from tests.worker.stages.collectives.made_assignments import assigned
+
+pytestmark = pytest.mark.process
+
+DEVICES = [info.spec.name for info in discover() if info.spec.is_cpu and info.spec.name != "cpu@avx512"]
+OF_A_GROUP = [fault.name for fault in FAULTS.values() if Need.RANKS in fault.needs]
+STALL_S = 16
+
+
+def consistency(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "consistency", *map(str, words)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )  # fmt: skip
+
+
+def report(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group")
+def test_healthy_ranks_are_consistent(tmp_path: Path) -> None:
+    done = consistency("run", "--stages", "collectives", "--devices", ",".join(DEVICES), "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = report(tmp_path / "out")
+    assert {finding["severity"] for finding in found["findings"]} <= {"note"}
+    names = {outcome["layer"] for outcome in found["outcomes"]}
+    assert names == {collective.name for collective in COLLECTIVES}
+    sizes = {outcome["tensor"] for outcome in found["outcomes"] if outcome["layer"] == "all_reduce.sum"}
+    assert {f"bfloat16 {size}" for size in SIZES[Level.STANDARD]} <= sizes
+
+
+def test_one_device_forms_no_group(tmp_path: Path) -> None:
+    done = consistency("run", "--stages", "collectives", "--devices", "cpu", "--out", "out", cwd=tmp_path)
+    assert done.returncode == 3, "nothing was compared"
+    assert "no other worker runs beside this one" in done.stdout
+
+
+@pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group")
+def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path) -> None:
+    only = [word for name in OF_A_GROUP for word in ("--only", name)]
+    done = consistency(
+        "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only, cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert f"{len(OF_A_GROUP)} of {len(OF_A_GROUP)} planted faults found and named" in done.stdout
+    hung = report(tmp_path / "out" / "rank-hangs")
+    (note,) = (finding["message"] for finding in hung["findings"] if "skipped on cpu" in finding["message"])
+    assert "cpu@baseline was lost" in note, "the other rank says for whom it waited"
+    kept = [outcome for outcome in hung["outcomes"] if outcome["layer"] == "all_reduce.sum"]
+    assert kept, "what was done before is kept"
+
+
+def test_ranks_are_workers_of_one_kind_that_run_side_by_side(tmp_path: Path) -> None:
+    of_cpu = [assigned(tmp_path, name) for name in ("cpu", "cpu@baseline")]
+    _form_groups(of_cpu, stall_s=60)
+    assert [one.group and one.group.ranks for one in of_cpu] == [("cpu", "cpu@baseline")] * 2
+    assert [one.group and one.group.rank for one in of_cpu] == [0, 1]
+    mixed = [assigned(tmp_path, name) for name in ("cpu", "cuda:0", "cuda:1", "npu:0")]
+    _form_groups(mixed, stall_s=60)
+    assert [one.group and one.group.ranks for one in mixed] == [None, ("cuda:0", "cuda:1"), ("cuda:0", "cuda:1"), None]
+    other = [assigned(tmp_path, name, stages=(Stage.OPERATORS,)) for name in ("cpu", "cpu@baseline")]
+    _form_groups(other, stall_s=60)
+    assert [one.group for one in other] == [None, None]
