@@ -248,7 +248,7 @@ class WorkerInfo(WorkerFacts, frozen=True, kw_only=True, forbid_unknown_fields=T
     inputs_digest : str or None
         Of the fixed inputs of the forward stage.
     kernel_key : str
-        Workers with the same key run the same program on the same model of chip: bitwise equal results are expected.
+        Workers with the same key run the same program on the same type of device: bitwise equal results are expected.
     planted : str or None
         The fault that was planted in it on purpose.
     """

@@ -34,7 +34,7 @@ class FindingKind(enum.StrEnum):
 
     # results that should be the same and are not
     NOT_REPEATABLE = "not-repeatable"
-    SAME_MODEL = "same-model"
+    SAME_DEVICE_TYPE = "same-device-type"
     WRONG_DIGEST = "wrong-digest"
     MEMORY_GROWTH = "memory-growth"
 

@@ -110,7 +110,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     kind : str
-        Word of the diagnosis, or another kind: `lost-worker`, `not-repeatable`, `same-model`, `inputs`, …
+        Word of the diagnosis, or another kind: `lost-worker`, `not-repeatable`, `same-device-type`, `inputs`, …
     severity : str
         Only an `error` makes the verdict inconsistent.
     message : str

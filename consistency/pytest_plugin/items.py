@@ -33,7 +33,7 @@ from consistency.text import clean, one_line
 _ROOT = "consistency"
 _RUN_KINDS = frozenset(
     {
-        FindingKind.DRIFT, FindingKind.NOT_REPEATABLE, FindingKind.SAME_MODEL, FindingKind.INPUTS,
+        FindingKind.DRIFT, FindingKind.NOT_REPEATABLE, FindingKind.SAME_DEVICE_TYPE, FindingKind.INPUTS,
         FindingKind.DAMAGED_CAPTURE,
     }
 )  # fmt: skip

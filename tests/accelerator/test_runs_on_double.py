@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,12 +11,14 @@ import pytest
 from consistency.capture.reader import read_capture
 from consistency.comparison.compare import compare
 from consistency.comparison.result import TensorComparison
+from tests.golden.executed import shows
 from tests.reported import environments
 
 from .fixtures import Double, RunOnDouble, RunsOnDouble
 
 pytestmark = pytest.mark.process
 
+CASES = Path(__file__).parents[2] / "docs" / "cases.md"
 NPUS = [f"npu:{index}" for index in range(3)]
 DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}]
 
@@ -54,6 +57,8 @@ def test_findings_name_the_path_and_no_device_that_is_well(faulty: RunOnDouble) 
         assert "when all devices are visible, and correct when isolated" in finding.message
         assert finding.cause == "peer copies 0→1 drop data; 0→2 is fine"
         assert finding.cause in finding.message
+        words = finding.message.rpartition(" · ")[2].partition("correct when isolated")
+        assert shows(CASES, words[0] + words[1]), finding.message
     assert not [f for f in errors if f.message.startswith(("merged", "forward"))]
     assert {one.stage for f in moved for one in f.consequences} == {"merged", "forward"}
 
@@ -85,7 +90,9 @@ def test_devices_alone_are_consistent(faulty: RunOnDouble) -> None:
 def test_default_path_through_device_0_is_a_warning(faulty: RunOnDouble) -> None:
     warned = [f for f in faulty.comparison.findings if f.severity == "warning"]
     assert {(f.kind, f.workers) for f in warned} == {("touched", ("npu:1", "npu:2"))}
-    assert "loading the adapter allocated 256 KiB on npu:0 and released it on load path shared" in warned[0].message
+    said = "loading the adapter allocated 256 KiB on npu:0 and released it on load path shared"
+    assert said in warned[0].message
+    assert shows(CASES, said)
 
 
 def test_every_worker_met_the_device_that_was_meant(faulty: RunOnDouble) -> None:

@@ -27,7 +27,7 @@ def of_kind(run: RunOnDouble, kind: str) -> list[Finding]:
     return [finding for finding in run.comparison.findings if finding.kind == kind]
 
 
-@pytest.mark.parametrize("kind", ["same-model", "not-repeatable"])
+@pytest.mark.parametrize("kind", ["same-device-type", "not-repeatable"])
 def test_differences_after_the_operation_are_notes_that_name_it(warned: RunOnDouble, kind: str) -> None:
     assert warned.process.returncode == 0, warned.process.stdout
     found = of_kind(warned, kind)
@@ -51,6 +51,6 @@ def test_the_same_without_a_warning_is_an_error(run_on_double: RunsOnDouble) -> 
     settings = {"devices": 2, "unordered_mean": "silent"}
     run = run_on_double(settings, devices="npu:0,npu:1", stages="operators", load_paths="isolated")
     assert run.process.returncode == 1, run.process.stdout
-    (finding,) = of_kind(run, "same-model")
+    (finding,) = of_kind(run, "same-device-type")
     assert finding.severity == "error"
     assert "deterministic" not in finding.message

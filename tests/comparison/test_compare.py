@@ -81,7 +81,7 @@ def test_other_bits_within_the_bound_are_a_finding_on_one_model(make_capture: Ma
     workers = {"cuda:0": [computed()], "cuda:1": [computed("b")]}
     found = compared(make_capture("a", workers, info=dict.fromkeys(workers, program)))
     (finding,) = errors(found)
-    assert finding.kind == "same-model"
+    assert finding.kind == "same-device-type"
     assert finding.workers == ("cuda:0", "cuda:1")
     assert found.exit_status == 1
     other = {"cuda:0": program, "cuda:1": {**program, "model": "H100"}}

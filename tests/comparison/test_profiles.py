@@ -30,7 +30,7 @@ def test_bits_of_one_model_that_differ(
 ) -> None:
     workers = {"cpu": [computed("a")], "cuda:0": [computed("b")], "cuda:1": [computed("c")]}
     found = compared(make_capture("a", workers, info=SAME, case=case))
-    finding = of_kind(found, "same-model")
+    finding = of_kind(found, "same-device-type")
     assert (finding.severity, found.verdict) == (severity, verdict)
     assert ("the profile deployed promises no equal bits" in finding.message) == bool(case)
 

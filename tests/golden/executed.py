@@ -21,6 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
+EXECUTED = (TUTORIAL, ROOT / "docs" / "across-machines.md")
+"""Pages whose commands are run, one after the other in one folder."""
+
 README = ROOT / "README.md"
 """Shows a part of what the tutorial does."""
 
@@ -62,8 +65,13 @@ def _commands_of(block: str) -> Iterator[Shown]:
     yield Shown(command=command, lines=tuple(lines))
 
 
-def outputs(commands: list[str]) -> dict[str, str]:
-    """Run the commands of the tutorial in a copy of its folder; return what each prints.
+def commands() -> list[str]:
+    """Return the commands of the pages that are executed."""
+    return [shown.command for page in EXECUTED for shown in shown_in(page.read_text(encoding="utf-8"))]
+
+
+def outputs(wanted: list[str]) -> dict[str, str]:
+    """Run commands in a copy of the tutorial's folder; return what each prints.
 
     Progress, which goes to the standard error, is not a part of it.
     """
@@ -82,11 +90,12 @@ def outputs(commands: list[str]) -> dict[str, str]:
                 command, shell=True, cwd=folder, env=environment, check=False, timeout=600,
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             ).stdout
-            for command in commands
+            for command in wanted
         }  # fmt: skip
 
 
-def _without_figures(line: str) -> str:
+def without_figures(line: str) -> str:
+    """Return the words of a line, without what differs from machine to machine."""
     for pattern, stands_for in _FIGURES:
         line = pattern.sub(stands_for, line)
     return " ".join(line.split())
@@ -103,15 +112,20 @@ def _segments(lines: tuple[str, ...]) -> list[list[str]]:
     return segments
 
 
+def shows(page: Path, text: str) -> bool:
+    """Return whether a page has a text, with other figures and line breaks."""
+    return without_figures(text) in without_figures(page.read_text(encoding="utf-8"))
+
+
 def printed(shown: Shown, output: str) -> list[str] | None:
     """Return the lines of an output that a document shows, with omissions; None where it prints something else."""
     raw = output.splitlines()
-    words = [(word, number) for number, line in enumerate(raw) for word in _without_figures(line).split()]
+    words = [(word, number) for number, line in enumerate(raw) for word in without_figures(line).split()]
     lines: list[str] = []
     at = 0
     segments = _segments(shown.lines)
     for place, segment in enumerate(segments):
-        wanted = [word for line in segment for word in _without_figures(line).split()]
+        wanted = [word for line in segment for word in without_figures(line).split()]
         start = _find(wanted, words, at, anywhere=place > 0)
         if start is None:
             return None
@@ -120,7 +134,8 @@ def printed(shown: Shown, output: str) -> list[str] | None:
             lines.append(OMISSION)
         if wanted:
             lines += raw[words[start][1] : words[at - 1][1] + 1]
-    if segments[-1] and at != len(words):
+    ends = bool(segments[-1]) or len(segments) == 1  # otherwise the last line is an omission
+    if ends and at != len(words):
         return None
     return lines
 
@@ -149,6 +164,6 @@ def refreshed(page: str, by_command: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    found = outputs([shown.command for shown in shown_in(TUTORIAL.read_text(encoding="utf-8"))])
-    for path in (TUTORIAL, README):
+    found = outputs(commands())
+    for path in (*EXECUTED, README):
         path.write_text(refreshed(path.read_text(encoding="utf-8"), found), encoding="utf-8")

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.golden.executed import README, TUTORIAL, Shown, outputs, printed, refreshed, shown_in
+from tests.golden.executed import EXECUTED, README, Shown, commands, outputs, printed, refreshed, shown_in
 
 pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")
 def by_command() -> dict[str, str]:
-    return outputs([shown.command for shown in shown_in(TUTORIAL.read_text(encoding="utf-8"))])
+    return outputs(commands())
 
 
-@pytest.mark.parametrize("page", [TUTORIAL, README], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*EXECUTED, README], ids=lambda page: page.stem)
 def test_a_page_shows_what_its_commands_print(page: Path, by_command: dict[str, str]) -> None:
-    commands = shown_in(page.read_text(encoding="utf-8"))
-    assert commands
-    for shown in commands:
+    blocks = shown_in(page.read_text(encoding="utf-8"))
+    assert blocks
+    for shown in blocks:
         output = by_command[shown.command]
         assert printed(shown, output) is not None, f"if that is meant: python -m tests.golden.executed\n{output}"
 
@@ -31,7 +31,7 @@ def test_figures_may_differ_and_words_may_not() -> None:
         "worst 0.74 of 3 tensors", "…", "last line",
     ]  # fmt: skip
     assert printed(Shown(command="", lines=("…", "detail", "…")), output) == ["…", "  detail", "…"]
-    for lines in (("worst 0.5 of 12 layers", "…"), ("worst 0.5 of 12 tensors",), ("detail", "…"), ("…", "detail")):
+    for lines in ((), ("worst 0.5 of 12 layers", "…"), ("worst 0.5 of 12 tensors",), ("detail", "…"), ("…", "detail")):
         assert printed(Shown(command="", lines=lines), output) is None
 
 

@@ -76,7 +76,9 @@ def test_equal_cards_agree_bitwise_isolated_and_shared(
         for one in report["outcomes"] if one["bits"] and one["rule"] not in ("limit", "bitwise")
     ]  # fmt: skip
     assert set(apart) <= reached
-    assert [f["message"] for f in report["findings"] if f["kind"] == "same-model" and f["severity"] == "error"] == []
+    assert [
+        f["message"] for f in report["findings"] if f["kind"] == "same-device-type" and f["severity"] == "error"
+    ] == []
 
 
 @on_gpus_and_the_double

@@ -150,14 +150,14 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         example="merged · cuda:1 · weight of model.layers.3.mlp.up_proj changed in 1 of 412 repeats, right again "
         "afterwards",
     ),
-    FindingKind.SAME_MODEL: Explanation(
+    FindingKind.SAME_DEVICE_TYPE: Explanation(
         summary="devices of one model with the same program differ bitwise",
         meaning="Devices of one model, with the same software, settings and bytes, run one program and are expected to "
         "agree bit for bit. Where a majority agrees, the others are named, with what they have in common.",
         cause="A failing device; a driver, firmware or clock setting that only some have.",
         action="Swap or test the devices that are named. Where all differ, look for an unordered operation.",
-        example="merged · gpu-07:cuda:3 differs bitwise in 2 tensors from 31 others of the same model with the same "
-        "software, which agree; it has driver 580.65, and no other has",
+        example="merged · gpu-07:cuda:3 differs bitwise in 2 tensors from 31 others of the same device type with the "
+        "same software, which agree; it has driver 580.65, and no other has",
     ),
     FindingKind.WRONG_DIGEST: Explanation(
         summary="a device gets the test words of the digest wrong",

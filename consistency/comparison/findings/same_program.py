@@ -122,9 +122,9 @@ def _sides(members: Sequence[ComparedWorker], stage: str, differing: Sequence[Ke
 
 def _all_of(members: Sequence[ComparedWorker], stage: str, differing: Sequence[Key], suffix: str) -> Finding:
     labels = tuple(dict.fromkeys(p.label for p in members))
-    text = f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise"
+    text = f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
     return Finding(
-        kind=FindingKind.SAME_MODEL,
+        kind=FindingKind.SAME_DEVICE_TYPE,
         severity="note" if suffix else "error",
         message=f"{text} in {counted(len(differing), 'tensor')}{suffix}",
         general=text,
@@ -145,10 +145,10 @@ def _unordered(
         name for key in differing for table in tables if key in table for name in table[key].nondeterministic
     )
     labels = tuple(dict.fromkeys(p.label for p in members))
-    text = f"{stage} · {some(labels)} are the same model with the same software, but differ bitwise"
+    text = f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
     why = without_version(names)
     return Finding(
-        kind=FindingKind.SAME_MODEL,
+        kind=FindingKind.SAME_DEVICE_TYPE,
         severity="note",
         message=f"{text} in {counted(len(differing), 'tensor')}{why}",
         general=f"{text}{why}",
@@ -162,9 +162,9 @@ def _odd_ones(sides: _Sides, facts: Facts, stage: str, differing: Sequence[Key],
     found = in_common(facts, sides.odd, sides.others)
     who = f"{stage} · {some(sides.odd)} {'differs' if len(sides.odd) == 1 else 'differ'} bitwise"
     others = f"{len(sides.others):,} {'other' if len(sides.others) == 1 else 'others'}"
-    same = "of the same model with the same software"
+    same = "of the same device type with the same software"
     return Finding(
-        kind=FindingKind.SAME_MODEL,
+        kind=FindingKind.SAME_DEVICE_TYPE,
         severity="note" if suffix else "error",
         message=(
             f"{who} in {counted(len(differing), 'tensor')} from {others} {same}, which agree"

@@ -18,7 +18,7 @@ def test_compare(make_capture: MakeCapture, tmp_path: Path, capsys: pytest.Captu
     folders = [str(make_capture(f"n{n}", {"cuda:0": [computed(b)]}, info=H100)) for n, b in enumerate("abaaab")]
     (tmp_path / "racks.csv").write_text("host,rack\n" + "".join(f"n{n},r{n % 2}\n" for n in (0, 2, 4, 5, 1)))
     assert main(["compare", *folders, "--groups", str(tmp_path / "racks.csv"), "--json"]) == 1
-    (finding,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["kind"] == "same-model"]
+    (finding,) = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["kind"] == "same-device-type"]
     assert finding["workers"] == ["n1:cuda:0", "n5:cuda:0"]
     assert finding["message"].endswith("all of them have rack r1, and no other is known to have")
 

@@ -20,7 +20,7 @@ H100 = {"architecture": "Hopper sm_90", "model": "H100", "kernel_key": "torch 2"
 
 
 def same_model(found: Comparison) -> Finding:
-    (finding,) = [finding for finding in found.findings if finding.kind == "same-model"]
+    (finding,) = [finding for finding in found.findings if finding.kind == "same-device-type"]
     return finding
 
 

@@ -45,7 +45,7 @@ def fleet(*of_nodes: Sequence[str], **info: Any) -> list[Capture]:
 
 
 def same_model(*captures: Capture) -> Finding:
-    (finding,) = [finding for finding in compare(captures).findings if finding.kind == "same-model"]
+    (finding,) = [finding for finding in compare(captures).findings if finding.kind == "same-device-type"]
     return finding
 
 
@@ -54,8 +54,8 @@ def test_the_minority_is_named() -> None:
     assert finding.workers == ("n7:cuda:0",)
     assert finding.severity == "error"
     assert finding.message == (
-        "merged · n7:cuda:0 differs bitwise in 1 tensor from 1,999 others of the same model with the same software, "
-        "which agree"
+        "merged · n7:cuda:0 differs bitwise in 1 tensor from 1,999 others of the same device type with the same "
+        "software, which agree"
     )
     assert finding.tensors == ("merged::layers.1.q.weight",)
     first, others, common = finding.detail
@@ -95,7 +95,7 @@ def test_who_is_odd(of_nodes: Sequence[Sequence[str]], odd: Sequence[int]) -> No
 def test_without_a_majority_all_are_named(of_nodes: Sequence[Sequence[str]]) -> None:
     finding = same_model(*fleet(*of_nodes))
     assert finding.workers == tuple(f"n{place}:cuda:0" for place in range(len(of_nodes)))
-    assert " are the same model with the same software, but differ bitwise in " in finding.message
+    assert " are of one device type with the same software, but differ bitwise in " in finding.message
 
 
 def test_devices_that_agree_are_no_finding() -> None:
@@ -145,14 +145,14 @@ def test_what_comes_after_an_operation_without_a_deterministic_version_is_a_note
     finding = same_model(*captures)
     assert (finding.severity, finding.tensors) == ("note", ("merged::layers.1.q.weight",))
     assert finding.message == (
-        "merged · n0:cuda:0, n1:cuda:0, n2:cuda:0 are the same model with the same software, but differ bitwise in 1 "
-        "tensor: torch has no deterministic version of cumsum_cuda_kernel, which ran before"
+        "merged · n0:cuda:0, n1:cuda:0, n2:cuda:0 are of one device type with the same software, but differ bitwise "
+        "in 1 tensor: torch has no deterministic version of cumsum_cuda_kernel, which ran before"
     )
 
 
 def test_what_came_before_that_operation_is_an_error_of_its_own() -> None:
     captures = [node(f"n{place}", {"cuda:0": reached(*both)}) for place, both in enumerate(("ax", "by", "ax"))]
-    found = {f.severity: f for f in compare(captures).findings if f.kind == "same-model"}
+    found = {f.severity: f for f in compare(captures).findings if f.kind == "same-device-type"}
     assert found.keys() == {"error", "note"}
     assert found["error"].tensors == ("merged::layers.0.q.weight",)
     assert found["error"].workers == ("n1:cuda:0",)

@@ -117,7 +117,7 @@ def test_a_fleet_drifts_through_the_real_way(tmp_path: Path) -> None:
     def night(parts: dict[int, Parts], **fields: Any) -> list[Finding]:
         found = captures(parts, **fields)
         judged = add_run(History(str(tmp_path)), found, compare(found), None)
-        return [finding for finding in judged.findings if finding.kind != "same-model"]
+        return [finding for finding in judged.findings if finding.kind != "same-device-type"]
 
     assert night({0: HEALTHY}) == []
     assert night({0: HEALTHY}) == []

@@ -31,6 +31,7 @@ from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault,
 from consistency.worker.protocol import EventLog, Job
 from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import FinishedRun, RunSuiteWithFaults
+from tests.golden.executed import shows
 from tests.reported import rows
 
 pytestmark = pytest.mark.process
@@ -78,6 +79,10 @@ SENTENCES = {
     "wrapper-hides-model": "the wrapper hides config",
     "wrapper-holds-twice": "39 storages are held twice: 2888192 bytes",
 }
+SHOWN = {*SENTENCES, "placed-elsewhere", "merge-third-copy"} - {"wrapper-hides-model"}
+"""Faults of which a page shows the finding."""
+
+CASES_PAGES = tuple(Path(__file__).parents[3] / "docs" / name for name in ("cases.md", "cases-models.md"))
 STALL_S = 15.0
 # the second pair is waited for at the same time
 PAIRS = (("killed", "out-of-memory"), ("hung", "stopped"))
@@ -186,6 +191,7 @@ def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: Fault) -> 
     assert all(name.startswith(f"{stage}::") for name in first.tensors)
     assert {name for d in found.first_divergence for name in d.workers} == {FAULTY}
     assert BY_LOAD_PATH.get(name, "") in first.message
+    assert name not in SHOWN or any(shows(page, first.message) for page in CASES_PAGES), first.message
     assert len(errors(found)) == 1 or name not in BY_LOAD_PATH, (
         "one cause is one finding, on however many load paths it shows"
     )
@@ -336,7 +342,7 @@ def test_equal_devices_that_differ_inside_the_bound(run_suite_with_faults: RunSu
     cases = {name: {"stages": ("merged",)} for name in ("faulty", "healthy")}
     found_in = run_suite_with_faults(cases, {"faulty": {"cpu@avx512": "merge-not-repeatable"}}, devices=devices)
     found = found_in["faulty"]
-    assert [f.kind for f in errors(found)] == ["same-model"]
+    assert [f.kind for f in errors(found)] == ["same-device-type"]
     assert all(row.status == "within" for t in found.tensors for row in t.outcomes)
     assert found.exit_status == 1
     assert found_in["healthy"].verdict == "consistent"

@@ -11,6 +11,7 @@ from consistency.launch.fleet.options import FleetOptions
 from consistency.workflows.fleet.run import FleetPlan, run_fleet
 from tests.comparison.made_records import computed, moved
 from tests.conftest import MakeCapture
+from tests.golden.executed import shows
 from tests.workflows.fleet.delivering import Delivering
 
 
@@ -38,9 +39,10 @@ def test_the_odd_nodes_alone_are_named(make_capture: MakeCapture, tmp_path: Path
     found = check(make_capture, tmp_path / "out", "babaaa")
     assert {node for node, texts in found.items() if texts} == {"n0", "n2"}
     assert found["n0"] == [
-        "merged · n0:cuda:0, n2:cuda:0 differ bitwise in 1 tensor from 4 others of the same model with the same "
+        "merged · n0:cuda:0, n2:cuda:0 differ bitwise in 1 tensor from 4 others of the same device type with the same "
         "software, which agree; all of them have rack r1, and no other has"
     ]
+    assert shows(Path(__file__).parents[3] / "docs" / "fleet.md", found["n0"][0])
 
 
 def test_two_halves_name_all_nodes(make_capture: MakeCapture, tmp_path: Path) -> None:
