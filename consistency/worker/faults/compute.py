@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from consistency.worker.faults.planting import Undo, cut_to_tf32, instead
-from consistency.worker.stages import adamw
+from consistency.worker.training import adamw
 
 Compute = Callable[..., torch.Tensor]
 

@@ -13,9 +13,9 @@ from consistency.worker.model.running import tokens_of
 from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.forward import in_mode, inputs_of
-from consistency.worker.stages.gradient.backward import trained
 from consistency.worker.stages.gradient.runs import Runs
 from consistency.worker.stages.gradient.stage import as_model_takes
+from consistency.worker.training.backward import trained
 
 
 def forward(context: Context, compare: Compare) -> Again:

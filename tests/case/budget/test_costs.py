@@ -158,7 +158,7 @@ def test_sizes_are_those_that_the_worker_uses() -> None:
     from consistency.numerics import widening
     from consistency.worker.model import weight_files
     from consistency.worker.soak import load
-    from consistency.worker.stages.gradient import backward
+    from consistency.worker.training import backward
 
     assert (GRADIENT_PASSES, ONE_PASS) == (backward.PASSES, backward.ONE_PASS)
     assert (WINDOW_BYTES, PART_BYTES) == (weight_files.MAPPED_BYTES, widening.PART_BYTES)

@@ -25,8 +25,8 @@ from consistency.numerics.distance import measure
 from consistency.numerics.rules import passes
 from consistency.numerics.running_error import measure_tracked
 from consistency.numerics.words import Word
+from consistency.worker.ranks.group import GroupError, Joined, joined
 from consistency.worker.stages.bound_rule import record_bounded
-from consistency.worker.stages.collectives.group import GroupError, Joined, joined
 from consistency.worker.stages.collectives.operations import COLLECTIVES, IN_PARTS, SIZES, Collective, Sum, given
 from consistency.worker.stages.context import Machine
 

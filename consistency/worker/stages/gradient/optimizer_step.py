@@ -25,8 +25,8 @@ from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.recorder import UserTolerance
-from consistency.worker.stages import adamw
 from consistency.worker.stages.context import Context
+from consistency.worker.training import adamw
 
 PIECE = 1 << 20
 """Elements per piece: 8 MiB in float64, and whole blocks of a digest in every dtype."""

@@ -20,7 +20,7 @@ from consistency.worker.model.blocks import RecomputationError
 from consistency.worker.model.running import matrix_elements, tokens_of
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.gradient.backward import ONE_PASS, Tensors, backward, parts_of
+from consistency.worker.training.backward import ONE_PASS, Tensors, backward, parts_of
 
 Blocks = dict[str, tuple[int, ...]]
 

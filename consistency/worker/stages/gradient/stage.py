@@ -42,11 +42,11 @@ from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import record_flips
-from consistency.worker.stages.gradient.backward import Tensors, trained
 from consistency.worker.stages.gradient.on_track import Again, Judged, decisions_file, judged, products_on
 from consistency.worker.stages.gradient.optimizer_step import record_step
 from consistency.worker.stages.gradient.runs import Runs, Watches
 from consistency.worker.stages.relative_rule import record_relative, rounding_errors
+from consistency.worker.training.backward import Tensors, trained
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 

@@ -57,8 +57,8 @@ from torch.nn import functional as nn
 
 from consistency.case.stages import Level
 from consistency.numerics.running_error import Tracked
-from consistency.worker.stages import adamw
 from consistency.worker.stages.operators import exact_forms
+from consistency.worker.training import adamw
 
 SEED = 2521
 

@@ -125,7 +125,7 @@ def test_a_worker_that_keeps_no_activations_decides_no_more_often(
     def other_kernels(_: str, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * (1 + 2**-22) if without else gradient
 
-    monkeypatch.setattr("consistency.worker.stages.gradient.backward.room_for", room_for)
+    monkeypatch.setattr("consistency.worker.training.backward.room_for", room_for)
     monkeypatch.setattr("consistency.worker.stages.gradient.runs.computed", other_kernels)
     found = compare_with(off)
     assert without

@@ -13,8 +13,8 @@ from consistency.numerics.file_tensor import FileTensor, Readable, elements_of
 from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES
 from consistency.worker.memory.host_memory import peak_bytes, reset_peak
 from consistency.worker.model.tensor_file import TensorFile
-from consistency.worker.stages import adamw
 from consistency.worker.stages.gradient import optimizer_step
+from consistency.worker.training import adamw
 
 
 def test_pieces_are_whole_blocks_of_a_digest_in_every_dtype() -> None:

@@ -16,7 +16,7 @@ from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.widening import PART_BYTES
 from consistency.worker.memory.peak import ProfilerMeter
 from consistency.worker.model.blocks import RecomputationError
-from consistency.worker.stages.gradient.backward import PASSES, backward, loss_weights, parts_of, trained
+from consistency.worker.training.backward import PASSES, backward, loss_weights, parts_of, trained
 from tests.worker.model.made_models import on_llama
 
 Tensors = dict[str, torch.Tensor]
@@ -325,7 +325,7 @@ def test_what_a_method_without_marks_trains_is_found(tmp_path: Path) -> None:
 def test_the_gradient_of_a_prefix_is_computed_although_its_cache_grows(
     tmp_path: Path, exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consistency.worker.stages.gradient.backward.room_for", lambda _: 0)
+    monkeypatch.setattr("consistency.worker.training.backward.room_for", lambda _: 0)
     model = loaded(tmp_path, peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     given = {"input_ids": torch.arange(8).reshape(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
     names = trained(model, Everything())
@@ -337,7 +337,7 @@ def test_the_gradient_of_a_prefix_is_computed_although_its_cache_grows(
 
 def test_a_convolution_that_is_computed_again_is_float64_too(inputs: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch takes the modes for functions off while it runs backward."""
-    monkeypatch.setattr("consistency.worker.stages.gradient.backward.room_for", lambda _: 0)
+    monkeypatch.setattr("consistency.worker.training.backward.room_for", lambda _: 0)
 
     class Convolving(torch.nn.Module):
         def __init__(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from consistency.numerics.running_error import Arithmetic, measure_tracked
-from consistency.worker.stages import adamw
+from consistency.worker.training import adamw
 
 
 def of_step(dtype: torch.dtype, g: torch.Tensor, *, steps: int = 0, off: float = 1.0) -> float:

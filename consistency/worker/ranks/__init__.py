@@ -1,0 +1,1 @@
+"""Workers that run side by side as the ranks of one group."""

@@ -1,0 +1,1 @@
+"""Training an adapter: backward passes and steps of the optimizer."""
