@@ -19,7 +19,7 @@ from consistency.case.inference.outputs import check_files_of, read_outputs
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Edge, Options
 from consistency.case.recognition import name_of
-from consistency.case.stages import LEVELS, SPECS, Stage, requested
+from consistency.case.stages import LEVELS, SPECS, Stage, requested, with_judges
 from consistency.errors import InputError, UsageError, did_you_mean, first_line
 
 DEVICE_MAPS = ("auto", "balanced", "sequential")
@@ -248,7 +248,7 @@ def _stages(options: Options) -> tuple[Stage, ...]:
             option = "--adapter NAME=PATH" if stage is Stage.ADAPTERS else Edge.COMMAND_LINE.spell(spec.option)
             value = ", ".join(map(str, value)) if isinstance(value, tuple) else value
             raise UsageError(f"{option} is for the stage {stage}, which is not in --stages", where=option, got=value)
-    return requested(options.level, options) if asked is None else asked
+    return requested(options.level, options) if asked is None else with_judges(asked)
 
 
 def _device_map(text: str) -> str:

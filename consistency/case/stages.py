@@ -7,7 +7,7 @@ and a module under `consistency.worker.stages`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,9 @@ class Stage(enum.StrEnum):
     MEMORY = "memory"
     SHARDING = "sharding"
     COLLECTIVES = "collectives"
+    REPLICAS = "replicas"
+    SHARDS = "shards"
+    TENSOR_PARALLEL = "tensor-parallel"
     WRAPPING = "wrapping"
 
 
@@ -89,6 +92,8 @@ class StageSpec:
         Whether it uses other devices on purpose.
     together : bool
         Whether its workers form a group with those beside them.
+    by : tuple of Stage
+        Whose float64 results judge it: they run too where it is asked for.
     before : Stage or None
         Where it runs, if not in the order of `Stage`.
     whole : str
@@ -111,6 +116,7 @@ class StageSpec:
     feeds_inputs: bool = False
     opens_devices: bool = False
     together: bool = False
+    by: tuple[Stage, ...] = ()
     before: Stage | None = None
     whole: str = "everything"
     short: str = ""
@@ -198,6 +204,27 @@ SPECS: dict[Stage, StageSpec] = {
             model=Model.UNUSED, levels=(), opens_devices=True, together=True,
         ),
         StageSpec(
+            stage=Stage.REPLICAS, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.replicas.stage:run",
+            cost=f"{_COSTS}:replicas",
+            short="repl",
+            needs_adapter=True, levels=(), feeds_inputs=True, opens_devices=True, together=True,
+        ),
+        StageSpec(
+            stage=Stage.SHARDS, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.shards.stage:run",
+            cost=f"{_COSTS}:shards",
+            short="fsdp",
+            needs_adapter=True, levels=(), feeds_inputs=True, opens_devices=True, together=True,
+            by=(Stage.GRADIENT,),
+        ),
+        StageSpec(
+            stage=Stage.TENSOR_PARALLEL, kind=Kind.COMPUTES, rule=Rule.RELATIVE,
+            worker=f"{_STAGES}.tensor_parallel.stage:run",
+            cost=f"{_COSTS}:tensor_parallel",
+            short="tp",
+            needs_adapter=True, levels=(), feeds_inputs=True, opens_devices=True, together=True,
+            by=(Stage.FORWARD, Stage.GRADIENT),
+        ),
+        StageSpec(
             stage=Stage.WRAPPING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
             cost=f"{_COSTS}:wrapping",
             short="wrap",
@@ -217,6 +244,12 @@ def stages_of(choose: Callable[[StageSpec], bool]) -> tuple[Stage, ...]:
 def requested(level: Level, options: Any) -> tuple[Stage, ...]:
     """Return the stages that a level runs, with those that an option or a case's field of that name asks for."""
     return stages_of(lambda spec: level in spec.levels or bool(spec.option and getattr(options, spec.option)))
+
+
+def with_judges(asked: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Return stages, and after them those whose results judge them."""
+    judges = dict.fromkeys(other for stage in asked if stage in SPECS for other in SPECS[stage].by if other in SPECS)
+    return (*asked, *(stage for stage in judges if stage not in asked))
 
 
 def run_order(stages: Iterable[Stage], *, sees_others: bool) -> list[StageSpec]:

@@ -109,6 +109,9 @@ class Word(enum.StrEnum):
     OTHER_ANSWER = "other-answer", "a different result than on one device"
     DOES_NOT_RUN = "does-not-run", "a model that does not run"
 
+    # a model that several devices train or hold together
+    UNSYNCHRONIZED = "unsynchronized", "an adapter that each rank trains alone"
+
     # a user's wrapper around the model
     LAYERS_MISSED = "layers-missed", "adapter layers that PEFT does not find through the wrapper"
     HIDDEN = "hidden", "attributes hidden by the wrapper"

@@ -54,6 +54,9 @@ LOAD_S = 0.15
 STAGE_S = 0.15
 """Imports, building a model from its config, and a stage that checks no model."""
 
+TRAINING_STEPS = 3
+"""Of the stages that train by a group of ranks."""
+
 PER_TENSOR_S = 0.001
 """Of Python for one record: a digest, its comparison, a line of JSON."""
 

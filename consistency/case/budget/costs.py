@@ -32,6 +32,7 @@ from consistency.case.budget.constants import (
     ROOM_SHARE,
     SCORE_BYTES,
     STAGE_S,
+    TRAINING_STEPS,
     WINDOW_BYTES,
 )
 from consistency.case.budget.setting import Cost, Setting
@@ -275,6 +276,55 @@ def sharding(s: Setting) -> Cost:
 def without_model(s: Setting) -> Cost:
     """Copy or compute on fixed small data."""
     return Cost(host_bytes=64 * MIB, work=Work(fixed_s=STAGE_S if s.case.level is not Level.THOROUGH else 60.0))
+
+
+def replicas(s: Setting) -> Cost:
+    """Train a few steps: gradients and parameters of each step are in files, one of each rank."""
+    kept, rows = s.shape.trained_elements * TRAINING_STEPS, s.of_backward * TRAINING_STEPS
+    states = s.of_backward * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
+    native = (states + s.of_backward * s.shape.blocks * _of_one_token(s)) * s.shape.width
+    optimizer = 4 * 4 * s.shape.trained_elements
+    return Cost(
+        host_bytes=optimizer + (0 if s.on_device else native),
+        device_bytes=native + optimizer,
+        scratch_bytes=3 * 4 * kept,
+        work=Work(
+            fixed_s=LOAD_S + 3 * PER_TENSOR_S * s.shape.adapter_tensors,
+            memory_s=2 * kept * MEASURE_GRADIENT_S + 2 * DIGEST_S * s.shape.loaded_bytes,
+            native=_products(s, rows, parts=TRAINING_STEPS).times(3),
+        ),
+    )
+
+
+def shards(s: Setting) -> Cost:
+    """Load the model once more for each order of adapter and sharding, and train each as `replicas` does."""
+    one, loaded = replicas(s), load_base(s)
+    again = 0 if s.on_device else s.shape.loaded_bytes
+    return Cost(
+        host_bytes=one.host_bytes + again,
+        device_bytes=one.device_bytes + s.shape.loaded_bytes,
+        scratch_bytes=2 * one.scratch_bytes,
+        work=Work(
+            fixed_s=2 * (one.work.fixed_s + loaded.work.fixed_s),
+            memory_s=2 * (one.work.memory_s + loaded.work.memory_s),
+            native=one.work.native.times(2),
+        ),
+    )
+
+
+def tensor_parallel(s: Setting) -> Cost:
+    """Load a part of the model once more, and run it forward and backward over the batch."""
+    once, backward = forward(s), gradient(s)
+    return Cost(
+        host_bytes=max(once.host_bytes, backward.host_bytes) + (0 if s.on_device else s.shape.loaded_bytes),
+        device_bytes=max(once.device_bytes, backward.device_bytes) + s.shape.loaded_bytes,
+        scratch_bytes=backward.scratch_bytes,
+        work=Work(
+            fixed_s=LOAD_S + backward.work.fixed_s,
+            memory_s=backward.work.memory_s + DIGEST_S * s.shape.loaded_bytes,
+            native=_products(s, s.positions, parts=1).times(4),
+        ),
+    )
 
 
 def wrapping(s: Setting) -> Cost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,17 @@ def activations(model: torch.nn.Module, inputs: Activations) -> Activations:
 
 def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Activations, Activations]:
     """Run the model and return, on its device, its hidden states and its other outputs, by name."""
+    with parameters_kept(model), as_loaded(model):
+        return outputs_by(model, model, inputs)
+
+
+def outputs_by(
+    call: Callable[..., Any], model: torch.nn.Module, inputs: dict[str, torch.Tensor]
+) -> tuple[Activations, Activations]:
+    """Do the same by a wrapper of the model, or by a model whose parameters change places while it runs."""
     device, dtype = device_of(model), next(model.parameters()).dtype
     moved = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in inputs.items()}
-    with parameters_kept(model), as_loaded(model):
-        output = model(**moved, **_extras(model), **_tasks(model, moved))
+    output = call(**moved, **_extras(model), **_tasks(model, moved))
     if isinstance(output, torch.Tensor):
         return {}, {"output": output}
     hidden: Activations = {}

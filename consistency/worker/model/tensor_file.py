@@ -26,9 +26,13 @@ class TensorFile:
     ----------
     layout : mapping of str to (torch.dtype, tuple of int)
         Dtype and shape by name. A slice is one index of the first dimension.
+    of_another : bool
+        Read the file that another process has written.
     """
 
-    def __init__(self, path: Path, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def __init__(
+        self, path: Path, layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], *, of_another: bool = False
+    ) -> None:
         self.path = path
         self._layout = layout
         self.written: set[str] = set()
@@ -42,6 +46,10 @@ class TensorFile:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._data = 8 + len(text)
+        if of_another:
+            self._file = os.open(path, os.O_RDONLY)
+            self.written.update(layout)
+            return
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         self._write(len(text).to_bytes(8, "little") + text, 0)
         os.ftruncate(self._file, self._data + end)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # they are in C
 
+from consistency.errors import first_line
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.protocol import EventLog, RankGroup, lost_rank
 
 _POLL_S = 0.05
@@ -28,6 +31,12 @@ _SIGN_S = 5.0
 
 _NOTICE_S = 10.0
 """How long a rank whose peer is gone waits for the launcher to say what became of it."""
+
+_REFUSAL_S = 20.0
+"""How long a rank whose library raises waits for the same from all others."""
+
+_OF_THE_GROUP = ("gloo", "nccl", "timed out", "timeout", "connection closed", "connection reset", "broken pipe", "hccl")
+"""Words in the errors that a collective raises, which have no class of their own but with NCCL."""
 
 
 class GroupError(Exception):
@@ -44,6 +53,10 @@ class GroupError(Exception):
         self.lost = lost
 
 
+class RefusedError(Exception):
+    """A library refuses the same on every rank: what was asked of it cannot be checked here."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
     """What one rank has of a group.
@@ -54,12 +67,15 @@ class Joined:
         What is sent lies there.
     store : torch.distributed.Store
         Passes texts between ranks beside the collectives, which may be broken.
+    folder : Path
+        Of this stage and this group alone.
     """
 
     group: RankGroup
     device: torch.device
     store: Store
     events: EventLog
+    folder: Path
 
     @property
     def rank(self) -> int:
@@ -82,9 +98,50 @@ class Joined:
         try:
             yield
         except RuntimeError as error:
-            raise _error(self.group, self._late(what, error), self.events) from error
+            raise _error(self.group, self._late(what, error), self.events, self.folder) from error
 
-    def _late(self, what: str, error: RuntimeError) -> str:
+    @contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Call a library that calls collectives itself: what it raises, the group or the library is at fault for.
+
+        Raises
+        ------
+        GroupError
+            As `talking`.
+        RefusedError
+            Every rank's library raised.
+        """
+        self.store.set(f"at/{self.rank}", what)
+        try:
+            yield
+        except (GroupError, RefusedError):
+            raise
+        except Exception as error:  # model code of any kind may raise anything
+            if isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _OF_THE_GROUP):
+                raise _error(self.group, self._late(what, error), self.events, self.folder) from error
+            if is_of_the_device(error, self.device):
+                self._leave(error)
+                raise
+            if self._all_raise(what, error):
+                raise RefusedError(f"{what}: {first_line(error)}") from error
+            raise
+
+    def _all_raise(self, what: str, error: Exception) -> bool:
+        """Return whether every rank raises in the same place; if not, tell the others that this one has left."""
+        self.store.set(f"raised/{what}/{self.rank}", "")
+        wanted = [f"raised/{what}/{rank}" for rank in range(self.world)]
+        until = time.monotonic() + min(_REFUSAL_S, self.group.timeout_s / 2)
+        while time.monotonic() < until:
+            if self.store.check(wanted):
+                return True
+            time.sleep(_POLL_S)
+        self._leave(error)
+        return False
+
+    def _leave(self, error: Exception) -> None:
+        left_rank(self.folder, self.group.ranks[self.rank]).write_text(first_line(error), encoding="utf-8")
+
+    def _late(self, what: str, error: Exception) -> str:
         """Return which ranks are not in the same collective, and where they are."""
         places = {name: self.store.get(f"at/{rank}").decode() for rank, name in enumerate(self.group.ranks)}
         others = [f"{name} is still in {place}" for name, place in places.items() if place != what]
@@ -96,17 +153,37 @@ class Joined:
             self.store.set(f"{name}/{self.rank}", own)
             return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world)]
 
+    def others_than(self, answers: Sequence[str]) -> list[str]:
+        """Return the ranks that agree on something else than this one: none if it agrees with most, or with the first.
+
+        Parameters
+        ----------
+        answers : sequence of str
+            Of every rank, in their order.
+        """
+        (common, count), *_ = Counter(answers).most_common(1)
+        if 2 * count <= len(answers):  # without a majority the first rank is the reference, as everywhere
+            common = answers[0]
+        if answers[self.rank] == common:
+            return []
+        return [rank for rank, one in zip(self.group.ranks, answers, strict=True) if one == common]
+
+
+def left_rank(folder: Path, name: str) -> Path:
+    """Return the file in which a rank says why it alone has left a stage."""
+    return folder / f"left-{name.replace(':', '-')}"
+
 
 @contextmanager
-def joined(group: RankGroup, device: torch.device, events: EventLog) -> Iterator[Joined]:
-    """Join the group, and leave it at the end.
+def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str) -> Iterator[Joined]:
+    """Join the group for a stage, and leave it at the end.
 
     Raises
     ------
     GroupError
         A rank is lost before it came, or the group cannot be made.
     """
-    folder = Path(group.folder)
+    folder = Path(group.folder) / stage
     _meet(group, folder, events)
     # the address of this host's name may be none that answers; the ranks are all here
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -120,9 +197,10 @@ def joined(group: RankGroup, device: torch.device, events: EventLog) -> Iterator
             world_size=len(group.ranks), timeout=limit, device_id=None if device.type == "cpu" else device,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        raise _error(group, f"the group cannot be made: {str(error).splitlines()[0]}", events) from error
+        reason = f"the group cannot be made: {first_line(error)}"
+        raise _error(group, reason, events, folder) from error
     try:
-        yield Joined(group=group, device=device, store=PrefixStore("answers", store), events=events)
+        yield Joined(group=group, device=device, store=PrefixStore("answers", store), events=events, folder=folder)
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
@@ -130,11 +208,11 @@ def joined(group: RankGroup, device: torch.device, events: EventLog) -> Iterator
 
 def _meet(group: RankGroup, folder: Path, events: EventLog) -> None:
     """Wait until every rank is here."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{group.rank}").touch()
     told = 0.0
     while missing := [name for number, name in enumerate(group.ranks) if not (folder / f"rank-{number}").exists()]:
-        if (reason := _lost(group)) is not None:
+        if (reason := _lost(group, folder)) is not None:
             raise GroupError(reason, lost=True)
         if time.monotonic() - told > _SIGN_S:
             events.wait(f"for {', '.join(missing)} to join the group")
@@ -142,7 +220,7 @@ def _meet(group: RankGroup, folder: Path, events: EventLog) -> None:
         time.sleep(_POLL_S)
 
 
-def _error(group: RankGroup, otherwise: str, events: EventLog) -> GroupError:
+def _error(group: RankGroup, otherwise: str, events: EventLog, folder: Path) -> GroupError:
     """Return which rank was lost and why, where the launcher says so in time; else what happened here.
 
     A rank that another one keeps waiting gives up after half the time in which the launcher gives that one up, so it
@@ -152,7 +230,7 @@ def _error(group: RankGroup, otherwise: str, events: EventLog) -> GroupError:
     until = time.monotonic() + _NOTICE_S + (group.timeout_s if is_late else 0)
     told = time.monotonic()
     while time.monotonic() < until:
-        if (reason := _lost(group)) is not None:
+        if (reason := _lost(group, folder)) is not None:
             return GroupError(f"{reason}, during {otherwise}", lost=True)
         if time.monotonic() - told > _SIGN_S:
             events.wait("for what became of a rank")
@@ -161,9 +239,11 @@ def _error(group: RankGroup, otherwise: str, events: EventLog) -> GroupError:
     return GroupError(otherwise)
 
 
-def _lost(group: RankGroup) -> str | None:
-    """Return the first rank that the launcher has lost, and why."""
+def _lost(group: RankGroup, folder: Path) -> str | None:
+    """Return the first rank that the launcher has lost, or that has left by itself, and why."""
     for name in group.ranks:
         with suppress(OSError):
             return f"{name} was lost: {lost_rank(Path(group.folder), name).read_text(encoding='utf-8')}"
+        with suppress(OSError):
+            return f"{name} has failed: {left_rank(folder, name).read_text(encoding='utf-8')}"
     return None

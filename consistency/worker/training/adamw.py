@@ -7,6 +7,7 @@ compared with the step in float64 from the bytes that this device gave to its op
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +32,7 @@ def step(parameter: torch.Tensor, gradient: torch.Tensor, moments: Moments | Non
     """Return a parameter after a step of AdamW, unchanged itself; without moments it is the first step."""
     new = torch.nn.Parameter(parameter.detach().clone())
     new.grad = gradient.detach().clone()
-    # one plain operation after the other: fused and batched kernels differ by backend and are not documented
-    optimizer = torch.optim.AdamW(
-        [new], lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, foreach=False, fused=False
-    )
+    optimizer = optimizer_of([new])
     if moments is not None:
         optimizer.state[new] = {
             "step": torch.tensor(float(moments.steps)),
@@ -43,6 +41,35 @@ def step(parameter: torch.Tensor, gradient: torch.Tensor, moments: Moments | Non
         }
     optimizer.step()
     return new.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class ExactState:
+    """Exact values of a parameter and of the optimizer's state for it, with what a device's may be off by."""
+
+    parameter: Tracked
+    first: Tracked | None = None
+    second: Tracked | None = None
+    steps: int = 0
+
+    def after(self, gradient: Tracked) -> ExactState:
+        """Return the same after one step more."""
+        of, (beta1, beta2) = self.parameter.by, BETAS
+
+        def rounded(number: float) -> Tracked:
+            return of.constant(number).store()
+
+        first, second, steps = self.first, self.second, self.steps + 1
+        decayed = (self.parameter * rounded(1 - LEARNING_RATE * WEIGHT_DECAY)).store()
+        grown = (gradient - first).store() if first is not None else gradient
+        mean = (grown * rounded(1 - beta1)).store()
+        mean = (first + mean).store() if first is not None else mean
+        square = ((gradient * gradient).store() * rounded(1 - beta2)).store()
+        square = ((second * rounded(beta2)).store() + square).store() if second is not None else square
+        root = (square.sqrt().store() / rounded((1 - beta2**steps) ** 0.5)).store()
+        size = (root + rounded(EPSILON)).store()
+        change = ((rounded(-LEARNING_RATE / (1 - beta1**steps)) * mean).store() / size).store()
+        return ExactState((decayed + change).store(), mean, square, steps)
 
 
 def exact_step(
@@ -54,18 +81,15 @@ def exact_step(
     steps: int = 0,
 ) -> Tracked:
     """Return the exact result of `step` with each element's allowed error; moments of earlier steps, if any."""
-    of, (beta1, beta2) = parameter.by, BETAS
+    return ExactState(parameter, first, second, steps).after(gradient).parameter
 
-    def rounded(number: float) -> Tracked:
-        return of.constant(number).store()
 
-    decayed = (parameter * rounded(1 - LEARNING_RATE * WEIGHT_DECAY)).store()
-    grown = (gradient - first).store() if first is not None else gradient
-    mean = (grown * rounded(1 - beta1)).store()
-    mean = (first + mean).store() if first is not None else mean
-    square = ((gradient * gradient).store() * rounded(1 - beta2)).store()
-    square = ((second * rounded(beta2)).store() + square).store() if second is not None else square
-    root = (square.sqrt().store() / rounded((1 - beta2 ** (steps + 1)) ** 0.5)).store()
-    size = (root + rounded(EPSILON)).store()
-    change = ((rounded(-LEARNING_RATE / (1 - beta1 ** (steps + 1))) * mean).store() / size).store()
-    return (decayed + change).store()
+def optimizer_of(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
+    """Return the optimizer, which computes one plain operation after the other.
+
+    Fused and batched kernels differ by backend and are not documented.
+    """
+    return torch.optim.AdamW(
+        list(parameters), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, foreach=False,
+        fused=False,
+    )  # fmt: skip

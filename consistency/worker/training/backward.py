@@ -118,7 +118,7 @@ def backward(
     with ExitStack() as stack:
         stack.enter_context(parameters_kept(model))  # blocks run once more in the backward pass
         stack.enter_context(as_loaded(model))
-        stack.enter_context(_trainable(model, wanted.values()))
+        stack.enter_context(trainable(model, wanted.values()))
         mode = Float64Mode() if exact else None
         if mode is not None:
             stack.enter_context(exact_layers(model))
@@ -169,7 +169,7 @@ def _handed_over(name: str, parameter: torch.nn.Parameter, take: Take) -> Iterat
 
 
 @contextmanager
-def _trainable(model: torch.nn.Module, wanted: Any) -> Iterator[None]:
+def trainable(model: torch.nn.Module, wanted: Any) -> Iterator[None]:
     """Let gradients flow to these parameters alone, and restore that at the end."""
     kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:

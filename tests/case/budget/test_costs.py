@@ -14,6 +14,7 @@ from consistency.case.budget.constants import (
     LOAD_SHARE,
     LOAD_SIDE,
     PART_BYTES,
+    TRAINING_STEPS,
     WINDOW_BYTES,
 )
 from consistency.case.budget.costs import cost_of
@@ -158,8 +159,9 @@ def test_sizes_are_those_that_the_worker_uses() -> None:
     from consistency.numerics import widening
     from consistency.worker.model import weight_files
     from consistency.worker.soak import load
-    from consistency.worker.training import backward
+    from consistency.worker.training import backward, steps
 
+    assert TRAINING_STEPS == steps.STEPS
     assert (GRADIENT_PASSES, ONE_PASS) == (backward.PASSES, backward.ONE_PASS)
     assert (WINDOW_BYTES, PART_BYTES) == (weight_files.MAPPED_BYTES, widening.PART_BYTES)
     assert LOAD_BYTES == 3 * load._CPU_BATCH * load._CPU_SIDE**2 * 4

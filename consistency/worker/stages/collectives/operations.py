@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 
 from consistency.case.stages import Level
-from consistency.numerics.bound import gamma
-from consistency.numerics.rules import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
+from consistency.numerics.sums import Sum, exact_sum
 
 FLOATS = ("float32", "bfloat16", "float16")
-_U64 = UNIT_ROUNDOFF["float64"]
 
 SIZES: dict[Level, tuple[int, ...]] = {
     Level.QUICK: (1, 8, 1023, 1025),
@@ -24,14 +22,6 @@ SIZES: dict[Level, tuple[int, ...]] = {
     Level.THOROUGH: (1, 7, 8, 9, 1023, 1024, 1025, (1 << 16) - 1, (1 << 16) + 8, (1 << 20) + 1, 1 << 22, 1 << 26),
 }
 """Elements that each rank gives."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sum:
-    """The exact sum of what the ranks give, and what each element may be off by: float64 of one shape."""
-
-    value: np.ndarray
-    allowed: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,24 +51,14 @@ class Collective:
     dtypes: tuple[str, ...] = FLOATS
 
     def expected(self, given: list[torch.Tensor], rank: int) -> torch.Tensor | Sum:
-        r"""Return what a rank has to get: bits, or a sum with its bound.
-
-        A sum of n terms in any order is off by at most :math:`\gamma_{n-1} \sum |x_i|`, and where it is divided, or
-        its terms are multiplied by the rounded 1/n, by two roundings more. Each rounding may be to a subnormal.
-        """
+        """Return what a rank has to get: bits, or a sum with its bound."""
         if self.moved is not None:
             return self.moved(given, rank)
         assert self.summed is not None
         terms = self.summed(given, rank)
         if not terms.is_floating_point():
             return terms.sum(0, dtype=terms.dtype)
-        exact = terms.to(torch.float64).numpy()
-        count, dtype = len(exact), str(terms.dtype).removeprefix("torch.")
-        part = 1 / count if self.average else 1.0
-        roundings = count + 1 if self.average else count - 1
-        weight = gamma(roundings, UNIT_ROUNDOFF[dtype]) + gamma(count + 1, _U64)
-        allowed = weight * np.abs(exact).sum(0) * part + roundings * HALF_SMALLEST_SUBNORMAL[dtype]
-        return Sum(value=exact.sum(0) * part, allowed=allowed)
+        return exact_sum(terms, average=self.average)
 
 
 def given(name: str, dtype: str, elements: int, rank: int) -> torch.Tensor:

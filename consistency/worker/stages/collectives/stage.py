@@ -8,7 +8,6 @@ prints what rank 0 got says "correct" where all others are wrong.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,10 +23,11 @@ from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.rules import passes
 from consistency.numerics.running_error import measure_tracked
+from consistency.numerics.sums import Sum
 from consistency.numerics.words import Word
 from consistency.worker.ranks.group import GroupError, Joined, joined
 from consistency.worker.stages.bound_rule import record_bounded
-from consistency.worker.stages.collectives.operations import COLLECTIVES, IN_PARTS, SIZES, Collective, Sum, given
+from consistency.worker.stages.collectives.operations import COLLECTIVES, IN_PARTS, SIZES, Collective, given
 from consistency.worker.stages.context import Machine
 
 STAGE = Stage.COLLECTIVES
@@ -51,7 +51,7 @@ def run(context: Machine) -> None:
         _skip(context, "no other worker runs beside this one on a device of its type")
         return
     try:
-        with joined(group, context.device, context.events) as ranks:
+        with joined(group, context.device, context.events, STAGE) as ranks:
             _Trials(context, ranks).run()
     except GroupError as error:
         if not error.lost:
@@ -155,15 +155,11 @@ class _Trials:
             )  # fmt: skip
         if not collective.is_same:
             return
-        answers = dict(zip(ranks.group.ranks, ranks.answers(f"{collective.name} {name}", digests[0]), strict=True))
-        (common, count), *_ = Counter(answers.values()).most_common(1)
-        if 2 * count <= len(answers):  # without a majority the first rank is the reference, as everywhere
-            common = next(iter(answers.values()))
-        is_odd = digests[0] != common
+        others = ranks.others_than(ranks.answers(f"{collective.name} {name}", digests[0]))
         record.fact(
-            STAGE, collective.name, f"{name}, {SAME_BITS}", status="outside" if is_odd else "equal",
-            word=Word.DIFFERS if is_odd else None, evidence=self._evidence,
-            reason=f"other bits than on {some([who for who in answers if answers[who] == common])}" if is_odd else None,
+            STAGE, collective.name, f"{name}, {SAME_BITS}", status="outside" if others else "equal",
+            word=Word.DIFFERS if others else None, evidence=self._evidence,
+            reason=f"other bits than on {some(others)}" if others else None,
         )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from consistency.worker.stages.collectives.operations import COLLECTIVES, IN_PARTS, Collective, Sum, given
+from consistency.numerics.sums import Sum
+from consistency.worker.stages.collectives.operations import COLLECTIVES, IN_PARTS, Collective, given
 
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}
 

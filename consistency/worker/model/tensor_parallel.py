@@ -1,0 +1,44 @@
+"""Load a model in parts by transformers' tensor parallel plan, and an adapter by PEFT onto it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from consistency.case.case import Case
+from consistency.worker.model.loading import ADAPTER_NAME, class_and_labels
+
+
+def load_tensor_parallel(case: Case, world: int) -> torch.nn.Module:
+    """Load the base of a case over the ranks of the default process group, then its adapter.
+
+    Raises
+    ------
+    ValueError
+        There is no folder, this transformers has no such plan, or weights that no file holds would differ by rank.
+    """
+    from peft import PeftModel
+
+    if case.factory is not None:
+        raise ValueError("a function makes the base, and no plan splits it")
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError as error:
+        raise ValueError("this version of transformers has no DistributedConfig") from error
+    auto, labels = class_and_labels(case)
+    arguments: dict[str, Any] = {} if labels is None else {"num_labels": labels, "ignore_mismatched_sizes": True}
+    model, info = auto.from_pretrained(
+        case.base,
+        dtype=case.dtype if case.dtype == "auto" else getattr(torch, case.dtype),
+        trust_remote_code=case.trust_remote_code,
+        use_safetensors=None if case.allow_pickle else True,
+        distributed_config=DistributedConfig(tp_size=world),
+        output_loading_info=True,
+        **arguments,
+    )
+    if missing := info.get("missing_keys"):
+        raise ValueError(f"no file holds {sorted(missing)[0]}")
+    adapted: Any = PeftModel.from_pretrained(model, case.adapter, adapter_name=ADAPTER_NAME)
+    assert isinstance(adapted, torch.nn.Module)
+    return adapted.eval()

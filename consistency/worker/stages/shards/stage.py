@@ -1,0 +1,172 @@
+"""Stage `shards`: the ranks of a group train the adapter by FSDP2, each holding a part of every tensor.
+
+The adapter is there before `fully_shard`, as transformers' Trainer and accelerate do it. The parts put together are the
+bytes of the files, before the first step and in what is saved after the last one. The first step's gradient is compared
+with the average of the float64 gradients of the ranks' batches, by what rounding makes; the parameters after each step
+with the optimizer's exact steps. All ranks see the same bits.
+
+An adapter that is added afterwards is a tensor of each rank's own, which nothing averages or broadcasts: the stage
+trains one too, and says so where it finds the ranks with different adapters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+from peft import PeftModel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from consistency.capture.names import ADAPTER_ON, GRADIENT, WHOLE_MODEL, adapter_place
+from consistency.capture.wording import counted
+from consistency.case.stages import Stage
+from consistency.numerics.digest import digest
+from consistency.numerics.dtype import name_of
+from consistency.numerics.file_tensor import mapped
+from consistency.numerics.real import Real
+from consistency.numerics.sums import sum_error
+from consistency.numerics.words import Word
+from consistency.worker.model.blocks import repeated_blocks
+from consistency.worker.model.float64_reference import Reference, wait_for
+from consistency.worker.model.loading import ADAPTER_NAME, load_base, load_model
+from consistency.worker.protocol import GRADIENT_FILE
+from consistency.worker.ranks.group import Joined, RefusedError
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, record_gathered, skip, to_train
+from consistency.worker.stages.relative_rule import record_relative
+from consistency.worker.stages.shards.saving import record_saved
+from consistency.worker.stages.step_judging import StepJudge
+from consistency.worker.training.backward import Tensors, parts_of, trainable, trained
+from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, StepFile, batches_of, trained_by, whole
+
+STAGE = Stage.SHARDS
+AFTERWARDS = "adapter added after fully_shard"
+
+
+def run(context: Context) -> None:
+    """Train in both orders with the other ranks, on models of their own."""
+    found = to_train(context, STAGE)
+    if found is None:
+        return
+    inputs, names = found
+    parts = parts_of(inputs, rows=context.job.case.fit.micro_batch)
+
+    def train(ranks: Joined) -> None:
+        _before(context, ranks, names, parts)
+        try:
+            _afterwards(context, ranks, parts)
+        except RefusedError as error:
+            skip(context, STAGE, str(error), what=AFTERWARDS)
+
+    in_group(context, STAGE, train)
+
+
+def _before(context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors]) -> None:
+    """Train with the adapter there before the model is sharded, and judge it."""
+    model = load_model(context.job.case, str(context.device))
+    with trainable(model, [model.get_parameter(name) for name in names]):
+        with ranks.calling("fully_shard"):
+            _shard(model, ranks)
+        parameters = {name: model.get_parameter(name) for name in names}
+        with ranks.calling("gathering the tensors"):
+            record_gathered(context, STAGE, model, names)
+            start = {name: whole(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
+        batches = batches_of(parts, rank=ranks.rank, world=ranks.world)
+        with trained_by(ranks, "shards", model, parameters, batches) as files:
+            own = files[ranks.rank]
+            judge = StepJudge(context, ranks, STAGE, files)
+            with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
+            judge.compare(AVERAGED, with_gradient, "averaged gradients")
+            judge.compare(UPDATED, with_gradient, "updated parameters")
+            answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
+            if not isinstance(answer, str) and decides(context, Stage.GRADIENT):
+                answer = UNFOLLOWED
+            for name in with_gradient:
+                if not isinstance(answer, str):
+                    _record_first_gradient(context, ranks, name, own, answer, passes=len(parts))
+                judge.updated(name, start[name])
+            if isinstance(answer, str):
+                skip(context, STAGE, answer, what="gradients")
+            record_saved(context, ranks, STAGE, model, {n: own.of_step(UPDATED, n, STEPS - 1) for n in with_gradient})
+
+
+def _shard(model: torch.nn.Module, ranks: Joined) -> None:
+    """Shard each repeated block, and what is outside of them, over all ranks."""
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    for block in repeated_blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _record_first_gradient(
+    context: Context, ranks: Joined, name: str, file: StepFile, reference: Reference, *, passes: int
+) -> None:
+    """Record the averaged gradient of the first step against the average of the float64 gradients of the batches."""
+    layer, part = adapter_place(context.expected[name][0])
+    actual, exact = file.of_step(AVERAGED, name, 0), reference.read(name)
+    if exact is None or exact.shape[0] < passes:  # of a large tensor the first part of the batch alone
+        why = reference.tables.failures.get(ADAPTER_ON, "its float64 gradient is of a part of the batch")
+        context.record.absent(STAGE, layer, f"{part}.{GRADIENT}", status="skipped", reason=why)
+        return
+    terms = mapped(exact)[[rank % passes for rank in range(ranks.world)]]
+    record_relative(
+        context, STAGE, layer, f"{part}.{GRADIENT}", actual=actual, digests=[digest(actual)],
+        reference=averaged_reference(reference, name, terms, actual.dtype), name=name, exact_name=name,
+        mode=ADAPTER_ON,
+    )  # fmt: skip
+
+
+def averaged_reference(reference: Reference, name: str, terms: torch.Tensor, dtype: torch.dtype) -> Reference:
+    """Return the exact average of several gradients, with the error that rounding makes in it.
+
+    The error of an average is at most the largest of its terms'; adding them up in the dtype makes that of `exact_sum`.
+
+    Parameters
+    ----------
+    terms : torch.Tensor
+        `(ranks, *shape)` in float64.
+    """
+    sizes = terms.abs().mean(0).numpy()
+    adding = float(sum_error(sizes, len(terms), name_of(dtype), average=True).max(initial=0))
+    errors = {
+        title: {name: dataclasses.replace(of[name], largest=Real(of[name].largest + adding))}
+        for title, of in reference.tables.errors.items()
+        if name in of
+    }
+    tables = msgspec.structs.replace(reference.tables, errors=errors)
+    return Reference(path=reference.path, tables=tables, made={name: terms.mean(0)})
+
+
+def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> None:
+    """Train with an adapter that is added once the base is sharded, and record whether the ranks train the same."""
+    case = context.job.case
+    model = load_base(case, str(context.device)).model
+    with ranks.calling("fully_shard, and the adapter afterwards"):
+        _shard(model, ranks)
+        adapted: Any = PeftModel.from_pretrained(model, case.adapter, adapter_name=ADAPTER_NAME)
+        adapted.eval()
+    names = [name for name in trained(adapted, context.expected) if name in dict(context.model.named_parameters())]
+    parameters = {name: adapted.get_parameter(name) for name in names}
+    batches = batches_of(parts, rank=ranks.rank, world=ranks.world)
+    with (
+        trainable(adapted, parameters.values()),
+        trained_by(ranks, "added-afterwards", adapted, parameters, batches) as files,
+    ):
+        judge = StepJudge(context, ranks, STAGE, files, title=f"{AFTERWARDS}, ")
+        with_gradient = [name for name in names if files[ranks.rank].read(AVERAGED, name) is not None]
+        odd = judge.odd(UPDATED, with_gradient, STEPS - 1)
+    differing = len(odd)
+    for answer in ranks.answers(f"{AFTERWARDS}, differing", str(differing)):
+        differing = max(differing, int(answer))
+    context.record.fact(
+        STAGE, WHOLE_MODEL, AFTERWARDS, status="within" if differing else "equal",
+        word=Word.UNSYNCHRONIZED if differing else None,
+        evidence={"tensors": differing, "of": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
+        reason=f"{differing} of {counted(len(with_gradient), 'tensor')} differ between ranks after {STEPS} steps"
+        if differing
+        else None,
+    )  # fmt: skip

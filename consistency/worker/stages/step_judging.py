@@ -1,0 +1,212 @@
+"""Judge what each step of a training left: the averaged gradients, the parameters, and whether all ranks have them.
+
+The average of the ranks' gradients has the bound of a sum in any order. A parameter has that of the optimizer's steps
+from the gradients' bytes on this rank, with the error that each step hands on to the next: gradients that all ranks
+share leave no other difference between two ranks than twice that bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from consistency.capture.names import WHOLE_MODEL, adapter_place
+from consistency.capture.wording import some
+from consistency.case.stages import Stage
+from consistency.numerics.chunks import Chunk, Stretch
+from consistency.numerics.digest import digest
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.error import measure_in_parts
+from consistency.numerics.file_tensor import elements_of
+from consistency.numerics.rules import Rule, passes
+from consistency.numerics.running_error import Arithmetic, Bounded
+from consistency.numerics.sums import exact_sum
+from consistency.numerics.words import Word
+from consistency.worker.ranks.group import Joined
+from consistency.worker.stages.context import Context
+from consistency.worker.training.adamw import EPSILON, ExactState
+from consistency.worker.training.steps import AVERAGED, OWN, STEPS, UPDATED, StepFile
+
+PART = 1 << 16
+"""Elements whose exact values are made at once: some twenty arrays of 512 KiB."""
+
+SAME_BITS = "same bits on all ranks"
+
+Exact = Callable[[slice], Sequence[Bounded]]
+"""Return some elements of each step with their bounds."""
+
+
+class StepJudge:
+    """Judges what a rank has of each step.
+
+    Parameters
+    ----------
+    files : sequence of StepFile
+        Of all ranks, in their order.
+    title : str
+        Of a second training of the same stage, before the names of its tensors.
+    """
+
+    def __init__(
+        self, context: Context, ranks: Joined, stage: Stage, files: Sequence[StepFile], *, title: str = ""
+    ) -> None:
+        self._context = context
+        self._ranks = ranks
+        self._stage = stage
+        self._files = files
+        self._own = files[ranks.rank]
+        self._title = title
+
+    def averaged(self, name: str) -> None:
+        """Record a gradient as the average of those of the ranks."""
+
+        def given(part: slice, step: int) -> torch.Tensor:
+            return torch.stack([file.elements(OWN, name, step)(part) for file in self._files])
+
+        def exact(part: slice) -> Sequence[Bounded]:
+            return [exact_sum(given(part, step), average=True) for step in range(STEPS)]
+
+        self._record(AVERAGED, name, given, exact)
+
+    def updated(self, name: str, start: torch.Tensor) -> None:
+        """Record a parameter after each step.
+
+        Parameters
+        ----------
+        start : torch.Tensor
+            The parameter before the first step, on the CPU.
+        """
+        elements = [self._own.elements(AVERAGED, name, step) for step in range(STEPS)]
+        self._record(UPDATED, name, lambda part, step: elements[step](part), self._trajectory(name, start))
+
+    def apart(self, name: str, start: torch.Tensor, other: str) -> float:
+        """Return how far a parameter is from another rank's after the last step, by twice its bound."""
+        exact, largest = self._trajectory(name, start), 0.0
+        mine, its = (
+            file.elements(UPDATED, name, STEPS - 1)
+            for file in (self._own, self._files[self._ranks.group.ranks.index(other)])
+        )
+        for first in range(0, self._size(name), PART):
+            part = slice(first, min(self._size(name), first + PART))
+            distance = np.abs(_wide(mine(part)) - _wide(its(part)))
+            allowed = 2 * exact(part)[-1].allowed
+            largest = max(largest, float(np.max(np.divide(distance, allowed, where=distance > 0, out=distance))))
+        return largest
+
+    def _trajectory(self, name: str, start: torch.Tensor) -> Exact:
+        before, by = elements_of(start), Arithmetic.of(start.dtype)
+        gradients = [self._own.elements(AVERAGED, name, step) for step in range(STEPS)]
+
+        def exact(part: slice) -> Sequence[Bounded]:
+            state = ExactState(by.known(_wide(before(part))))
+            found = []
+            for gradient in gradients:
+                state = state.after(by.known(_wide(gradient(part))))
+                found.append(state.parameter)
+            return found
+
+        return exact
+
+    def _record(self, kind: str, name: str, given: Callable[[slice, int], torch.Tensor], exact: Exact) -> None:
+        """Record the first step that is outside its bound, the last one if none is; `given` is what it is made from."""
+        record, (layer, part) = self._context.record, self._place(name)
+        tensor = f"{part}.{kind}"
+        kept = self._own.read(kind, name)
+        assert kept is not None
+        if why := self._unbounded(name, kept.dtype, given, exact):
+            record.absent(self._stage, layer, tensor, status="skipped", rule=Rule.BOUND, reason=why)
+            return
+        tolerance = record.tolerance(stage=self._stage, layer=layer, dtype=kept.dtype)
+        elements = [self._own.elements(kind, name, step) for step in range(STEPS)]
+        size = self._size(name)
+
+        def stretches(parts: range) -> Iterator[tuple[Stretch, ...]]:
+            for number in parts:
+                part = slice(number * PART, min(size, (number + 1) * PART))
+                yield tuple(
+                    Stretch(
+                        start=part.start, actual=actual(part), value=bounded.value,
+                        size=None if tolerance else bounded.allowed, allowance=tolerance,
+                    )
+                    for actual, bounded in zip(elements, exact(part), strict=True)
+                )  # fmt: skip
+
+        parts = max(1, -(-size // PART))
+        steps = [self._own.of_step(kind, name, step) for step in range(STEPS)]
+        found = measure_in_parts(steps, stretches, parts, PART)
+        step = next((step for step, one in enumerate(found) if not passes(float(one.ratio or 0))), STEPS - 1)
+
+        def chunks() -> Iterator[Chunk]:
+            return itertools.chain.from_iterable(several[step].chunks() for several in stretches(range(parts)))
+
+        record.computed(
+            self._stage, layer, tensor, actual=steps[step], digests=[digest(steps[step])], rule=Rule.BOUND,
+            tolerance=tolerance, found=found[step], chunks=chunks, evidence={"step": step + 1},
+        )  # fmt: skip
+
+    def _unbounded(
+        self, name: str, dtype: torch.dtype, given: Callable[[slice, int], torch.Tensor], exact: Exact
+    ) -> str:
+        """Return why there is no bound."""
+        if dtype not in UNIT_ROUNDOFF:
+            return f"no bound is derived in {name_of(dtype)}"
+        has_epsilon = float(torch.tensor(EPSILON, dtype=dtype)) > 0
+        for start in range(0, self._size(name), PART):
+            part = slice(start, min(self._size(name), start + PART))
+            if not all(bool(torch.isfinite(given(part, step)).all()) for step in range(STEPS)):
+                return "a gradient is NaN or infinite"
+            if not has_epsilon and not all(np.isfinite(bounded.allowed).all() for bounded in exact(part)):
+                return f"AdamW's ε is 0 in {name_of(dtype)}: its step divides small gradients by zero"
+        return ""
+
+    def compare(self, kind: str, names: Sequence[str], what: str) -> list[str]:
+        """Record whether this rank has the bits of the others after each step; return the tensors of which it has not.
+
+        Parameters
+        ----------
+        what : str
+            What is compared, in words.
+        """
+        found: dict[str, tuple[int, list[str]]] = {}
+        for step in range(STEPS):
+            for name, others in self.odd(kind, names, step).items():
+                found.setdefault(name, (step, others))
+        for name, (step, others) in found.items():
+            layer, part = self._place(name)
+            self._context.record.fact(
+                self._stage, layer, f"{part}.{kind}, {SAME_BITS}", status="outside", word=Word.DIFFERS,
+                evidence={"step": step + 1}, reason=f"other bits than on {some(others)} from step {step + 1} on",
+            )  # fmt: skip
+        if not found:
+            self._context.record.fact(
+                self._stage, WHOLE_MODEL, f"{self._title}{what}, {SAME_BITS}", status="equal",
+                evidence={"tensors": len(names), "steps": STEPS, "ranks": list(self._ranks.group.ranks)},
+            )  # fmt: skip
+        return list(found)
+
+    def odd(self, kind: str, names: Sequence[str], step: int) -> dict[str, list[str]]:
+        """Return the tensors of which this rank has other bits than most, or than the first, and who has these."""
+        own = [digest(self._own.of_step(kind, name, step)).value for name in names]
+        answers = self._ranks.answers(f"{self._title}{kind}, step {step + 1}", json.dumps(own))
+        digests = [json.loads(answer) for answer in answers]
+        return {
+            name: others
+            for number, name in enumerate(names)
+            if (others := self._ranks.others_than([one[number] for one in digests]))
+        }
+
+    def _place(self, name: str) -> tuple[str, str]:
+        layer, part = adapter_place(self._context.expected[name][0])
+        return layer, f"{self._title}{part}"
+
+    def _size(self, name: str) -> int:
+        return self._context.model.get_parameter(name).numel()
+
+
+def _wide(tensor: torch.Tensor) -> Any:
+    return tensor.to(torch.float64).numpy()

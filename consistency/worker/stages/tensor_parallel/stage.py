@@ -1,0 +1,140 @@
+"""Stage `tensor-parallel`: the ranks of a group hold parts of each layer by transformers' plan, with PEFT's adapter.
+
+The parts put together are the bytes of the files. Logits with and without the adapter, and its gradients, are compared
+with the float64 results of the stages `forward` and `gradient` by what rounding makes on one device: so much more may
+they not be off, and so *is the difference healthy?* has an answer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, GRADIENT, adapter_place
+from consistency.case.stages import Stage
+from consistency.numerics.digest import digest
+from consistency.numerics.file_tensor import mapped
+from consistency.worker.model.float64_reference import Reference, wait_for
+from consistency.worker.model.running import outputs_by, without_gradients
+from consistency.worker.model.tensor_file import TensorFile
+from consistency.worker.model.tensor_parallel import load_tensor_parallel
+from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
+from consistency.worker.ranks.group import Joined, RefusedError
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, record_gathered, skip, to_train
+from consistency.worker.stages.relative_rule import record_relative
+from consistency.worker.training.backward import ONE_PASS, Tensors, loss_weights, parts_of, trainable
+from consistency.worker.training.steps import whole
+
+STAGE = Stage.TENSOR_PARALLEL
+
+
+def run(context: Context) -> None:
+    """Load the model in parts with the other ranks, and compare what it holds and computes."""
+    found = to_train(context, STAGE)
+    if found is None:
+        return
+    inputs, names = found
+
+    def compare(ranks: Joined) -> None:
+        with _numbered(ranks), ranks.calling("loading by the tensor parallel plan"):
+            model = load_tensor_parallel(context.job.case, ranks.world)
+        with ranks.calling("gathering the tensors"):
+            record_gathered(context, STAGE, model, names)
+        _record_outputs(context, ranks, model, inputs)
+        try:
+            _record_gradients(context, ranks, model, names, inputs)
+        except RefusedError as error:
+            skip(context, STAGE, str(error), what="gradients")
+
+    in_group(context, STAGE, compare)
+
+
+@contextmanager
+def _numbered(ranks: Joined) -> Iterator[None]:
+    """Say in the environment what torchrun says there, for transformers."""
+    given = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world, "LOCAL_RANK": ranks.device.index or 0}
+    kept = {name: os.environ.get(name) for name in given}
+    os.environ.update({name: str(value) for name, value in given.items()})
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inputs: Tensors) -> None:
+    """Record hidden states and logits with the adapter and without."""
+    reference = _judge(context, Stage.FORWARD, REFERENCE_FILE)
+    if isinstance(reference, str):
+        skip(context, STAGE, reference, what="outputs")
+        return
+    adapted: Any = model
+    for mode in (ADAPTER_ON, ADAPTER_OFF):
+        exact = {name.partition("::")[2]: name for name in reference.tables.names if name.startswith(f"{mode}::")}
+        if not exact:
+            skip(context, STAGE, reference.tables.failures.get(mode, "no float64 result"), what=mode)
+            continue
+        first = reference.read(next(iter(exact.values())))
+        rows = None if first is None else first.shape[0]  # a large model without its adapter runs the first ones alone
+        given = {name: tensor[:rows] for name, tensor in inputs.items()}
+        with (
+            ranks.calling(f"a forward pass, {mode}"),
+            torch.no_grad(),
+            without_gradients(model),
+            adapted.disable_adapter() if mode == ADAPTER_OFF else nullcontext(),
+        ):
+            hidden, last = outputs_by(model, model, given)
+            found = {name: whole(tensor).to("cpu") for name, tensor in (hidden | last).items()}
+        for name, tensor in found.items():
+            if name in exact and context.record.wants(STAGE, name):
+                record_relative(
+                    context, STAGE, name, mode, actual=tensor, digests=[digest(tensor)], reference=reference,
+                    name=exact[name], exact_name=exact[name], mode=mode,
+                )  # fmt: skip
+
+
+def _record_gradients(
+    context: Context, ranks: Joined, model: torch.nn.Module, names: Sequence[str], inputs: Tensors
+) -> None:
+    """Record the gradients of the adapter over the parts of the batch."""
+    reference = _judge(context, Stage.GRADIENT, GRADIENT_FILE)
+    if isinstance(reference, str):
+        skip(context, STAGE, reference, what="gradients")
+        return
+    parts = parts_of(inputs, rows=context.job.case.fit.micro_batch)
+    parameters = {name: model.get_parameter(name) for name in names}
+    counts = {name: 1 if parameter.numel() >= ONE_PASS else len(parts) for name, parameter in parameters.items()}
+    layout = {name: (parameter.dtype, (counts[name], *parameter.shape)) for name, parameter in parameters.items()}
+    file = TensorFile(ranks.folder / f"gradients-{ranks.rank}.safetensors", layout)
+    try:
+        with ranks.calling("a backward pass"), trainable(model, parameters.values()):
+            for index, part in enumerate(parts):
+                context.events.step("backward", index, len(parts))
+                _, ends = outputs_by(model, model, part)
+                ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
+                torch.autograd.backward(list(ends.values()), [loss_weights(tensor) for tensor in ends.values()])
+                for name, parameter in parameters.items():
+                    if parameter.grad is not None and index < counts[name]:
+                        file.write(name, index, whole(parameter.grad).to("cpu").contiguous())
+                    parameter.grad = None
+        for name in names:
+            layer, tensor = adapter_place(context.expected[name][0])
+            gradient = file.read(name)
+            if gradient is not None:
+                record_relative(
+                    context, STAGE, layer, f"{tensor}.{GRADIENT}", actual=gradient, digests=[digest(mapped(gradient))],
+                    reference=reference, name=name, exact_name=name, mode=ADAPTER_ON,
+                )  # fmt: skip
+    finally:
+        file.close()
+
+
+def _judge(context: Context, stage: Stage, file: str) -> Reference | str:
+    """Return the float64 results of a stage, or why they cannot judge a model in parts."""
+    found = wait_for(context.scratch, context.events, file)
+    return UNFOLLOWED if not isinstance(found, str) and decides(context, stage) else found
