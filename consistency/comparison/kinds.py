@@ -38,6 +38,9 @@ class FindingKind(enum.StrEnum):
     WRONG_DIGEST = "wrong-digest"
     MEMORY_GROWTH = "memory-growth"
 
+    # a model that several devices train together
+    REPLICA_DRIFT = "replica-drift"
+
     # the adapter and the base
     NO_EFFECT = "no-effect"
     OTHER_BASE = "other-base"

@@ -27,6 +27,7 @@ from consistency.comparison.findings.not_finite import find_not_finite
 from consistency.comparison.findings.nothing_compared import find_nothing_compared
 from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.quantized import find_quantized
+from consistency.comparison.findings.ranks import find_ranks
 from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
@@ -76,6 +77,7 @@ def find(
         ),
         *find_engines(compared, tensors),
         *find_device_use(tensors),
+        *find_ranks(tensors),
         *find_casts(tensors),
         *_not_repeatable(compared, tensors),
         *find_soak(

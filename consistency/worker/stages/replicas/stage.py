@@ -88,7 +88,7 @@ class _Replica:
         if odd:
             self._context.record.fact(
                 STAGE, WHOLE_MODEL, DRIFT, status="within" if share <= 1 else "outside", share=share,
-                word=None if share <= 1 else Word.DRIFT,
+                word=Word.DIFFERS,
                 evidence={"tensors": len(odd), "of": len(names), "steps": STEPS, "ranks": next(iter(odd.values()))},
                 reason=f"{len(odd)} of {counted(len(names), 'tensor')} of the adapter differ after {STEPS} steps",
             )  # fmt: skip
