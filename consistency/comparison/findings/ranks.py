@@ -33,7 +33,7 @@ def find_ranks(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
 
 
 def _drift(tensor: TensorComparison, row: Outcome) -> Finding:
-    share = "" if row.limit_ratio is None else f", by at most {float(row.limit_ratio):.2g} of what the optimizer may round"
+    share = "" if row.ratio is None else f", by at most {float(row.ratio):.2g} of what the optimizer may round"
     return Finding(
         kind=FindingKind.REPLICA_DRIFT,
         severity="note",
