@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,29 +33,49 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 class StepFile:
-    """What one rank has of each step, by kind, parameter and step.
+    """What one rank, or a device alone, has of each step, by kind, parameter and step.
 
     Parameters
     ----------
     parameters : mapping of str to torch.nn.Parameter
         Of which dtype and shape are taken, the whole shape where they are sharded.
+    of_another : bool
+        Read the file that another process has written.
+
+    Attributes
+    ----------
+    steps : int
+        How many there are.
     """
 
-    def __init__(self, ranks: Joined, title: str, rank: int, parameters: Parameters) -> None:
+    def __init__(
+        self,
+        path: Path,
+        parameters: Parameters,
+        *,
+        steps: int = STEPS,
+        kinds: Sequence[str] = (OWN, AVERAGED, UPDATED),
+        of_another: bool = False,
+    ) -> None:
+        self.steps = steps
         layout = {
-            f"{kind}/{name}": (parameter.dtype, (STEPS, *parameter.shape))
-            for kind in (OWN, AVERAGED, UPDATED)
+            f"{kind}/{name}": (parameter.dtype, (steps, *parameter.shape))
+            for kind in kinds
             for name, parameter in parameters.items()
         }
-        path = ranks.folder / f"{title}-{rank}.safetensors"
-        self._file = TensorFile(path, layout, of_another=rank != ranks.rank)
+        self._file = TensorFile(path, layout, of_another=of_another)
+
+    @classmethod
+    def of_rank(cls, ranks: Joined, title: str, rank: int, parameters: Parameters) -> StepFile:
+        """Return the file of one rank of a group, which this rank writes if it is its own."""
+        return cls(ranks.folder / f"{title}-{rank}.safetensors", parameters, of_another=rank != ranks.rank)
 
     def write(self, kind: str, step: int, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor on any device, gathered where it is sharded: all ranks have to."""
         self._file.write(f"{kind}/{name}", step, whole(tensor).to("cpu").contiguous())
 
     def read(self, kind: str, name: str) -> Readable | None:
-        """Return a tensor of all steps `(STEPS, *shape)`, None where none was written."""
+        """Return a tensor of all steps `(steps, *shape)`, None where none was written."""
         return self._file.read(f"{kind}/{name}")
 
     def of_step(self, kind: str, name: str, step: int) -> torch.Tensor:
@@ -70,8 +91,8 @@ class StepFile:
         read, start = elements_of(tensor), step * math.prod(tensor.shape[1:])
         return lambda part: read(slice(start + part.start, start + part.stop))
 
-    def close(self) -> None:
-        self._file.close()
+    def close(self, *, remove: bool = False) -> None:
+        self._file.close(remove=remove)
 
 
 @contextmanager
@@ -101,14 +122,14 @@ def trained_by(
         Keep each rank's own gradients too, as they reach the parameters.
     """
     with ExitStack() as stack:
-        own = StepFile(ranks, title, ranks.rank, parameters)
+        own = StepFile.of_rank(ranks, title, ranks.rank, parameters)
         stack.callback(own.close)
         with ranks.calling(f"training, {title}"):
             _train(ranks, title, model, parameters, batches, own, call=call or model, own_gradients=own_gradients)
         ranks.answers(f"{title}, trained", "")
         files = []
         for rank in range(ranks.world):
-            file = own if rank == ranks.rank else StepFile(ranks, title, rank, parameters)
+            file = own if rank == ranks.rank else StepFile.of_rank(ranks, title, rank, parameters)
             if file is not own:
                 stack.callback(file.close)
             files.append(file)
