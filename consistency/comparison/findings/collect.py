@@ -286,6 +286,7 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     words += _given("--stages", *([",".join(case.stages)] if asked else []))
     words += _given("--wrapper", *filter(None, [case.wrapper]))
     words += _given("--device-map", *([str(case.device_map)] if case.device_map else []))
+    words += _given("--steps", *([str(case.steps)] if case.steps else []))
     words += _given("--inputs", *filter(None, [case.inputs]))
     words += _given("--load-paths", *([",".join(case.load_paths)] if case.load_paths else []))
     words += _given("--tolerance", *map(str, case.tolerance))
