@@ -41,6 +41,10 @@ class FindingKind(enum.StrEnum):
     # a model that several devices train together
     REPLICA_DRIFT = "replica-drift"
 
+    # a training by each device alone
+    LEFT_TRAJECTORY = "left-trajectory"
+    TRAJECTORY = "trajectory"
+
     # the adapter and the base
     NO_EFFECT = "no-effect"
     OTHER_BASE = "other-base"

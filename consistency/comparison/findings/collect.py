@@ -31,6 +31,7 @@ from consistency.comparison.findings.ranks import find_ranks
 from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
+from consistency.comparison.findings.trajectories import find_trajectories, without_trajectories
 from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.findings.unexplained import find_unexplained
 from consistency.comparison.findings.unordered import ran_before, without_version
@@ -71,13 +72,14 @@ def find(
         *find_wrong_digests(compared),
         *find_transfer(compared, tensors),
         *find_causes(
-            [t for t in of_devices(tensors, compared) if t.stage != Stage.TRANSFER],
+            [t for t in without_trajectories(of_devices(tensors, compared)) if t.stage != Stage.TRANSFER],
             next_step=functools.partial(_next, compared, reference),
             compare_file=functools.partial(_compare_file, reference),
         ),
         *find_engines(compared, tensors),
         *find_device_use(tensors),
         *find_ranks(tensors),
+        *find_trajectories(tensors, next_step=functools.partial(_next, compared, reference)),
         *find_casts(tensors),
         *_not_repeatable(compared, tensors),
         *find_soak(

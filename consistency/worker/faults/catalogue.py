@@ -108,6 +108,7 @@ HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 _TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
 _ADAPTERS, _COLLECTIVES = (Stage.ADAPTERS,), (Stage.COLLECTIVES,)
+_TRAJECTORY = (Stage.TRAJECTORY,)
 _BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
 
 _ROWS: tuple[Fault, ...] = (
@@ -252,6 +253,18 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="optimizer-off", plant="compute:step_off", expected="wrong-scale", stages=_GRADIENT,
         needs=(Need.FLOAT32_MODEL,),
+    ),
+    Fault(
+        name="trajectory-gradient-scaled", plant="trajectory:gradient_scaled", expected="left-trajectory",
+        stages=_TRAJECTORY, words="at step 5, in the gradient of lora_B", needs=(Need.FLOAT32_MODEL, Need.LORA_B),
+    ),
+    Fault(
+        name="trajectory-forward-off", plant="trajectory:forward_off", expected="left-trajectory", stages=_TRAJECTORY,
+        words="at step 4, in hidden_states.", needs=(Need.FLOAT32_MODEL,),
+    ),
+    Fault(
+        name="trajectory-optimizer-off", plant="trajectory:optimizer_off", expected="left-trajectory",
+        stages=_TRAJECTORY, words="after the optimizer's step",
     ),
     Fault(
         name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2,
