@@ -20,7 +20,7 @@ CURVE, FORWARD = "curve", "forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class Place:
     """A row outside: the step, what a step does first, and where that begins; the least one is where it left."""
 
     step: int
@@ -83,11 +83,7 @@ def find_trajectories(
         for worker, row in tensor.by_worker() if row.status in ("equal", "within")
     }  # fmt: skip
     explained = _with_wrong_weights(tensors)
-    wrong: dict[str, list[_Place]] = {}
-    for number, tensor in enumerate(of_stage):
-        for worker, row in tensor.by_worker():
-            if row.status == "outside" and worker not in explained and "step" in row.evidence:
-                wrong.setdefault(worker, []).append(_place(number, tensor, row))
+    wrong = {worker: places for worker, places in _outside(of_stage).items() if worker not in explained}
     same: dict[tuple[int, str], list[str]] = {}
     for worker, places in wrong.items():
         first = min(places, key=lambda place: place.key)
@@ -99,30 +95,44 @@ def find_trajectories(
         yield _kept_to_it(of_stage, healthy)
 
 
-def _place(number: int, tensor: TensorComparison, row: Outcome) -> _Place:
+def first_steps(tensors: Sequence[TensorComparison]) -> dict[str, Place]:
+    """Return the first place at which a training is outside, by worker."""
+    return {worker: min(places, key=lambda place: place.key) for worker, places in _outside(tensors).items()}
+
+
+def _outside(tensors: Sequence[TensorComparison]) -> dict[str, list[Place]]:
+    found: dict[str, list[Place]] = {}
+    for number, tensor in enumerate(tensor for tensor in tensors if tensor.stage == STAGE):
+        for worker, row in tensor.by_worker():
+            if row.status == "outside" and isinstance(row.evidence.get("step"), int):
+                found.setdefault(worker, []).append(_place(number, tensor, row))
+    return found
+
+
+def _place(number: int, tensor: TensorComparison, row: Outcome) -> Place:
     kind = tensor.tensor.rpartition(".")[2]
     phase = {FORWARD: 0, GRADIENT: 1, UPDATED: 2}.get(kind, 0)
     # a backward pass begins with the last layer
-    return _Place(
+    return Place(
         step=int(row.evidence["step"]), phase=phase, number=-number if phase == 1 else number, tensor=tensor, row=row
     )
 
 
 def _left(
     workers: Sequence[str],
-    wrong: Mapping[str, Sequence[_Place]],
+    wrong: Mapping[str, Sequence[Place]],
     curves: Mapping[str, Mapping[str, Any]],
     next_step: Callable[[Sequence[str]], str | None],
 ) -> Finding:
     first = min((place for worker in workers for place in wrong[worker]), key=lambda place: place.key)
     opening = f"{STAGE} · {some(workers)} {'leaves' if len(workers) == 1 else 'leave'} the float64 trajectory"
     parts = [f"at step {first.step}, in {first.where}"]
-    ratio = "" if first.row.ratio is None else f": {float(first.row.ratio):.2g}× tolerance"
+    ratio = "" if first.row.ratio is None else f": {float(first.row.ratio):.3g}× tolerance"
     own, exact = (_at(curves.get(workers[0], {}), name, first.step) for name in ("loss", "float64_loss"))
     if own is not None and exact is not None:
         parts.append(f"loss {own:.4g} there, {exact:.4g} in float64")
     if first.step > 1:
-        before = "step 1 is" if first.step == 2 else f"steps 1 to {first.step - 1} are"
+        before = {2: "step 1 is", 3: "steps 1 and 2 are"}.get(first.step, f"steps 1 to {first.step - 1} are")
         parts.append(f"{before} within tolerance")
     return Finding(
         kind=FindingKind.LEFT_TRAJECTORY,
