@@ -43,7 +43,7 @@ class FindingKind(enum.StrEnum):
 
     # a training by each device alone
     LEFT_TRAJECTORY = "left-trajectory"
-    TRAJECTORY = "trajectory"
+    KEPT_TRAJECTORY = "kept-trajectory"
 
     # the adapter and the base
     NO_EFFECT = "no-effect"

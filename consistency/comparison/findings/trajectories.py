@@ -172,7 +172,7 @@ def _kept_to_it(tensors: Sequence[TensorComparison], curves: Mapping[str, Mappin
             text += f" (noise alone: {_range([least, most], '.2g')})"
         text += f", loss {_range(ends['loss'], '.4g')} against {_range(ends['float64_loss'], '.4g')}"
     return Finding(
-        kind=FindingKind.TRAJECTORY,
+        kind=FindingKind.KEPT_TRAJECTORY,
         severity="note",
         message=f"{STAGE} · {some(list(curves))} · {text}",
         general=f"{STAGE} · {some(list(curves))} · {each}",

@@ -69,6 +69,8 @@ class Fault:
         Part of the name of the tensors or facts that show it; empty where any of its stage can.
     one_layer : bool
         Whether one merged layer is enough to check.
+    steps : int or None
+        Of a training, where fewer than usual show it.
     needs : tuple of Need
         What it takes besides a model, and an adapter where its stages need one.
     wrapper : str or None
@@ -94,6 +96,7 @@ class Fault:
     shows_in: str = ""
     base: str | None = None
     one_layer: bool = False
+    steps: int | None = None
     needs: tuple[Need, ...] = ()
 
     @property
@@ -256,15 +259,16 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="trajectory-gradient-scaled", plant="trajectory:gradient_scaled", expected="left-trajectory",
-        stages=_TRAJECTORY, words="at step 5, in the gradient of lora_B", needs=(Need.FLOAT32_MODEL, Need.LORA_B),
+        stages=_TRAJECTORY, steps=6, words="at step 5, in the gradient of lora_B",
+        needs=(Need.FLOAT32_MODEL, Need.LORA_B),
     ),
     Fault(
         name="trajectory-forward-off", plant="trajectory:forward_off", expected="left-trajectory", stages=_TRAJECTORY,
-        words="at step 4, in hidden_states.", needs=(Need.FLOAT32_MODEL,),
+        steps=6, words="at step 4, in hidden_states.", needs=(Need.FLOAT32_MODEL,),
     ),
     Fault(
         name="trajectory-optimizer-off", plant="trajectory:optimizer_off", expected="left-trajectory",
-        stages=_TRAJECTORY, words="after the optimizer's step",
+        stages=_TRAJECTORY, steps=6, words="after the optimizer's step",
     ),
     Fault(
         name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2,
