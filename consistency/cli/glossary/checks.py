@@ -85,7 +85,7 @@ STAGES: Mapping[Stage, Explanation] = {
         cause="--steps, or --stages trajectory (20 steps).",
         action="The finding names step, layer and part: forward pass, gradient or optimizer. Look there first; what "
         "follows from it in later steps is no fault of its own.",
-        example="trajectory · cuda:1 leaves the float64 trajectory at step 5, in the gradient of lora_B of "
+        example="trajectory · cuda:1 · leaves the float64 trajectory at step 5, in the gradient of lora_B of "
         "model.layers.1.mlp.up_proj: 14× tolerance; loss 4.312 there, 4.301 in float64; steps 1 to 4 are within "
         "tolerance",
     ),

@@ -185,7 +185,7 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         "that was overwritten in between.",
         action="Repeat it with --steps of that number. In the forward pass look at that layer's operations, in a "
         "gradient at its backward kernels, after the optimizer's step at its state; the page has both curves.",
-        example="trajectory · cuda:1 leaves the float64 trajectory at step 5, in the gradient of lora_B of "
+        example="trajectory · cuda:1 · leaves the float64 trajectory at step 5, in the gradient of lora_B of "
         "model.layers.1.mlp.up_proj: 14× tolerance; loss 4.312 there, 4.301 in float64; steps 1 to 4 are within "
         "tolerance",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,7 +126,7 @@ def _left(
     next_step: Callable[[Sequence[str]], str | None],
 ) -> Finding:
     first = min((place for worker in workers for place in wrong[worker]), key=lambda place: place.key)
-    opening = f"{STAGE} · {some(workers)} {'leaves' if len(workers) == 1 else 'leave'} the float64 trajectory"
+    opening = f"{STAGE} · {some(workers)} · leaves the float64 trajectory"
     parts = [f"at step {first.step}, in {first.where}"]
     ratio = "" if first.row.ratio is None else f": {float(first.row.ratio):.3g}× tolerance"
     own, exact = (_at(curves.get(workers[0], {}), name, first.step) for name in ("loss", "float64_loss"))
@@ -146,8 +147,10 @@ def _left(
 
 
 def _at(curve: Mapping[str, Any], figure: str, step: int) -> float | None:
-    values = curve.get(figure) or ()
-    return values[step - 1] if step <= len(values) else None
+    """Return a figure of a step; None where it is no finite number, for a capture may come from a stranger."""
+    values = curve.get(figure)
+    value = values[step - 1] if isinstance(values, (list, tuple)) and 0 < step <= len(values) else None
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _kept_to_it(tensors: Sequence[TensorComparison], curves: Mapping[str, Mapping[str, Any]]) -> Finding:
@@ -158,7 +161,7 @@ def _kept_to_it(tensors: Sequence[TensorComparison], curves: Mapping[str, Mappin
         for kind in [tensor.tensor.rpartition(".")[2]]
         for row in tensor.outcomes
     )
-    steps = max(int(curve.get("steps", 0)) for curve in curves.values())
+    steps = max(steps if isinstance(steps := curve.get("steps"), int) else 0 for curve in curves.values())
     each = "every step is what rounding makes" if judged else "every step of the optimizer is what rounding makes"
     ends = {
         name: [value for curve in curves.values() if (value := _at(curve, name, steps)) is not None]

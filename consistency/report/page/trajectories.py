@@ -82,7 +82,7 @@ class Trainings:
 def trainings(tensors: Sequence[TensorComparison]) -> Trainings | None:
     """Return the curves of a run, None where no device trained alone."""
     found = [row for t in tensors if t.stage == Stage.TRAJECTORY and t.tensor == CURVE for row in t.outcomes]
-    found = [row for row in found if _numbers(row.evidence, "loss")]
+    found = [row for row in found if _is_known(row.evidence, "loss")]
     if not found:
         return None
     left = {worker: place.step for worker, place in first_steps(tensors).items()}
@@ -92,7 +92,7 @@ def trainings(tensors: Sequence[TensorComparison]) -> Trainings | None:
     steps = max(len(_numbers(curve, "loss")) for curve in curves)
     at = [next((left[worker] for worker in row.workers if worker in left), None) for row in shown]
     charts = [_chart("Loss", curves, "loss", steps, at, exact="float64_loss")]
-    if any(_numbers(curve, "distance") for curve in curves):
+    if any(_is_known(curve, "distance") for curve in curves):
         charts.append(_chart("Distance of the adapter from float64", curves, "distance", steps, at, logarithmic=True))
     return Trainings(
         labels=tuple(
@@ -112,6 +112,10 @@ def _numbers(curve: Mapping[str, Any], figure: str) -> list[float | None]:
     if not isinstance(values, (list, tuple)):
         return []
     return [float(v) if isinstance(v, (int, float)) and math.isfinite(v) else None for v in values]
+
+
+def _is_known(curve: Mapping[str, Any], figure: str) -> bool:
+    return any(value is not None for value in _numbers(curve, figure))
 
 
 def _chart(
