@@ -21,7 +21,7 @@ CURVE, FORWARD = "curve", "forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class WrongRow:
     """A row outside: the step, what a step does first, and where that begins; the least one is where it left."""
 
     step: int
@@ -96,13 +96,13 @@ def find_trajectories(
         yield _kept_to_it(of_stage, healthy)
 
 
-def first_steps(tensors: Sequence[TensorComparison]) -> dict[str, Place]:
+def first_steps(tensors: Sequence[TensorComparison]) -> dict[str, WrongRow]:
     """Return the first place at which a training is outside, by worker."""
     return {worker: min(places, key=lambda place: place.key) for worker, places in _outside(tensors).items()}
 
 
-def _outside(tensors: Sequence[TensorComparison]) -> dict[str, list[Place]]:
-    found: dict[str, list[Place]] = {}
+def _outside(tensors: Sequence[TensorComparison]) -> dict[str, list[WrongRow]]:
+    found: dict[str, list[WrongRow]] = {}
     for number, tensor in enumerate(tensor for tensor in tensors if tensor.stage == STAGE):
         for worker, row in tensor.by_worker():
             if row.status == "outside" and isinstance(row.evidence.get("step"), int):
@@ -110,18 +110,18 @@ def _outside(tensors: Sequence[TensorComparison]) -> dict[str, list[Place]]:
     return found
 
 
-def _place(number: int, tensor: TensorComparison, row: Outcome) -> Place:
+def _place(number: int, tensor: TensorComparison, row: Outcome) -> WrongRow:
     kind = tensor.tensor.rpartition(".")[2]
     phase = {FORWARD: 0, GRADIENT: 1, UPDATED: 2}.get(kind, 0)
     # a backward pass begins with the last layer
-    return Place(
+    return WrongRow(
         step=int(row.evidence["step"]), phase=phase, number=-number if phase == 1 else number, tensor=tensor, row=row
     )
 
 
 def _left(
     workers: Sequence[str],
-    wrong: Mapping[str, Sequence[Place]],
+    wrong: Mapping[str, Sequence[WrongRow]],
     curves: Mapping[str, Mapping[str, Any]],
     next_step: Callable[[Sequence[str]], str | None],
 ) -> Finding:

@@ -20,7 +20,7 @@ from consistency.worker.training.token_loss import TokenLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class TrainingPass:
     """What one pass gives: the loss, hidden states and outputs on the CPU, and the gradients by parameter."""
 
     loss: float
@@ -33,7 +33,7 @@ class Taken:
         return math.hypot(*(float(torch.linalg.vector_norm(g.to(torch.float64))) for g in self.gradients.values()))
 
 
-class Passes:
+class TrainingPasses:
     """Forward and backward passes of a model over the parts of a batch, one for each step, in turn.
 
     Attributes
@@ -59,7 +59,7 @@ class Passes:
         """How the model computes in its dtype, where not by the device's own kernels."""
         return half_kernels.described(self._kernels)
 
-    def take(self, step: int, *, exact: bool = False, watch: Watch | None = None) -> Taken:
+    def take(self, step: int, *, exact: bool = False, watch: Watch | None = None) -> TrainingPass:
         """Run one pass with the parameters as they are; where no output depends on one, its gradient is zero."""
         try:
             return self._take(step, exact=exact, watch=watch)
@@ -67,7 +67,7 @@ class Passes:
             self._recompute = False
             return self._take(step, exact=exact, watch=watch)
 
-    def _take(self, step: int, *, exact: bool, watch: Watch | None) -> Taken:
+    def _take(self, step: int, *, exact: bool, watch: Watch | None) -> TrainingPass:
         part = self._parts[step % len(self._parts)]
         loss, gradients = TokenLoss(part), dict[str, torch.Tensor]()
         with half_kernels.computing(None if exact else self._kernels):
@@ -78,7 +78,7 @@ class Passes:
         for name, parameter in self.parameters.items():
             if name not in gradients:  # as in a step that no token of a batch takes to an expert
                 gradients[name] = torch.zeros_like(parameter, dtype=torch.float64 if exact else None)
-        return Taken(loss=loss.value, states=loss.states, gradients=gradients)
+        return TrainingPass(loss=loss.value, states=loss.states, gradients=gradients)
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -93,7 +93,7 @@ class Passes:
                 parameter.copy_(values[name])
 
 
-def own_pass(passes: Passes, step: int, watch: Watch | None) -> Taken:
+def own_pass(passes: TrainingPasses, step: int, watch: Watch | None) -> TrainingPass:
     """Run a pass on the device that is checked: where a fault of its forward pass is planted."""
     return passes.take(step, watch=watch)
 

@@ -28,7 +28,7 @@ from consistency.worker.protocol import TRAJECTORY_FILE
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import skip, to_train
 from consistency.worker.stages.step_judging import StepJudge
-from consistency.worker.stages.trajectory.passes import Passes, computed, own_optimizer, own_pass
+from consistency.worker.stages.trajectory.passes import TrainingPasses, computed, own_optimizer, own_pass
 from consistency.worker.stages.trajectory.step_checks import StepChecks
 from consistency.worker.stages.trajectory.yardstick import (
     FIGURES,
@@ -69,7 +69,7 @@ def run(context: Context) -> None:
         return
     inputs, names = found
     parts, steps = parts_of(inputs), context.job.case.steps or STEPS
-    passes = Passes(context.model, names, parts)
+    passes = TrainingPasses(context.model, names, parts)
     with ExitStack() as stack:
         stack.enter_context(passes.training())
         try:
@@ -85,7 +85,7 @@ def run(context: Context) -> None:
         with nullcontext() if on_cpu else context.events.on_cpu(), ExitStack() as of_twin:
             twin = passes
             if not on_cpu:
-                twin = Passes(load_model(context.job.case, CPU), names, parts)
+                twin = TrainingPasses(load_model(context.job.case, CPU), names, parts)
                 of_twin.enter_context(twin.training())
             if context.job.makes_reference:
                 _publish(context, twin, own.start, steps)
@@ -97,7 +97,7 @@ def run(context: Context) -> None:
 
 
 @contextmanager
-def _trained(context: Context, passes: Passes, steps: int) -> Iterator[_Trained]:
+def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_Trained]:
     """Train on this device, and yield what each step left, in files that are removed at the end."""
     stem = context.scratch / f"trajectory-{os.getpid()}"  # the folder is all workers'
     parameters, made = passes.parameters, Made()
@@ -130,7 +130,7 @@ def _trained(context: Context, passes: Passes, steps: int) -> Iterator[_Trained]
             of_step.close(remove=True)
 
 
-def _publish(context: Context, twin: Passes, start: Tensors, steps: int) -> None:
+def _publish(context: Context, twin: TrainingPasses, start: Tensors, steps: int) -> None:
     """Make the trajectories that all workers are shown against, or say why there are none."""
     twin.begin(start)
     try:
@@ -146,7 +146,7 @@ def _no_reference(context: Context, reason: str) -> None:
         give_up(context.scratch, TRAJECTORY_FILE, f"{context.job.name}, which computes it, gives none: {reason}")
 
 
-def _judge_passes(context: Context, twin: Passes, own: _Trained, *, computed_by: str) -> None:
+def _judge_passes(context: Context, twin: TrainingPasses, own: _Trained, *, computed_by: str) -> None:
     """Judge hidden states and gradients of each step."""
     reason = DECIDES if own.decides else ""
     if not reason:

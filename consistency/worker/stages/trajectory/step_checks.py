@@ -30,7 +30,7 @@ from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.relative_rule import record_relative
-from consistency.worker.stages.trajectory.passes import Passes, Taken
+from consistency.worker.stages.trajectory.passes import TrainingPass, TrainingPasses
 from consistency.worker.training.backward import Tensors
 from consistency.worker.training.steps import AVERAGED, UPDATED, StepFile
 
@@ -64,7 +64,7 @@ class StepChecks:
 
     Parameters
     ----------
-    twin : Passes
+    twin : TrainingPasses
         Of the same model on the CPU.
     start : dict
         The parameters before the first step, on the CPU.
@@ -73,7 +73,7 @@ class StepChecks:
     """
 
     def __init__(
-        self, context: Context, twin: Passes, file: StepFile, start: Tensors, states: Sequence[TensorFile]
+        self, context: Context, twin: TrainingPasses, file: StepFile, start: Tensors, states: Sequence[TensorFile]
     ) -> None:
         self._context = context
         self._twin = twin
@@ -104,11 +104,11 @@ class StepChecks:
             self._check(step, exact)
         return ""
 
-    def _check(self, step: int, exact: Taken) -> None:
+    def _check(self, step: int, exact: TrainingPass) -> None:
         states = {name: s for name in exact.states if (s := self._states[step].read(name)) is not None}
         gradients = {name: self._file.of_step(AVERAGED, name, step) for name in self._start}
 
-        def independent(drawn: Taken) -> int:
+        def independent(drawn: TrainingPass) -> int:
             counts = [independent_rows(drawn.states[name], mapped(own)) for name, own in states.items()]
             counts += [independent_lines(drawn.gradients[name][None], own[None]) for name, own in gradients.items()]
             return min(counts, default=1)

@@ -19,7 +19,7 @@ from consistency.worker.model.float64_reference import Reference, Tables, publis
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.protocol import TRAJECTORY_FILE
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.trajectory.passes import Passes
+from consistency.worker.stages.trajectory.passes import TrainingPasses
 from consistency.worker.training import adamw
 from consistency.worker.training.backward import Tensors
 
@@ -35,7 +35,7 @@ def noise(products: str) -> str:
     return f"noise/{products}"
 
 
-def publish_trajectory(context: Context, passes: Passes, steps: int) -> Reference:
+def publish_trajectory(context: Context, passes: TrainingPasses, steps: int) -> Reference:
     """Train in float64 and with noise, from the parameters as they are, and write both for all workers."""
     start = {name: p.detach().to("cpu", copy=True) for name, p in passes.parameters.items()}
     titles = cpu_error.products_of_run(context.job, passes.model)
@@ -59,7 +59,7 @@ def publish_trajectory(context: Context, passes: Passes, steps: int) -> Referenc
     return publish_file(partial, context.scratch / TRAJECTORY_FILE, tables)
 
 
-def _train_in_float64(context: Context, passes: Passes, file: TensorFile, start: Tensors, steps: int) -> None:
+def _train_in_float64(context: Context, passes: TrainingPasses, file: TensorFile, start: Tensors, steps: int) -> None:
     """Train float64 parameters, which each pass takes rounded into the model's dtype."""
     masters = {name: torch.nn.Parameter(tensor.to(torch.float64)) for name, tensor in start.items()}
     optimizer = adamw.optimizer_of(masters.values())
@@ -79,7 +79,7 @@ def _train_in_float64(context: Context, passes: Passes, file: TensorFile, start:
 
 
 def _train_with_noise(
-    context: Context, passes: Passes, file: TensorFile, products: Products, seed: int, steps: int
+    context: Context, passes: TrainingPasses, file: TensorFile, products: Products, seed: int, steps: int
 ) -> torch.Tensor:
     """Train on the CPU as a healthy device may, and return its figures, `(figures, steps)`."""
     optimizer, figures = adamw.optimizer_of(passes.parameters.values()), torch.zeros(3, steps, dtype=torch.float64)
