@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,12 @@ from consistency.worker.model.running import matrix_elements, tokens_of
 from consistency.worker.training import adamw
 from consistency.worker.training.backward import Tensors, as_model_takes, backward, put_back, trainable
 from consistency.worker.training.token_loss import TokenLoss
+
+Watches = Callable[[], Watch | None]
+"""Called at the start of a pass, again where one is begun anew, returns what watches its decisions."""
+
+
+def _unwatched() -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +65,13 @@ class TrainingPasses:
         """How the model computes in its dtype, where not by the device's own kernels."""
         return half_kernels.described(self._kernels)
 
-    def take(self, step: int, *, exact: bool = False, watch: Watch | None = None) -> TrainingPass:
+    def take(self, step: int, *, exact: bool = False, watches: Watches = _unwatched) -> TrainingPass:
         """Run one pass with the parameters as they are; where no output depends on one, its gradient is zero."""
         try:
-            return self._take(step, exact=exact, watch=watch)
+            return self._take(step, exact=exact, watch=watches())
         except RecomputationError:
             self._recompute = False
-            return self._take(step, exact=exact, watch=watch)
+            return self._take(step, exact=exact, watch=watches())
 
     def _take(self, step: int, *, exact: bool, watch: Watch | None) -> TrainingPass:
         part = self._parts[step % len(self._parts)]
@@ -93,9 +99,9 @@ class TrainingPasses:
                 parameter.copy_(values[name])
 
 
-def own_pass(passes: TrainingPasses, step: int, watch: Watch | None) -> TrainingPass:
+def own_pass(passes: TrainingPasses, step: int, watches: Watches) -> TrainingPass:
     """Run a pass on the device that is checked: where a fault of its forward pass is planted."""
-    return passes.take(step, watch=watch)
+    return passes.take(step, watches=watches)
 
 
 def computed(step: int, name: str, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - for a planted fault

@@ -4,6 +4,9 @@ A trajectory as a whole cannot be judged: near a gradient of zero the optimizer 
 part by any multiple of what rounding makes. One step can: its hidden states and gradients are compared with a float64
 pass at the device's own parameters, by the `relative` rule and the error that passes with noise make at these
 parameters. Nothing that an earlier step did is held against a later one, so the first step outside is where it began.
+
+Where a model decides (routers, ReLU), rounding may turn a decision, and what follows jumps. A step in which the device
+decided otherwise than float64 is left out; in the others, passes with noise decide as float64 did.
 """
 
 from __future__ import annotations
@@ -24,12 +27,14 @@ from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.independent_errors import independent_lines, independent_rows
 from consistency.numerics.rules import RoundingError, judge_relative, passes
 from consistency.worker import cpu_error
+from consistency.worker.decisions.replay import Made
 from consistency.worker.model.float64_reference import Reference, Tables
 from consistency.worker.model.running import is_of_the_model
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.relative_rule import record_relative
+from consistency.worker.stages.trajectory.exact_decisions import ExactDecisions
 from consistency.worker.stages.trajectory.passes import TrainingPass, TrainingPasses
 from consistency.worker.training.backward import Tensors
 from consistency.worker.training.steps import AVERAGED, UPDATED, StepFile
@@ -70,11 +75,27 @@ class StepChecks:
         The parameters before the first step, on the CPU.
     states : sequence of TensorFile
         Hidden states and outputs of each step.
+    made : Made
+        The device's decisions, by the number of the step.
+
+    Attributes
+    ----------
+    left_out : int
+        Steps in which the device decided otherwise than float64.
     """
 
     def __init__(
-        self, context: Context, twin: TrainingPasses, file: StepFile, start: Tensors, states: Sequence[TensorFile]
+        self,
+        context: Context,
+        twin: TrainingPasses,
+        file: StepFile,
+        start: Tensors,
+        *,
+        states: Sequence[TensorFile],
+        made: Made,
     ) -> None:
+        self.left_out = 0
+        self._made = made
         self._context = context
         self._twin = twin
         self._file = file
@@ -95,16 +116,22 @@ class StepChecks:
             self._context.events.step(f"step {step + 1}, float64", step, steps)
             before = {n: self._file.of_step(UPDATED, n, step - 1) for n in self._start} if step else self._start
             self._twin.begin(before)
+            decisions, own = ExactDecisions(), self._made.digests(str(step))
             try:
-                exact = self._twin.take(step, exact=True)
+                # watching takes some 30 µs per operation: the first step shows whether there is something to watch
+                watches = decisions.remember if own or not step else lambda: None
+                exact = self._twin.take(step, exact=True, watches=watches)
             except Exception as error:  # code that insists on its own dtype
                 if not is_of_the_model(error, self._twin.model):
                     raise
                 return first_line(error)
-            self._check(step, exact)
+            if own == decisions.digests:
+                self._check(step, exact, decisions)
+            else:
+                self.left_out += 1
         return ""
 
-    def _check(self, step: int, exact: TrainingPass) -> None:
+    def _check(self, step: int, exact: TrainingPass, decisions: ExactDecisions) -> None:
         states = {name: s for name in exact.states if (s := self._states[step].read(name)) is not None}
         gradients = {name: self._file.of_step(AVERAGED, name, step) for name in self._start}
 
@@ -115,7 +142,9 @@ class StepChecks:
 
         wanted = cpu_error.passes_for(self._twin.multiplications)
         wanted = range(wanted.start, min(wanted.stop, MOST_DRAWN + 1))
-        drawn = cpu_error.draw(self._products, wanted, lambda: self._twin.take(step), independent)
+        drawn = cpu_error.draw(
+            self._products, wanted, lambda: self._twin.take(step, watches=decisions.follow), independent
+        )  # fmt: skip
         for name, actual in states.items():
             of_name = [one.states[name] for one in drawn]
             self._keep(FORWARD, name, step, actual, exact.states[name], of_name, independent_rows)
