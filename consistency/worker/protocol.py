@@ -72,6 +72,12 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     timeout_s: float
 
+    def part(self, first: int, size: int) -> RankGroup:
+        """Return a group of some of the ranks, of which this one is."""
+        return msgspec.structs.replace(
+            self, rank=self.rank - first, ranks=self.ranks[first : first + size], folder=f"{self.folder}-from-{first}"
+        )
+
 
 def lost_rank(folder: Path, name: str) -> Path:
     """Return the file in which the launcher says why a rank is lost."""

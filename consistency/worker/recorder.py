@@ -192,6 +192,7 @@ class Recorder(RecordStore):
         ratio: float | None = None,
         in_tf32: Callable[[], Measure] | None = None,
         outside: Callable[[], Mapping[str, Any]] = dict,
+        named: Callable[[], Word | None] = lambda: None,
         rounding: RoundingError | None = None,
         keep: bool = False,
         evidence: Mapping[str, Any] | None = None,
@@ -226,6 +227,8 @@ class Recorder(RecordStore):
             What the `relative` rule judges by.
         outside : callable, optional
             Gives further evidence of a tensor outside its rule.
+        named : callable, optional
+            Gives the word of a tensor outside its rule, where that is known by more than its numbers.
         reason : str, optional
             Why it is skipped, or has no exact value.
         exact, ingredients
@@ -239,7 +242,10 @@ class Recorder(RecordStore):
         if found is not None and chunks is not None and share is not None:
             status = "within" if passes(share) else "outside"
             if status == "outside":
-                cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if tolerance is None else None)
+                known = named()
+                cause = Diagnosis(word=known) if known is not None else None
+                if cause is None:
+                    cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if tolerance is None else None)
                 more = {**cause.evidence, **outside()}
             elif tolerance is None:  # within a tolerance that nobody derived, nothing is known of the cause
                 cause = Diagnosis(word=Word.ACCUMULATION_ORDER)

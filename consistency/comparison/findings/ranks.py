@@ -21,7 +21,7 @@ def find_ranks(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
             if row.word == Word.UNSYNCHRONIZED:
                 yield Finding(
                     kind=Word.UNSYNCHRONIZED,
-                    severity="warning",
+                    severity="note",
                     message=f"{tensor.stage} · each rank trains its own adapter: added after fully_shard, never "
                     f"synchronized ({row.reason}), and one rank's is saved",
                     workers=row.workers,

@@ -3,13 +3,16 @@
 The average of the ranks' gradients has the bound of a sum in any order. A parameter has that of the optimizer's steps
 from the gradients' bytes on this rank, with the error that each step hands on to the next: gradients that all ranks
 share leave no other difference between two ranks than twice that bound.
+
+Of a tensor that ranks hold in parts each rank judges its own part, as a fact: it is that rank's to be wrong about.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +21,13 @@ import torch
 from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.wording import some
 from consistency.case.stages import Stage
-from consistency.numerics.chunks import Chunk, Stretch
+from consistency.numerics.chunks import Chunk, Chunks, Stretch
+from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_in_parts
 from consistency.numerics.file_tensor import elements_of
+from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Arithmetic, Bounded
 from consistency.numerics.sums import exact_sum
@@ -71,7 +76,12 @@ class StepJudge:
         def exact(part: slice) -> Sequence[Bounded]:
             return [exact_sum(given(part, step), average=True) for step in range(STEPS)]
 
-        self._record(AVERAGED, name, given, exact)
+        self._record(AVERAGED, name, given, exact, instead=lambda step: self._not_averaged(name, step))
+
+    def _not_averaged(self, name: str, step: int) -> Word | None:
+        """Return the word for a gradient that is this rank's own one."""
+        gradients = [self._own.of_step(kind, name, step) for kind in (AVERAGED, OWN)]
+        return Word.UNSYNCHRONIZED if torch.equal(*gradients) else None
 
     def updated(self, name: str, start: torch.Tensor) -> None:
         """Record a parameter after each step.
@@ -112,12 +122,30 @@ class StepJudge:
 
         return exact
 
-    def _record(self, kind: str, name: str, given: Callable[[slice, int], torch.Tensor], exact: Exact) -> None:
-        """Record the first step that is outside its bound, the last one if none is; `given` is what it is made from."""
+    def _record(
+        self,
+        kind: str,
+        name: str,
+        given: Callable[[slice, int], torch.Tensor],
+        exact: Exact,
+        *,
+        instead: Callable[[int], Word | None] = lambda _: None,
+    ) -> None:
+        """Record the first step that is outside its bound, the last one if none is.
+
+        Parameters
+        ----------
+        given : callable
+            What it is made from.
+        instead : callable, optional
+            Returns the word of a step that is outside, where it is more than its numbers say.
+        """
         record, (layer, part) = self._context.record, self._place(name)
         tensor = f"{part}.{kind}"
         kept = self._own.read(kind, name)
         assert kept is not None
+        if 0 in kept.shape:  # fewer rows than ranks
+            return
         if why := self._unbounded(name, kept.dtype, given, exact):
             record.absent(self._stage, layer, tensor, status="skipped", rule=Rule.BOUND, reason=why)
             return
@@ -144,9 +172,16 @@ class StepJudge:
         def chunks() -> Iterator[Chunk]:
             return itertools.chain.from_iterable(several[step].chunks() for several in stretches(range(parts)))
 
+        if self._own.parts[name].dim is not None:
+            record_part(
+                self._context, self._stage, layer, tensor, found=found[step], share=float(found[step].ratio or 0),
+                chunks=chunks, evidence={"step": step + 1},
+            )  # fmt: skip
+            return
         record.computed(
             self._stage, layer, tensor, actual=steps[step], digests=[digest(steps[step])], rule=Rule.BOUND,
             tolerance=tolerance, found=found[step], chunks=chunks, evidence={"step": step + 1},
+            named=lambda: instead(step),
         )  # fmt: skip
 
     def _unbounded(
@@ -205,7 +240,36 @@ class StepJudge:
         return layer, f"{self._title}{part}"
 
     def _size(self, name: str) -> int:
-        return self._context.model.get_parameter(name).numel()
+        return math.prod(self._own.parts[name].shape)
+
+
+def record_part(
+    context: Context,
+    stage: Stage,
+    layer: str,
+    tensor: str,
+    *,
+    found: Measure,
+    share: float,
+    chunks: Chunks,
+    evidence: Mapping[str, Any] | None = None,
+) -> None:
+    """Record how far the part that this rank holds of a tensor is from the exact one.
+
+    Other ranks hold other parts, so it has no digest, which would be compared with theirs.
+
+    Parameters
+    ----------
+    share : float
+        Error over allowance.
+    """
+    cause = None if passes(share) else diagnose_computed(found, chunks)
+    more = {} if cause is None else {**cause.evidence, "wrong_elements": found.mismatched}
+    context.record.fact(
+        stage, layer, tensor, share=share, word=None if cause is None else cause.word,
+        status="outside" if cause is not None else "equal" if found.mismatched == 0 else "within",
+        evidence={**(evidence or {}), **more},
+    )  # fmt: skip
 
 
 def _wide(tensor: torch.Tensor) -> Any:

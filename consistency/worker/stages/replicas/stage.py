@@ -8,6 +8,7 @@ program keep the same bits; how far others drift apart is a fact, with its size 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -21,10 +22,10 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
 from consistency.worker.ranks.group import Joined
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.group_stage import in_group, to_train
+from consistency.worker.stages.group_stage import in_group, skip, to_train
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.backward import parts_of, trainable
-from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, batches_of, trained_by
+from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, batches_of, own_gradients, trained_by
 
 STAGE = Stage.REPLICAS
 START = "start"
@@ -69,16 +70,19 @@ class _Replica:
                     self._parameters,
                     batches_of(parts, rank=ranks.rank, world=ranks.world),
                     call=wrapped,
-                    own_gradients=True,
+                    watching=own_gradients(self._parameters),
                 )
             )  # fmt: skip
             judge = StepJudge(context, ranks, STAGE, files)
             names = [name for name in self._parameters if files[ranks.rank].read(AVERAGED, name) is not None]
-            judge.compare(AVERAGED, names, "averaged gradients")
+            differing = judge.compare(AVERAGED, names, "averaged gradients")
             for name in names:
                 judge.averaged(name)
                 judge.updated(name, start[name])
-            self._drift(judge, names, start)
+            if any(map(json.loads, ranks.answers("ranks with other gradients", json.dumps(bool(differing))))):
+                skip(context, STAGE, "the ranks do not have the same gradients", what=DRIFT)
+            else:
+                self._drift(judge, names, start)
         self._check_base()
 
     def _drift(self, judge: StepJudge, names: Sequence[str], start: Mapping[str, torch.Tensor]) -> None:
