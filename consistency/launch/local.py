@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +98,7 @@ class _OpenCase:
 
     def close(self, after: HostFacts) -> Captured:
         """Commit the capture when the last worker has ended."""
-        shutil.rmtree(self.scratch)
+        _remove(self.scratch)
         if self.error is not None:
             return Captured(task=self.task, error=self.error)
         judges = Stage.FORWARD in self.task.case.stages
@@ -225,3 +225,10 @@ class _Run:
             return None
         self._host = read_host(self._devices)
         return case.close(self._host)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a scratch folder, of which a store of torch.distributed removes its own file once a rank has left."""
+    while folder.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)

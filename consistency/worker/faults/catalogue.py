@@ -18,6 +18,7 @@ class Need(enum.Enum):
     ADAPTER = enum.auto()
     ANOTHER_WORKER = enum.auto()
     RANKS = enum.auto()
+    PLAN = enum.auto()
     WEIGHT_FILE = enum.auto()
     FLOAT32_FILE = enum.auto()
     FLOAT32_MODEL = enum.auto()
@@ -108,6 +109,7 @@ HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 _TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
 _ADAPTERS, _COLLECTIVES = (Stage.ADAPTERS,), (Stage.COLLECTIVES,)
+_REPLICAS, _SHARDS, _TENSOR_PARALLEL = (Stage.REPLICAS,), (Stage.SHARDS,), (Stage.TENSOR_PARALLEL,)
 _BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
 
 _ROWS: tuple[Fault, ...] = (
@@ -334,6 +336,46 @@ _ROWS: tuple[Fault, ...] = (
         name="rank-hangs", plant="collectives:hangs", expected="lost-worker", stages=_COLLECTIVES,
         words="no sign of life",
         needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="gradient-not-averaged", plant="ranks:not_averaged", expected="unsynchronized", stages=_REPLICAS,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="gradient-averaged-twice", plant="ranks:averaged_twice", expected="wrong-scale", stages=_REPLICAS,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="adapter-not-broadcast", plant="ranks:not_broadcast", expected="differs", stages=_REPLICAS,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="training-rank-hangs", plant="ranks:hangs", expected="lost-worker", stages=_REPLICAS,
+        words="no sign of life", needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="training-rank-raises", plant="ranks:raises", expected="failed-stage", stages=_REPLICAS,
+        words="a kernel of this rank failed", needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="rank-with-other-seed", plant="ranks:other_seed", expected="differs", stages=_SHARDS,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="shard-stale", plant="ranks:stale_part", expected="stale", stages=_SHARDS,
+        needs=(Need.RANKS, Need.LORA_B),
+    ),
+    Fault(
+        name="shards-swapped", plant="ranks:parts_swapped", expected="permuted", stages=_SHARDS,
+        needs=(Need.RANKS, Need.LORA_B),
+    ),
+    Fault(
+        name="split-part-of-another", plant="ranks:part_of_another", expected="swapped", stages=_TENSOR_PARALLEL,
+        needs=(Need.RANKS, Need.PLAN, Need.LORA_B),
+    ),
+    Fault(
+        name="split-scaled-by-ranks", plant="ranks:scaled_by_ranks", expected="settings", stages=_TENSOR_PARALLEL,
+        needs=(Need.RANKS, Need.PLAN, Need.LORA_B),
     ),
     Fault(name="setting-flipped", plant="process:flip_setting", expected="setting-changed", stages=_MERGED),
     Fault(

@@ -6,7 +6,7 @@ A rank is wrong about its own part alone, so each judges what it holds: who is n
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -70,47 +70,54 @@ def record_held(context: Context, ranks: Joined, stage: Stage, model: torch.nn.M
             continue
         wrong = True
         layer, tensor = adapter_place(context.expected[name][0]) if of_adapter else split_name(module_place(name))
-        others = [
-            (rank, part_of(parameter, rank=number, world=ranks.world)) for number, rank in enumerate(ranks.group.ranks)
-        ]
-        _record_wrong_part(context, stage, (layer, tensor), own, expected, [(r, p.of(all_of_it)) for r, p in others])
+        record_difference(
+            context, stage, layer, f"{tensor}.{HELD}", own, expected, known=other_parts(ranks, parameter, all_of_it)
+        )
     wrong |= _record_settings(context, stage, model)
     context.record.fact(
         stage, WHOLE_MODEL, HELD, status="within" if wrong else "equal", evidence={"equal": equal},
     )  # fmt: skip
-    answers = ranks.answers("what each rank holds", "wrong" if wrong else "")
-    return some_hold_else([rank for rank, answer in zip(ranks.group.ranks, answers, strict=True) if answer])
+    return who_else(ranks, "something else than the files say is held", is_here=wrong)
 
 
-def some_hold_else(ranks: Sequence[str]) -> str:
-    """Return the reason to judge nothing that is computed with what these ranks hold; empty where there are none."""
-    return f"{some(ranks)} {'holds' if len(ranks) == 1 else 'hold'} something else than the files say" if ranks else ""
+def who_else(ranks: Joined, what: str, *, is_here: bool) -> str:
+    """Return on which ranks something is the case, as a reason to judge nothing that follows; empty where on none."""
+    answers = ranks.answers(what, "yes" if is_here else "")
+    where = [rank for rank, answer in zip(ranks.group.ranks, answers, strict=True) if answer]
+    return f"{what} on {some(where)}" if where else ""
 
 
-def _record_wrong_part(
+def record_difference(
     context: Context,
     stage: Stage,
-    place: tuple[str, str],
-    own: torch.Tensor,
+    layer: str,
+    tensor: str,
+    actual: torch.Tensor,
     expected: torch.Tensor,
-    others: Sequence[tuple[str, torch.Tensor]],
+    *,
+    known: Known,
+    evidence: Mapping[str, Any] | None = None,
 ) -> None:
-    actual, wanted = own.to("cpu").contiguous(), expected.to("cpu").contiguous()
-    known = Known(
-        swapped=lambda tensor: next(
-            (f"the part of {rank}" for rank, one in others if digest(one).value == digest(tensor).value), None
-        )
-    )
-    diagnosis = diagnose_structure(actual, wanted)
-    evidence: dict[str, Any] = {}
+    """Record, as a fact of this rank alone, how what it has of a tensor differs from what it should have."""
+    host, wanted = actual.to("cpu").contiguous(), expected.to("cpu").contiguous()
+    diagnosis = diagnose_structure(host, wanted)
+    more: dict[str, Any] = dict(evidence or {})
     if diagnosis is None:
-        found = measure(actual, wanted)
-        diagnosis = diagnose_moved(actual, wanted, found, known=known)
-        evidence = {"wrong_elements": found.mismatched, "of": actual.numel()}
+        found = measure(host, wanted)
+        diagnosis = diagnose_moved(host, wanted, found, known=known)
+        more |= {"wrong_elements": found.mismatched, "of": host.numel()}
     context.record.fact(
-        stage, place[0], f"{place[1]}.{HELD}", status="outside", word=diagnosis.word,
-        evidence={**evidence, **diagnosis.evidence},
+        stage, layer, tensor, status="outside", word=diagnosis.word, evidence={**more, **diagnosis.evidence}
     )  # fmt: skip
+
+
+def other_parts(ranks: Joined, parameter: torch.Tensor, whole_tensor: torch.Tensor) -> Known:
+    """Return what a rank may hold in place of its part: that of another one."""
+    parts = {
+        digest(part_of(parameter, rank=number, world=ranks.world).of(whole_tensor)).value: f"the part of {rank}"
+        for number, rank in enumerate(ranks.group.ranks)
+    }
+    return Known(swapped=lambda tensor: parts.get(digest(tensor).value))
 
 
 def _record_settings(context: Context, stage: Stage, model: torch.nn.Module) -> bool:

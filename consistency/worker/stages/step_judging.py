@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,8 +67,8 @@ class StepJudge:
         self._own = files[ranks.rank]
         self._title = title
 
-    def averaged(self, name: str) -> None:
-        """Record a gradient as the average of those of the ranks."""
+    def averaged(self, name: str) -> bool:
+        """Record a gradient as the average of those of the ranks; return whether it is, where that can be judged."""
 
         def given(part: slice, step: int) -> torch.Tensor:
             return torch.stack([file.elements(OWN, name, step)(part) for file in self._files])
@@ -76,7 +76,7 @@ class StepJudge:
         def exact(part: slice) -> Sequence[Bounded]:
             return [exact_sum(given(part, step), average=True) for step in range(STEPS)]
 
-        self._record(AVERAGED, name, given, exact, instead=lambda step: self._not_averaged(name, step))
+        return self._record(AVERAGED, name, given, exact, instead=lambda step: self._not_averaged(name, step))
 
     def _not_averaged(self, name: str, step: int) -> Word | None:
         """Return the word for a gradient that is this rank's own one."""
@@ -130,8 +130,8 @@ class StepJudge:
         exact: Exact,
         *,
         instead: Callable[[int], Word | None] = lambda _: None,
-    ) -> None:
-        """Record the first step that is outside its bound, the last one if none is.
+    ) -> bool:
+        """Record the first step that is outside its bound, the last one if none is; return whether none is.
 
         Parameters
         ----------
@@ -145,10 +145,10 @@ class StepJudge:
         kept = self._own.read(kind, name)
         assert kept is not None
         if 0 in kept.shape:  # fewer rows than ranks
-            return
+            return True
         if why := self._unbounded(name, kept.dtype, given, exact):
             record.absent(self._stage, layer, tensor, status="skipped", rule=Rule.BOUND, reason=why)
-            return
+            return True
         tolerance = record.tolerance(stage=self._stage, layer=layer, dtype=kept.dtype)
         elements = [self._own.elements(kind, name, step) for step in range(STEPS)]
         size = self._size(name)
@@ -169,6 +169,8 @@ class StepJudge:
         found = measure_in_parts(steps, stretches, parts, PART)
         step = next((step for step, one in enumerate(found) if not passes(float(one.ratio or 0))), STEPS - 1)
 
+        is_within = passes(float(found[step].ratio or 0))
+
         def chunks() -> Iterator[Chunk]:
             return itertools.chain.from_iterable(several[step].chunks() for several in stretches(range(parts)))
 
@@ -177,12 +179,13 @@ class StepJudge:
                 self._context, self._stage, layer, tensor, found=found[step], share=float(found[step].ratio or 0),
                 chunks=chunks, evidence={"step": step + 1},
             )  # fmt: skip
-            return
+            return is_within
         record.computed(
             self._stage, layer, tensor, actual=steps[step], digests=[digest(steps[step])], rule=Rule.BOUND,
             tolerance=tolerance, found=found[step], chunks=chunks, evidence={"step": step + 1},
             named=lambda: instead(step),
         )  # fmt: skip
+        return is_within
 
     def _unbounded(
         self, name: str, dtype: torch.dtype, given: Callable[[slice, int], torch.Tensor], exact: Exact
@@ -199,13 +202,15 @@ class StepJudge:
                 return f"AdamW's ε is 0 in {name_of(dtype)}: its step divides small gradients by zero"
         return ""
 
-    def compare(self, kind: str, names: Sequence[str], what: str) -> list[str]:
+    def compare(self, kind: str, names: Sequence[str], what: str, *, explained: Collection[str] = ()) -> list[str]:
         """Record whether this rank has the bits of the others after each step; return the tensors of which it has not.
 
         Parameters
         ----------
         what : str
             What is compared, in words.
+        explained : collection of str
+            Tensors of which a row says already what is wrong.
         """
         found: dict[str, tuple[int, list[str]]] = {}
         for step in range(STEPS):
@@ -213,6 +218,8 @@ class StepJudge:
                 found.setdefault(name, (step, others))
         for name, (step, others) in found.items():
             layer, part = self._place(name)
+            if name in explained:
+                continue
             self._context.record.fact(
                 self._stage, layer, f"{part}.{kind}, {SAME_BITS}", status="outside", word=Word.DIFFERS,
                 evidence={"step": step + 1}, reason=f"other bits than on {some(others)} from step {step + 1} on",

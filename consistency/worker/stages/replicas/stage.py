@@ -8,7 +8,6 @@ program keep the same bits; how far others drift apart is a fact, with its size 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -23,6 +22,7 @@ from consistency.numerics.words import Word
 from consistency.worker.ranks.group import Joined
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import in_group, skip, to_train
+from consistency.worker.stages.parts_judging import who_else
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.backward import parts_of, trainable
 from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, batches_of, own_gradients, trained_by
@@ -57,10 +57,15 @@ class _Replica:
             with ranks.calling("DistributedDataParallel"):
                 # as transformers' Trainer does: prompts and experts may leave parameters without a gradient
                 wrapped = DistributedDataParallel(context.model, find_unused_parameters=True)
+            other_start = False
             for name, parameter in self._parameters.items():
                 layer, part = adapter_place(context.expected[name][0])
                 expected = context.expected[name][1].to(parameter.dtype)
-                context.record.moved(STAGE, layer, f"{part}.{START}", actual=parameter.detach(), expected=expected)
+                digests = digest(parameter.detach()), digest(expected)
+                other_start |= digests[0].value != digests[1].value
+                context.record.moved(
+                    STAGE, layer, f"{part}.{START}", actual=parameter.detach(), expected=expected, digests=digests
+                )  # fmt: skip
             start = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
             files = stack.enter_context(
                 trained_by(
@@ -75,12 +80,12 @@ class _Replica:
             )  # fmt: skip
             judge = StepJudge(context, ranks, STAGE, files)
             names = [name for name in self._parameters if files[ranks.rank].read(AVERAGED, name) is not None]
-            differing = judge.compare(AVERAGED, names, "averaged gradients")
+            wrong = {name for name in names if not judge.averaged(name)}
+            differing = judge.compare(AVERAGED, names, "averaged gradients", explained=wrong)
             for name in names:
-                judge.averaged(name)
                 judge.updated(name, start[name])
-            if any(map(json.loads, ranks.answers("ranks with other gradients", json.dumps(bool(differing))))):
-                skip(context, STAGE, "the ranks do not have the same gradients", what=DRIFT)
+            if reason := who_else(ranks, "another start or other gradients", is_here=other_start or bool(differing)):
+                skip(context, STAGE, reason, what=DRIFT)
             else:
                 self._drift(judge, names, start)
         self._check_base()

@@ -43,7 +43,13 @@ from consistency.worker.ranks.group import Joined, RefusedError
 from consistency.worker.ranks.parts import held
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, skip, to_train
-from consistency.worker.stages.parts_judging import GATHERED, record_gradient, record_held
+from consistency.worker.stages.parts_judging import (
+    GATHERED,
+    record_difference,
+    record_gradient,
+    record_held,
+    who_else,
+)
 from consistency.worker.stages.shards.saving import record_saved
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.backward import Tensors, parts_of, trainable, trained
@@ -96,12 +102,18 @@ def _before(context: Context, ranks: Joined, names: Sequence[str], parts: Sequen
         with trained_by(ranks, "shards", model, parameters, batches, watching=_seen_in(model, names)) as files:
             own = files[ranks.rank]
             with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
-            for name in with_gradient:
-                _record_seen(context, files, own, name)
+            wrong = [name for name in with_gradient if not _record_seen(context, files, own, name)]
+            context.record.fact(
+                STAGE, WHOLE_MODEL, GATHERED, status="within" if wrong else "equal",
+                evidence={"tensors": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
+            )  # fmt: skip
             judge = StepJudge(context, ranks, STAGE, files)
             answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
             if not isinstance(answer, str) and decides(context, Stage.GRADIENT):
                 answer = UNFOLLOWED
+            answer = (
+                who_else(ranks, "something else than the ranks hold is computed with", is_here=bool(wrong)) or answer
+            )
             for name in with_gradient:
                 if not isinstance(answer, str):
                     _record_first_gradient(context, ranks, name, own, answer, passes=len(parts))
@@ -133,24 +145,26 @@ def _seen_in(model: torch.nn.Module, names: Sequence[str]) -> Watching:
     return watching
 
 
-def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, name: str) -> None:
-    """Record whether a parameter that the model computed with is what the ranks held: the first step where it is not.
+def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, name: str) -> bool:
+    """Record the first step in which the model computed with a parameter that is not what the ranks held.
 
-    Before the first step they hold the file's bytes, which `record_held` has seen to.
+    Before the first step they hold the file's bytes, which `record_held` has seen to. Returns whether there is none.
     """
     if own.read(SEEN, name) is None or own.parts[name].dim is None:
-        return
-    layer, part = adapter_place(context.expected[name][0])
+        return True
     first = context.expected[name][1].to(own.of_step(SEEN, name, 0).dtype)
-    held_before = [first, *(whole_of_step(files, UPDATED, name, step) for step in range(STEPS - 1))]
-    wanted = [digest(tensor).value for tensor in held_before]
-    wrong = (step for step in range(STEPS) if digest(own.of_step(SEEN, name, step)).value != wanted[step])
-    step = next(wrong, STEPS - 1)
+    before = [first, *(whole_of_step(files, UPDATED, name, step) for step in range(STEPS - 1))]
+    wanted = [digest(tensor).value for tensor in before]
+    step = next((i for i in range(STEPS) if digest(own.of_step(SEEN, name, i)).value != wanted[i]), None)
+    if step is None:
+        return True
+    layer, part = adapter_place(context.expected[name][0])
     earlier = {value: f"what it was before step {number + 1}" for number, value in enumerate(wanted[:step])}
-    context.record.moved(
-        STAGE, layer, f"{part}.{GATHERED}", actual=own.of_step(SEEN, name, step), expected=held_before[step],
+    record_difference(
+        context, STAGE, layer, f"{part}.{GATHERED}", own.of_step(SEEN, name, step), before[step],
         known=Known(stale=lambda tensor: earlier.get(digest(tensor).value)), evidence={"step": step + 1},
     )  # fmt: skip
+    return False
 
 
 def _shard(model: torch.nn.Module, ranks: Joined) -> None:
