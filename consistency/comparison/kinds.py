@@ -40,6 +40,7 @@ class FindingKind(enum.StrEnum):
 
     # a model that several devices train together
     REPLICA_DRIFT = "replica-drift"
+    HEALTHY_SPLIT = "healthy-split"
 
     # the adapter and the base
     NO_EFFECT = "no-effect"
