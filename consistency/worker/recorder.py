@@ -192,7 +192,6 @@ class Recorder(RecordStore):
         ratio: float | None = None,
         in_tf32: Callable[[], Measure] | None = None,
         outside: Callable[[], Mapping[str, Any]] = dict,
-        named: Callable[[], Word | None] = lambda: None,
         rounding: RoundingError | None = None,
         keep: bool = False,
         evidence: Mapping[str, Any] | None = None,
@@ -214,8 +213,8 @@ class Recorder(RecordStore):
             that only other workers can judge.
         rule : Rule
             What judges the tensor where no tolerance does.
-        status, diagnosis
-            Of a tensor that is not judged here.
+        status, word
+            Of a tensor that is not judged here; a word for one outside its rule where more than its numbers tells it.
         chunks : callable, optional
             Yields the tensor with its exact value; called only where it is outside its rule. None where the tensor is
             not judged here.
@@ -227,8 +226,6 @@ class Recorder(RecordStore):
             What the `relative` rule judges by.
         outside : callable, optional
             Gives further evidence of a tensor outside its rule.
-        named : callable, optional
-            Gives the word of a tensor outside its rule, where that is known by more than its numbers.
         reason : str, optional
             Why it is skipped, or has no exact value.
         exact, ingredients
@@ -242,8 +239,6 @@ class Recorder(RecordStore):
         if found is not None and chunks is not None and share is not None:
             status = "within" if passes(share) else "outside"
             if status == "outside":
-                known = named()
-                cause = Diagnosis(word=known) if known is not None else None
                 if cause is None:
                     cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if tolerance is None else None)
                 more = {**cause.evidence, **outside()}

@@ -34,7 +34,8 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     again = "the adapter loaded again over NaN"
     large = "copies of 256 MiB and more"
     rest = (large, "most operators", "large operators", "safe_merge", again, "a second run on the same device")
-    later = ("stage sharding", "stage collectives", "stage wrapping")
+    together = ("stage collectives", "stage replicas", "stage shards", "stage tensor-parallel")
+    later = ("stage sharding", *together, "stage wrapping")
     assert quick.not_checked() == ("stage forward", "stage gradient", "stage memory", *later, *rest)
     widened = Case(name="x", base="/b", level=Level.QUICK)
     assert widened.not_checked() == (*later, *rest)
@@ -42,7 +43,7 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     others = [stage for stage in Stage if stage not in (Stage.ADAPTER, Stage.ADAPTERS)]  # one adapter has no such stage
     assert narrowed.not_checked() == tuple(f"stage {stage}" for stage in others)
     thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
-    assert thorough.not_checked() == ("stage collectives", "stage wrapping"), "which are run on request alone"
+    assert thorough.not_checked() == (*together, "stage wrapping"), "which are run on request alone"
 
 
 def test_a_report_names_what_did_not_fit() -> None:

@@ -113,9 +113,9 @@ STAGES: Mapping[Stage, Explanation] = {
     ),
     Stage.REPLICAS: Explanation(
         summary="the adapter trained by DistributedDataParallel, each rank on its own batch",
-        meaning="All ranks start with the bytes of the file. In each of three steps the gradient that an optimizer gets "
-        "is the average of all ranks' gradients, within the bound of any order, and the parameter afterwards that of the "
-        "optimizer's exact steps. How far replicas drift apart on unlike devices is a note.",
+        meaning="All ranks start with the bytes of the file. In each of three steps the gradient that an optimizer "
+        "gets is the average of all ranks' gradients, within the bound of any order, and the parameter afterwards that "
+        "of the optimizer's exact steps. How far replicas drift apart on unlike devices is a note.",
         cause="--stages replicas, and two devices of one type side by side.",
         action="The sentence names the rank and the tensor. See `unsynchronized` and `replica-drift`.",
         example="replicas · cuda:1 · the rank's own gradient in place of the average in 56 of 168 tensors",

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RankPart:
     """What one rank holds of a tensor.
 
     Attributes
@@ -39,7 +39,7 @@ class Part:
         return tensor if self.dim is None else tensor.narrow(after + self.dim, self.start, self.stop - self.start)
 
 
-def part_of(tensor: torch.Tensor, *, rank: int, world: int) -> Part:
+def part_of(tensor: torch.Tensor, *, rank: int, world: int) -> RankPart:
     """Return what a rank holds: of a split tensor an equal number of rows, and the last ranks what is left.
 
     Raises
@@ -50,13 +50,13 @@ def part_of(tensor: torch.Tensor, *, rank: int, world: int) -> Part:
     whole = tuple(tensor.shape)
     placements = tensor.placements if isinstance(tensor, DTensor) else (Replicate(),)
     if placements == (Replicate(),):
-        return Part(whole=whole, dim=None, start=0, stop=0)
+        return RankPart(whole=whole, dim=None, start=0, stop=0)
     (placement,) = placements if len(placements) == 1 else (None,)
     if type(placement) is not Shard:
         raise ValueError(f"a tensor is split as {placements}, which this tool cannot put together")
     dim = placement.dim % len(whole)
     rows = -(-whole[dim] // world)
-    return Part(whole=whole, dim=dim, start=min(whole[dim], rank * rows), stop=min(whole[dim], (rank + 1) * rows))
+    return RankPart(whole=whole, dim=dim, start=min(whole[dim], rank * rows), stop=min(whole[dim], (rank + 1) * rows))
 
 
 def held(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def gradient_held(parameter: torch.Tensor) -> torch.Tensor:
     return held(gradient)
 
 
-def put_together(parts: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
+def put_together(parts: Sequence[torch.Tensor], part: RankPart) -> torch.Tensor:
     """Return a whole tensor from what the ranks hold, in their order; `part` is that of any of them."""
     return parts[0] if part.dim is None else torch.cat(list(parts), part.dim)
 

@@ -33,7 +33,7 @@ from consistency.numerics.words import Word
 from consistency.worker.model.adapter_settings import rank_and_scaling
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.ranks.group import Joined
-from consistency.worker.ranks.parts import Part, held, part_of, whole
+from consistency.worker.ranks.parts import RankPart, held, part_of, whole
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.relative_rule import error_in, record_relative
 from consistency.worker.stages.step_judging import record_part
@@ -150,7 +150,7 @@ def record_gradient(
     *,
     exact: torch.Tensor,
     reference: Reference,
-    part: Part,
+    part: RankPart,
 ) -> None:
     """Record a gradient that every rank has as a row, and a part of one as a fact of this rank.
 

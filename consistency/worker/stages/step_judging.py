@@ -183,7 +183,7 @@ class StepJudge:
         record.computed(
             self._stage, layer, tensor, actual=steps[step], digests=[digest(steps[step])], rule=Rule.BOUND,
             tolerance=tolerance, found=found[step], chunks=chunks, evidence={"step": step + 1},
-            named=lambda: instead(step),
+            word=None if is_within else instead(step),
         )  # fmt: skip
         return is_within
 

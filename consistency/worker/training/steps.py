@@ -43,7 +43,7 @@ class StepFile:
 
     Attributes
     ----------
-    parts : dict of str to Part
+    parts : dict of str to RankPart
         What the rank holds of each parameter.
     """
 
