@@ -18,6 +18,7 @@ class Need(enum.Enum):
     ADAPTER = enum.auto()
     ANOTHER_WORKER = enum.auto()
     RANKS = enum.auto()
+    THREE_RANKS = enum.auto()
     WEIGHT_FILE = enum.auto()
     FLOAT32_FILE = enum.auto()
     FLOAT32_MODEL = enum.auto()
@@ -321,6 +322,10 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="sum-one-bit", plant="collectives:one_bit", expected="differs", stages=_COLLECTIVES,
         needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-wrong-in-pairs", plant="collectives:wrong_in_pairs", expected="differs", stages=_COLLECTIVES,
+        shows_in=" of ", needs=(Need.THREE_RANKS,),
     ),
     Fault(
         name="parts-swapped", plant="collectives:swapped", expected="permuted", stages=_COLLECTIVES,

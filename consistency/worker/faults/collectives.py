@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from consistency.worker.faults.planting import instead
 
@@ -25,7 +26,7 @@ def _in_sums(change: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[.
     def all_reduce(real: Callable[..., Any], tensor: torch.Tensor, *more: Any, **given: Any) -> Any:
         own = tensor.clone()
         work = real(tensor, *more, **given)
-        if work is None and own.numel() >= _AT_LEAST and own.dtype == torch.float32:
+        if work is None and own.numel() >= _AT_LEAST and own.dtype == torch.float32 and tensor.is_contiguous():
             change(tensor, own)
         return work
 
@@ -48,6 +49,16 @@ def own_numbers(tensor: torch.Tensor, own: torch.Tensor) -> None:
 def one_bit(tensor: torch.Tensor, _own: torch.Tensor) -> None:
     """Flip the last bit of one sum, which is within tolerance."""
     tensor.view(torch.int32)[tensor.numel() // 2] ^= 1
+
+
+@instead("torch.distributed:all_reduce")
+def wrong_in_pairs(real: Callable[..., Any], tensor: torch.Tensor, *more: Any, **given: Any) -> Any:
+    """Leave a sum as this rank gave it where two of several ranks form a group, which takes another algorithm."""
+    own, group = tensor.clone(), given.get("group")
+    work = real(tensor, *more, **given)
+    if group is not None and dist.get_world_size(group) == 2 and work is None:
+        tensor.copy_(own)
+    return work
 
 
 @instead("torch.distributed:all_to_all_single")

@@ -15,7 +15,12 @@ from consistency.case.stages import Level, Stage
 from consistency.devices.discovery import discover
 from consistency.launch.local import _form_groups
 from consistency.worker.faults.catalogue import FAULTS, Need
-from consistency.worker.stages.collectives.operations import COLLECTIVES, SIZES
+from consistency.worker.stages.collectives.operations import (
+    COLLECTIVES,
+    SIZES,
+    SIZES_OF_SOME,
+    groups_of,
+)
 from tests.worker.stages.collectives.made_assignments import assigned
 
 pytestmark = pytest.mark.process
@@ -48,6 +53,11 @@ def test_healthy_ranks_are_consistent(tmp_path: Path) -> None:
     assert names == {collective.name for collective in COLLECTIVES}
     sizes = {outcome["tensor"] for outcome in found["outcomes"] if outcome["layer"] == "all_reduce.sum"}
     assert {f"bfloat16 {size}" for size in SIZES[Level.STANDARD]} <= sizes
+    for members in groups_of(len(DEVICES)):
+        some = "+".join(DEVICES[member] for member in members)
+        assert {f"bfloat16 {size} of {some}" for size in SIZES_OF_SOME[Level.STANDARD]} <= sizes
+    (note,) = (finding["message"] for finding in found["findings"] if finding["kind"] == "skipped")
+    assert "gloo adds up a tensor with gaps as if it had none" in note, "all else can be done"
 
 
 def test_one_device_forms_no_group(tmp_path: Path) -> None:
@@ -69,6 +79,18 @@ def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path) -> None:
     assert "cpu@baseline was lost" in note, "the other rank says for whom it waited"
     kept = [outcome for outcome in hung["outcomes"] if outcome["layer"] == "all_reduce.sum"]
     assert kept, "what was done before is kept"
+
+
+@pytest.mark.skipif(len(DEVICES) < 3, reason="this processor has two kernel variants: no pair is a part of the group")
+def test_a_fault_of_pairs_alone_is_found(tmp_path: Path) -> None:
+    done = consistency(
+        "drill", "--devices", ",".join(DEVICES), "--only", "sum-wrong-in-pairs", "--out", "out", cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    found = report(tmp_path / "out" / "sum-wrong-in-pairs")
+    wrong = {row["tensor"] for row in found["outcomes"] if row["status"] == "outside"}
+    assert wrong
+    assert all(" of " in tensor for tensor in wrong)
 
 
 def test_ranks_are_workers_of_one_kind_that_run_side_by_side(tmp_path: Path) -> None:
