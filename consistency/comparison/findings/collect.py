@@ -30,6 +30,7 @@ from consistency.comparison.findings.quantized import find_quantized
 from consistency.comparison.findings.ranks import find_ranks
 from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
+from consistency.comparison.findings.sums_again import find_sums_again
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.findings.unexplained import find_unexplained
@@ -78,6 +79,7 @@ def find(
         *find_engines(compared, tensors),
         *find_device_use(tensors),
         *find_ranks(tensors),
+        *find_sums_again(tensors),
         *find_casts(tensors),
         *_not_repeatable(compared, tensors),
         *find_soak(

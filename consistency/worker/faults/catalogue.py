@@ -68,6 +68,8 @@ class Fault:
         Kind of the finding where the method's merged weights have no closed form, so that no cause is searched for.
     shows_in : str
         Part of the name of the tensors or facts that show it; empty where any of its stage can.
+    is_note : bool
+        Whether that finding is a note: what it reports is no error.
     one_layer : bool
         Whether one merged layer is enough to check.
     needs : tuple of Need
@@ -94,6 +96,7 @@ class Fault:
     without_form: str = ""
     shows_in: str = ""
     base: str | None = None
+    is_note: bool = False
     one_layer: bool = False
     needs: tuple[Need, ...] = ()
 
@@ -322,6 +325,15 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="sum-one-bit", plant="collectives:one_bit", expected="differs", stages=_COLLECTIVES,
         needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-other-order-again", plant="collectives:other_order_again", expected="not-repeatable",
+        stages=_COLLECTIVES, words="the order is not fixed", is_note=True,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-wrong-again", plant="collectives:wrong_again", expected="differs", stages=_COLLECTIVES,
+        words="a second run", needs=(Need.RANKS,),
     ),
     Fault(
         name="sum-wrong-in-pairs", plant="collectives:wrong_in_pairs", expected="differs", stages=_COLLECTIVES,

@@ -45,6 +45,37 @@ def own_numbers(tensor: torch.Tensor, own: torch.Tensor) -> None:
     tensor.copy_(own)
 
 
+def _at_second(change: Callable[[torch.Tensor, bool], None]) -> Callable[..., Any]:
+    """Change what a rank gets of every second of two sums of the same."""
+    kept: list[torch.Tensor] = []
+
+    @instead("torch.distributed:all_reduce")
+    def all_reduce(real: Callable[..., Any], tensor: torch.Tensor, *more: Any, **given: Any) -> Any:
+        own = tensor.clone()
+        work = real(tensor, *more, **given)
+        is_second = bool(kept) and torch.equal(kept.pop(), own)
+        if not is_second:
+            kept[:] = [own]
+        elif work is None and own.numel() >= _AT_LEAST and own.dtype == torch.float32 and tensor.is_contiguous():
+            change(tensor, given.get("op") == dist.ReduceOp.AVG)
+        return work
+
+    return all_reduce
+
+
+@_at_second
+def other_order_again(tensor: torch.Tensor, is_average: bool) -> None:
+    """Round averages otherwise, as another order may: of a sum of two numbers there is only one."""
+    if is_average:
+        tensor.view(torch.int32).bitwise_xor_(1)
+
+
+@_at_second
+def wrong_again(tensor: torch.Tensor, _is_average: bool) -> None:
+    """Leave the last elements of a sum at zero."""
+    tensor[-_LAST:] = 0
+
+
 @_in_sums
 def one_bit(tensor: torch.Tensor, _own: torch.Tensor) -> None:
     """Flip the last bit of one sum, which is within tolerance."""

@@ -75,8 +75,16 @@ def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert f"{len(OF_A_GROUP)} of {len(OF_A_GROUP)} planted faults found and named" in done.stdout
     hung = report(tmp_path / "out" / "rank-hangs")
-    (note,) = (finding["message"] for finding in hung["findings"] if "skipped on cpu" in finding["message"])
+    (note,) = (
+        finding["message"]
+        for finding in hung["findings"]
+        if finding["severity"] == "note" and "was lost" in finding["message"]
+    )
     assert "cpu@baseline was lost" in note, "the other rank says for whom it waited"
+    again = report(tmp_path / "out" / "sum-other-order-again")
+    assert again["verdict"] == "consistent"
+    (note,) = (finding["message"] for finding in again["findings"] if finding["kind"] == "not-repeatable")
+    assert note.endswith("within tolerance, when repeated: the order is not fixed (gloo)")
     kept = [outcome for outcome in hung["outcomes"] if outcome["layer"] == "all_reduce.sum"]
     assert kept, "what was done before is kept"
 
