@@ -276,6 +276,21 @@ def test_a_lost_worker_has_a_next_step(make_capture: MakeCapture, status: str, r
     assert finding.next is None if todo is None else (finding.next or "").startswith(todo)
 
 
+@pytest.mark.parametrize(
+    "stack",
+    [
+        "Thread 1 (most recent call first):\n  in wait\n\nCurrent thread 2 (most recent call first):\n  in hangs\n"
+        + "  in outer\n" * 20,
+        "Traceback (most recent call last):\n" + "  in outer\n" * 20 + "  in hangs",
+    ],
+)
+def test_a_lost_worker_shows_where_it_was(make_capture: MakeCapture, stack: str) -> None:
+    lost = {"cuda:0": {"status": "lost", "reason": "gave no sign of life for 60 s and was killed", "stack": stack}}
+    (finding,) = errors(compared(make_capture("a", {"cpu": [moved()], "cuda:0": []}, info=lost)))
+    assert "  in hangs" in finding.detail
+    assert "  in wait" not in finding.detail
+
+
 def test_a_stage_that_failed_blocks_what_it_did_not_reach(make_capture: MakeCapture) -> None:
     failed = TensorRecord(
         stage="merged", layer="model", tensor="everything", status="blocked", rule="bound",

@@ -44,6 +44,7 @@ from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.devices.host.facts import HostFacts
 
 _MOST_CARDS = 3
+_FRAMES, _OWN_THREAD = 12, "Current thread"
 _SOFTWARE = ("torch", "cuda", "hip", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
 REPEAT = " --repeat 2"
@@ -129,9 +130,15 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             general=f"{opening}: {(reason or '').partition(';')[0]}",
             workers=tuple(p.label for p in lost),
             cause=reason,
-            detail=(*_cards(lost), *(stack or "").splitlines()[-12:]),
+            detail=(*_cards(lost), *_innermost(stack or "")),
             next=next((todo for text, todo in _AFTER_LOSS if status == "lost" and text in (reason or "")), None),
         )
+
+
+def _innermost(stack: str) -> list[str]:
+    """Return the innermost frames of a stack: last in a traceback, first in what `faulthandler` writes of a thread."""
+    _, own, frames = stack.partition(_OWN_THREAD)
+    return (own + frames).splitlines()[:_FRAMES] if own else stack.splitlines()[-_FRAMES:]
 
 
 def _cards(lost: Sequence[ComparedWorker]) -> Iterable[str]:

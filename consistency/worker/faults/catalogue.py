@@ -352,6 +352,15 @@ _ROWS: tuple[Fault, ...] = (
         words="no sign of life",
         needs=(Need.RANKS,),
     ),
+    Fault(
+        name="rank-frozen", plant="collectives:frozen", expected="lost-worker", stages=_COLLECTIVES,
+        words="no sign of life",
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="rank-raises", plant="collectives:raises", expected="failed-stage", stages=_COLLECTIVES, words="planted",
+        needs=(Need.RANKS,),
+    ),
     Fault(name="setting-flipped", plant="process:flip_setting", expected="setting-changed", stages=_MERGED),
     Fault(
         name="placed-elsewhere", plant="memory:one_elsewhere", expected="wrong-device", stages=_MEMORY, case="C2",

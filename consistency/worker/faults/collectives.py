@@ -108,6 +108,17 @@ def killed(_real: Callable[..., Any], *_: Any, **__: Any) -> None:
 
 
 @instead("torch.distributed:broadcast")
+def frozen(_real: Callable[..., Any], *_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@instead("torch.distributed:broadcast")
+def raises(_real: Callable[..., Any], *_: Any, **__: Any) -> None:
+    """Raise in one rank what no library refuses: as a bug in code that one rank alone reaches."""
+    raise IndexError("planted")
+
+
+@instead("torch.distributed:broadcast")
 def hangs(_real: Callable[..., Any], *_: Any, **__: Any) -> None:
     """Never enter a collective in which the others wait: as a branch that one rank alone takes."""
     while True:
