@@ -279,7 +279,7 @@ def test_a_lost_worker_has_a_next_step(make_capture: MakeCapture, status: str, r
 @pytest.mark.parametrize(
     "stack",
     [
-        "Thread 1 (most recent call first):\n  in wait\n\nCurrent thread 2 (most recent call first):\n  in hangs\n"
+        "Current thread 1 (most recent call first):\n  in wait\n\nThread 2 (most recent call first):\n  in hangs\n"
         + "  in outer\n" * 20,
         "Traceback (most recent call last):\n" + "  in outer\n" * 20 + "  in hangs",
     ],

@@ -44,7 +44,7 @@ from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.devices.host.facts import HostFacts
 
 _MOST_CARDS = 3
-_FRAMES, _OWN_THREAD = 12, "Current thread"
+_FRAMES, _INNERMOST_FIRST = 12, "(most recent call first)"
 _SOFTWARE = ("torch", "cuda", "hip", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
 REPEAT = " --repeat 2"
@@ -136,9 +136,13 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 
 def _innermost(stack: str) -> list[str]:
-    """Return the innermost frames of a stack: last in a traceback, first in what `faulthandler` writes of a thread."""
-    _, own, frames = stack.partition(_OWN_THREAD)
-    return (own + frames).splitlines()[:_FRAMES] if own else stack.splitlines()[-_FRAMES:]
+    """Return the innermost frames of a stack: the last of a traceback, the first of what `faulthandler` writes.
+
+    It writes every thread, the main one last; which one took its signal says nothing.
+    """
+    if _INNERMOST_FIRST in stack:
+        return stack.strip().rpartition("\n\n")[2].splitlines()[:_FRAMES]
+    return stack.splitlines()[-_FRAMES:]
 
 
 def _cards(lost: Sequence[ComparedWorker]) -> Iterable[str]:

@@ -318,6 +318,10 @@ _ROWS: tuple[Fault, ...] = (
         name="sum-last-elements", plant="collectives:last_elements", expected="block", stages=_COLLECTIVES,
         needs=(Need.RANKS,),
     ),
+    Fault(  # as if a copy between devices were wrong: a bisection has to name the setting that turns them off
+        name="sum-wrong-with-p2p", plant="collectives:with_p2p", expected="block", stages=_COLLECTIVES,
+        needs=(Need.RANKS,),
+    ),
     Fault(
         name="sum-not-added", plant="collectives:own_numbers", expected="differs", stages=_COLLECTIVES,
         needs=(Need.RANKS,),

@@ -33,10 +33,12 @@ def _in_sums(change: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[.
     return all_reduce
 
 
-@_in_sums
-def last_elements(tensor: torch.Tensor, own: torch.Tensor) -> None:
+def last_elements_of(tensor: torch.Tensor, own: torch.Tensor) -> None:
     """Leave the last elements as this rank gave them."""
     tensor[-_LAST:] = own[-_LAST:]
+
+
+last_elements = _in_sums(last_elements_of)
 
 
 @_in_sums
@@ -74,6 +76,13 @@ def other_order_again(tensor: torch.Tensor, is_average: bool) -> None:
 def wrong_again(tensor: torch.Tensor, _is_average: bool) -> None:
     """Leave the last elements of a sum at zero."""
     tensor[-_LAST:] = 0
+
+
+@_in_sums
+def with_p2p(tensor: torch.Tensor, own: torch.Tensor) -> None:
+    """Leave the last elements as this rank gave them, unless the user has turned copies between devices off."""
+    if os.environ.get("NCCL_P2P_DISABLE") != "1":
+        last_elements_of(tensor, own)
 
 
 @_in_sums

@@ -97,6 +97,8 @@ class _Trials:
 
     def run(self, sizes: Sequence[int]) -> None:
         for number, collective in enumerate(COLLECTIVES):
+            if not self._context.record.wants(STAGE, collective.name):
+                continue
             if collective.name == STRIDED and self._overlooks_gaps():
                 reason = f"{self._evidence['backend']} adds up a tensor with gaps as if it had none: {_COPY}"
                 self._absent(collective, "", reason)
