@@ -276,6 +276,19 @@ def test_a_lost_worker_has_a_next_step(make_capture: MakeCapture, status: str, r
     assert finding.next is None if todo is None else (finding.next or "").startswith(todo)
 
 
+def test_groups_of_different_sizes_are_not_compared_with_each_other(make_capture: MakeCapture) -> None:
+    captures = []
+    for ranks, value in ((2, "a"), (3, "b")):
+        row = TensorRecord(
+            rule="bitwise", status="equal", stage="collectives", layer="all_gather", tensor=f"int8 1 of {ranks} ranks",
+            digest=digest(value), reference="file", reference_digest=digest(value),
+        )  # fmt: skip
+        fact = msgspec.structs.replace(row, rule="limit", tensor=f"{row.tensor}, same bits on all ranks")
+        folder = make_capture(str(ranks), {"cuda:0": [row, fact], "cuda:1": [row, fact]})
+        captures.append(folder)
+    assert errors(compared(*captures)) == []
+
+
 @pytest.mark.parametrize(
     "stack",
     [

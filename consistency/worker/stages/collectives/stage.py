@@ -93,7 +93,8 @@ class _Trials:
         self._context = context
         self._ranks = ranks
         self._evidence = facts(ranks)
-        self._of_some = "" if ranks.members is None else f" of {'+'.join(ranks.names)}"
+        self._of_some = ranks.members is not None
+        self._who = "+".join(ranks.names) if self._of_some else f"{ranks.world} ranks"
 
     def run(self, sizes: Sequence[int]) -> None:
         for number, collective in enumerate(COLLECTIVES):
@@ -105,7 +106,7 @@ class _Trials:
                 continue
             for dtype in collective.dtypes:
                 for size in dict.fromkeys(collective.size(size, dtype, self._ranks.world) for size in sizes):
-                    step = f"{collective.name} {dtype} {size}{self._of_some}"
+                    step = f"{collective.name} {dtype} {size} of {self._who}"
                     self._context.events.step(step, number, len(COLLECTIVES))
                     if not self._try(collective, dtype, size):
                         break
@@ -114,7 +115,7 @@ class _Trials:
         """Run a collective twice, and record its result; return whether the backend has it."""
         ranks, record = self._ranks, self._context.record
         given = collective.given(dtype, size, ranks.world)
-        name = f"{dtype} {size}{self._of_some}"
+        name = f"{dtype} {size} of {self._who}"
         own = given[ranks.rank].whole()
         try:
             first = self._result(collective, own, name)
@@ -145,9 +146,9 @@ class _Trials:
         return True
 
     def _absent(self, collective: Collective, tensor: str, reason: str) -> None:
-        record, tensor = self._context.record, tensor or "any dtype"
+        record, tensor = self._context.record, f"{tensor or 'any dtype'} of {self._who}"
         if self._of_some:  # a fact: of the ranks that are in other groups it is not expected
-            record.fact(STAGE, collective.name, f"{tensor}{self._of_some}", status="skipped", reason=reason)
+            record.fact(STAGE, collective.name, tensor, status="skipped", reason=reason)
         else:
             record.absent(
                 STAGE, collective.name, tensor, status="skipped", reason=reason, rule=SPECS[STAGE].rule
@@ -192,7 +193,7 @@ class _Trials:
 
     def _result(self, collective: Collective, own: torch.Tensor, name: str) -> torch.Tensor:
         ranks = self._ranks
-        with ranks.talking(f"{collective.name} of {name} elements"):
+        with ranks.talking(f"{collective.name} {name}"):
             return collective.run(own.to(ranks.device, copy=True), ranks).to("cpu")
 
     def _judge_repeat(
