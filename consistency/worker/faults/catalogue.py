@@ -341,7 +341,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="sum-wrong-in-pairs", plant="collectives:wrong_in_pairs", expected="differs", stages=_COLLECTIVES,
-        shows_in="+", needs=(Need.THREE_RANKS,),
+        shows_in="+", needs=(Need.RANKS, Need.THREE_RANKS),
     ),
     Fault(
         name="parts-swapped", plant="collectives:swapped", expected="permuted", stages=_COLLECTIVES,

@@ -26,7 +26,11 @@ from tests.worker.stages.collectives.made_assignments import assigned
 pytestmark = pytest.mark.process
 
 DEVICES = [info.spec.name for info in discover() if info.spec.is_cpu and info.spec.name != "cpu@avx512"]
-OF_A_GROUP = [f.name for f in FAULTS.values() if Need.RANKS in f.needs and not f.name.startswith("rank-")]
+OF_A_GROUP = [
+    fault.name
+    for fault in FAULTS.values()
+    if Need.RANKS in fault.needs and Need.THREE_RANKS not in fault.needs and not fault.name.startswith("rank-")
+]
 STALL_S = 16
 
 
