@@ -23,7 +23,7 @@ _DRAWN: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Contribution:
     """What one rank gives to one collective: `elements` in all, of the shape (elements,), on the CPU."""
 
     name: str

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from consistency.case.stages import Level
 from consistency.numerics.sums import Sum, exact_sum
 from consistency.worker.ranks.group import Joined
-from consistency.worker.stages.collectives.given import BLOCK, Given
+from consistency.worker.stages.collectives.given import BLOCK, Contribution
 
 FLOATS = ("float32", "bfloat16", "float16")
 MOVED = (*FLOATS, "int64", "int8", "uint8")
@@ -86,12 +86,12 @@ class Collective:
         held: int = getattr(torch, dtype).itemsize * (world if self.in_parts or self.gathers else 1)
         return min(size, LARGEST_BYTES // held)
 
-    def given(self, dtype: str, size: int, world: int) -> tuple[Given, ...]:
+    def given(self, dtype: str, size: int, world: int) -> tuple[Contribution, ...]:
         """Return what each rank gives."""
         elements = size * world if self.in_parts else size
-        return tuple(Given(name=self.name, dtype=dtype, elements=elements, rank=rank) for rank in range(world))
+        return tuple(Contribution(name=self.name, dtype=dtype, elements=elements, rank=rank) for rank in range(world))
 
-    def expected(self, given: Sequence[Given], rank: int) -> torch.Tensor | Sum:
+    def expected(self, given: Sequence[Contribution], rank: int) -> torch.Tensor | Sum:
         """Return what a rank has to get: bits, or a sum with its bound."""
         elements = given[0].elements
         if self.moved is not None:
@@ -114,7 +114,7 @@ class Collective:
         return Sum(value=value, allowed=allowed)
 
 
-def _put_together(given: Sequence[Given], pieces: Sequence[Piece]) -> torch.Tensor:
+def _put_together(given: Sequence[Contribution], pieces: Sequence[Piece]) -> torch.Tensor:
     found = torch.empty(sum(stop - start for _, start, stop in pieces), dtype=getattr(torch, given[0].dtype))
     at = 0
     for rank, start, stop in pieces:

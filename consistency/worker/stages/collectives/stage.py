@@ -28,7 +28,7 @@ from consistency.numerics.sums import Sum
 from consistency.numerics.words import Word
 from consistency.worker.ranks.group import GroupError, Joined, joined
 from consistency.worker.stages.bound_rule import record_bounded
-from consistency.worker.stages.collectives.given import Given
+from consistency.worker.stages.collectives.given import Contribution
 from consistency.worker.stages.collectives.library import facts
 from consistency.worker.stages.collectives.operations import (
     COLLECTIVES,
@@ -184,7 +184,7 @@ class _Trials:
             STAGE, collective.name, name, status=status, word=word, share=share, evidence=evidence
         )  # fmt: skip
 
-    def _known(self, given: Sequence[Given]) -> Known:
+    def _known(self, given: Sequence[Contribution]) -> Known:
         """Return what else a rank could hold: what another one gave."""
         given_by = [(f"what {name} gave", one) for name, one in zip(self._ranks.names, given, strict=True)]
         return Known(

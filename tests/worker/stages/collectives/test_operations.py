@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from consistency.case.stages import Level
 from consistency.numerics.sums import Sum
-from consistency.worker.stages.collectives.given import BLOCK, Given
+from consistency.worker.stages.collectives.given import BLOCK, Contribution
 from consistency.worker.stages.collectives.operations import COLLECTIVES, LARGEST_BYTES, SIZES, Collective, groups_of
 
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}
@@ -79,14 +79,14 @@ def test_each_rank_gets_its_own_part(dtype: str) -> None:
 
 
 def test_ranks_give_different_numbers_and_the_same_ones_every_time() -> None:
-    first, second = (Given(name="x", dtype="float32", elements=8, rank=rank) for rank in range(2))
+    first, second = (Contribution(name="x", dtype="float32", elements=8, rank=rank) for rank in range(2))
     assert not torch.equal(first.whole(), second.whole())
-    assert torch.equal(first.whole(), Given(name="x", dtype="float32", elements=8, rank=0).whole())
+    assert torch.equal(first.whole(), Contribution(name="x", dtype="float32", elements=8, rank=0).whole())
 
 
 @drawn(start=st.integers(0, BLOCK + 3), length=st.integers(0, BLOCK + 3))
 def test_any_part_is_that_of_the_whole(start: int, length: int) -> None:
-    given = Given(name="x", dtype="int8", elements=2 * BLOCK + 7, rank=1)
+    given = Contribution(name="x", dtype="int8", elements=2 * BLOCK + 7, rank=1)
     stop = min(start + length, given.elements)
     assert torch.equal(given.part(start, stop), given.whole()[start:stop])
 
