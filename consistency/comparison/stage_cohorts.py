@@ -194,7 +194,7 @@ class _Found:
 
 def _is_expected(worker: ComparedWorker, reference: ComparedWorker, stage: str) -> bool:
     """Return whether a worker should have the tensors of a stage: its case has the stage, at the same level."""
-    if stage == Stage.TRANSFER:  # each worker records the copies into its own device
+    if stage in (Stage.TRANSFER, Stage.COLLECTIVES):  # copies into its own device; what its own group does
         return False
     if not worker.expects_stage(stage):  # a stage that others skipped as a whole
         return False

@@ -111,6 +111,7 @@ class WorkerProcess:
             return
         with suppress(ProcessLookupError, PermissionError):
             self.process.send_signal(signal.SIGUSR1)
+            self.process.send_signal(signal.SIGCONT)  # one that was stopped writes it too, and nothing else changes
         until = time.monotonic() + DUMP_GRACE_S
         while time.monotonic() < until and self.process.poll() is None and not one.stack():
             time.sleep(POLL_S)

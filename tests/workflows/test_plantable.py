@@ -42,7 +42,7 @@ def reason(fault: str, **changed: Any) -> str:
 
 
 def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
-    subject = subject_of(prepare_case(Options()), workers=2, ranks=2)
+    subject = subject_of(prepare_case(Options()), workers=3, ranks=3)
     lacking = {fault.name: why for fault in FAULTS.values() if (why := why_not(fault, subject))}
     of_quantized = [fault.name for fault in FAULTS.values() if Need.QUANTIZED in fault.needs]
     assert lacking == dict.fromkeys(of_quantized, "the base is not quantized")

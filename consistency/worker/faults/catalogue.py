@@ -18,6 +18,7 @@ class Need(enum.Enum):
     ADAPTER = enum.auto()
     ANOTHER_WORKER = enum.auto()
     RANKS = enum.auto()
+    THREE_RANKS = enum.auto()
     PLAN = enum.auto()
     WEIGHT_FILE = enum.auto()
     FLOAT32_FILE = enum.auto()
@@ -68,6 +69,8 @@ class Fault:
         Kind of the finding where the method's merged weights have no closed form, so that no cause is searched for.
     shows_in : str
         Part of the name of the tensors or facts that show it; empty where any of its stage can.
+    is_note : bool
+        Whether that finding is a note: what it reports is no error.
     one_layer : bool
         Whether one merged layer is enough to check.
     needs : tuple of Need
@@ -94,6 +97,7 @@ class Fault:
     without_form: str = ""
     shows_in: str = ""
     base: str | None = None
+    is_note: bool = False
     one_layer: bool = False
     needs: tuple[Need, ...] = ()
 
@@ -316,6 +320,10 @@ _ROWS: tuple[Fault, ...] = (
         name="sum-last-elements", plant="collectives:last_elements", expected="block", stages=_COLLECTIVES,
         needs=(Need.RANKS,),
     ),
+    Fault(  # as if a copy between devices were wrong: a bisection has to name the setting that turns them off
+        name="sum-wrong-with-p2p", plant="collectives:with_p2p", expected="block", stages=_COLLECTIVES,
+        needs=(Need.RANKS,),
+    ),
     Fault(
         name="sum-not-added", plant="collectives:own_numbers", expected="differs", stages=_COLLECTIVES,
         needs=(Need.RANKS,),
@@ -323,6 +331,19 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="sum-one-bit", plant="collectives:one_bit", expected="differs", stages=_COLLECTIVES,
         needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-other-order-again", plant="collectives:other_order_again", expected="not-repeatable",
+        stages=_COLLECTIVES, words="the order is not fixed", is_note=True,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-wrong-again", plant="collectives:wrong_again", expected="differs", stages=_COLLECTIVES,
+        words="a second run", needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-wrong-in-pairs", plant="collectives:wrong_in_pairs", expected="differs", stages=_COLLECTIVES,
+        shows_in="+", needs=(Need.RANKS, Need.THREE_RANKS),
     ),
     Fault(
         name="parts-swapped", plant="collectives:swapped", expected="permuted", stages=_COLLECTIVES,
@@ -335,6 +356,15 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="rank-hangs", plant="collectives:hangs", expected="lost-worker", stages=_COLLECTIVES,
         words="no sign of life",
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="rank-frozen", plant="collectives:frozen", expected="lost-worker", stages=_COLLECTIVES,
+        words="no sign of life",
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="rank-raises", plant="collectives:raises", expected="failed-stage", stages=_COLLECTIVES, words="planted",
         needs=(Need.RANKS,),
     ),
     Fault(
