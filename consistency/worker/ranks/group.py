@@ -97,6 +97,11 @@ class Joined:
     def world(self) -> int:
         return len(self.names)
 
+    @property
+    def of_so_many(self) -> str:
+        """Return the ending of the name of a tensor whose bits depend on how many ranks made it."""
+        return f" of {self.world} ranks"
+
     def part(self, members: tuple[int, ...]) -> Joined | None:
         """Make a group of some of the ranks, which every rank has to call; return None to those that are not in it."""
         with self.talking(f"making a group of {len(members)} ranks"):

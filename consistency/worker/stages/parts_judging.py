@@ -151,6 +151,7 @@ def record_gradient(
     exact: torch.Tensor,
     reference: Reference,
     part: RankPart,
+    ending: str,
 ) -> None:
     """Record a gradient that every rank has as a row, and a part of one as a fact of this rank.
 
@@ -162,9 +163,11 @@ def record_gradient(
         The whole one in float64.
     reference : Reference
         What rounding makes in it.
+    ending : str
+        See `Joined.of_so_many`.
     """
     layer, tensor = adapter_place(context.expected[name][0])
-    place = f"{tensor}.{GRADIENT}"
+    place = f"{tensor}.{GRADIENT}{ending}"
     if part.dim is None:
         record_relative(
             context, stage, layer, place, actual=actual, digests=[digest(actual)], name=name, exact_name=name,

@@ -141,7 +141,7 @@ class StepJudge:
             Returns the word of a step that is outside, where it is more than its numbers say.
         """
         record, (layer, part) = self._context.record, self._place(name)
-        tensor = f"{part}.{kind}"
+        tensor = f"{part}.{kind}{self._ranks.of_so_many}"
         kept = self._own.read(kind, name)
         assert kept is not None
         if 0 in kept.shape:  # fewer rows than ranks
@@ -233,13 +233,13 @@ class StepJudge:
 
     def odd(self, kind: str, names: Sequence[str], step: int) -> dict[str, list[str]]:
         """Return the tensors of which this rank has other bits than most, or than the first, and who has these."""
-        own = [digest(self._own.of_step(kind, name, step)).value for name in names]
+        own = {name: digest(self._own.of_step(kind, name, step)).value for name in names}
         answers = self._ranks.answers(f"{self._title}{kind}, step {step + 1}", json.dumps(own))
         digests = [json.loads(answer) for answer in answers]
         return {
             name: others
-            for number, name in enumerate(names)
-            if (others := self._ranks.others_than([one[number] for one in digests]))
+            for name in names
+            if (others := self._ranks.others_than([one.get(name, "") for one in digests]))
         }
 
     def _place(self, name: str) -> tuple[str, str]:

@@ -188,7 +188,7 @@ def _record_first_gradient(
     actual = file.of_step(AVERAGED, name, 0)
     terms = mapped(exact)[[rank % passes for rank in range(ranks.world)]]
     record_gradient(
-        context, STAGE, name, actual, exact=terms.mean(0), part=file.parts[name],
+        context, STAGE, name, actual, exact=terms.mean(0), part=file.parts[name], ending=ranks.of_so_many,
         reference=averaged_reference(reference, name, terms, actual.dtype),
     )  # fmt: skip
 

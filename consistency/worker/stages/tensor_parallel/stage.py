@@ -109,8 +109,8 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
         for name, tensor in found.items():
             if name in exact and context.record.wants(STAGE, name):
                 record_relative(
-                    context, STAGE, name, mode, actual=tensor, digests=[digest(tensor)], reference=reference,
-                    name=exact[name], exact_name=exact[name], mode=mode,
+                    context, STAGE, name, f"{mode}{ranks.of_so_many}", actual=tensor, digests=[digest(tensor)],
+                    reference=reference, name=exact[name], exact_name=exact[name], mode=mode,
                 )  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _record_gradients(
             if gradient is not None and exact is not None:
                 record_gradient(
                     context, STAGE, name, mapped(gradient), exact=mapped(exact), reference=reference,
-                    part=held_here[name],
+                    part=held_here[name], ending=ranks.of_so_many,
                 )  # fmt: skip
     finally:
         file.close()
