@@ -47,6 +47,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Outputs of inference engines that are checked as those of a device are.
     repeat : int
         Runs of each computed stage on each device.
+    steps : int or None
+        Of training, in the stage `trajectory`; None where it was not asked for.
     soak_s : float or None
         How long every worker computes the same again after its stages.
     load : bool
@@ -84,6 +86,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     inputs: str | None = None
     engine_outputs: tuple[EngineFile, ...] = ()
     repeat: int = 1
+    steps: int | None = None
     soak_s: float | None = None
     load: bool = False
     only: tuple[str, ...] = ()

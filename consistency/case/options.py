@@ -190,6 +190,13 @@ class Options:
     repeat: int | None = declare(
         None, "runs per device, to check that results repeat bitwise (default: by level)", "N", type=int
     )
+    steps: int | None = declare(
+        None,
+        "let every device train the adapter alone for so many steps, in the stage trajectory (20 where it is in "
+        "--stages)",
+        "N",
+        type=int,
+    )
     soak: float | None = declare(
         None,
         "after all stages, compute the same again until this time is up, and compare every repeat with the first: "

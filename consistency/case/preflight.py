@@ -78,6 +78,7 @@ def _prepared(options: Options) -> Case:
         inputs=None if options.inputs is None else _inputs_file(options.inputs),
         engine_outputs=_engine_files(options),
         repeat=options.repeat or LEVELS[options.level].repeat,
+        steps=options.steps,
         soak_s=options.soak,
         load=options.load,
         only=options.only,

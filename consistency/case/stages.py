@@ -26,6 +26,7 @@ class Stage(enum.StrEnum):
     MERGED = "merged"
     FORWARD = "forward"
     GRADIENT = "gradient"
+    TRAJECTORY = "trajectory"
     ADAPTERS = "adapters"
     MEMORY = "memory"
     SHARDING = "sharding"
@@ -178,6 +179,12 @@ SPECS: dict[Stage, StageSpec] = {
             again=f"{_SOAK}.computed:gradient",
             needs_adapter=True, levels=_FROM_STANDARD, feeds_inputs=True, whole="adapter_on",
             before=Stage.FORWARD,  # whose merge leaves a tied weight's pages private: less memory is held here
+        ),
+        StageSpec(  # on request alone: every step takes some passes on the CPU
+            stage=Stage.TRAJECTORY, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.trajectory.stage:run",
+            cost=f"{_COSTS}:trajectory",
+            short="traj",
+            needs_adapter=True, levels=(), feeds_inputs=True, option="steps", before=Stage.FORWARD, whole="curve",
         ),
         StageSpec(  # with several adapters alone
             stage=Stage.ADAPTERS, kind=Kind.COMPUTES, rule=Rule.BITWISE, worker=f"{_STAGES}.adapters.stage:run",

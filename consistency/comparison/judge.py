@@ -173,8 +173,15 @@ def _relative(
         return _equal(subject, record, reference=FLOAT64)
     rounding, reason = record.rounding, None
     own_products = record.stage != Stage.BASE and (subject.products or reference.products)
+    own_step = record.stage == Stage.TRAJECTORY  # of a training, at this worker's own parameters before it
     # where workers multiply in several precisions, the record has what rounding makes in this worker's
-    if not own_products and (rounding is None or subject.is_cpu) and reference.is_cpu and expected is not None:
+    if (
+        not own_products
+        and not own_step
+        and (rounding is None or subject.is_cpu)
+        and reference.is_cpu
+        and expected is not None
+    ):
         rounding = expected.rounding if expected.dtype == record.dtype else None
     if rounding is None:
         reason = record.reason or "the error that rounding makes in this dtype is unknown: no CPU took part"

@@ -42,6 +42,10 @@ class FindingKind(enum.StrEnum):
     REPLICA_DRIFT = "replica-drift"
     HEALTHY_SPLIT = "healthy-split"
 
+    # a training by each device alone
+    LEFT_TRAJECTORY = "left-trajectory"
+    KEPT_TRAJECTORY = "kept-trajectory"
+
     # the adapter and the base
     NO_EFFECT = "no-effect"
     OTHER_BASE = "other-base"

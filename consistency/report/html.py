@@ -32,7 +32,7 @@ from consistency.report.formats import View
 from consistency.report.layers import summary_lines
 from consistency.report.marks import VERDICT_MARKS, letter
 from consistency.report.one_finding import as_markdown
-from consistency.report.page import agreement, cells, distributions, environments, memory
+from consistency.report.page import agreement, cells, distributions, environments, memory, trajectories
 from consistency.report.page.labels import KEY
 from consistency.report.page.rendering import page_environment, part
 from consistency.report.summary import all_groups
@@ -100,6 +100,12 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
         "agreement": parted,
         "bits": distributions.bits(comparison.tensors),
         "cell_mark": cell_mark,
+        "chart": {
+            "width": trajectories.WIDTH,
+            "height": trajectories.HEIGHT,
+            "left": trajectories.LEFT,
+            "right": trajectories.RIGHT,
+        },
         "copies": copies,
         "data": Markup(_data(comparison, layers, by_load_path)),  # escaped for a script element, which is not HTML
         "environments": environments.environments(comparison.workers),
@@ -112,6 +118,7 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
         "several_paths": sum(not is_alternative(path) for path in comparison.load_paths) > 1,
         "shortened": any(column.stands_for != 1 for some in by_load_path.values() for column in some),
         "status_of": {"=": "equal", "✗": "outside", "–": "skipped"},
+        "trainings": trajectories.trainings(comparison.tensors),
         "ways_left_out": ways_left_out,
         "workers": memory.workers(comparison),
         "worst_layers": [text for _, text in worst[:_MOST_WORST]],

@@ -28,6 +28,9 @@ REFERENCE_FILE = "reference.safetensors"
 GRADIENT_FILE = "gradient.safetensors"
 """Name of the float64 gradients there."""
 
+TRAJECTORY_FILE = "trajectory.safetensors"
+"""Name of the float64 trajectory of the adapter there."""
+
 DECISIONS_FILE = "decisions-{}.bin"
 """Name of the decisions of a stage there, that all workers are compared on."""
 

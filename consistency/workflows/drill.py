@@ -270,6 +270,7 @@ def trial_of(
         devices=tuple(info.spec.name for info in devices),
         stages=fault.stages,
         repeat=fault.repeat,
+        steps=fault.steps,
         soak=fault.soak_s,
         only=(f"{fault.stages[0]}::{subject.of_lora('lora_A')[0]}",) if fault.one_layer else (),
         load_paths=(LoadPath.SHARED,) if fault.two_devices else fault.load_paths,

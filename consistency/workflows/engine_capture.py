@@ -44,7 +44,7 @@ def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
         read_header(Path(case.inputs))
     paths = tuple(EngineFile(name=one.name, path=str(Path(one.path).expanduser().resolve())) for one in files)
     found = msgspec.structs.replace(
-        case, engine_outputs=paths, stages=(Stage.FORWARD,), soak_s=None, load=False, only=(), wrapper=None,
+        case, engine_outputs=paths, stages=(Stage.FORWARD,), steps=None, soak_s=None, load=False, only=(), wrapper=None,
         adapters=(), device_map=None, allow_pickle=False, trust_remote_code=False, load_paths=None, repeat=1,
     )  # fmt: skip
     for one in paths:

@@ -43,7 +43,8 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     others = [stage for stage in Stage if stage not in (Stage.ADAPTER, Stage.ADAPTERS)]  # one adapter has no such stage
     assert narrowed.not_checked() == tuple(f"stage {stage}" for stage in others)
     thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
-    assert thorough.not_checked() == (*together, "stage wrapping"), "which are run on request alone"
+    on_request = ("stage trajectory", *together, "stage wrapping")
+    assert thorough.not_checked() == on_request, "which are run on request alone"
 
 
 def test_a_report_names_what_did_not_fit() -> None:

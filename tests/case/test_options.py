@@ -15,7 +15,7 @@ from consistency.pytest_plugin import plugin
 
 TEXTS = {
     "devices": "cpu", "dtype": "bfloat16", "stages": "base", "load_paths": "shared", "level": "quick", "repeat": "2",
-    "profile": "deployed", "for": "1h30m", "set": "cudnn_enabled=false",
+    "profile": "deployed", "steps": "7", "for": "1h30m", "set": "cudnn_enabled=false",
     "placement": "offload", "tolerance": "atol=1,rtol=1", "timeout": "2", "stall": "3", "threads": "4",
     "engine_outputs": "vllm=outputs.safetensors",
 }  # fmt: skip

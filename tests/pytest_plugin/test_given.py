@@ -16,7 +16,7 @@ VALUES = {
     "name": '"mine"', "devices": '["cpu", "cpu@baseline"]',
     "dtype": '"bfloat16"', "profile": '"deployed"', "set": '["cudnn_enabled=false"]', "placement": '"offload"',
     "stages": '"adapter,base"', "load_paths": '"isolated"', "level": '"quick"', "inputs": '"inputs.safetensors"',
-    "device_map": '"auto"', "wrapper": '"python:a.b:c"', "repeat": "3", "for": '"1h30m"', "load": "true",
+    "device_map": '"auto"', "wrapper": '"python:a.b:c"', "repeat": "3", "steps": "7", "for": '"1h30m"', "load": "true",
     "tolerance": '["stage=merged,atol=1e-3,rtol=1e-2"]', "keep": "true", "allow_pickle": "true",
     "trust_remote_code": "true", "timeout": "600", "stall": "30.5", "threads": "4",
 }  # fmt: skip

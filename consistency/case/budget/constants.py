@@ -57,6 +57,11 @@ STAGE_S = 0.15
 TRAINING_STEPS = 3
 """Of the stages that train by a group of ranks."""
 
+TRAJECTORY_STEPS = 20
+DRAWN_AT_EACH_STEP = 4
+NOISE_TRAININGS = 3
+"""Of the stage `trajectory`: its steps, its passes with noise at each of them, and its trainings with noise."""
+
 PER_TENSOR_S = 0.001
 """Of Python for one record: a digest, its comparison, a line of JSON."""
 

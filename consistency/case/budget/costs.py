@@ -14,6 +14,7 @@ from consistency.case.budget.constants import (
     CUT_STEPS,
     DIGEST_BYTES,
     DIGEST_S,
+    DRAWN_AT_EACH_STEP,
     GRADIENT_BYTES,
     GRADIENT_LINES,
     GRADIENT_PART,
@@ -26,6 +27,7 @@ from consistency.case.budget.constants import (
     MERGE_IN_FLOAT64_S,
     MERGE_S,
     MIB,
+    NOISE_TRAININGS,
     PART_BYTES,
     PER_TENSOR_S,
     ROOM_BYTES,
@@ -33,6 +35,7 @@ from consistency.case.budget.constants import (
     SCORE_BYTES,
     STAGE_S,
     TRAINING_STEPS,
+    TRAJECTORY_STEPS,
     WINDOW_BYTES,
 )
 from consistency.case.budget.setting import Cost, Setting
@@ -213,6 +216,33 @@ def gradient(s: Setting) -> Cost:
             memory_s=compared * MEASURE_GRADIENT_S,
             native=products.times(s.case.repeat * _products_per_weight(s, one_block, room, s.shape.width)),
             float64=products.times(_products_per_weight(s, one_block, wide_room, 8) if s.makes_reference else 0),
+        ),
+    )
+
+
+def trajectory(s: Setting) -> Cost:
+    """Train some steps alone, and compute each again on the CPU: in float64, with noise, and as further trainings.
+
+    Gradients and parameters of each step are in files, and all trained tensors at once are in memory: with the
+    optimizer's two moments, in float64 and as often as noise is drawn. A pass with noise takes about three times as
+    long as one without.
+    """
+    steps, trained = s.case.steps or TRAJECTORY_STEPS, s.shape.trained_elements
+    once = gradient(s)
+    passes, trainings = steps * DRAWN_AT_EACH_STEP, steps * NOISE_TRAININGS if s.makes_reference else 0
+    products = _products(s, s.of_backward, parts=1).times(3)
+    twin = s.shape.loaded_bytes if s.on_device else 0
+    per_element = 8 + 4 * DRAWN_AT_EACH_STEP + (3 * 8 if s.makes_reference else 0)
+    return Cost(
+        host_bytes=once.host_bytes + twin + trained * per_element,
+        device_bytes=once.device_bytes + 4 * 4 * trained,
+        scratch_bytes=once.scratch_bytes + 2 * 4 * steps * trained + 8 * trained,
+        kept_bytes=8 * steps * trained if s.makes_reference else 0,
+        work=Work(
+            fixed_s=(LOAD_S if s.on_device else 0) + 4 * PER_TENSOR_S * s.shape.adapter_tensors * (steps + passes),
+            memory_s=(2 * steps + passes) * trained * MEASURE_GRADIENT_S,
+            native=products.times(steps + 3 * (passes + trainings)),
+            float64=products.times(steps * (2 if s.makes_reference else 1)),
         ),
     )
 

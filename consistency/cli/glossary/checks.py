@@ -76,6 +76,19 @@ STAGES: Mapping[Stage, Explanation] = {
         action="If stage forward is right, look at the backward kernels of the first tensor that is outside.",
         example="gradient · cuda:0 · errors that exceed tolerance in lora_A.gradient of model.layers.0.mlp.up_proj",
     ),
+    Stage.TRAJECTORY: Explanation(
+        summary="some steps of training by each device alone, each judged by itself",
+        meaning="The adapter is trained with the same data and seeds on every device. Hidden states, gradients and the "
+        "optimizer's result of each step are judged from the bytes that the device had before it. Loss, norm of the "
+        "gradients and the adapter's distance from a training in float64 are shown beside those of trainings with "
+        "rounding noise, and judge nothing.",
+        cause="--steps, or --stages trajectory (20 steps).",
+        action="The finding names step, layer and part: forward pass, gradient or optimizer. Look there first; what "
+        "follows from it in later steps is no fault of its own.",
+        example="trajectory · cuda:1 · leaves the float64 trajectory at step 5, in the gradient of lora_B of "
+        "model.layers.1.mlp.up_proj: 14× tolerance; loss 4.312 there, 4.301 in float64; steps 1 to 4 are within "
+        "tolerance",
+    ),
     Stage.ADAPTERS: Explanation(
         summary="several adapters in one model",
         meaning="Set, combined, merged, swapped and deleted; after each step every adapter has the bytes of its file, "

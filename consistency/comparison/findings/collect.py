@@ -32,6 +32,7 @@ from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.sums_again import find_sums_again
 from consistency.comparison.findings.tolerances import find_tolerances
+from consistency.comparison.findings.trajectories import find_trajectories, without_trajectories
 from consistency.comparison.findings.transfers import find_transfer
 from consistency.comparison.findings.unexplained import find_unexplained
 from consistency.comparison.findings.unordered import ran_before, without_version
@@ -73,7 +74,7 @@ def find(
         *find_wrong_digests(compared),
         *find_transfer(compared, tensors),
         *find_causes(
-            [t for t in of_devices(tensors, compared) if t.stage != Stage.TRANSFER],
+            [t for t in without_trajectories(of_devices(tensors, compared)) if t.stage != Stage.TRANSFER],
             next_step=functools.partial(_next, compared, reference),
             compare_file=functools.partial(_compare_file, reference),
         ),
@@ -81,6 +82,7 @@ def find(
         *find_device_use(tensors),
         *find_ranks(tensors),
         *find_sums_again(tensors),
+        *find_trajectories(tensors, next_step=functools.partial(_next, compared, reference)),
         *find_casts(tensors),
         *_not_repeatable(compared, tensors),
         *find_soak(
@@ -299,6 +301,7 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     words += _given("--stages", *([",".join(case.stages)] if asked else []))
     words += _given("--wrapper", *filter(None, [case.wrapper]))
     words += _given("--device-map", *([str(case.device_map)] if case.device_map else []))
+    words += _given("--steps", *([str(case.steps)] if case.steps else []))
     words += _given("--inputs", *filter(None, [case.inputs]))
     words += _given("--load-paths", *([",".join(case.load_paths)] if case.load_paths else []))
     words += _given("--tolerance", *map(str, case.tolerance))

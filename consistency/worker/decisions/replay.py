@@ -40,6 +40,11 @@ class Made:
         """Return the names of the passes."""
         return list(self._digests)
 
+    @property
+    def decided(self) -> bool:
+        """Whether any pass made a decision."""
+        return any(self._digests.values())
+
     def is_on(self, table: Table, key: str, *, on: str = "") -> bool:
         """Return whether a pass made the decisions of the reference, or a recorded alternative."""
         return self._digests[key] == [settled.digest for settled in table.passes.get(on or key, ())]

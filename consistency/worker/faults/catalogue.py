@@ -73,6 +73,8 @@ class Fault:
         Whether that finding is a note: what it reports is no error.
     one_layer : bool
         Whether one merged layer is enough to check.
+    steps : int or None
+        Of a training, where fewer than usual show it.
     needs : tuple of Need
         What it takes besides a model, and an adapter where its stages need one.
     wrapper : str or None
@@ -99,6 +101,7 @@ class Fault:
     base: str | None = None
     is_note: bool = False
     one_layer: bool = False
+    steps: int | None = None
     needs: tuple[Need, ...] = ()
 
     @property
@@ -114,6 +117,7 @@ _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 _TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
 _ADAPTERS, _COLLECTIVES = (Stage.ADAPTERS,), (Stage.COLLECTIVES,)
 _REPLICAS, _SHARDS, _TENSOR_PARALLEL = (Stage.REPLICAS,), (Stage.SHARDS,), (Stage.TENSOR_PARALLEL,)
+_TRAJECTORY = (Stage.TRAJECTORY,)
 _BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
 
 _ROWS: tuple[Fault, ...] = (
@@ -258,6 +262,19 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="optimizer-off", plant="compute:step_off", expected="wrong-scale", stages=_GRADIENT,
         needs=(Need.FLOAT32_MODEL,),
+    ),
+    Fault(
+        name="trajectory-gradient-scaled", plant="trajectory:gradient_scaled", expected="left-trajectory",
+        stages=_TRAJECTORY, steps=6, words="at step 5, in the gradient of lora_B",
+        needs=(Need.FLOAT32_MODEL, Need.LORA_B),
+    ),
+    Fault(
+        name="trajectory-forward-off", plant="trajectory:forward_off", expected="left-trajectory", stages=_TRAJECTORY,
+        steps=6, words="at step 4, in hidden_states.", needs=(Need.FLOAT32_MODEL,),
+    ),
+    Fault(
+        name="trajectory-optimizer-off", plant="trajectory:optimizer_off", expected="left-trajectory",
+        stages=_TRAJECTORY, steps=6, words="after the optimizer's step",
     ),
     Fault(
         name="merge-not-repeatable", plant="computed:flaky_delta", expected="not-repeatable", stages=_MERGED, repeat=2,

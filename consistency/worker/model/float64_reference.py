@@ -1,4 +1,4 @@
-"""The float64 activations and gradients: made by one worker on the CPU, read by all.
+"""The float64 activations, gradients and trajectory: made by one worker on the CPU, read by all.
 
 They are in a scratch folder that is removed after the run; a capture keeps the measures against them.
 """
@@ -20,9 +20,9 @@ from consistency.capture.whole_file import write_whole
 from consistency.case.stages import Stage
 from consistency.numerics.file_tensor import Readable, read_tensor
 from consistency.numerics.rules import RoundingError
-from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE, REFERENCE_LOST, EventLog
+from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE, REFERENCE_LOST, TRAJECTORY_FILE, EventLog
 
-FILE_OF = {Stage.FORWARD: REFERENCE_FILE, Stage.GRADIENT: GRADIENT_FILE}
+FILE_OF = {Stage.FORWARD: REFERENCE_FILE, Stage.GRADIENT: GRADIENT_FILE, Stage.TRAJECTORY: TRAJECTORY_FILE}
 """By the stage that makes it, or waits for it."""
 
 POLL_S = 0.05

@@ -14,8 +14,7 @@ from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.forward import in_mode, inputs_of
 from consistency.worker.stages.gradient.runs import Runs
-from consistency.worker.stages.gradient.stage import as_model_takes
-from consistency.worker.training.backward import trained
+from consistency.worker.training.backward import as_model_takes, trained
 
 
 def forward(context: Context, compare: Compare) -> Again:

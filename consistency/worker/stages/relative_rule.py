@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import exact_chunks
@@ -64,7 +65,7 @@ def record_relative(
     computed_by: str = "",
     decisions: str = "",
     reason: str = "",
-    more: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers.
 

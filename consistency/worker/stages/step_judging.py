@@ -9,6 +9,7 @@ Of a tensor that ranks hold in parts each rank judges its own part, as a fact: i
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -35,7 +36,7 @@ from consistency.numerics.words import Word
 from consistency.worker.ranks.group import Joined
 from consistency.worker.stages.context import Context
 from consistency.worker.training.adamw import EPSILON, ExactState
-from consistency.worker.training.steps import AVERAGED, OWN, STEPS, UPDATED, StepFile
+from consistency.worker.training.steps import AVERAGED, OWN, UPDATED, StepFile
 
 PART = 1 << 16
 """Elements whose exact values are made at once: some twenty arrays of 512 KiB."""
@@ -47,10 +48,12 @@ Exact = Callable[[slice], Sequence[Bounded]]
 
 
 class StepJudge:
-    """Judges what a rank has of each step.
+    """Judges what a rank, or a device alone, has of each step.
 
     Parameters
     ----------
+    ranks : Joined or None
+        None for a device that trains alone.
     files : sequence of StepFile
         Of all ranks, in their order.
     title : str
@@ -58,14 +61,21 @@ class StepJudge:
     """
 
     def __init__(
-        self, context: Context, ranks: Joined, stage: Stage, files: Sequence[StepFile], *, title: str = ""
+        self, context: Context, ranks: Joined | None, stage: Stage, files: Sequence[StepFile], *, title: str = ""
     ) -> None:
         self._context = context
-        self._ranks = ranks
+        self._alone = ranks is None
+        self._group = ranks
         self._stage = stage
         self._files = files
-        self._own = files[ranks.rank]
+        self._own = files[0 if ranks is None else ranks.rank]
+        self._steps = self._own.steps
         self._title = title
+
+    @property
+    def _ranks(self) -> Joined:
+        assert self._group is not None
+        return self._group
 
     def averaged(self, name: str) -> bool:
         """Record a gradient as the average of those of the ranks; return whether it is, where that can be judged."""
@@ -74,7 +84,7 @@ class StepJudge:
             return torch.stack([file.elements(OWN, name, step)(part) for file in self._files])
 
         def exact(part: slice) -> Sequence[Bounded]:
-            return [exact_sum(given(part, step), average=True) for step in range(STEPS)]
+            return [exact_sum(given(part, step), average=True) for step in range(self._steps)]
 
         return self._record(AVERAGED, name, given, exact, instead=lambda step: self._not_averaged(name, step))
 
@@ -86,19 +96,22 @@ class StepJudge:
     def updated(self, name: str, start: torch.Tensor) -> None:
         """Record a parameter after each step.
 
+        A device alone is judged step by step, from the bytes that its parameter had before: what an earlier step may
+        round is allowed in its moments alone.
+
         Parameters
         ----------
         start : torch.Tensor
             The parameter before the first step, on the CPU.
         """
-        elements = [self._own.elements(AVERAGED, name, step) for step in range(STEPS)]
+        elements = [self._own.elements(AVERAGED, name, step) for step in range(self._steps)]
         self._record(UPDATED, name, lambda part, step: elements[step](part), self._trajectory(name, start))
 
     def apart(self, name: str, start: torch.Tensor, other: str) -> float:
         """Return how far a parameter is from another rank's after the last step, by twice its bound."""
         exact, largest = self._trajectory(name, start), 0.0
         mine, its = (
-            file.elements(UPDATED, name, STEPS - 1)
+            file.elements(UPDATED, name, self._steps - 1)
             for file in (self._own, self._files[self._ranks.group.ranks.index(other)])
         )
         for first in range(0, self._size(name), PART):
@@ -110,12 +123,15 @@ class StepJudge:
 
     def _trajectory(self, name: str, start: torch.Tensor) -> Exact:
         before, by = elements_of(start), Arithmetic.of(start.dtype)
-        gradients = [self._own.elements(AVERAGED, name, step) for step in range(STEPS)]
+        gradients = [self._own.elements(AVERAGED, name, step) for step in range(self._steps)]
+        updated = [self._own.elements(UPDATED, name, step) for step in range(self._steps)]
 
         def exact(part: slice) -> Sequence[Bounded]:
             state = ExactState(by.known(_wide(before(part))))
             found = []
-            for gradient in gradients:
+            for step, gradient in enumerate(gradients):
+                if self._alone and step:
+                    state = dataclasses.replace(state, parameter=by.known(_wide(updated[step - 1](part))))
                 state = state.after(by.known(_wide(gradient(part))))
                 found.append(state.parameter)
             return found
@@ -133,6 +149,8 @@ class StepJudge:
     ) -> bool:
         """Record the first step that is outside its bound, the last one if none is; return whether none is.
 
+        Of steps that are judged each by itself it is the one nearest to its bound, if none is outside.
+
         Parameters
         ----------
         given : callable
@@ -141,7 +159,7 @@ class StepJudge:
             Returns the word of a step that is outside, where it is more than its numbers say.
         """
         record, (layer, part) = self._context.record, self._place(name)
-        tensor = f"{part}.{kind}{self._ranks.of_so_many}"
+        tensor = f"{part}.{kind}{'' if self._alone else self._ranks.of_so_many}"
         kept = self._own.read(kind, name)
         assert kept is not None
         if 0 in kept.shape:  # fewer rows than ranks
@@ -150,7 +168,7 @@ class StepJudge:
             record.absent(self._stage, layer, tensor, status="skipped", rule=Rule.BOUND, reason=why)
             return True
         tolerance = record.tolerance(stage=self._stage, layer=layer, dtype=kept.dtype)
-        elements = [self._own.elements(kind, name, step) for step in range(STEPS)]
+        elements = [self._own.elements(kind, name, step) for step in range(self._steps)]
         size = self._size(name)
 
         def stretches(parts: range) -> Iterator[tuple[Stretch, ...]]:
@@ -165,9 +183,11 @@ class StepJudge:
                 )  # fmt: skip
 
         parts = max(1, -(-size // PART))
-        steps = [self._own.of_step(kind, name, step) for step in range(STEPS)]
+        steps = [self._own.of_step(kind, name, step) for step in range(self._steps)]
         found = measure_in_parts(steps, stretches, parts, PART)
-        step = next((step for step, one in enumerate(found) if not passes(float(one.ratio or 0))), STEPS - 1)
+        ratios = [float(one.ratio or 0) for one in found]
+        last = int(np.argmax(ratios)) if self._alone else self._steps - 1
+        step = next((step for step, ratio in enumerate(ratios) if not passes(ratio)), last)
 
         is_within = passes(float(found[step].ratio or 0))
 
@@ -196,7 +216,7 @@ class StepJudge:
         has_epsilon = float(torch.tensor(EPSILON, dtype=dtype)) > 0
         for start in range(0, self._size(name), PART):
             part = slice(start, min(self._size(name), start + PART))
-            if not all(bool(torch.isfinite(given(part, step)).all()) for step in range(STEPS)):
+            if not all(bool(torch.isfinite(given(part, step)).all()) for step in range(self._steps)):
                 return "a gradient is NaN or infinite"
             if not has_epsilon and not all(np.isfinite(bounded.allowed).all() for bounded in exact(part)):
                 return f"AdamW's ε is 0 in {name_of(dtype)}: its step divides small gradients by zero"
@@ -213,7 +233,7 @@ class StepJudge:
             Tensors of which a row says already what is wrong.
         """
         found: dict[str, tuple[int, list[str]]] = {}
-        for step in range(STEPS):
+        for step in range(self._steps):
             for name, others in self.odd(kind, names, step).items():
                 found.setdefault(name, (step, others))
         for name, (step, others) in found.items():
@@ -227,7 +247,7 @@ class StepJudge:
         if not found:
             self._context.record.fact(
                 self._stage, WHOLE_MODEL, f"{self._title}{what}, {SAME_BITS}", status="equal",
-                evidence={"tensors": len(names), "steps": STEPS, "ranks": list(self._ranks.group.ranks)},
+                evidence={"tensors": len(names), "steps": self._steps, "ranks": list(self._ranks.group.ranks)},
             )  # fmt: skip
         return list(found)
 

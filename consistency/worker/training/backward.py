@@ -9,18 +9,15 @@ cross-entropy needs targets, and a confident model has near-zero gradients.)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from consistency.devices.backends import CPU
-from consistency.numerics.decisions import Watch
 from consistency.numerics.exact import Float64Mode
-from consistency.worker.decisions.places import Places
-from consistency.worker.decisions.replay import deciding
 from consistency.worker.model.blocks import recomputed, room_for
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import ADAPTER_NAME
@@ -31,6 +28,9 @@ Tensors = dict[str, torch.Tensor]
 
 Take = Callable[[str, torch.Tensor], None]
 """Called with a parameter's name and its gradient, which is freed afterwards."""
+
+Loss = Callable[[Tensors, Tensors], Sequence[tuple[torch.Tensor, torch.Tensor]]]
+"""Called with the hidden states and the outputs of a pass, returns what goes backward, each tensor with its weights."""
 
 PASSES = 4
 """Backward passes over as many parts of the batch.
@@ -95,8 +95,8 @@ def backward(
     *,
     recompute: bool = True,
     exact: bool = False,
-    watch: Watch | None = None,
-    places: Places | None = None,
+    watched: AbstractContextManager[None] | None = None,
+    loss: Loss | None = None,
 ) -> None:
     """Run the model forward and backward on one part of the batch, and hand over the gradients of its parameters.
 
@@ -109,10 +109,10 @@ def backward(
         which there is no room. See `blocks.recomputed`.
     exact : bool
         Compute in float64: the gradients are float64.
-    watch : callable, optional
-        Called with each decision, forward and backward: see `consistency.numerics.decisions`.
-    places : Places, optional
-        Follows the modules that run meanwhile.
+    watched : context manager, optional
+        Watches the decisions, forward and backward: see `consistency.worker.decisions.replay`.
+    loss : callable, optional
+        Instead of the weighted sum of all outputs, `of_outputs`.
     """
     wanted = {name: model.get_parameter(name) for name in names}
     with ExitStack() as stack:
@@ -131,12 +131,16 @@ def backward(
             room = room_for(model) if device_of(model).type == CPU else 0
             again = nullcontext if mode is None else mode.in_backward
             stack.enter_context(recomputed(model, room=room, again=again))
-        stack.enter_context(deciding(watch, gradient=True, places=places))
-        _, ends = outputs(model, inputs)
-        ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
-        if not ends:
+        stack.enter_context(watched or nullcontext())
+        terms = (loss or of_outputs)(*outputs(model, inputs))
+        if not terms:
             raise ValueError("no output of the model depends on the adapter")
-        torch.autograd.backward(list(ends.values()), [loss_weights(tensor) for tensor in ends.values()])
+        torch.autograd.backward([tensor for tensor, _ in terms], [weights for _, weights in terms])
+
+
+def of_outputs(_hidden: Tensors, ends: Tensors) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    """Return every output that depends on the adapter, with its weights in the loss."""
+    return [(tensor, loss_weights(tensor)) for tensor in ends.values() if tensor.requires_grad]
 
 
 def loss_weights(output: torch.Tensor) -> torch.Tensor:
@@ -148,6 +152,26 @@ def loss_weights(output: torch.Tensor) -> torch.Tensor:
     signs = generator.integers(0, 2, size=tuple(output.shape)) * 2 - 1
     size = 2.0 ** -round(np.log2(max(1, output.numel())) / 2)
     return torch.from_numpy(signs * size).to(output.device, output.dtype)
+
+
+def as_model_takes(model: torch.nn.Module, inputs: Tensors) -> Tensors:
+    """Return the inputs with floating-point ones in the model's dtype."""
+    dtype = next(model.parameters()).dtype
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+
+
+@contextmanager
+def put_back(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+    """Put back the values that parameters have now, and their gradients."""
+    kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(kept[name])
+                parameter.grad = gradients[name]
 
 
 @contextmanager

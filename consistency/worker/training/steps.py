@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,28 +35,49 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 class StepFile:
-    """What one rank has of each step, by kind, parameter and step.
+    """What one rank, or a device alone, has of each step, by kind, parameter and step.
 
     Parameters
     ----------
     parameters : mapping of str to torch.nn.Parameter
         Of which dtype and shape are taken.
+    ranks : tuple of int
+        The rank that has them, and how many hold parts: a device alone holds all of each.
+    of_another : bool
+        Read the file that another process has written.
 
     Attributes
     ----------
+    steps : int
+        How many there are.
     parts : dict of str to RankPart
         What the rank holds of each parameter.
     """
 
-    def __init__(self, ranks: Joined, title: str, rank: int, parameters: Parameters) -> None:
-        self.parts = {name: part_of(p, rank=rank, world=ranks.world) for name, p in parameters.items()}
+    def __init__(
+        self,
+        path: Path,
+        parameters: Parameters,
+        *,
+        steps: int = STEPS,
+        kinds: Sequence[str] = (OWN, SEEN, AVERAGED, UPDATED),
+        ranks: tuple[int, int] = (0, 1),
+        of_another: bool = False,
+    ) -> None:
+        self.steps = steps
+        self.parts = {name: part_of(p, rank=ranks[0], world=ranks[1]) for name, p in parameters.items()}
         layout = {
-            f"{kind}/{name}": (parameter.dtype, (STEPS, *self._shape(kind, name)))
-            for kind in (OWN, SEEN, AVERAGED, UPDATED)
+            f"{kind}/{name}": (parameter.dtype, (steps, *self._shape(kind, name)))
+            for kind in kinds
             for name, parameter in parameters.items()
         }
+        self._file = TensorFile(path, layout, of_another=of_another)
+
+    @classmethod
+    def of_rank(cls, ranks: Joined, title: str, rank: int, parameters: Parameters) -> StepFile:
+        """Return the file of one rank of a group, which this rank writes if it is its own."""
         path = ranks.folder / f"{title}-{rank}.safetensors"
-        self._file = TensorFile(path, layout, of_another=rank != ranks.rank)
+        return cls(path, parameters, ranks=(rank, ranks.world), of_another=rank != ranks.rank)
 
     def _shape(self, kind: str, name: str) -> tuple[int, ...]:
         return self.parts[name].whole if kind == SEEN else self.parts[name].shape
@@ -65,7 +87,7 @@ class StepFile:
         self._file.write(f"{kind}/{name}", step, held(tensor).to("cpu").contiguous())
 
     def read(self, kind: str, name: str) -> Readable | None:
-        """Return a tensor of all steps `(STEPS, *shape)`, None where none was written."""
+        """Return a tensor of all steps `(steps, *shape)`, None where none was written."""
         return self._file.read(f"{kind}/{name}")
 
     def of_step(self, kind: str, name: str, step: int) -> torch.Tensor:
@@ -81,8 +103,8 @@ class StepFile:
         read, start = elements_of(tensor), step * math.prod(tensor.shape[1:])
         return lambda part: read(slice(start + part.start, start + part.stop))
 
-    def close(self) -> None:
-        self._file.close()
+    def close(self, *, remove: bool = False) -> None:
+        self._file.close(remove=remove)
 
 
 def whole_of_step(files: Sequence[StepFile], kind: str, name: str, step: int) -> torch.Tensor:
@@ -138,14 +160,14 @@ def trained_by(
         Active during the passes of each step.
     """
     with ExitStack() as stack:
-        own = StepFile(ranks, title, ranks.rank, parameters)
+        own = StepFile.of_rank(ranks, title, ranks.rank, parameters)
         stack.callback(own.close)
         with ranks.calling(f"training, {title}"):
             _train(ranks, title, model, parameters, batches, own, call=call or model, watching=watching)
         ranks.answers(f"{title}, trained", "")
         files = []
         for rank in range(ranks.world):
-            file = own if rank == ranks.rank else StepFile(ranks, title, rank, parameters)
+            file = own if rank == ranks.rank else StepFile.of_rank(ranks, title, rank, parameters)
             if file is not own:
                 stack.callback(file.close)
             files.append(file)

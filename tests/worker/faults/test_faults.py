@@ -148,7 +148,8 @@ def look_at_fault(tmp_path: Path, two_adapters: tuple[NamedAdapter, ...]) -> Run
         level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
         wrapper = HARMLESS_WRAPPER if stage == "wrapping" else None
         base = getattr(FAULTS.get(fault), "base", None) or "builtin:llama"
-        options = Options(base=base, stages=(Stage(stage),), level=level, wrapper=wrapper)
+        steps = getattr(FAULTS.get(fault), "steps", None)
+        options = Options(base=base, stages=(Stage(stage),), level=level, wrapper=wrapper, steps=steps)
         if stage == "adapters":
             options = dataclasses.replace(options, adapters=two_adapters)
         case = prepare_case(options)

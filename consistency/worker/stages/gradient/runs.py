@@ -14,6 +14,7 @@ from consistency.numerics.digest import TensorDigest, block_digests, combine
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.worker.decisions.places import Places
+from consistency.worker.decisions.replay import deciding
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.blocks import RecomputationError
@@ -132,12 +133,11 @@ class Runs:
             if not names:
                 break
             try:
-                watch = None if watches is None else watches(str(index))
+                watched = deciding(None if watches is None else watches(str(index)), gradient=True, places=places)
                 backward(
-                    self.model, names, part, hand_over, recompute=self._recompute, exact=exact, watch=watch,
-                    places=places,
+                    self.model, names, part, hand_over, recompute=self._recompute, exact=exact, watched=watched
                 )  # fmt: skip
             except RecomputationError:
                 self._recompute = False
-                watch = None if watches is None else watches(str(index))
-                backward(self.model, names, part, hand_over, recompute=False, exact=exact, watch=watch, places=places)
+                watched = deciding(None if watches is None else watches(str(index)), gradient=True, places=places)
+                backward(self.model, names, part, hand_over, recompute=False, exact=exact, watched=watched)

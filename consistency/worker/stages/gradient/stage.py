@@ -46,7 +46,7 @@ from consistency.worker.stages.gradient.on_track import Again, Judged, decisions
 from consistency.worker.stages.gradient.optimizer_step import record_step
 from consistency.worker.stages.gradient.runs import Runs, Watches
 from consistency.worker.stages.relative_rule import record_relative, rounding_errors
-from consistency.worker.training.backward import Tensors, trained
+from consistency.worker.training.backward import Tensors, as_model_takes, trained
 
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -215,12 +215,6 @@ def _draw(
             return file
 
         cpu_error.draw(products, passes, compute, independent)
-
-
-def as_model_takes(model: torch.nn.Module, inputs: Tensors) -> Tensors:
-    """Return the inputs with floating-point ones in the model's dtype."""
-    dtype = next(model.parameters()).dtype
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
 
 def _refusal(context: Context, model: torch.nn.Module, inputs: Tensors, error: Exception) -> str:

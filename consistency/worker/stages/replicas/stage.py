@@ -8,8 +8,8 @@ program keep the same bits; how far others drift apart is a fact, with its size 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +24,7 @@ from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import in_group, skip, to_train
 from consistency.worker.stages.parts_judging import who_else
 from consistency.worker.stages.step_judging import StepJudge
-from consistency.worker.training.backward import parts_of, trainable
+from consistency.worker.training.backward import parts_of, put_back, trainable
 from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, batches_of, own_gradients, trained_by
 
 STAGE = Stage.REPLICAS
@@ -53,7 +53,7 @@ class _Replica:
         context, ranks = self._context, self._ranks
         with ExitStack() as stack:
             stack.enter_context(trainable(context.model, self._parameters.values()))
-            stack.enter_context(_put_back(self._parameters))
+            stack.enter_context(put_back(self._parameters))
             with ranks.calling("DistributedDataParallel"):
                 # as transformers' Trainer does: prompts and experts may leave parameters without a gradient
                 wrapped = DistributedDataParallel(context.model, find_unused_parameters=True)
@@ -122,17 +122,3 @@ class _Replica:
             for name, tensor in self._context.base.on_device()
             if name in known and name not in rewritten and digest(tensor).value != known[name].value
         ]
-
-
-@contextmanager
-def _put_back(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
-    """Put back the values that parameters have now, and their gradients."""
-    kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
-    gradients = {name: parameter.grad for name, parameter in parameters.items()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(kept[name])
-                parameter.grad = gradients[name]

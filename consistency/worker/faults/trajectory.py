@@ -1,0 +1,61 @@
+"""Faults in a training that a device does alone: each begins some steps after the first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from consistency.worker.faults.planting import Undo, instead
+from consistency.worker.model.blocks import repeated_blocks
+
+_STAGE = "consistency.worker.stages.trajectory.stage"
+_Compute = Callable[..., Any]
+
+
+def gradient_scaled() -> Undo:
+    """Let the fifth backward pass and all after it scale the gradient of LoRA's factor B in one layer."""
+    first: list[str] = []
+
+    @instead(f"{_STAGE}:computed")
+    def computed(real: _Compute, step: int, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = real(step, name, gradient)
+        if "lora_B" in name and not first:
+            first.append(name)
+        return found * 1.01 if step >= 4 and name in first else found
+
+    return computed()
+
+
+@instead(f"{_STAGE}:own_pass")
+def forward_off(real: _Compute, passes: Any, step: int, watch: Any) -> Any:
+    """Let one block of the model answer a hundredth too much from the fourth step on."""
+    if step < 3:
+        return real(passes, step, watch)
+
+    def scaled(_module: Any, _inputs: Any, output: Any) -> Any:
+        return (output[0] * 1.01, *output[1:]) if isinstance(output, tuple) else output * 1.01
+
+    hook = list(repeated_blocks(passes.model))[1].register_forward_hook(scaled)
+    try:
+        return real(passes, step, watch)
+    finally:
+        hook.remove()
+
+
+@instead(f"{_STAGE}:own_optimizer")
+def optimizer_off(real: _Compute, parameters: Any) -> Any:
+    """Let AdamW take another decay of its second moment from the third step on."""
+    optimizer = real(parameters)
+    step, numbers = optimizer.step, itertools.count(1)
+
+    def changed() -> None:
+        if next(numbers) >= 3:
+            for group in optimizer.param_groups:
+                group["betas"] = (group["betas"][0], 0.99)
+        step()
+
+    optimizer.step = changed
+    return optimizer

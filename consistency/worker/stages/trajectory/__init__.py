@@ -1,0 +1,1 @@
+"""Stage `trajectory`: some steps of training on each device alone."""

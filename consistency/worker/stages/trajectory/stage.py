@@ -1,0 +1,183 @@
+"""Stage `trajectory`: some steps of training on each device alone, all with the same data and from the same bytes.
+
+Each step is judged by itself, from the bytes that this device had before it (`step_checks`): hidden states and
+gradients by the `relative` rule, the parameters afterwards by the bound of the optimizer's exact step from these
+gradients. Beside that stands the curve of the whole: loss, norm of the gradients, and the adapter's distance from a
+training in float64, against those of trainings with noise (`yardstick`). The adapter is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+from consistency.capture.names import WHOLE_MODEL
+from consistency.case.stages import SPECS, Stage
+from consistency.devices.backends import CPU
+from consistency.errors import first_line
+from consistency.worker import cpu_error
+from consistency.worker.decisions.replay import Made
+from consistency.worker.model.float64_reference import Reference, give_up, wait_for
+from consistency.worker.model.loading import load_model
+from consistency.worker.model.running import is_of_the_model
+from consistency.worker.model.tensor_file import TensorFile
+from consistency.worker.precision import products_of
+from consistency.worker.protocol import TRAJECTORY_FILE
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.group_stage import skip, to_train
+from consistency.worker.stages.step_judging import StepJudge
+from consistency.worker.stages.trajectory.passes import TrainingPasses, computed, own_optimizer, own_pass
+from consistency.worker.stages.trajectory.step_checks import StepChecks
+from consistency.worker.stages.trajectory.yardstick import (
+    FIGURES,
+    distance_from,
+    finite,
+    known_figures,
+    publish_trajectory,
+)
+from consistency.worker.training.backward import Tensors, parts_of
+from consistency.worker.training.steps import AVERAGED, UPDATED, StepFile
+
+STAGE = Stage.TRAJECTORY
+STEPS = 20
+"""Where `--steps` does not say how many."""
+
+DECIDES = "the model makes decisions, and those of each step of a training are not followed"
+STEPWISE = "steps"
+"""Tensor of the row that says why hidden states and gradients are not judged."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Trained:
+    """What this device's training left."""
+
+    file: StepFile
+    start: Tensors
+    states: list[TensorFile] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    decides: bool = False
+
+
+def run(context: Context) -> None:
+    """Train, judge every step, and record the curve."""
+    found = to_train(context, STAGE)
+    if found is None:
+        _no_reference(context, "it does not train this adapter")
+        return
+    inputs, names = found
+    parts, steps = parts_of(inputs), context.job.case.steps or STEPS
+    passes = TrainingPasses(context.model, names, parts)
+    with ExitStack() as stack:
+        stack.enter_context(passes.training())
+        try:
+            own = stack.enter_context(_trained(context, passes, steps))
+        except Exception as error:  # model code of any kind may raise anything
+            if not is_of_the_model(error, context.model):
+                raise
+            reason = f"the backward pass of this model fails: {first_line(error)}"
+            _no_reference(context, reason)
+            skip(context, STAGE, reason)
+            return
+        on_cpu = context.device.type == CPU
+        with nullcontext() if on_cpu else context.events.on_cpu(), ExitStack() as of_twin:
+            twin = passes
+            if not on_cpu:
+                twin = TrainingPasses(load_model(context.job.case, CPU), names, parts)
+                of_twin.enter_context(twin.training())
+            if context.job.makes_reference:
+                _publish(context, twin, own.start, steps)
+            _judge_passes(context, twin, own, computed_by=passes.computed_by)
+        judge = StepJudge(context, None, STAGE, [own.file])
+        for name in names:
+            judge.updated(name, own.start[name])
+        _record_curve(context, own)
+
+
+@contextmanager
+def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_Trained]:
+    """Train on this device, and yield what each step left, in files that are removed at the end."""
+    stem = context.scratch / f"trajectory-{os.getpid()}"  # the folder is all workers'
+    parameters, made = passes.parameters, Made()
+    file = StepFile(stem.with_suffix(".safetensors"), parameters, steps=steps, kinds=(AVERAGED, UPDATED))
+    start = {name: parameter.detach().to(CPU, copy=True) for name, parameter in parameters.items()}
+    found = _Trained(file=file, start=start)
+    try:
+        optimizer = own_optimizer(parameters.values())
+        for step in range(steps):
+            context.events.step(f"step {step + 1}", step, steps)
+            taken = own_pass(passes, step, made.watch(str(step)))
+            found.losses.append(taken.loss)
+            found.norms.append(taken.norm)
+            layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in taken.states.items()}
+            found.states.append(TensorFile(stem.with_suffix(f".states-{step}.safetensors"), layout))
+            for name, tensor in taken.states.items():
+                found.states[-1].write_elements(name, 0, tensor.contiguous())
+            for name, parameter in parameters.items():
+                parameter.grad = computed(step, name, taken.gradients[name])
+                file.write(AVERAGED, step, name, parameter.grad)
+            optimizer.step()
+            for name, parameter in parameters.items():
+                file.write(UPDATED, step, name, parameter)
+        optimizer.zero_grad()
+        found.decides = made.decided
+        yield found
+    finally:
+        file.close(remove=True)
+        for of_step in found.states:
+            of_step.close(remove=True)
+
+
+def _publish(context: Context, twin: TrainingPasses, start: Tensors, steps: int) -> None:
+    """Make the trajectories that all workers are shown against, or say why there are none."""
+    twin.begin(start)
+    try:
+        publish_trajectory(context, twin, steps)
+    except Exception as error:  # code that insists on its own dtype
+        if not is_of_the_model(error, twin.model):
+            raise
+        give_up(context.scratch, TRAJECTORY_FILE, first_line(error))
+
+
+def _no_reference(context: Context, reason: str) -> None:
+    if context.job.makes_reference:
+        give_up(context.scratch, TRAJECTORY_FILE, f"{context.job.name}, which computes it, gives none: {reason}")
+
+
+def _judge_passes(context: Context, twin: TrainingPasses, own: _Trained, *, computed_by: str) -> None:
+    """Judge hidden states and gradients of each step."""
+    reason = DECIDES if own.decides else ""
+    if not reason:
+        checks = StepChecks(context, twin, own.file, own.start, own.states)
+        try:
+            reason = checks.check()
+            if not reason:
+                checks.record(computed_by)
+        finally:
+            checks.close()
+    if reason:
+        context.record.absent(
+            STAGE, WHOLE_MODEL, STEPWISE, status="skipped", reason=reason, rule=SPECS[STAGE].rule
+        )  # fmt: skip
+
+
+def _record_curve(context: Context, own: _Trained) -> None:
+    """Record the figures of every step, with those that rounding makes of them; no limit applies to them."""
+    answer = wait_for(context.scratch, context.events, TRAJECTORY_FILE)
+    evidence: dict[str, object] = {"steps": own.file.steps}
+    distances: Sequence[float] = ()
+    if isinstance(answer, Reference):
+        distances = [
+            distance_from(((name, own.file.of_step(UPDATED, name, step)) for name in own.start), answer, step)
+            for step in range(own.file.steps)
+        ]
+        products = cpu_error.name_of(cpu_error.products_in(context.model, products_of(context.device)))
+        evidence |= known_figures(answer, products)
+    evidence |= {name: finite(values) for name, values in zip(FIGURES, (own.losses, own.norms, distances), strict=True)}
+    same = bool(distances) and not any(distances)
+    context.record.fact(
+        STAGE, WHOLE_MODEL, SPECS[STAGE].whole, status="equal" if same else "within", evidence=evidence,
+        reason=answer if isinstance(answer, str) else None,
+    )  # fmt: skip

@@ -1,0 +1,208 @@
+"""Trainings of real workers, each alone: a healthy one is right in every step, and a wrong one from its first on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
+from consistency.capture.reader import read_capture
+from consistency.capture.records import WorkerInfo
+from consistency.capture.writer import CaptureWriter
+from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
+from consistency.case.stages import Level, Stage
+from consistency.comparison.compare import compare
+from consistency.comparison.result import Comparison, Finding
+from consistency.worker import session
+from consistency.worker.decisions.replay import Made
+from consistency.worker.protocol import TRAJECTORY_FILE, EventLog, Job
+from consistency.worker.stages.step_judging import StepJudge
+from consistency.worker.stages.trajectory import stage, step_checks
+from consistency.worker.stages.trajectory.yardstick import FIGURES
+from tests.conftest import RunSuiteWithFaults
+
+pytestmark = pytest.mark.process
+
+STEPS = 6
+FAULTY = "cpu@baseline"
+FAULTS = ("trajectory-gradient-scaled", "trajectory-forward-off", "trajectory-optimizer-off")
+CASES: dict[str, dict[str, Any]] = {
+    "healthy": {"stages": ("trajectory",), "steps": STEPS},
+    "half": {"stages": ("trajectory",), "steps": STEPS, "dtype": "bfloat16"},
+}
+
+Train = Callable[..., Comparison]
+
+
+def errors(comparison: Comparison) -> list[Finding]:
+    return [finding for finding in comparison.findings if finding.severity == "error"]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    """Train one worker in this process, with a fault planted in it."""
+
+    def run(fault: str | None = None, **options: Any) -> Comparison:
+        given = {"base": "builtin:llama", "stages": (Stage.TRAJECTORY,), "level": Level.QUICK, "steps": STEPS}
+        case = prepare_case(Options(**{**given, **options}))
+        slug = worker_slug(FAULTY, "isolated")
+        with CaptureWriter(tmp_path / "capture") as writer:
+            folder = writer.worker_folder(slug)
+            job = Job(
+                case=case, name=FAULTY, device="cpu", load_path="isolated", folder=str(folder),
+                blobs=str(writer.blobs), scratch=str(tmp_path), settings={}, makes_reference=True, threads=1,
+                parent_pid=os.getpid(), fault=fault,
+            )  # fmt: skip
+            with EventLog(folder / "events.jsonl") as events:
+                session.run(job, events)
+            info = WorkerInfo(name=FAULTY, load_path="isolated", architecture=FAULTY, model="chip", status="ok")
+            writer.write_worker(slug, info)
+            manifest = CaptureManifest(
+                schema=SCHEMA, tool="0", created="2026-01-01", host="here", case=case, workers=(slug,)
+            )
+            return compare([read_capture(writer.commit(manifest))])
+
+    return run
+
+
+def curve_of(found: Comparison, worker: str = FAULTY) -> dict[str, Any]:
+    (curve,) = (tensor for tensor in found.tensors if tensor.tensor == "curve")
+    row = curve.outcome(worker)
+    assert row is not None
+    return row.evidence
+
+
+@pytest.fixture(scope="module")
+def healthy(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]:
+    return run_suite_with_faults(CASES, {}, processes=True, devices=("cpu", FAULTY))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_healthy_devices_are_right_in_every_step(healthy: dict[str, Comparison], case: str) -> None:
+    found = healthy[case]
+    assert found.verdict == "consistent", found.findings
+    (note,) = (finding for finding in found.findings if finding.kind == "kept-trajectory")
+    assert note.workers == ("cpu", FAULTY)
+    assert f"{STEPS} steps: every step is what rounding makes" in note.message
+    kinds = {tensor.tensor.rpartition(".")[2] for tensor in found.tensors}
+    assert kinds == {"curve", "forward", "gradient", "updated"}
+    for worker in ("cpu", FAULTY):
+        curve = curve_of(found, worker)
+        assert {len(curve[figure]) for figure in FIGURES} == {STEPS}
+        assert curve["loss"][0] == pytest.approx(curve["float64_loss"][0], rel=1e-2)
+        assert curve["distance"][-1] <= 10 * curve["noise_most_distance"][-1]
+        assert curve["loss"][-1] < curve["loss"][0], "it learns"
+
+
+def test_two_devices_with_other_kernels_part_and_stay_healthy(healthy: dict[str, Comparison]) -> None:
+    found = healthy["healthy"]
+    assert any(len(tensor.classes) > 1 for tensor in found.tensors), "else this compares nothing"
+    assert errors(found) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [
+        (FAULTS[0], "at step 5, in the gradient of lora_B of model.layers.0.self_attn.q_proj: "),
+        (FAULTS[1], "at step 4, in hidden_states."),
+        (FAULTS[2], "at step 3, in lora_A of model.layers.0.self_attn.q_proj after the optimizer's step: "),
+    ],
+)
+def test_the_first_wrong_step_is_named_and_what_follows_is_no_finding(train: Train, fault: str, place: str) -> None:
+    (finding,) = errors(train(fault))
+    assert finding.kind == "left-trajectory"
+    assert finding.message.startswith(f"trajectory · {FAULTY} · leaves the float64 trajectory {place}")
+    assert finding.message.endswith("are within tolerance")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_before_a_fault_begins_nothing_is_found(train: Train, fault: str) -> None:
+    """Two steps are right in all three: without the later ones, nobody sees them."""
+    assert errors(train(fault, steps=2)) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_without_the_detection_a_fault_is_missed(train: Train, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_checks.StepChecks, "record", lambda *_: None)
+    monkeypatch.setattr(StepJudge, "updated", lambda *_: None)
+    assert errors(train(fault)) == []
+
+
+def test_the_stages_that_take_one_step_miss_a_fault_of_a_later_one(train: Train) -> None:
+    asked = (Stage.FORWARD, Stage.GRADIENT, Stage.TRAJECTORY)
+    found = train(FAULTS[2], stages=asked)
+    assert {finding.kind for finding in errors(found)} == {"left-trajectory"}
+    wrong = {tensor.stage for tensor in found.tensors if tensor.is_wrong}
+    assert wrong == {"trajectory"}
+
+
+def test_the_adapter_is_put_back(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = stage.run
+
+    def run(context: Any) -> None:
+        def bytes_now() -> dict[str, torch.Tensor]:
+            return {name: p.detach().clone() for name, p in context.model.named_parameters()}
+
+        before = bytes_now()
+        real(context)
+        after = bytes_now()
+        seen.append(all(torch.equal(before[name], after[name]) for name in before))
+        seen.append(all(parameter.grad is None for parameter in context.model.parameters()))
+
+    monkeypatch.setattr(stage, "run", run)
+    train(steps=2)
+    assert seen == [True, True]
+
+
+def test_only_the_published_file_stays_in_the_scratch_folder(train: Train, tmp_path: Path) -> None:
+    train(steps=2)
+    left = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert left == {TRAJECTORY_FILE, TRAJECTORY_FILE.replace(".safetensors", ".json")}
+
+
+def test_a_model_with_decisions_has_its_optimizer_judged(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Made, "decided", True)
+    found = train(steps=2)
+    assert found.verdict == "consistent"
+    (skipped,) = (finding for finding in found.findings if finding.kind == "skipped")
+    assert stage.DECIDES in skipped.message
+    (note,) = (finding for finding in found.findings if finding.kind == "kept-trajectory")
+    assert "every step of the optimizer is what rounding makes" in note.message
+    assert {tensor.tensor.rpartition(".")[2] for tensor in found.tensors} == {"curve", "steps", "updated"}
+
+
+def test_a_reference_that_fails_leaves_the_steps_judged(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("it insists on float32")
+
+    monkeypatch.setattr(stage, "publish_trajectory", fails)
+    found = train(steps=2)
+    assert errors(found) == []
+    assert "distance" not in {name for name, values in curve_of(found).items() if values}
+    (note,) = (finding for finding in found.findings if finding.kind == "kept-trajectory")
+    assert note.message.endswith("every step is what rounding makes")
+
+
+def test_twenty_steps_are_trained_where_nobody_says_how_many(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "STEPS", 3)
+    assert curve_of(train(steps=None))["steps"] == 3
+
+
+def test_a_fault_is_found_in_a_half_type(train: Train) -> None:
+    found = train(FAULTS[2], dtype="bfloat16")
+    assert [finding.kind for finding in errors(found)] == ["left-trajectory"]
+
+
+def test_a_case_says_so_where_it_asks_for_steps() -> None:
+    case = prepare_case(dataclasses.replace(Options(base="builtin:llama"), steps=7))
+    assert (case.steps, Stage.TRAJECTORY in case.stages) == (7, True)
+    without = prepare_case(Options(base="builtin:llama"))
+    assert (without.steps, Stage.TRAJECTORY in without.stages) == (None, False)
