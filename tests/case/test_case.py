@@ -36,9 +36,10 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     rest = (large, "most operators", "large operators", "safe_merge", again, "a second run on the same device")
     together = ("stage collectives", "stage replicas", "stage shards", "stage tensor-parallel")
     later = ("stage sharding", *together, "stage wrapping")
-    assert quick.not_checked() == ("stage forward", "stage gradient", "stage memory", *later, *rest)
+    trained = "stage trajectory"
+    assert quick.not_checked() == ("stage forward", "stage gradient", trained, "stage memory", *later, *rest)
     widened = Case(name="x", base="/b", level=Level.QUICK)
-    assert widened.not_checked() == (*later, *rest)
+    assert widened.not_checked() == (trained, *later, *rest)
     narrowed = Case(name="x", base="/b", level=Level.STANDARD, stages=(Stage.ADAPTER,), repeat=2)
     others = [stage for stage in Stage if stage not in (Stage.ADAPTER, Stage.ADAPTERS)]  # one adapter has no such stage
     assert narrowed.not_checked() == tuple(f"stage {stage}" for stage in others)
