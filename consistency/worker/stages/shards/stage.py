@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -79,6 +80,7 @@ def run(context: Context) -> None:
 
     def train(ranks: Joined) -> None:
         _before(context, ranks, names, parts)
+        gc.collect()  # hooks of FSDP2 hold the model in cycles
         try:
             _afterwards(context, ranks, parts)
         except RefusedError as error:
