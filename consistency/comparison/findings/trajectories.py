@@ -16,8 +16,9 @@ from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 
 STAGE = Stage.TRAJECTORY
-CURVE, FORWARD = "curve", "forward"
-"""Tensors of this stage's rows: of the fact with the figures of every step, and of hidden states and outputs."""
+CURVE, FORWARD, STEPWISE = "curve", "forward", "steps"
+"""Tensors of this stage's rows: of the fact with the figures of every step, of hidden states and outputs, and of the
+reason why steps are not judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,9 @@ def _kept_to_it(tensors: Sequence[TensorComparison], curves: Mapping[str, Mappin
         for row in tensor.outcomes
     )
     steps = max(steps if isinstance(steps := curve.get("steps"), int) else 0 for curve in curves.values())
-    each = "every step is what rounding makes" if judged else "every step of the optimizer is what rounding makes"
+    left_out = any(tensor.tensor == STEPWISE for tensor in tensors)
+    each = "every step that was judged is" if left_out else "every step is"
+    each = f"{each if judged else 'every step of the optimizer is'} what rounding makes"
     ends = {
         name: [value for curve in curves.values() if (value := _at(curve, name, steps)) is not None]
         for name in ("loss", "distance", "float64_loss", "noise_least_distance", "noise_most_distance")

@@ -40,10 +40,9 @@ class Made:
         """Return the names of the passes."""
         return list(self._digests)
 
-    @property
-    def decided(self) -> bool:
-        """Whether any pass made a decision."""
-        return any(self._digests.values())
+    def is_as(self, other: Made, key: str, of_other: str) -> bool:
+        """Return whether a pass made the decisions of another one."""
+        return self._digests[key] == other._digests[of_other]
 
     def is_on(self, table: Table, key: str, *, on: str = "") -> bool:
         """Return whether a pass made the decisions of the reference, or a recorded alternative."""

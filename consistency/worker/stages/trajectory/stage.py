@@ -44,7 +44,9 @@ STAGE = Stage.TRAJECTORY
 STEPS = 20
 """Where `--steps` does not say how many."""
 
-DECIDES = "the model makes decisions, and those of each step of a training are not followed"
+DECIDES = (
+    "the device decides otherwise than float64 at {} of {} steps, whose hidden states and gradients are not judged"
+)
 STEPWISE = "steps"
 """Tensor of the row that says why hidden states and gradients are not judged."""
 
@@ -58,7 +60,7 @@ class _Trained:
     states: list[TensorFile] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    decides: bool = False
+    made: Made = field(default_factory=Made)
 
 
 def run(context: Context) -> None:
@@ -100,7 +102,7 @@ def run(context: Context) -> None:
 def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_Trained]:
     """Train on this device, and yield what each step left, in files that are removed at the end."""
     stem = context.scratch / f"trajectory-{os.getpid()}"  # the folder is all workers'
-    parameters, made = passes.parameters, Made()
+    parameters = passes.parameters
     file = StepFile(stem.with_suffix(".safetensors"), parameters, steps=steps, kinds=(AVERAGED, UPDATED))
     start = {name: parameter.detach().to(CPU, copy=True) for name, parameter in parameters.items()}
     found = _Trained(file=file, start=start)
@@ -108,7 +110,7 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
         optimizer = own_optimizer(parameters.values())
         for step in range(steps):
             context.events.step(f"step {step + 1}", step, steps)
-            taken = own_pass(passes, step, made.watch(str(step)))
+            taken = own_pass(passes, step, found.made.watch(str(step)))
             found.losses.append(taken.loss)
             found.norms.append(taken.norm)
             layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in taken.states.items()}
@@ -122,7 +124,6 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
             for name, parameter in parameters.items():
                 file.write(UPDATED, step, name, parameter)
         optimizer.zero_grad()
-        found.decides = made.decided
         yield found
     finally:
         file.close(remove=True)
@@ -148,15 +149,15 @@ def _no_reference(context: Context, reason: str) -> None:
 
 def _judge_passes(context: Context, twin: TrainingPasses, own: _Trained, *, computed_by: str) -> None:
     """Judge hidden states and gradients of each step."""
-    reason = DECIDES if own.decides else ""
-    if not reason:
-        checks = StepChecks(context, twin, own.file, own.start, own.states)
-        try:
-            reason = checks.check()
-            if not reason:
-                checks.record(computed_by)
-        finally:
-            checks.close()
+    checks = StepChecks(context, twin, own.file, own.start, states=own.states, made=own.made)
+    try:
+        reason = checks.check()
+        if not reason:
+            checks.record(computed_by)
+        if checks.left_out:
+            reason = DECIDES.format(checks.left_out, own.file.steps)
+    finally:
+        checks.close()
     if reason:
         context.record.absent(
             STAGE, WHOLE_MODEL, STEPWISE, status="skipped", reason=reason, rule=SPECS[STAGE].rule

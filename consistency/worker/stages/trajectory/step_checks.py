@@ -4,10 +4,14 @@ A trajectory as a whole cannot be judged: near a gradient of zero the optimizer 
 part by any multiple of what rounding makes. One step can: its hidden states and gradients are compared with a float64
 pass at the device's own parameters, by the `relative` rule and the error that passes with noise make at these
 parameters. Nothing that an earlier step did is held against a later one, so the first step outside is where it began.
+
+Where a model decides (routers, ReLU), rounding may turn a decision, and what follows jumps. A step in which the device
+decided otherwise than float64 is left out, and so are passes with noise that did.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +28,7 @@ from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.independent_errors import independent_lines, independent_rows
 from consistency.numerics.rules import RoundingError, judge_relative, passes
 from consistency.worker import cpu_error
+from consistency.worker.decisions.replay import Made
 from consistency.worker.model.float64_reference import Reference, Tables
 from consistency.worker.model.running import is_of_the_model
 from consistency.worker.model.tensor_file import TensorFile
@@ -70,11 +75,27 @@ class StepChecks:
         The parameters before the first step, on the CPU.
     states : sequence of TensorFile
         Hidden states and outputs of each step.
+    made : Made
+        The device's decisions, by the number of the step.
+
+    Attributes
+    ----------
+    left_out : int
+        Steps in which the device decided otherwise than float64.
     """
 
     def __init__(
-        self, context: Context, twin: TrainingPasses, file: StepFile, start: Tensors, states: Sequence[TensorFile]
+        self,
+        context: Context,
+        twin: TrainingPasses,
+        file: StepFile,
+        start: Tensors,
+        *,
+        states: Sequence[TensorFile],
+        made: Made,
     ) -> None:
+        self.left_out = 0
+        self._made, self._of_twin = made, Made()
         self._context = context
         self._twin = twin
         self._file = file
@@ -96,15 +117,17 @@ class StepChecks:
             before = {n: self._file.of_step(UPDATED, n, step - 1) for n in self._start} if step else self._start
             self._twin.begin(before)
             try:
-                exact = self._twin.take(step, exact=True)
+                exact = self._twin.take(step, exact=True, watch=self._of_twin.watch(str(step)))
             except Exception as error:  # code that insists on its own dtype
                 if not is_of_the_model(error, self._twin.model):
                     raise
                 return first_line(error)
-            self._check(step, exact)
+            if not (self._made.is_as(self._of_twin, str(step), str(step)) and self._check(step, exact)):
+                self.left_out += 1
         return ""
 
-    def _check(self, step: int, exact: TrainingPass) -> None:
+    def _check(self, step: int, exact: TrainingPass) -> bool:
+        """Judge a step; return False where no pass with noise decides as the device did."""
         states = {name: s for name in exact.states if (s := self._states[step].read(name)) is not None}
         gradients = {name: self._file.of_step(AVERAGED, name, step) for name in self._start}
 
@@ -115,13 +138,26 @@ class StepChecks:
 
         wanted = cpu_error.passes_for(self._twin.multiplications)
         wanted = range(wanted.start, min(wanted.stop, MOST_DRAWN + 1))
-        drawn = cpu_error.draw(self._products, wanted, lambda: self._twin.take(step), independent)
+        numbers = itertools.count()
+
+        def noisy() -> TrainingPass:
+            return self._twin.take(step, watch=self._of_twin.watch(f"{step}, noise {next(numbers)}"))
+
+        every = cpu_error.draw(self._products, wanted, noisy, independent)
+        drawn = [
+            one
+            for number, one in enumerate(every)
+            if self._made.is_as(self._of_twin, str(step), f"{step}, noise {number}")
+        ]
+        if not drawn:
+            return False
         for name, actual in states.items():
             of_name = [one.states[name] for one in drawn]
             self._keep(FORWARD, name, step, actual, exact.states[name], of_name, independent_rows)
         for name, own in gradients.items():
             of_name = [one.gradients[name][None] for one in drawn]
             self._keep(GRADIENT, name, step, own[None], exact.gradients[name][None], of_name, independent_lines)
+        return True
 
     def _keep(
         self, kind: str, name: str, step: int, actual: Readable, exact: torch.Tensor, drawn: Sequence[torch.Tensor],

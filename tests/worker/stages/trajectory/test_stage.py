@@ -168,12 +168,14 @@ def test_only_the_published_file_stays_in_the_scratch_folder(train: Train, tmp_p
     assert left == {TRAJECTORY_FILE, TRAJECTORY_FILE.replace(".safetensors", ".json")}
 
 
-def test_a_model_with_decisions_has_its_optimizer_judged(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Made, "decided", True)
+def test_without_the_decisions_of_float64_the_optimizer_alone_is_judged(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Made, "is_as", lambda *_: False)
     found = train(steps=2)
     assert found.verdict == "consistent"
     (skipped,) = (finding for finding in found.findings if finding.kind == "skipped")
-    assert stage.DECIDES in skipped.message
+    assert stage.DECIDES.format(2, 2) in skipped.message
     (note,) = (finding for finding in found.findings if finding.kind == "kept-trajectory")
     assert "every step of the optimizer is what rounding makes" in note.message
     assert {tensor.tensor.rpartition(".")[2] for tensor in found.tensors} == {"curve", "steps", "updated"}
