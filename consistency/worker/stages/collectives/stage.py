@@ -26,6 +26,7 @@ from consistency.numerics.rules import passes
 from consistency.numerics.running_error import measure_tracked
 from consistency.numerics.sums import Sum
 from consistency.numerics.words import Word
+from consistency.worker.memory.freed_pages import trim
 from consistency.worker.ranks.group import GroupError, Joined, joined
 from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.collectives.given import Contribution
@@ -86,6 +87,10 @@ def _skip(context: Machine, reason: str) -> None:
     context.record.absent(STAGE, WHOLE_MODEL, spec.whole, status="skipped", reason=reason, rule=spec.rule)
 
 
+_LARGE = 1 << 22
+"""Elements of a collective whose freed buffers go back to the system: those of the next one have other sizes."""
+
+
 class _Trials:
     """The collectives of one rank among some ranks: all of the group, or a part of it."""
 
@@ -108,7 +113,10 @@ class _Trials:
                 for size in dict.fromkeys(collective.size(size, dtype, self._ranks.world) for size in sizes):
                     step = f"{collective.name} {dtype} {size} of {self._who}"
                     self._context.events.step(step, number, len(COLLECTIVES))
-                    if not self._try(collective, dtype, size):
+                    has_it = self._try(collective, dtype, size)
+                    if size >= _LARGE:
+                        trim()
+                    if not has_it:
                         break
 
     def _try(self, collective: Collective, dtype: str, size: int) -> bool:
