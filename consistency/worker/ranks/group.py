@@ -25,6 +25,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from consistency.errors import first_line
 from consistency.worker.device_error import is_of_the_device
 from consistency.worker.protocol import EventLog, RankGroup, lost_rank
+from consistency.worker.ranks.nodes import NodeLostError, met, why_lost
 
 _FIRST_POLL_S, _POLL_S = 0.001, 0.05
 _SIGN_S = 5.0
@@ -228,10 +229,16 @@ def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str)
     GroupError
         A rank is lost before it came, or the group cannot be made.
     """
+    try:
+        group = met(group, events)
+    except NodeLostError as error:
+        raise GroupError(str(error), lost=True) from error
+    if len(group.ranks) < 2:
+        raise RefusedError("no worker of another node runs on a device of its type")
     folder = Path(group.folder) / stage
     _meet(group, folder, events)
-    # the address of this host's name may be none that answers; the ranks are all here
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if not group.nodes:  # the address of this host's name may be none that answers; the ranks are all here
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # an error after the time limit, in place of an abort
     limit = timedelta(seconds=group.timeout_s)
     store = FileStore(str(folder / "store"), len(group.ranks))
@@ -291,6 +298,8 @@ def _error(group: RankGroup, otherwise: str, events: EventLog, folder: Path) -> 
 
 def _lost(group: RankGroup, folder: Path) -> str | None:
     """Return the first rank that the launcher has lost, or that has left by itself, and why."""
+    if (reason := why_lost(group)) is not None:
+        return reason
     for name in group.ranks:
         with suppress(OSError):
             return f"{name} was lost: {lost_rank(Path(group.folder), name).read_text(encoding='utf-8')}"

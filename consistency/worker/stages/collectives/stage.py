@@ -27,7 +27,7 @@ from consistency.numerics.running_error import measure_tracked
 from consistency.numerics.sums import Sum
 from consistency.numerics.words import Word
 from consistency.worker.memory.freed_pages import trim
-from consistency.worker.ranks.group import GroupError, Joined, joined
+from consistency.worker.ranks.group import GroupError, Joined, RefusedError, joined
 from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.collectives.given import Contribution
 from consistency.worker.stages.collectives.library import facts
@@ -76,6 +76,8 @@ def run(context: Machine) -> None:
                 some = ranks.part(members)
                 if some is not None:
                     _Trials(context, some).run(SIZES_OF_SOME[level])
+    except RefusedError as error:
+        _skip(context, str(error))
     except GroupError as error:
         if not error.lost:
             raise

@@ -27,6 +27,7 @@ from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.model.tensor_parallel import load_tensor_parallel, ranks_of_a_plan
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
 from consistency.worker.ranks.group import Joined, RefusedError
+from consistency.worker.ranks.nodes import NodeLostError, met
 from consistency.worker.ranks.parts import gradient_held, part_of, whole
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, skip, to_train
@@ -44,7 +45,12 @@ def run(context: Context) -> None:
         return
     inputs, names = found
     group = context.job.group
-    if group is not None:
+    try:
+        group = group and met(group, context.events)
+    except NodeLostError as error:
+        skip(context, STAGE, str(error))
+        return
+    if group is not None and len(group.ranks) > 1:
         size = ranks_of_a_plan(context.base.model, len(group.ranks))
         first = group.rank // size * size
         if size == 1 or first + size > len(group.ranks):
