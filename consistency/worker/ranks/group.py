@@ -174,6 +174,18 @@ class Joined:
         others = [f"{name} is still in {place}" for name, place in places.items() if place != what]
         return f"{what}: {'; '.join(others) or 'every rank is in it'}: {str(error).splitlines()[0]}"
 
+    @contextmanager
+    def numbered(self) -> Iterator[None]:
+        """Say in the environment what torchrun says there, for libraries that read it."""
+        given = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.device.index or 0}
+        kept = {name: os.environ.get(name) for name in given}
+        os.environ.update({name: str(value) for name, value in given.items()})
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
     def answers(self, name: str, own: str) -> list[str]:
         """Return what every rank has to say under a name, in the order of the ranks.
 

@@ -52,6 +52,7 @@ from consistency.worker.stages.parts_judging import (
     who_else,
 )
 from consistency.worker.stages.shards.saving import record_saved
+from consistency.worker.stages.shards.zero import ZERO, is_there, trained_by_zero
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.backward import Tensors, parts_of, trainable, trained
 from consistency.worker.training.steps import (
@@ -85,6 +86,12 @@ def run(context: Context) -> None:
             _afterwards(context, ranks, parts)
         except RefusedError as error:
             skip(context, STAGE, str(error), what=AFTERWARDS)
+        if is_there():
+            gc.collect()
+            try:
+                _by_zero(context, ranks, names, parts)
+            except RefusedError as error:
+                skip(context, STAGE, str(error), what=ZERO)
 
     in_group(context, STAGE, train)
 
@@ -178,7 +185,7 @@ def _shard(model: torch.nn.Module, ranks: Joined) -> None:
 
 
 def _record_first_gradient(
-    context: Context, ranks: Joined, name: str, file: StepFile, reference: Reference, *, passes: int
+    context: Context, ranks: Joined, name: str, file: StepFile, reference: Reference, *, passes: int, title: str = ""
 ) -> None:
     """Record the averaged gradient of the first step against the average of the float64 gradients of the batches."""
     exact = reference.read(name)
@@ -190,7 +197,8 @@ def _record_first_gradient(
     actual = file.of_step(AVERAGED, name, 0)
     terms = mapped(exact)[[rank % passes for rank in range(ranks.world)]]
     record_gradient(
-        context, STAGE, name, actual, exact=terms.mean(0), part=file.parts[name], ending=ranks.of_so_many,
+        context, STAGE, name, actual, exact=terms.mean(0), part=file.parts[name],
+        ending=f"{ranks.of_so_many}{title}",
         reference=averaged_reference(reference, name, terms, actual.dtype),
     )  # fmt: skip
 
@@ -214,6 +222,24 @@ def averaged_reference(reference: Reference, name: str, terms: torch.Tensor, dty
     }
     tables = msgspec.structs.replace(reference.tables, errors=errors)
     return dataclasses.replace(reference, tables=tables)
+
+
+def _by_zero(context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors]) -> None:
+    """Train by ZeRO-3 with the adapter there before, and judge it."""
+    with trained_by_zero(context, ranks, STAGE, names, parts) as trained_so:
+        if isinstance(trained_so, str):
+            skip(context, STAGE, trained_so, what=ZERO)
+            return
+        judge, files, start = trained_so
+        own = files[ranks.rank]
+        with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
+        judge.compare(AVERAGED, with_gradient, "averaged gradients")
+        judge.compare(UPDATED, with_gradient, "updated parameters")
+        answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
+        for name in with_gradient:
+            if not isinstance(answer, str) and not decides(context, Stage.GRADIENT):
+                _record_first_gradient(context, ranks, name, own, answer, passes=len(parts), title=f", {ZERO}")
+            judge.updated(name, start[name])
 
 
 def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> None:

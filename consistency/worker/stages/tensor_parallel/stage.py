@@ -10,9 +10,8 @@ does, side by side. A mixture of experts that has a plan for these is loaded by 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,7 +59,7 @@ def run(context: Context) -> None:
         group = group.part(first, size)
 
     def compare(ranks: Joined) -> None:
-        with _numbered(ranks), ranks.calling("loading by the tensor parallel plan"):
+        with ranks.numbered(), ranks.calling("loading by the tensor parallel plan"):
             model = load_tensor_parallel(context.job.case, ranks.world)
         if reason := record_held(context, ranks, STAGE, model, names):
             skip(context, STAGE, reason, what="outputs and gradients")
@@ -74,19 +73,6 @@ def run(context: Context) -> None:
             skip(context, STAGE, str(error), what="gradients")
 
     in_group(context, STAGE, compare, group=group)
-
-
-@contextmanager
-def _numbered(ranks: Joined) -> Iterator[None]:
-    """Say in the environment what torchrun says there, for transformers."""
-    given = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world, "LOCAL_RANK": ranks.device.index or 0}
-    kept = {name: os.environ.get(name) for name in given}
-    os.environ.update({name: str(value) for name, value in given.items()})
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inputs: Tensors) -> None:
