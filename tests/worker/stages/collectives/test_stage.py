@@ -26,10 +26,16 @@ from tests.worker.stages.collectives.made_assignments import assigned
 pytestmark = pytest.mark.process
 
 DEVICES = [info.spec.name for info in discover() if info.spec.is_cpu and info.spec.name != "cpu@avx512"]
+RANK_LEAVES = {
+    "rank-killed": ("killed by SIGKILL", ""),
+    "rank-hangs": ("gave no sign of life", "in hangs"),
+    "rank-frozen": ("gave no sign of life", "in frozen"),
+    "rank-raises": ("IndexError: planted", ""),
+}
 OF_A_GROUP = [
     fault.name
     for fault in FAULTS.values()
-    if Need.RANKS in fault.needs and Need.THREE_RANKS not in fault.needs and not fault.name.startswith("rank-")
+    if Need.RANKS in fault.needs and Need.THREE_RANKS not in fault.needs and fault.name not in RANK_LEAVES
 ]
 STALL_S = 16
 
@@ -74,7 +80,8 @@ def test_one_device_forms_no_group(tmp_path: Path) -> None:
 def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path) -> None:
     only = [word for name in OF_A_GROUP for word in ("--only", name)]
     done = consistency(
-        "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only, cwd=tmp_path
+        "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only,
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert f"{len(OF_A_GROUP)} of {len(OF_A_GROUP)} planted faults found and named" in done.stdout
@@ -94,14 +101,6 @@ def test_a_fault_of_pairs_alone_is_found(tmp_path: Path) -> None:
     wrong = {row["tensor"] for row in found["outcomes"] if row["status"] == "outside"}
     assert wrong
     assert all("+" in tensor for tensor in wrong), "it is no fault of all ranks together"
-
-
-RANK_LEAVES = {
-    "rank-killed": ("killed by SIGKILL", ""),
-    "rank-hangs": ("gave no sign of life", "in hangs"),
-    "rank-frozen": ("gave no sign of life", "in frozen"),
-    "rank-raises": ("IndexError: planted", ""),
-}
 
 
 @pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group")
