@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -88,3 +89,14 @@ def test_a_rank_that_divides_no_heads_is_apart(tmp_path: Path) -> None:
     rows = [row for row in found["outcomes"] if row["stage"] == "tensor-parallel"]
     assert {row["status"] for row in rows} == {"skipped"}
     assert {row["reason"] for row in rows} == {"no group of ranks divides the attention heads of this model"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: it is built on the machine"
+)
+def test_healthy_ranks_train_by_zero(tmp_path: Path) -> None:
+    found = run(tmp_path, "--stages", "shards")
+    assert {finding["severity"] for finding in found["findings"]} == {"note"}
+    assert statuses(found, "shards", "ZeRO-3, lora_A.updated") == {"within"}
+    assert statuses(found, "shards", "lora_A.gradient of 2 ranks, ZeRO-3") == {"within"}
+    assert statuses(found, "shards", "ZeRO-3, updated parameters") == {"equal"}
