@@ -31,8 +31,9 @@ _FIRST_POLL_S, _POLL_S = 0.001, 0.05
 _SIGN_S = 5.0
 """Seconds between two signs of life while a rank waits for others to come."""
 
-_NOTICE_S = 10.0
-"""How long a rank whose peer is gone waits for the launcher to say what became of it."""
+_NOTICE_S = 40.0
+"""How long a rank whose peer is gone waits for the launcher to say what became of it: on a busy machine that takes a
+while, and a group that failed by itself is rare."""
 
 _REFUSAL_S = 20.0
 """How long a rank whose library raises waits for the same from all others."""
