@@ -1,13 +1,15 @@
 """Check models of today's kinds on healthy devices with a GPU's arithmetic: nothing has to be found.
 
-    python -m benchmarks.healthy_devices                       # five tiny kinds, the built-in cases, three dtypes
+    python -m benchmarks.healthy_devices                       # six tiny kinds, the built-in cases, three dtypes
     python -m benchmarks.healthy_devices --wide                # hidden size 2048, two layers, as well
     python -m benchmarks.healthy_devices --dtypes float32 --only deepseek
     python -m benchmarks.healthy_devices --dtypes float32 --only invariant --seeds 100 --stages gradient
+    python -m benchmarks.healthy_devices --dtypes float32 --seeds 20 --devices cpu,cpu@baseline,cpu@avx2 \
+        --stages replicas,shards,tensor-parallel       # ranks of a group: kernel variants of this CPU
 
-The devices are of the software accelerator (`tests/accelerator`): one accumulator for each element (S), half types in a
-matrix unit that cuts its accumulator (T), sums split into three (A); with `cumsum` in float32 and CUDA's `topk`. They
-are a double: what holds here is that such arithmetic raises no alarm, not that a GPU has it.
+Without `--devices` they are of the software accelerator (`tests/accelerator`): one accumulator for each element (S),
+half types in a matrix unit that cuts its accumulator (T), sums split into three (A); with `cumsum` in float32 and
+CUDA's `topk`. They are a double: what holds here is that such arithmetic raises no alarm, not that a GPU has it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +85,15 @@ def invariant() -> Any:
     return transformers.BertForSequenceClassification(config), ["query", "key"]
 
 
+def biased() -> Any:
+    """Make a decoder with biases, and a head that is its embedding."""
+    config = transformers.Qwen2Config(**SMALL, intermediate_size=160, num_key_value_heads=2, tie_word_embeddings=True)
+    return transformers.Qwen2ForCausalLM(config), ["q_proj", "v_proj", "up_proj"]
+
+
 KINDS: dict[str, Callable[[], Any]] = {
-    "dense": dense, "deepseek": deepseek, "mamba": mamba, "encoder": encoder, "encoder-decoder": encoder_decoder,
+    "dense": dense, "biased": biased, "deepseek": deepseek, "mamba": mamba, "encoder": encoder,
+    "encoder-decoder": encoder_decoder,
 }  # fmt: skip
 
 
@@ -94,6 +103,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names of kinds and built-in cases, separated by commas")
     parser.add_argument("--wide", action="store_true", help="one of real width too")
     parser.add_argument("--stages", default="merged,forward,gradient")
+    parser.add_argument("--devices", default="", help="those of this machine, in place of the double's")
     parser.add_argument("--seeds", type=int, default=1, help="models of each kind, with other weights")
     arguments = parser.parse_args()
     chosen = [name for name in arguments.only.split(",") if name]
@@ -113,27 +123,19 @@ def main() -> int:
                     lines += ["[[case]]", *(f"{field} = {json.dumps(value)}" for field, value in fields.items())]
         suite = folder / "suite.toml"
         suite.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        double = Double(folder=build(Path.home() / ".cache" / "consistency-double"))
         out = folder / "out"
-        settings: dict[str, Any] = {"devices": len(DEVICES), "architectures": list(DEVICES.values()), "as_cuda": True}
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "consistency",
-            "run",
-            str(suite),
-            "--devices",
-            ",".join(("cpu", *DEVICES)),
-        ]
-        options = ["--stages", arguments.stages, "--load-paths", "isolated", "--out", str(out)]
-        done = subprocess.run(
-            [*command, *options], capture_output=True, text=True, check=False, env=double.environment(**settings)
-        )
+        environment = None
+        if not arguments.devices:
+            double = Double(folder=build(Path.home() / ".cache" / "consistency-double"))
+            environment = double.environment(devices=len(DEVICES), architectures=list(DEVICES.values()), as_cuda=True)
+        command = [sys.executable, "-P", "-m", "consistency", "run", str(suite)]
+        options = ["--devices", arguments.devices or ",".join(("cpu", *DEVICES)), "--stages", arguments.stages]
+        options += ["--load-paths", "isolated", "--out", str(out)]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False, env=environment)
         if not (out / "suite.json").exists():
             print(done.stdout, done.stderr)
             return 2
-        return _told(out)
+        return _told(out, arguments.stages.split(","))
 
 
 def made(folder: Path, make: Callable[[], Any], seed: int) -> dict[str, str]:
@@ -148,10 +150,10 @@ def made(folder: Path, make: Callable[[], Any], seed: int) -> dict[str, str]:
     return {"base": str(folder / "base"), "adapter": str(folder / "adapter")}
 
 
-def _told(out: Path) -> int:
+def _told(out: Path, stages: Sequence[str]) -> int:
     """Print a row of the worst ratio and of what was skipped for each case; return 1 where anything is found."""
     alarms = 0
-    print("| case | verdict | forward | gradient | merged | skipped |\n|---|---|---|---|---|---|")
+    print(f"| case | verdict | {' | '.join(stages)} | skipped |", f"|---|---|{'---|' * len(stages)}---|", sep="\n")
     for report in sorted(out.glob("cases/*/report.json")):
         content = json.loads(report.read_text(encoding="utf-8"))
         worst: dict[str, float] = collections.defaultdict(float)
@@ -163,7 +165,7 @@ def _told(out: Path) -> int:
                 skipped[f"{row['stage']}: {row['reason']}"] += content["cohorts"][row["cohort"]]["count"]
         found = [finding["message"] for finding in content["findings"] if finding["severity"] != "note"]
         alarms += bool(found)
-        ratios = " | ".join(f"{worst[stage]:.2f}" for stage in ("forward", "gradient", "merged"))
+        ratios = " | ".join(f"{worst[stage]:.2f}" for stage in stages)
         reasons = "; ".join(f"{count} {reason}" for reason, count in skipped.items()) or "none"
         print(f"| {report.parent.name} | {content['verdict']} | {ratios} | {reasons} |", *found, sep="\n    ")
     print(f"{alarms} cases with a finding")

@@ -206,7 +206,7 @@ SPECS: dict[Stage, StageSpec] = {
         ),
         StageSpec(  # on request alone: what a group of real accelerators does has not been seen
             stage=Stage.COLLECTIVES, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.collectives.stage:run",
-            cost=f"{_COSTS}:without_model",
+            cost=f"{_COSTS}:collectives",
             short="coll",
             model=Model.UNUSED, levels=(), opens_devices=True, together=True,
         ),

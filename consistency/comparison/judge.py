@@ -63,6 +63,9 @@ def _unseen(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Out
     failed = subject.failures.get(key[0])
     if failed is not None:
         return Outcome(workers=(subject.label,), reference=None, status="blocked", reason=failed)
+    apart = subject.apart.get(key[0])
+    if apart is not None:
+        return Outcome(workers=(subject.label,), reference=None, status="skipped", reason=apart)
     return Outcome(
         workers=(subject.label,),
         reference=reference.label,

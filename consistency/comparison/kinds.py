@@ -40,6 +40,7 @@ class FindingKind(enum.StrEnum):
 
     # a model that several devices train together
     REPLICA_DRIFT = "replica-drift"
+    HEALTHY_SPLIT = "healthy-split"
 
     # a training by each device alone
     LEFT_TRAJECTORY = "left-trajectory"

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage
+from consistency.case.stages import Stage, stages_of
 from consistency.comparison.judge import PAYLOAD, is_as_sent, judge
 from consistency.comparison.outcomes import Outcome, Workers
 from consistency.comparison.records import Key
 from consistency.comparison.workers import ComparedWorker
+
+_OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -194,7 +196,9 @@ class _Found:
 
 def _is_expected(worker: ComparedWorker, reference: ComparedWorker, stage: str) -> bool:
     """Return whether a worker should have the tensors of a stage: its case has the stage, at the same level."""
-    if stage == Stage.TRANSFER:  # each worker records the copies into its own device
+    if stage in (Stage.TRANSFER, Stage.COLLECTIVES):  # copies into its own device; what its own group does
+        return False
+    if stage in _OF_A_GROUP and worker.capture is not reference.capture:  # another group may have another size
         return False
     if not worker.expects_stage(stage):  # a stage that others skipped as a whole
         return False

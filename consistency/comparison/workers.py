@@ -110,6 +110,12 @@ class ComparedWorker:
         return {row.stage: row.reason or "" for row in rows if row is not None and RAISED in row.evidence}
 
     @property
+    def apart(self) -> dict[str, str]:
+        """Return why a worker is in no group, by the stage that takes one: of what a group does, it has no rows."""
+        rows = (self.records.get((stage, WHOLE_MODEL, spec.whole)) for stage, spec in SPECS.items() if spec.together)
+        return {row.stage: row.reason or "" for row in rows if row is not None and row.status == "skipped"}
+
+    @property
     def path_unavailable(self) -> bool:
         """Return whether this worker could not take its alternative path: no tensor is expected of it there."""
         record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))

@@ -121,6 +121,8 @@ class Backend:
         By default those of torch's device-independent switches.
     alternatives : mapping of str to (object, str)
         For a bisection: pinned settings that apply to this backend, the value to switch to, and what that is called.
+    of_collectives : mapping of str to str
+        For a bisection of what ranks do together: variables of the library of collectives, and the value to try.
     """
 
     type: str
@@ -144,6 +146,7 @@ class Backend:
     recorded: tuple[str, ...] = ()
     variants: tuple[Variant, ...] = _GENERIC_VARIANTS
     alternatives: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    of_collectives: Mapping[str, str] = field(default_factory=dict)
 
     def variant(self, name: str) -> Variant | None:
         return next((variant for variant in self.variants if variant.name == name), None)
@@ -222,6 +225,14 @@ BACKENDS: dict[str, Backend] = {
                 "bf16_reduced_precision_reduction": (True, "bfloat16 sums in reduced precision"),
                 "cudnn_enabled": (False, "cuDNN off"),
             },
+            # NCCL and RCCL, "Environment Variables": each transport off, then one algorithm and one protocol forced
+            of_collectives={
+                "NCCL_P2P_DISABLE": "1",
+                "NCCL_SHM_DISABLE": "1",
+                "NCCL_NVLS_ENABLE": "0",
+                "NCCL_ALGO": "Ring",
+                "NCCL_PROTO": "Simple",
+            },
         ),
         Backend(
             type="xpu",
@@ -231,8 +242,16 @@ BACKENDS: dict[str, Backend] = {
             builds=("xpu",),
             also_masked_by=("ONEAPI_DEVICE_SELECTOR",),
             recorded=("ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"),
+            # oneCCL, "Environment Variables": any algorithm but `topo` goes by way of the host
+            of_collectives={"CCL_ALLREDUCE": "ring"},
         ),
-        Backend(type="npu", visibility="ASCEND_RT_VISIBLE_DEVICES"),
+        Backend(
+            type="npu",
+            visibility="ASCEND_RT_VISIBLE_DEVICES",
+            # CANN, "Environment Variables": a fixed order of sums, and the orchestration on the host; not HCCL_ALGO,
+            # which chooses between servers alone
+            of_collectives={"HCCL_DETERMINISTIC": "true", "HCCL_OP_EXPANSION_MODE": "HOST"},
+        ),
         Backend(type="mps", builds=("darwin",), synchronizes_one=False),
         Backend(
             type="xla",  # TPUs, and on a CPU as many devices as CPU_NUM_DEVICES has

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from consistency.capture.node_group import NodeGroup
 from consistency.case.case import Case
 from consistency.errors import ConsistencyError
 from consistency.launch.plan import WorkerPlan
@@ -23,13 +24,14 @@ class Limits:
     """How long a worker may take for a case, in total and between two events.
 
     Without `threads`, the processors are shared out; `at_once` is how many workers run side by side at most, so that
-    they fit the host's memory.
+    they fit the host's memory; `together` names the other nodes whose workers form a group with this host's.
     """
 
     timeout_s: float | None = None
     stall_s: float = 300.0
     threads: int | None = None
     at_once: int | None = None
+    together: NodeGroup | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from consistency.capture import origin
 from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
+from consistency.capture.node_group import NodeGroup, name_on
 from consistency.capture.records import WorkerInfo
 from consistency.capture.version import __version__
 from consistency.capture.writer import CaptureWriter
@@ -81,7 +84,8 @@ class _OpenCase:
             text = f"{one.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
             (self.scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
         if one.group is not None and ended.status != "ok":
-            lost_rank(Path(one.group.folder), one.plan.name).write_text(ended.reason or "", encoding="utf-8")
+            name = name_on(one.group.node, one.plan.name) if one.group.node else one.plan.name
+            lost_rank(Path(one.group.folder), name).write_text(ended.reason or "", encoding="utf-8")
 
     def _engine(self, one: EngineFile) -> str:
         """Return the folder of an inference engine whose outputs a worker has judged; say so where none has."""
@@ -98,7 +102,7 @@ class _OpenCase:
 
     def close(self, after: HostFacts) -> Captured:
         """Commit the capture when the last worker has ended."""
-        shutil.rmtree(self.scratch)
+        _remove(self.scratch)
         if self.error is not None:
             return Captured(task=self.task, error=self.error)
         judges = Stage.FORWARD in self.task.case.stages
@@ -132,21 +136,36 @@ class LocalEngine:
             yield from _Run(cases, task.limits, watch).captures()
 
 
-def _form_groups(assigned: Sequence[Assignment], *, stall_s: float) -> None:
-    """Join the workers of a case that run side by side: those of the accelerators of one type, or of the CPU alone."""
+def _form_groups(
+    assigned: Sequence[Assignment], *, stall_s: float, together: NodeGroup | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Join the workers of a case that run side by side: those of the accelerators of one type, or of the CPU alone.
+
+    Returns
+    -------
+    dict of str to tuple of str
+        The workers of this host by the name of their group; one alone is in a group with those of other nodes.
+    """
+    found: dict[str, tuple[str, ...]] = {}
     for number in {one.number for one in assigned}:
         of_case = [one for one in assigned if one.number == number]
         kinds = {one.plan.info.spec.type for one in of_case if not one.plan.info.spec.is_cpu} or {"cpu"}
         for kind in kinds:
             members = [one for one in of_case if one.plan.info.spec.type == kind]
-            if len(members) < 2 or not any(SPECS[stage].together for stage in members[0].case.stages):
+            if not members or not any(SPECS[stage].together for stage in members[0].case.stages):
+                continue
+            if len(members) < 2 and together is None:
                 continue
             ranks = tuple(one.plan.name for one in members)
             for rank, one in enumerate(members):
-                folder = one.scratch / f"group-{kind}-{one.plan.load_path}-{one.plan.turn}"
-                one.group = RankGroup(
-                    rank=rank, ranks=ranks, folder=str(folder), timeout_s=stall_s / 2
-                )  # fmt: skip
+                name = f"group-{kind}-{one.plan.load_path}-{one.plan.turn}"
+                group = RankGroup(rank=rank, ranks=ranks, folder=str(one.scratch / name), timeout_s=stall_s / 2)
+                if together is not None:
+                    group = msgspec.structs.replace(
+                        group, node=together.node, nodes=together.nodes, folder=str(Path(together.folder) / name)
+                    )
+                one.group, found[name] = group, ranks
+    return found
 
 
 class _Run:
@@ -163,9 +182,18 @@ class _Run:
         """Run every wave; yield each case as its last worker ends."""
         tasks = [one.task for one in self._cases]
         waves = merged_waves([task.waves for task in tasks], [task.case.process_key for task in tasks])
-        for wave in side_by_side(waves, self._limits.at_once):
-            assigned = [[self._cases[number].assign(number, plan) for number, plan in turns] for turns in wave]
-            _form_groups([one for queue in assigned for one in queue], stall_s=self._limits.stall_s)
+        together = self._limits.together
+        groups: dict[str, tuple[str, ...]] = {}
+        planned = [
+            [[self._cases[number].assign(number, plan) for number, plan in turns] for turns in wave]
+            for wave in side_by_side(waves, self._limits.at_once)
+        ]
+        for assigned in planned:
+            beside = [one for queue in assigned for one in queue]
+            groups |= _form_groups(beside, stall_s=self._limits.stall_s, together=together)
+        if together is not None:
+            together.tell(groups)
+        for assigned in planned:
             yield from self._wave(assigned)
 
     def _wave(self, queues: Sequence[Sequence[Assignment]]) -> Iterator[Captured]:
@@ -225,3 +253,10 @@ class _Run:
             return None
         self._host = read_host(self._devices)
         return case.close(self._host)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a scratch folder, of which a store of torch.distributed removes its own file once a rank has left."""
+    while folder.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)

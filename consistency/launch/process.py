@@ -19,7 +19,8 @@ from consistency.launch.engine import Limits, Watcher
 from consistency.launch.environment import worker_environment
 
 POLL_S = 0.05
-DUMP_GRACE_S = 2.0  # faulthandler writes its stacks in milliseconds, unless the process is stopped or swapping
+DUMP_GRACE_S = 5.0  # faulthandler writes its stacks in milliseconds, unless the process is stopped or swapping
+_SETTLED = 4  # polls in which nothing is added: a busy machine may leave it in the middle of a line for a while
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,6 +112,9 @@ class WorkerProcess:
             return
         with suppress(ProcessLookupError, PermissionError):
             self.process.send_signal(signal.SIGUSR1)
-        until = time.monotonic() + DUMP_GRACE_S
-        while time.monotonic() < until and self.process.poll() is None and not one.stack():
+            self.process.send_signal(signal.SIGCONT)  # one that was stopped writes it too, and nothing else changes
+        until, seen, same = time.monotonic() + DUMP_GRACE_S, one.stack(), 0
+        while time.monotonic() < until and self.process.poll() is None and same < _SETTLED:
             time.sleep(POLL_S)
+            written = one.stack()
+            same, seen = same + 1 if written and written == seen else 0, written

@@ -110,7 +110,9 @@ class Word(enum.StrEnum):
     DOES_NOT_RUN = "does-not-run", "a model that does not run"
 
     # a model that several devices train or hold together
-    UNSYNCHRONIZED = "unsynchronized", "an adapter that each rank trains alone"
+    UNSYNCHRONIZED = (
+        "unsynchronized", "an adapter that each rank trains alone", "the rank's own gradient in place of the average"
+    )  # fmt: skip
 
     # a user's wrapper around the model
     LAYERS_MISSED = "layers-missed", "adapter layers that PEFT does not find through the wrapper"

@@ -62,12 +62,24 @@ def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
 
 def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Finding:
     shown = msgspec.structs.replace(finding, detail=(*_worst(hits), *finding.evidence), consequences=())
+    if folder is not None and _is_of_a_group(finding):
+        return msgspec.structs.replace(shown, next=_bisect_command(folder, number))
     if folder is None or not _is_reproducible(finding, hits):
         return shown
     commands = [f"{_AGAIN}{finding.next}"] if finding.next and is_command(finding.next) else []
     if any(tensor.rule in _MEASURED for tensor, _ in hits):
-        commands.append(f"{_SETTING}consistency bisect {shlex.quote(folder)} --finding {number}")
+        commands.append(f"{_SETTING}{_bisect_command(folder, number)}")
     return msgspec.structs.replace(shown, detail=(*shown.detail, *commands), next=reproduce_command(folder, number))
+
+
+def _bisect_command(folder: str, number: int) -> str:
+    return f"consistency bisect {shlex.quote(folder)} --finding {number}"
+
+
+def _is_of_a_group(finding: Finding) -> bool:
+    """Return whether ranks found it together, so that no one device can show it again, and a setting may explain it."""
+    stages = {name.partition("::")[0] for name in finding.tensors}
+    return finding.severity != "note" and stages == {Stage.COLLECTIVES}
 
 
 def _is_reproducible(finding: Finding, hits: _Hits) -> bool:

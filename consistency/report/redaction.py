@@ -65,7 +65,7 @@ _VOCABULARY = frozenset(
 
 PATH_OPTIONS = frozenset({
     "--base", "--adapter", "--out", "--inputs", "--engine-outputs", "--device-map", "--history", "--baseline", "--html",
-    "--junit", "--groups", "--progress", "--require", "--store",
+    "--junit", "--groups", "--progress", "--require", "--store", "--together",
 })  # fmt: skip
 """Options whose value is a file or a folder, or a URL."""
 

@@ -188,7 +188,7 @@ def _write_turned(write: Writer, table: ResultTable) -> None:
             width = max(len(column.title) for column in table.columns) + 2
             for column, cell in zip(table.columns, row.cells, strict=True):
                 text = write.text(column.title.ljust(width)).append_text(_cell(write, cell, places=True))
-                write.folded(text, indent=8)
+                write.folded(text, indent=7, hang=0)
     if side_by_side:
         write.grid(titles, rows)
 

@@ -68,12 +68,28 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s : float
         How long a collective may take: half as long as a worker may be silent, so that a rank that waits for another
         can say so before it is taken for the silent one.
+    node : str
+        Name of this node, where the workers of several form the group: then `ranks` are this node's alone until all
+        nodes have met (`consistency.worker.ranks.nodes`).
+    nodes : tuple of str
+        Of all nodes, in the order of their ranks.
+    has_met : bool
+        Whether `ranks` are those of all nodes.
     """
 
     rank: int
     ranks: tuple[str, ...]
     folder: str
     timeout_s: float
+    node: str = ""
+    nodes: tuple[str, ...] = ()
+    has_met: bool = False
+
+    def part(self, first: int, size: int) -> RankGroup:
+        """Return a group of some of the ranks, of which this one is."""
+        return msgspec.structs.replace(
+            self, rank=self.rank - first, ranks=self.ranks[first : first + size], folder=f"{self.folder}-from-{first}"
+        )
 
 
 def lost_rank(folder: Path, name: str) -> Path:

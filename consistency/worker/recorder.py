@@ -213,8 +213,8 @@ class Recorder(RecordStore):
             that only other workers can judge.
         rule : Rule
             What judges the tensor where no tolerance does.
-        status, diagnosis
-            Of a tensor that is not judged here.
+        status, word
+            Of a tensor that is not judged here; a word for one outside its rule where more than its numbers tells it.
         chunks : callable, optional
             Yields the tensor with its exact value; called only where it is outside its rule. None where the tensor is
             not judged here.
@@ -239,7 +239,8 @@ class Recorder(RecordStore):
         if found is not None and chunks is not None and share is not None:
             status = "within" if passes(share) else "outside"
             if status == "outside":
-                cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if tolerance is None else None)
+                if cause is None:
+                    cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if tolerance is None else None)
                 more = {**cause.evidence, **outside()}
             elif tolerance is None:  # within a tolerance that nobody derived, nothing is known of the cause
                 cause = Diagnosis(word=Word.ACCUMULATION_ORDER)

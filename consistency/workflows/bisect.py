@@ -1,11 +1,13 @@
 """Which setting explains a difference? Change one at a time, rerun only the layer concerned, name the smallest set.
 
 Every trial is one worker on the device of the finding, with one or more settings changed before its process starts; it
-is compared with a run of the reference worker. Everything else is as in the run that found the difference.
+is compared with a run of the reference worker. In a stage whose workers form a group, every trial is the whole group,
+with the settings of each rank changed. Everything else is as in the run that found the difference.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.received import received
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS, Stage
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
@@ -31,7 +33,7 @@ from consistency.errors import InputError, UsageError
 from consistency.launch.change import Change
 from consistency.launch.engine import CaseTask, Limits, Watcher, capture_case
 from consistency.launch.local import LocalEngine
-from consistency.launch.plan import WorkerPlan
+from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.workflows import judging
 from consistency.workflows.candidates import candidates, smallest
 from consistency.workflows.reproduce.evidence import find_evidence, find_tensor
@@ -195,30 +197,35 @@ class _Runner:
         self._progress = progress
         self._targets = (scratch / f"trial-{number}" for number in itertools.count())
         self._faults = faults
-        names = (subject.reference.info.name, subject.participant.info.name)
+        self._group = _group_of(subject)
+        names = self._group or (subject.reference.info.name, subject.participant.info.name)
         self._devices = {info.spec.name: info for info in select(names)}
-        self._reference = self._capture(subject.reference, Change(), next(self._targets))
+        self._reference = None if self._group else self._capture(subject.reference, Change(), next(self._targets))
 
     def all(self, chosen: Sequence[Sequence[Change]]) -> list[Trial]:
         """Try sets of changes, as many at once as there are processors for."""
         threads = _threads(self._subject.participant)
-        with ThreadPoolExecutor(max_workers=max(1, available_cores() // threads)) as pool:
+        at_once = 1 if self._group else max(1, available_cores() // threads)
+        with ThreadPoolExecutor(max_workers=at_once) as pool:
             return list(pool.map(self._trial, chosen, [next(self._targets) for _ in chosen]))
 
     def _trial(self, changes: Sequence[Change], target: Path) -> Trial:
         change = Change.together(changes)
-        found = self._capture(self._subject.participant, change, target)
+        run = self._capture_group if self._group else self._capture
+        found = run(self._subject.participant, change, target)
         gone, detail = self._judged(found, change.load_path or LoadPath(self._subject.participant.load_path))
         lost = any(worker.info.status != "ok" for worker in found.workers)
         return Trial(changes=tuple(change.name for change in changes), gone=gone, detail=detail, lost=lost)
 
     def _judged(self, found: Capture, load_path: LoadPath) -> tuple[bool, str]:
         """Return whether the difference is gone from a trial's capture, and in words what is there."""
-        (worker,) = found.workers
-        if worker.info.status != "ok":
-            return False, f"the worker was lost: {worker.info.reason}"
-        comparison = judging.compare_captures([self._reference, found])
-        label = gather([self._reference, found])[-1].label
+        for worker in found.workers:
+            if worker.info.status != "ok":
+                return False, f"the worker was lost: {worker.info.reason}"
+        captures = [found] if self._reference is None else [self._reference, found]
+        comparison = judging.compare_captures(captures)
+        name = self._subject.participant.info.name
+        label = next(one.label for one in reversed(gather(captures)) if one.info.name == name)
         for tensor in comparison.tensors:
             row = tensor.outcome(label)
             place = (tensor.stage, tensor.layer, tensor.tensor)
@@ -230,6 +237,18 @@ class _Runner:
             same = len(tensor.classes) == 1
             return same, "bitwise equal" if same else f"differs bitwise, {row.status}"
         return False, NOT_SEEN
+
+    def _capture_group(self, who: ComparedWorker, change: Change, target: Path) -> Capture:
+        """Run every rank of the group with a change."""
+        load_path = (change.load_path or LoadPath(who.info.load_path)).main
+        case = msgspec.structs.replace(self._case, load_paths=(load_path,))
+        planned = plan_waves(case, [self._devices[name] for name in self._group])
+        waves = [[dataclasses.replace(plan, change=change) for plan in wave] for wave in planned]
+        task = CaseTask(case=case, waves=waves, target=target, faults=self._faults)
+        name = change.name or "unchanged"
+        limits = Limits(threads=change.threads or _threads(who))
+        capture_case(LocalEngine(), task, limits, watch=lambda _, event: self._progress(name, event))
+        return read_capture(target)
 
     def _capture(self, who: ComparedWorker, change: Change, target: Path) -> Capture:
         load_path = change.load_path or LoadPath(who.info.load_path)
@@ -251,6 +270,15 @@ class _Runner:
         name = change.name or ("reference" if who is self._subject.reference else "unchanged")
         capture_case(LocalEngine(), task, limits, watch=lambda _, event: self._progress(name, event))
         return read_capture(target)
+
+
+def _group_of(subject: Subject) -> tuple[str, ...]:
+    """Return the names of the ranks of the group that a difference was found in; none where it was found alone."""
+    if not SPECS[Stage(subject.key[0])].together:
+        return ()
+    rows = (record for key, record in subject.participant.records.items() if key[0] == subject.key[0])
+    ranks: tuple[str, ...] = max((tuple(row.evidence.get("ranks", ())) for row in rows), key=len, default=())
+    return ranks
 
 
 def _threads(who: ComparedWorker) -> int:

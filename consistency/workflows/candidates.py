@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS, Stage
 from consistency.comparison.workers import ComparedWorker
 from consistency.devices.backends import Variant, backend_of
 from consistency.devices.spec import parse_device
@@ -48,6 +48,9 @@ def _candidates(subject: ComparedWorker, reference: ComparedWorker, stage: str) 
     spec = parse_device(subject.info.name)
     backend = backend_of(spec.type)
     variant = spec.numerical_variant() or Variant(name="native")
+    if SPECS[Stage(stage)].together:
+        for name, told in backend.of_collectives.items():
+            yield Change(name=f"{name}={told}", environment={name: told})
     yield from (Change(name=f"{name} unset", environment={name: None}) for name in variant.environment)
     for name, value in reference.info.asked.items():
         if name in variant.settings and variant.settings[name] != value:
@@ -58,10 +61,11 @@ def _candidates(subject: ComparedWorker, reference: ComparedWorker, stage: str) 
         yield Change(name=f"{other} threads" if other != 1 else "1 thread", threads=other)
     if subject.info.environment.get("dtype") in ("bfloat16", "float16") and subject.case.adapter is not None:
         yield Change(name="autocast_adapter_dtype=False", autocast_adapter_dtype=False)
+    computes = stage != Stage.COLLECTIVES  # which has no product, and no attention
     for name, (value, text) in backend.alternatives.items():
-        if name in subject.info.asked and name not in variant.settings:
+        if computes and name in subject.info.asked and name not in variant.settings:
             yield Change(name=text, settings={name: value})
-    if not spec.is_cpu:
+    if computes and not spec.is_cpu:
         yield from (Change(name=name, settings=settings) for name, settings in _SDPA.items())
     load_path = LoadPath(subject.load_path)
     if load_path.main is LoadPath.SHARED:

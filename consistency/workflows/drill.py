@@ -358,7 +358,9 @@ def _not_planted(trial: Trial, why: str = "") -> DrillRow:
 def _row(trial: Trial, comparison: Comparison) -> DrillRow:
     # the words are part of the name: one kind can have several causes
     fault, worker = trial.fault, trial.worker
-    about = [f for f in comparison.findings if f.severity != "note" and not _is_known(f, trial.known)]
+    notes = {fault.expected} if fault.is_note else set()
+    told = [f for f in comparison.findings if f.severity != "note" or f.kind in notes]
+    about = [f for f in told if not _is_known(f, trial.known)]
     first = next((f for f in about if f.workers == (worker,) and fault.words in f.message), None)
     untaken = _untaken(fault, comparison)
     if first is None and untaken:

@@ -204,10 +204,20 @@ def _tokens(subject: Subject) -> str:
     return "" if reads else "the base answers no token ids with token ids"
 
 
+def _plan(subject: Subject) -> str:
+    if subject.judged is None or any(name.startswith(f"{Stage.TENSOR_PARALLEL}::") for name in subject.judged):
+        return ""
+    return "transformers has no plan that splits this model"
+
+
 _REASONS: dict[Need, Callable[[Subject], str]] = {
     Need.ADAPTER: lambda subject: "" if subject.has_adapter else "the case has no adapter",
     Need.ANOTHER_WORKER: lambda subject: "" if subject.workers > 1 else "one device only: nothing to compare it with",
     Need.RANKS: lambda subject: "" if subject.ranks > 1 else "no two devices of one type: they form no group",
+    Need.THREE_RANKS: lambda subject: (
+        "" if subject.ranks > 2 else "no three devices of one type: no two of them form a group beside that of all"
+    ),
+    Need.PLAN: _plan,
     Need.WEIGHT_FILE: lambda subject: "" if subject.base_config else "a function makes the base, not a weight file",
     Need.FLOAT32_FILE: lambda subject: (
         "" if "F32" in subject.file_dtypes

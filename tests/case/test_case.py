@@ -34,15 +34,17 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     again = "the adapter loaded again over NaN"
     large = "copies of 256 MiB and more"
     rest = (large, "most operators", "large operators", "safe_merge", again, "a second run on the same device")
-    later = ("stage sharding", "stage collectives", "stage wrapping")
-    assert quick.not_checked() == ("stage forward", "stage gradient", "stage memory", *later, *rest)
+    together = ("stage collectives", "stage replicas", "stage shards", "stage tensor-parallel")
+    later = ("stage sharding", *together, "stage wrapping")
+    trained = "stage trajectory"
+    assert quick.not_checked() == ("stage forward", "stage gradient", trained, "stage memory", *later, *rest)
     widened = Case(name="x", base="/b", level=Level.QUICK)
-    assert widened.not_checked() == (*later, *rest)
+    assert widened.not_checked() == (trained, *later, *rest)
     narrowed = Case(name="x", base="/b", level=Level.STANDARD, stages=(Stage.ADAPTER,), repeat=2)
     others = [stage for stage in Stage if stage not in (Stage.ADAPTER, Stage.ADAPTERS)]  # one adapter has no such stage
     assert narrowed.not_checked() == tuple(f"stage {stage}" for stage in others)
     thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
-    on_request = ("stage trajectory", "stage collectives", "stage wrapping")
+    on_request = ("stage trajectory", *together, "stage wrapping")
     assert thorough.not_checked() == on_request, "which are run on request alone"
 
 

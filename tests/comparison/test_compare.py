@@ -276,6 +276,34 @@ def test_a_lost_worker_has_a_next_step(make_capture: MakeCapture, status: str, r
     assert finding.next is None if todo is None else (finding.next or "").startswith(todo)
 
 
+def test_groups_of_different_sizes_are_not_compared_with_each_other(make_capture: MakeCapture) -> None:
+    captures = []
+    for ranks, value in ((2, "a"), (3, "b")):
+        row = TensorRecord(
+            rule="bitwise", status="equal", stage="collectives", layer="all_gather", tensor=f"int8 1 of {ranks} ranks",
+            digest=digest(value), reference="file", reference_digest=digest(value),
+        )  # fmt: skip
+        fact = msgspec.structs.replace(row, rule="limit", tensor=f"{row.tensor}, same bits on all ranks")
+        folder = make_capture(str(ranks), {"cuda:0": [row, fact], "cuda:1": [row, fact]})
+        captures.append(folder)
+    assert errors(compared(*captures)) == []
+
+
+@pytest.mark.parametrize(
+    "stack",
+    [
+        "Current thread 1 (most recent call first):\n  in wait\n\nThread 2 (most recent call first):\n  in hangs\n"
+        + "  in outer\n" * 20,
+        "Traceback (most recent call last):\n" + "  in outer\n" * 20 + "  in hangs",
+    ],
+)
+def test_a_lost_worker_shows_where_it_was(make_capture: MakeCapture, stack: str) -> None:
+    lost = {"cuda:0": {"status": "lost", "reason": "gave no sign of life for 60 s and was killed", "stack": stack}}
+    (finding,) = errors(compared(make_capture("a", {"cpu": [moved()], "cuda:0": []}, info=lost)))
+    assert "  in hangs" in finding.detail
+    assert "  in wait" not in finding.detail
+
+
 def test_a_stage_that_failed_blocks_what_it_did_not_reach(make_capture: MakeCapture) -> None:
     failed = TensorRecord(
         stage="merged", layer="model", tensor="everything", status="blocked", rule="bound",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.case.options import Options
-from consistency.case.stages import Stage
+from consistency.case.stages import Level, Stage
 from consistency.comparison.workers import ComparedWorker, gather
+from consistency.devices.discovery import discover
 from consistency.errors import UsageError
 from consistency.launch.change import Change
 from consistency.launch.environment import worker_environment
@@ -25,6 +27,7 @@ from consistency.workflows.bisect import bisect
 from consistency.workflows.candidates import candidates, smallest
 from tests.conftest import MakeCapture
 
+KERNELS = [info.spec.name for info in discover() if info.spec.is_cpu]
 CHANGES = tuple(Change(name=name, environment={name: None}) for name in "ABCDEF")
 
 
@@ -136,6 +139,33 @@ def test_change_has_the_last_word_in_the_environment() -> None:
     assert "MKL_CBWR" not in found
     assert found["EXTRA"] == "1"
     assert found["ATEN_CPU_CAPABILITY"] == "default"
+
+
+def test_a_group_has_the_transports_of_its_library_tried(make_capture: MakeCapture) -> None:
+    subject = participant(make_capture, "cuda:1", asked={"matmul_allow_tf32": False}, environment={"threads": 1})
+    found = candidates(subject, participant(make_capture, "cpu", environment={"threads": 1}), "collectives")
+    assert [change.name for change in found] == [
+        "NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_NVLS_ENABLE=0", "NCCL_ALGO=Ring", "NCCL_PROTO=Simple",
+        "2 threads",
+    ]  # fmt: skip
+    assert found[0].environment == {"NCCL_P2P_DISABLE": "1"}
+
+
+@pytest.mark.process
+@pytest.mark.skipif(len(KERNELS) < 2, reason="this processor has one kernel variant: there is no group")
+def test_a_variable_of_the_library_explains_a_wrong_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault reads the variable in the place of NCCL: that NCCL obeys it is not shown here."""
+    fault = {"cpu@baseline": "sum-wrong-with-p2p"}
+    only = ("collectives::all_reduce.sum",)
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.COLLECTIVES,), only=only, level=Level.QUICK)
+    plan = dataclasses.replace(pipeline.prepare(options), faults=fault)
+    pipeline.run(plan, tmp_path / "out", watch=lambda *_: None)
+    changes = [Change(name=f"{name}=1", environment={name: "1"}) for name in ("NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE")]
+    monkeypatch.setattr(bisecting, "candidates", lambda *_: changes)
+    answer = bisect(tmp_path / "out", number=1, faults=fault)
+    assert answer.repeats
+    assert answer.explained_by == ("NCCL_P2P_DISABLE=1",)
+    assert answer.sentence.endswith("on cpu@baseline matches the reference with NCCL_P2P_DISABLE=1")
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def reason(fault: str, **changed: Any) -> str:
 
 
 def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
-    subject = subject_of(prepare_case(Options()), workers=2, ranks=2)
+    subject = subject_of(prepare_case(Options()), workers=3, ranks=3)
     lacking = {fault.name: why for fault in FAULTS.values() if (why := why_not(fault, subject))}
     of_quantized = [fault.name for fault in FAULTS.values() if Need.QUANTIZED in fault.needs]
     assert lacking == dict.fromkeys(of_quantized, "the base is not quantized")
@@ -118,6 +118,7 @@ def test_a_merge_without_a_closed_form_has_no_word_for_what_is_wrong() -> None:
 
 def test_every_need_has_a_case_that_lacks_it() -> None:
     nothing = [Subject(has_adapter=has_adapter, dtype="bfloat16", workers=1) for has_adapter in (True, False)]
+    nothing.append(Subject(has_adapter=True, dtype="float32", workers=2, judged=frozenset()))
     nothing.append(Subject(**{**HEALTHY, "base_config": {"quantization_config": {"load_in_4bit": True}}}))
     lacking = {need for fault in FAULTS.values() for need in fault.needs for subject in nothing
                if why_not(dataclasses.replace(fault, needs=(need,), stages=(Stage.MEMORY,)), subject)}  # fmt: skip

@@ -308,6 +308,19 @@ def without_model(s: Setting) -> Cost:
     return Cost(host_bytes=64 * MIB, work=Work(fixed_s=STAGE_S if s.case.level is not Level.THOROUGH else 60.0))
 
 
+def collectives(s: Setting) -> Cost:
+    """Send and add up tensors of up to 256 MiB at the level `thorough`, else of 4 MiB.
+
+    Of the largest there are at once what a rank gives, its copy, and two results, or one and its exact values.
+    """
+    largest = 256 * MIB if s.case.level is Level.THOROUGH else 4 * MIB
+    seconds = STAGE_S if s.case.level is not Level.THOROUGH else 300.0
+    buffers = 4 * largest
+    return Cost(
+        host_bytes=64 * MIB + 8 * largest, device_bytes=buffers if s.on_device else 0, work=Work(fixed_s=seconds)
+    )
+
+
 def replicas(s: Setting) -> Cost:
     """Train a few steps: gradients and parameters of each step are in files, one of each rank."""
     kept, rows = s.shape.trained_elements * TRAINING_STEPS, s.of_backward * TRAINING_STEPS

@@ -37,7 +37,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--list", action="store_true", help="list the faults, and plant none")
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=_OPTIONS, one_case=True)
     parser.add_argument("--stall", type=float, metavar="S",
-                        help="seconds a worker may be silent; three of the faults hang on purpose "
+                        help="seconds a worker may be silent; some of the faults hang on purpose "
                         f"(default: {STALL_S:g})")  # fmt: skip
     add_output_options(parser, "folder for the reports, in one folder per fault", json="print the rows as JSON")
     add_fail_fast_option(parser, "the first fault that is not found and named")

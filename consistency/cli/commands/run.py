@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -81,6 +82,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
                          "`consistency fleet`")  # fmt: skip
     capture.add_argument("--require", metavar="FILE", help="file or URL of `consistency fleet` with the files and "
                          "accelerators that this host must have")  # fmt: skip
+    capture.add_argument("--together", metavar="FILE", type=Path, help="file of `consistency fleet` with the nodes "
+                         "whose devices form one group with this host's")  # fmt: skip
 
 
 def read_case(parsed: argparse.Namespace) -> Options:
@@ -184,6 +187,7 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 
 def _capture(parsed: argparse.Namespace) -> int:
+    from consistency.capture.node_group import NodeGroup
     from consistency.cli.node_report import reporting
     from consistency.cli.progress import progress
     from consistency.workflows import pipeline
@@ -199,6 +203,9 @@ def _capture(parsed: argparse.Namespace) -> int:
             required = read_requirements(parsed.require)
             required.check_devices(plan.devices)
             required.check_files(plan.case)
+        if parsed.together is not None:
+            limits = dataclasses.replace(plan.limits, together=NodeGroup.read(parsed.together))
+            plan = dataclasses.replace(plan, limits=limits)
         expected = pipeline.expected(plan)
         with progress(expected=expected, quiet=parsed.quiet) as watch:
             both = watch if report is None else report.beside(watch, expected)
@@ -233,8 +240,8 @@ def _capture_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
 
     if travels(parsed.out):
         raise UsageError("the captures of a suite need a folder", where="--out", got=parsed.out)
-    if parsed.progress is not None or parsed.require is not None:
-        raise UsageError("a fleet checks one case", where="--progress and --require", got="a suite")
+    if any(given is not None for given in (parsed.progress, parsed.require, parsed.together)):
+        raise UsageError("a fleet checks one case", where="--progress, --require and --together", got="a suite")
     plan = prepare_suite(suite)
     with progress(expected=expected(plan), quiet=parsed.quiet) as watch:
         found = capture_suite(

@@ -124,6 +124,35 @@ STAGES: Mapping[Stage, Explanation] = {
         "and NCCL_NVLS_ENABLE=0, one at a time. Report what explains it to the library.",
         example="collectives · cuda:3 · one contiguous range of values that exceed tolerance in 18 of 530 tensors",
     ),
+    Stage.REPLICAS: Explanation(
+        summary="the adapter trained by DistributedDataParallel, each rank on its own batch",
+        meaning="All ranks start with the bytes of the file. In each of three steps the gradient that an optimizer "
+        "gets is the average of all ranks' gradients, within the bound of any order, and the parameter afterwards that "
+        "of the optimizer's exact steps. How far replicas drift apart on unlike devices is a note.",
+        cause="--stages replicas, and two devices of one type side by side.",
+        action="The sentence names the rank and the tensor. See `unsynchronized` and `replica-drift`.",
+        example="replicas · cuda:1 · the rank's own gradient in place of the average in 56 of 168 tensors",
+    ),
+    Stage.SHARDS: Explanation(
+        summary="the adapter trained by FSDP2 (fully_shard), each rank holding a part of every tensor",
+        meaning="Each rank holds its part of the files' bytes, and computes with the parts of all, put together. The "
+        "first gradient, the optimizer's steps and the saved adapter are judged part by part. A second model gets its "
+        "adapter after fully_shard: a note says whether the ranks then train one adapter, or each its own.",
+        cause="--stages shards, and two devices of one type side by side.",
+        action="The sentence names the rank whose part, or whose view of the others' parts, is wrong.",
+        example="shards · cuda:1 · stale bytes that were already in memory in lora_B.gathered of 28 of 28 layers",
+    ),
+    Stage.TENSOR_PARALLEL: Explanation(
+        summary="the model split by transformers' tensor parallel plan, with the adapter, against one device",
+        meaning="Each rank holds its part of the files' bytes; the adapter's parts put together are the file. Hidden "
+        "states, logits and gradients are judged as those of one device are, by what rounding makes in them. Experts "
+        "are split too where the model has a plan for them.",
+        cause="--stages tensor-parallel, and as many devices of one type side by side as divide the attention heads.",
+        action="The note says whether the difference from one device is healthy. Where a tensor is outside, compare "
+        "with stage collectives, and with forward and gradient on one device.",
+        example="tensor-parallel · cuda:0, cuda:1 · logits are at most 3.3e-07 off float64, and rounding makes up to "
+        "1.6e-06 on one device: healthy",
+    ),
     Stage.WRAPPING: Explanation(
         summary="a wrapper around the base, against the plain base",
         meaning="What PEFT and trainers ask a model for: attributes, keys, adapted layers, storages, dtypes, and the "
@@ -178,7 +207,7 @@ RULES: Mapping[Rule, Explanation] = {
         summary="a fact about a device, a process or a wrapper, and its limit",
         meaning="Not a tensor: unexpected bytes on a device, the peak of a merge, ids beyond a vocabulary, a key that "
         "is missing. The worker that observes it judges it.",
-        cause="Stages memory, sharding, wrapping, and checks of several adapters.",
+        cause="Stages memory, sharding, wrapping, checks of several adapters, and what one rank of a group holds.",
         action="The sentence has what was seen and what is allowed.",
         example="memory · merge_peak: outside, 1.48× the limit",
     ),

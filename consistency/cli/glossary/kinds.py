@@ -177,6 +177,24 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         example="soak · cuda:0 · memory grew by 48 MiB over 900 repeats: 2.10 GiB, 2.12 GiB, 2.13 GiB and 2.15 GiB; "
         "16 MiB are allowed",
     ),
+    FindingKind.REPLICA_DRIFT: Explanation(
+        summary="replicas on unlike devices drift apart",
+        meaning="All ranks got the same bits of each averaged gradient, and their optimizers rounded differently. The "
+        "figure is the distance over twice the bound of the optimizer's steps: up to 1 it is rounding.",
+        cause="Devices of several types, or kernel variants, in one group: each rank runs its own optimizer.",
+        action="Nothing, for a short training. Broadcast the parameters now and then, or shard them: a part that is "
+        "updated once is the same everywhere.",
+        example="replicas · cpu@baseline · 56 of 56 tensors of the adapter differ after 3 steps, by at most 0.16 of "
+        "what the optimizer may round",
+    ),
+    FindingKind.HEALTHY_SPLIT: Explanation(
+        summary="a model in parts differs from one device by no more than rounding",
+        meaning="The logits of a tensor parallel model against float64, and what rounding makes on one device.",
+        cause="Sums over parts are added in another order.",
+        action="Nothing.",
+        example="tensor-parallel · cuda:0, cuda:1 · logits are at most 3.3e-07 off float64, and rounding makes up to "
+        "1.6e-06 on one device: healthy",
+    ),
     FindingKind.LEFT_TRAJECTORY: Explanation(
         summary="the first step, layer and part at which a device's training goes wrong",
         meaning="Training alone, a device made hidden states, gradients or parameters that rounding does not explain, "

@@ -349,6 +349,16 @@ EXPLANATIONS: Mapping[Word, Explanation] = {
         example="sharding · npu:0 · the model does not run in this layout, and does on one device: RuntimeError: "
         "Expected all tensors to be on the same device",
     ),
+    Word.UNSYNCHRONIZED: Explanation(
+        meaning="Ranks that should train one adapter train one each: a rank's optimizer gets its own gradient, or no "
+        "library broadcasts and averages the adapter. The loss looks healthy, no error is raised, and one rank's is "
+        "saved.",
+        cause="An adapter that is added after fully_shard is a plain tensor of each rank; a hook that does not reduce; "
+        "no_sync() that is never left.",
+        action="Add the adapter before fully_shard, as accelerate and transformers' Trainer do. Compare the adapter of "
+        "every rank after a step, not the loss.",
+        example="replicas · cuda:1 · the rank's own gradient in place of the average in 56 of 168 tensors",
+    ),
     Word.LAYERS_MISSED: Explanation(
         meaning="Through a wrapper PEFT finds fewer, other or more layers to adapt than in the plain model, or rejects "
         "it.",

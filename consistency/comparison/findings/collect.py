@@ -30,6 +30,7 @@ from consistency.comparison.findings.quantized import find_quantized
 from consistency.comparison.findings.ranks import find_ranks
 from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
+from consistency.comparison.findings.sums_again import find_sums_again
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.trajectories import find_trajectories, without_trajectories
 from consistency.comparison.findings.transfers import find_transfer
@@ -44,6 +45,7 @@ from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.devices.host.facts import HostFacts
 
 _MOST_CARDS = 3
+_FRAMES, _INNERMOST_FIRST = 12, "(most recent call first)"
 _SOFTWARE = ("torch", "cuda", "hip", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
 REPEAT = " --repeat 2"
@@ -79,6 +81,7 @@ def find(
         *find_engines(compared, tensors),
         *find_device_use(tensors),
         *find_ranks(tensors),
+        *find_sums_again(tensors),
         *find_trajectories(tensors, next_step=functools.partial(_next, compared, reference)),
         *find_casts(tensors),
         *_not_repeatable(compared, tensors),
@@ -129,9 +132,19 @@ def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             general=f"{opening}: {(reason or '').partition(';')[0]}",
             workers=tuple(p.label for p in lost),
             cause=reason,
-            detail=(*_cards(lost), *(stack or "").splitlines()[-12:]),
+            detail=(*_cards(lost), *_innermost(stack or "")),
             next=next((todo for text, todo in _AFTER_LOSS if status == "lost" and text in (reason or "")), None),
         )
+
+
+def _innermost(stack: str) -> list[str]:
+    """Return the innermost frames of a stack: the last of a traceback, the first of what `faulthandler` writes.
+
+    It writes every thread, the main one last; which one took its signal says nothing.
+    """
+    if _INNERMOST_FIRST in stack:
+        return stack.strip().rpartition("\n\n")[2].splitlines()[:_FRAMES]
+    return stack.splitlines()[-_FRAMES:]
 
 
 def _cards(lost: Sequence[ComparedWorker]) -> Iterable[str]:

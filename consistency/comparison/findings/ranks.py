@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from consistency.capture.names import ADAPTER_ON
 from consistency.capture.wording import some
+from consistency.case.stages import Stage
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import Finding, Outcome, TensorComparison
+from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
 _BEFORE = "add the adapter before fully_shard, as accelerate and transformers' Trainer do"
@@ -21,7 +25,7 @@ def find_ranks(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
             if row.word == Word.UNSYNCHRONIZED:
                 yield Finding(
                     kind=Word.UNSYNCHRONIZED,
-                    severity="warning",
+                    severity="note",
                     message=f"{tensor.stage} · each rank trains its own adapter: added after fully_shard, never "
                     f"synchronized ({row.reason}), and one rank's is saved",
                     workers=row.workers,
@@ -30,6 +34,28 @@ def find_ranks(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
                 )
             elif row.word == Word.DIFFERS and row.reason:
                 yield _drift(tensor, row)
+    yield from _healthy(tensors)
+
+
+def _healthy(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
+    """Say of a model in parts whether its difference from one device is healthy, where no tensor is wrong."""
+    split = [tensor for tensor in tensors if tensor.stage == Stage.TENSOR_PARALLEL]
+    ends = [tensor for tensor in split if tensor.tensor.startswith(ADAPTER_ON) and tensor.rule == Rule.RELATIVE]
+    if not ends or any(tensor.is_wrong for tensor in split):
+        return
+    last = ends[-1]
+    judged = [row for row in last.outcomes if row.status in ("within", "equal") and row.allowed is not None]
+    if judged:
+        worst = worst_of(judged)
+        workers = tuple(worker for row in judged for worker in row.workers)
+        yield Finding(
+            kind=FindingKind.HEALTHY_SPLIT,
+            severity="note",
+            message=f"{last.stage} · {some(workers)} · {last.layer} are at most {float(worst.max_abs or 0):.2g} off "
+            f"float64, and rounding makes up to {float(worst.allowed or 0):.2g} on one device: healthy",
+            workers=workers,
+            tensors=(last.name,),
+        )
 
 
 def _drift(tensor: TensorComparison, row: Outcome) -> Finding:

@@ -42,6 +42,10 @@ class FleetOptions:
         None, "how long a node may take, waiting for it included: 90s, 10m, 2h (default: no limit)", "TIME"
     )
     node_stall: float = declare(60.0, "seconds a running node may be silent (default: 60)", "S", type=float)
+    together: bool = declare(
+        False, "one group of the devices of all nodes, in place of one per node, for the stages of devices together; "
+        "--store is a folder that all nodes see", type=bool,
+    )  # fmt: skip
     resume: bool = declare(False, "keep what an earlier run delivered to --out, and start only the rest", type=bool)
 
 

@@ -18,6 +18,8 @@ class Need(enum.Enum):
     ADAPTER = enum.auto()
     ANOTHER_WORKER = enum.auto()
     RANKS = enum.auto()
+    THREE_RANKS = enum.auto()
+    PLAN = enum.auto()
     WEIGHT_FILE = enum.auto()
     FLOAT32_FILE = enum.auto()
     FLOAT32_MODEL = enum.auto()
@@ -67,6 +69,8 @@ class Fault:
         Kind of the finding where the method's merged weights have no closed form, so that no cause is searched for.
     shows_in : str
         Part of the name of the tensors or facts that show it; empty where any of its stage can.
+    is_note : bool
+        Whether that finding is a note: what it reports is no error.
     one_layer : bool
         Whether one merged layer is enough to check.
     steps : int or None
@@ -95,6 +99,7 @@ class Fault:
     without_form: str = ""
     shows_in: str = ""
     base: str | None = None
+    is_note: bool = False
     one_layer: bool = False
     steps: int | None = None
     needs: tuple[Need, ...] = ()
@@ -111,6 +116,7 @@ HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 _TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
 _ADAPTERS, _COLLECTIVES = (Stage.ADAPTERS,), (Stage.COLLECTIVES,)
+_REPLICAS, _SHARDS, _TENSOR_PARALLEL = (Stage.REPLICAS,), (Stage.SHARDS,), (Stage.TENSOR_PARALLEL,)
 _TRAJECTORY = (Stage.TRAJECTORY,)
 _BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
 
@@ -331,6 +337,10 @@ _ROWS: tuple[Fault, ...] = (
         name="sum-last-elements", plant="collectives:last_elements", expected="block", stages=_COLLECTIVES,
         needs=(Need.RANKS,),
     ),
+    Fault(  # as if a copy between devices were wrong: a bisection has to name the setting that turns them off
+        name="sum-wrong-with-p2p", plant="collectives:with_p2p", expected="block", stages=_COLLECTIVES,
+        needs=(Need.RANKS,),
+    ),
     Fault(
         name="sum-not-added", plant="collectives:own_numbers", expected="differs", stages=_COLLECTIVES,
         needs=(Need.RANKS,),
@@ -338,6 +348,19 @@ _ROWS: tuple[Fault, ...] = (
     Fault(
         name="sum-one-bit", plant="collectives:one_bit", expected="differs", stages=_COLLECTIVES,
         needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-other-order-again", plant="collectives:other_order_again", expected="not-repeatable",
+        stages=_COLLECTIVES, words="the order is not fixed", is_note=True,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-wrong-again", plant="collectives:wrong_again", expected="differs", stages=_COLLECTIVES,
+        words="a second run", needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="sum-wrong-in-pairs", plant="collectives:wrong_in_pairs", expected="differs", stages=_COLLECTIVES,
+        shows_in="+", needs=(Need.RANKS, Need.THREE_RANKS),
     ),
     Fault(
         name="parts-swapped", plant="collectives:swapped", expected="permuted", stages=_COLLECTIVES,
@@ -351,6 +374,55 @@ _ROWS: tuple[Fault, ...] = (
         name="rank-hangs", plant="collectives:hangs", expected="lost-worker", stages=_COLLECTIVES,
         words="no sign of life",
         needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="rank-frozen", plant="collectives:frozen", expected="lost-worker", stages=_COLLECTIVES,
+        words="no sign of life",
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="rank-raises", plant="collectives:raises", expected="failed-stage", stages=_COLLECTIVES, words="planted",
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="gradient-not-averaged", plant="ranks:not_averaged", expected="unsynchronized", stages=_REPLICAS,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="gradient-averaged-twice", plant="ranks:averaged_twice", expected="wrong-scale", stages=_REPLICAS,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="adapter-not-broadcast", plant="ranks:not_broadcast", expected="differs", stages=_REPLICAS,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="training-rank-hangs", plant="ranks:hangs", expected="lost-worker", stages=_REPLICAS,
+        words="no sign of life", needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="training-rank-raises", plant="ranks:raises", expected="failed-stage", stages=_REPLICAS,
+        words="a kernel of this rank failed", needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="rank-with-other-seed", plant="ranks:other_seed", expected="differs", stages=_SHARDS,
+        needs=(Need.RANKS,),
+    ),
+    Fault(
+        name="shard-stale", plant="ranks:stale_part", expected="stale", stages=_SHARDS,
+        needs=(Need.RANKS, Need.LORA_B),
+    ),
+    Fault(
+        name="shards-swapped", plant="ranks:parts_swapped", expected="permuted", stages=_SHARDS,
+        needs=(Need.RANKS, Need.LORA_B),
+    ),
+    Fault(
+        name="split-part-of-another", plant="ranks:part_of_another", expected="swapped", stages=_TENSOR_PARALLEL,
+        needs=(Need.RANKS, Need.PLAN, Need.LORA_B),
+    ),
+    Fault(
+        name="split-scaled-by-ranks", plant="ranks:scaled_by_ranks", expected="settings", stages=_TENSOR_PARALLEL,
+        needs=(Need.RANKS, Need.PLAN, Need.LORA_B),
     ),
     Fault(name="setting-flipped", plant="process:flip_setting", expected="setting-changed", stages=_MERGED),
     Fault(

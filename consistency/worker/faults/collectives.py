@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from consistency.worker.faults.planting import instead
 
@@ -25,17 +26,19 @@ def _in_sums(change: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[.
     def all_reduce(real: Callable[..., Any], tensor: torch.Tensor, *more: Any, **given: Any) -> Any:
         own = tensor.clone()
         work = real(tensor, *more, **given)
-        if work is None and own.numel() >= _AT_LEAST and own.dtype == torch.float32:
+        if work is None and own.numel() >= _AT_LEAST and own.dtype == torch.float32 and tensor.is_contiguous():
             change(tensor, own)
         return work
 
     return all_reduce
 
 
-@_in_sums
-def last_elements(tensor: torch.Tensor, own: torch.Tensor) -> None:
+def last_elements_of(tensor: torch.Tensor, own: torch.Tensor) -> None:
     """Leave the last elements as this rank gave them."""
     tensor[-_LAST:] = own[-_LAST:]
+
+
+last_elements = _in_sums(last_elements_of)
 
 
 @_in_sums
@@ -44,10 +47,58 @@ def own_numbers(tensor: torch.Tensor, own: torch.Tensor) -> None:
     tensor.copy_(own)
 
 
+def _at_second(change: Callable[[torch.Tensor, bool], None]) -> Callable[..., Any]:
+    """Change what a rank gets of every second of two sums of the same."""
+    kept: list[torch.Tensor] = []
+
+    @instead("torch.distributed:all_reduce")
+    def all_reduce(real: Callable[..., Any], tensor: torch.Tensor, *more: Any, **given: Any) -> Any:
+        own = tensor.clone()
+        work = real(tensor, *more, **given)
+        is_second = bool(kept) and torch.equal(kept.pop(), own)
+        if not is_second:
+            kept[:] = [own]
+        elif work is None and own.numel() >= _AT_LEAST and own.dtype == torch.float32 and tensor.is_contiguous():
+            change(tensor, given.get("op") == dist.ReduceOp.AVG)
+        return work
+
+    return all_reduce
+
+
+@_at_second
+def other_order_again(tensor: torch.Tensor, is_average: bool) -> None:
+    """Round averages otherwise, as another order may: of a sum of two numbers there is only one."""
+    if is_average:
+        tensor.view(torch.int32).bitwise_xor_(1)
+
+
+@_at_second
+def wrong_again(tensor: torch.Tensor, _is_average: bool) -> None:
+    """Leave the last elements of a sum at zero."""
+    tensor[-_LAST:] = 0
+
+
+@_in_sums
+def with_p2p(tensor: torch.Tensor, own: torch.Tensor) -> None:
+    """Leave the last elements as this rank gave them, unless the user has turned copies between devices off."""
+    if os.environ.get("NCCL_P2P_DISABLE") != "1":
+        last_elements_of(tensor, own)
+
+
 @_in_sums
 def one_bit(tensor: torch.Tensor, _own: torch.Tensor) -> None:
     """Flip the last bit of one sum, which is within tolerance."""
     tensor.view(torch.int32)[tensor.numel() // 2] ^= 1
+
+
+@instead("torch.distributed:all_reduce")
+def wrong_in_pairs(real: Callable[..., Any], tensor: torch.Tensor, *more: Any, **given: Any) -> Any:
+    """Leave a sum as this rank gave it where two of several ranks form a group, which takes another algorithm."""
+    own, group = tensor.clone(), given.get("group")
+    work = real(tensor, *more, **given)
+    if group is not None and dist.get_world_size(group) == 2 and work is None:
+        tensor.copy_(own)
+    return work
 
 
 @instead("torch.distributed:all_to_all_single")
@@ -63,6 +114,17 @@ def swapped(real: Callable[..., Any], output: torch.Tensor, *more: Any, **given:
 @instead("torch.distributed:broadcast")
 def killed(_real: Callable[..., Any], *_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@instead("torch.distributed:broadcast")
+def frozen(_real: Callable[..., Any], *_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@instead("torch.distributed:broadcast")
+def raises(_real: Callable[..., Any], *_: Any, **__: Any) -> None:
+    """Raise in one rank what no library refuses: as a bug in code that one rank alone reaches."""
+    raise IndexError("planted")
 
 
 @instead("torch.distributed:broadcast")

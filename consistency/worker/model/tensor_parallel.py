@@ -33,7 +33,7 @@ def load_tensor_parallel(case: Case, world: int) -> torch.nn.Module:
         dtype=case.dtype if case.dtype == "auto" else getattr(torch, case.dtype),
         trust_remote_code=case.trust_remote_code,
         use_safetensors=None if case.allow_pickle else True,
-        distributed_config=DistributedConfig(tp_size=world),
+        distributed_config=DistributedConfig(tp_size=world, **_of_experts(case, world)),
         output_loading_info=True,
         **arguments,
     )
@@ -42,3 +42,20 @@ def load_tensor_parallel(case: Case, world: int) -> torch.nn.Module:
     adapted: Any = PeftModel.from_pretrained(model, case.adapter, adapter_name=ADAPTER_NAME)
     assert isinstance(adapted, torch.nn.Module)
     return adapted.eval()
+
+
+def _of_experts(case: Case, world: int) -> dict[str, int]:
+    """Return how many ranks hold experts of their own, where the model has a plan for that."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(case.base, trust_remote_code=case.trust_remote_code)
+    return {"ep_size": world} if getattr(config.get_text_config(), "base_model_ep_plan", None) else {}
+
+
+def ranks_of_a_plan(model: torch.nn.Module, ranks: int) -> int:
+    """Return the largest number of ranks that divides the model's attention heads: 1 where none does."""
+    given: Any = getattr(model, "config", None)
+    config = given.get_text_config() if hasattr(given, "get_text_config") else given
+    heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    counts = [count for count in heads if isinstance(count, int)]
+    return next((size for size in range(ranks, 1, -1) if all(count % size == 0 for count in counts)), 1)

@@ -7,6 +7,7 @@ named there too, so that none waits longer than the launcher does.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -24,13 +25,15 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from consistency.errors import first_line
 from consistency.worker.device_error import is_of_the_device
 from consistency.worker.protocol import EventLog, RankGroup, lost_rank
+from consistency.worker.ranks.nodes import NodeLostError, met, why_lost
 
-_POLL_S = 0.05
+_FIRST_POLL_S, _POLL_S = 0.001, 0.05
 _SIGN_S = 5.0
 """Seconds between two signs of life while a rank waits for others to come."""
 
-_NOTICE_S = 10.0
-"""How long a rank whose peer is gone waits for the launcher to say what became of it."""
+_NOTICE_S = 40.0
+"""How long a rank whose peer is gone waits for the launcher to say what became of it: on a busy machine that takes a
+while, and a group that failed by itself is rare."""
 
 _REFUSAL_S = 20.0
 """How long a rank whose library raises waits for the same from all others."""
@@ -69,6 +72,10 @@ class Joined:
         Passes texts between ranks beside the collectives, which may be broken.
     folder : Path
         Of this stage and this group alone.
+    members : tuple of int or None
+        Which ranks of the group it is that talk here, in their order; None is all of them.
+    process_group : torch.distributed.ProcessGroup or None
+        Theirs; None is torch's default, of all.
     """
 
     group: RankGroup
@@ -76,14 +83,35 @@ class Joined:
     store: Store
     events: EventLog
     folder: Path
+    members: tuple[int, ...] | None = None
+    process_group: dist.ProcessGroup | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        names = self.group.ranks
+        return names if self.members is None else tuple(names[member] for member in self.members)
 
     @property
     def rank(self) -> int:
-        return self.group.rank
+        return self.group.rank if self.members is None else self.members.index(self.group.rank)
 
     @property
     def world(self) -> int:
-        return len(self.group.ranks)
+        return len(self.names)
+
+    @property
+    def of_so_many(self) -> str:
+        """Return the ending of the name of a tensor whose bits depend on how many ranks made it."""
+        return f" of {self.world} ranks"
+
+    def part(self, members: tuple[int, ...]) -> Joined | None:
+        """Make a group of some of the ranks, which every rank has to call; return None to those that are not in it."""
+        with self.talking(f"making a group of {len(members)} ranks"):
+            made = dist.new_group(list(members), timeout=timedelta(seconds=self.group.timeout_s))
+        if self.group.rank not in members:
+            return None
+        store = PrefixStore("-".join(map(str, members)), self.store)
+        return dataclasses.replace(self, store=store, members=members, process_group=made)
 
     @contextmanager
     def talking(self, what: str) -> Iterator[None]:
@@ -139,19 +167,50 @@ class Joined:
         return False
 
     def _leave(self, error: Exception) -> None:
-        left_rank(self.folder, self.group.ranks[self.rank]).write_text(first_line(error), encoding="utf-8")
+        left_rank(self.folder, self.names[self.rank]).write_text(first_line(error), encoding="utf-8")
 
     def _late(self, what: str, error: Exception) -> str:
         """Return which ranks are not in the same collective, and where they are."""
-        places = {name: self.store.get(f"at/{rank}").decode() for rank, name in enumerate(self.group.ranks)}
+        places = {name: self.store.get(f"at/{rank}").decode() for rank, name in enumerate(self.names)}
         others = [f"{name} is still in {place}" for name, place in places.items() if place != what]
         return f"{what}: {'; '.join(others) or 'every rank is in it'}: {str(error).splitlines()[0]}"
 
+    @contextmanager
+    def numbered(self) -> Iterator[None]:
+        """Say in the environment what torchrun says there, for libraries that read it."""
+        given = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.device.index or 0}
+        kept = {name: os.environ.get(name) for name in given}
+        os.environ.update({name: str(value) for name, value in given.items()})
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
     def answers(self, name: str, own: str) -> list[str]:
-        """Return what every rank has to say under a name, in the order of the ranks."""
-        with self.talking(name):
-            self.store.set(f"{name}/{self.rank}", own)
-            return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world)]
+        """Return what every rank has to say under a name, in the order of the ranks.
+
+        It waits for ranks that are still at work, however long: the launcher knows which of them is lost. So a
+        collective that begins after it waits for nobody who has yet to come.
+
+        Raises
+        ------
+        GroupError
+            A rank is lost, or has left the stage.
+        """
+        self.store.set(f"at/{self.rank}", name)
+        self.store.set(f"{name}/{self.rank}", own)
+        told, pause_s = time.monotonic(), _FIRST_POLL_S
+        for rank, peer in enumerate(self.names):
+            while not self.store.check([f"{name}/{rank}"]):
+                if (reason := _lost(self.group, self.folder)) is not None:
+                    raise GroupError(f"{reason}, during {name}", lost=True)
+                if time.monotonic() - told > _SIGN_S:
+                    self.events.wait(f"for {peer} in {name}")
+                    told = time.monotonic()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_S)
+        return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world)]
 
     def others_than(self, answers: Sequence[str]) -> list[str]:
         """Return the ranks that agree on something else than this one: none if it agrees with most, or with the first.
@@ -166,7 +225,7 @@ class Joined:
             common = answers[0]
         if answers[self.rank] == common:
             return []
-        return [rank for rank, one in zip(self.group.ranks, answers, strict=True) if one == common]
+        return [rank for rank, one in zip(self.names, answers, strict=True) if one == common]
 
 
 def left_rank(folder: Path, name: str) -> Path:
@@ -183,10 +242,16 @@ def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str)
     GroupError
         A rank is lost before it came, or the group cannot be made.
     """
+    try:
+        group = met(group, events)
+    except NodeLostError as error:
+        raise GroupError(str(error), lost=True) from error
+    if len(group.ranks) < 2:
+        raise RefusedError("no worker of another node runs on a device of its type")
     folder = Path(group.folder) / stage
     _meet(group, folder, events)
-    # the address of this host's name may be none that answers; the ranks are all here
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    if not group.nodes:  # the address of this host's name may be none that answers; the ranks are all here
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # an error after the time limit, in place of an abort
     limit = timedelta(seconds=group.timeout_s)
     store = FileStore(str(folder / "store"), len(group.ranks))
@@ -201,6 +266,11 @@ def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str)
         raise _error(group, reason, events, folder) from error
     try:
         yield Joined(group=group, device=device, store=PrefixStore("answers", store), events=events, folder=folder)
+    except Exception as error:
+        tells = not isinstance(error, RefusedError) and not (isinstance(error, GroupError) and error.lost)
+        if tells:  # or else the others wait for this rank
+            left_rank(folder, group.ranks[group.rank]).write_text(first_line(error), encoding="utf-8")
+        raise
     finally:
         with suppress(RuntimeError):
             dist.destroy_process_group()
@@ -241,9 +311,12 @@ def _error(group: RankGroup, otherwise: str, events: EventLog, folder: Path) -> 
 
 def _lost(group: RankGroup, folder: Path) -> str | None:
     """Return the first rank that the launcher has lost, or that has left by itself, and why."""
+    if (reason := why_lost(group)) is not None:
+        return reason
     for name in group.ranks:
         with suppress(OSError):
             return f"{name} was lost: {lost_rank(Path(group.folder), name).read_text(encoding='utf-8')}"
+    for name in group.ranks:
         with suppress(OSError):
             return f"{name} has failed: {left_rank(folder, name).read_text(encoding='utf-8')}"
     return None

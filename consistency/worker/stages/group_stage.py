@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-import torch
-
-from consistency.capture.names import WHOLE_MODEL, adapter_place, module_place, split_name
+from consistency.capture.names import WHOLE_MODEL
 from consistency.case.stages import SPECS, Stage
-from consistency.numerics.digest import digest
 from consistency.worker.decisions.track import Table
 from consistency.worker.model.inputs import fixed_inputs
-from consistency.worker.protocol import DECISIONS_FILE
+from consistency.worker.protocol import DECISIONS_FILE, RankGroup
 from consistency.worker.quantized.held import quantized_layers
 from consistency.worker.ranks.group import GroupError, Joined, RefusedError, joined
 from consistency.worker.stages.context import Context, Machine
 from consistency.worker.training.backward import Tensors, trained
-from consistency.worker.training.steps import whole
-
-GATHERED = "gathered"
-BASE_GATHERED = "base, gathered"
-"""Suffix of a tensor whose parts were put together, and the fact that those of the base are what they were."""
 
 
 def skip(context: Machine, stage: Stage, reason: str, *, what: str = "") -> None:
@@ -29,9 +21,15 @@ def skip(context: Machine, stage: Stage, reason: str, *, what: str = "") -> None
     context.record.absent(stage, WHOLE_MODEL, what or spec.whole, status="skipped", reason=reason, rule=spec.rule)
 
 
-def in_group(context: Machine, stage: Stage, run: Callable[[Joined], None]) -> None:
-    """Run a stage as a rank of its group; skip it where there is none, where one is lost, and where all refuse it."""
-    group = context.job.group
+def in_group(context: Machine, stage: Stage, run: Callable[[Joined], None], *, group: RankGroup | None = None) -> None:
+    """Run a stage as a rank of its group; skip it where there is none, where one is lost, and where all refuse it.
+
+    Parameters
+    ----------
+    group : RankGroup, optional
+        Without one, all ranks.
+    """
+    group = group or context.job.group
     if group is None:
         skip(context, stage, "no other worker runs beside this one on a device of its type")
         return
@@ -69,29 +67,3 @@ def decides(context: Context, stage: Stage) -> bool:
     """Report whether the float64 passes of a stage made decisions, which another pass may make otherwise."""
     table = Table.of(context.scratch / DECISIONS_FILE.format(stage))
     return any(table.passes.values())
-
-
-def record_gathered(context: Context, stage: Stage, model: torch.nn.Module, names: Collection[str]) -> None:
-    """Record whether the parts of each tensor, put together, are the bytes of the file, or those on one device.
-
-    Parameters
-    ----------
-    names : collection of str
-        Of the adapter's tensors.
-    """
-    mine, equal = dict(context.model.named_parameters()), 0
-    for name, parameter in model.named_parameters():
-        if name not in mine:
-            continue
-        gathered = whole(parameter)
-        if name in names:
-            layer, part = adapter_place(context.expected[name][0])
-            expected = context.expected[name][1].to(gathered.dtype)
-        elif digest(gathered).value == digest(mine[name]).value:
-            equal += 1
-            continue
-        else:
-            layer, part = split_name(module_place(name))
-            expected = mine[name].detach().to("cpu")
-        context.record.moved(stage, layer, f"{part}.{GATHERED}", actual=gathered, expected=expected)
-    context.record.fact(stage, WHOLE_MODEL, BASE_GATHERED, status="equal", evidence={"tensors": equal})

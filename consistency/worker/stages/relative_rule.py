@@ -75,7 +75,7 @@ def record_relative(
     """
     tables = reference.tables
     exact, whole = reference.read(exact_name), mapped(actual)
-    products = cpu_error.name_of(cpu_error.products_in(context.model, products_of(context.device)))
+    products = _products(context)
     plain, error = (tables.errors.get(title, {}).get(name) for title in (cpu_error.PLAIN, products))
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
@@ -121,3 +121,12 @@ def record_relative(
         exact=mapped(exact),
         evidence=evidence,
     )
+
+
+def error_in(context: Context, reference: Reference, name: str) -> RoundingError | None:
+    """Return the error that rounding makes in a tensor with the products that this device may compute with."""
+    return reference.tables.errors.get(_products(context), {}).get(name)
+
+
+def _products(context: Context) -> str:
+    return cpu_error.name_of(cpu_error.products_in(context.model, products_of(context.device)))

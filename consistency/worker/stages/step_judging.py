@@ -3,6 +3,8 @@
 The average of the ranks' gradients has the bound of a sum in any order. A parameter has that of the optimizer's steps
 from the gradients' bytes on this rank, with the error that each step hands on to the next: gradients that all ranks
 share leave no other difference between two ranks than twice that bound.
+
+Of a tensor that ranks hold in parts each rank judges its own part, as a fact: it is that rank's to be wrong about.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +22,13 @@ import torch
 from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.wording import some
 from consistency.case.stages import Stage
-from consistency.numerics.chunks import Chunk, Stretch
+from consistency.numerics.chunks import Chunk, Chunks, Stretch
+from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_in_parts
 from consistency.numerics.file_tensor import elements_of
+from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Arithmetic, Bounded
 from consistency.numerics.sums import exact_sum
@@ -72,8 +77,8 @@ class StepJudge:
         assert self._group is not None
         return self._group
 
-    def averaged(self, name: str) -> None:
-        """Record a gradient as the average of those of the ranks."""
+    def averaged(self, name: str) -> bool:
+        """Record a gradient as the average of those of the ranks; return whether it is, where that can be judged."""
 
         def given(part: slice, step: int) -> torch.Tensor:
             return torch.stack([file.elements(OWN, name, step)(part) for file in self._files])
@@ -81,7 +86,12 @@ class StepJudge:
         def exact(part: slice) -> Sequence[Bounded]:
             return [exact_sum(given(part, step), average=True) for step in range(self._steps)]
 
-        self._record(AVERAGED, name, given, exact)
+        return self._record(AVERAGED, name, given, exact, instead=lambda step: self._not_averaged(name, step))
+
+    def _not_averaged(self, name: str, step: int) -> Word | None:
+        """Return the word for a gradient that is this rank's own one."""
+        gradients = [self._own.of_step(kind, name, step) for kind in (AVERAGED, OWN)]
+        return Word.UNSYNCHRONIZED if torch.equal(*gradients) else None
 
     def updated(self, name: str, start: torch.Tensor) -> None:
         """Record a parameter after each step.
@@ -128,18 +138,35 @@ class StepJudge:
 
         return exact
 
-    def _record(self, kind: str, name: str, given: Callable[[slice, int], torch.Tensor], exact: Exact) -> None:
-        """Record the first step that is outside its bound, the last one if none is; `given` is what it is made from.
+    def _record(
+        self,
+        kind: str,
+        name: str,
+        given: Callable[[slice, int], torch.Tensor],
+        exact: Exact,
+        *,
+        instead: Callable[[int], Word | None] = lambda _: None,
+    ) -> bool:
+        """Record the first step that is outside its bound, the last one if none is; return whether none is.
 
-        Of steps that are judged each by itself it is the one nearest to its bound.
+        Of steps that are judged each by itself it is the one nearest to its bound, if none is outside.
+
+        Parameters
+        ----------
+        given : callable
+            What it is made from.
+        instead : callable, optional
+            Returns the word of a step that is outside, where it is more than its numbers say.
         """
         record, (layer, part) = self._context.record, self._place(name)
-        tensor = f"{part}.{kind}"
+        tensor = f"{part}.{kind}{'' if self._alone else self._ranks.of_so_many}"
         kept = self._own.read(kind, name)
         assert kept is not None
+        if 0 in kept.shape:  # fewer rows than ranks
+            return True
         if why := self._unbounded(name, kept.dtype, given, exact):
             record.absent(self._stage, layer, tensor, status="skipped", rule=Rule.BOUND, reason=why)
-            return
+            return True
         tolerance = record.tolerance(stage=self._stage, layer=layer, dtype=kept.dtype)
         elements = [self._own.elements(kind, name, step) for step in range(self._steps)]
         size = self._size(name)
@@ -162,13 +189,23 @@ class StepJudge:
         last = int(np.argmax(ratios)) if self._alone else self._steps - 1
         step = next((step for step, ratio in enumerate(ratios) if not passes(ratio)), last)
 
+        is_within = passes(float(found[step].ratio or 0))
+
         def chunks() -> Iterator[Chunk]:
             return itertools.chain.from_iterable(several[step].chunks() for several in stretches(range(parts)))
 
+        if self._own.parts[name].dim is not None:
+            record_part(
+                self._context, self._stage, layer, tensor, found=found[step], share=float(found[step].ratio or 0),
+                chunks=chunks, evidence={"step": step + 1},
+            )  # fmt: skip
+            return is_within
         record.computed(
             self._stage, layer, tensor, actual=steps[step], digests=[digest(steps[step])], rule=Rule.BOUND,
             tolerance=tolerance, found=found[step], chunks=chunks, evidence={"step": step + 1},
+            word=None if is_within else instead(step),
         )  # fmt: skip
+        return is_within
 
     def _unbounded(
         self, name: str, dtype: torch.dtype, given: Callable[[slice, int], torch.Tensor], exact: Exact
@@ -185,13 +222,15 @@ class StepJudge:
                 return f"AdamW's ε is 0 in {name_of(dtype)}: its step divides small gradients by zero"
         return ""
 
-    def compare(self, kind: str, names: Sequence[str], what: str) -> list[str]:
+    def compare(self, kind: str, names: Sequence[str], what: str, *, explained: Collection[str] = ()) -> list[str]:
         """Record whether this rank has the bits of the others after each step; return the tensors of which it has not.
 
         Parameters
         ----------
         what : str
             What is compared, in words.
+        explained : collection of str
+            Tensors of which a row says already what is wrong.
         """
         found: dict[str, tuple[int, list[str]]] = {}
         for step in range(self._steps):
@@ -199,6 +238,8 @@ class StepJudge:
                 found.setdefault(name, (step, others))
         for name, (step, others) in found.items():
             layer, part = self._place(name)
+            if name in explained:
+                continue
             self._context.record.fact(
                 self._stage, layer, f"{part}.{kind}, {SAME_BITS}", status="outside", word=Word.DIFFERS,
                 evidence={"step": step + 1}, reason=f"other bits than on {some(others)} from step {step + 1} on",
@@ -212,13 +253,13 @@ class StepJudge:
 
     def odd(self, kind: str, names: Sequence[str], step: int) -> dict[str, list[str]]:
         """Return the tensors of which this rank has other bits than most, or than the first, and who has these."""
-        own = [digest(self._own.of_step(kind, name, step)).value for name in names]
+        own = {name: digest(self._own.of_step(kind, name, step)).value for name in names}
         answers = self._ranks.answers(f"{self._title}{kind}, step {step + 1}", json.dumps(own))
         digests = [json.loads(answer) for answer in answers]
         return {
             name: others
-            for number, name in enumerate(names)
-            if (others := self._ranks.others_than([one[number] for one in digests]))
+            for name in names
+            if (others := self._ranks.others_than([one.get(name, "") for one in digests]))
         }
 
     def _place(self, name: str) -> tuple[str, str]:
@@ -226,7 +267,36 @@ class StepJudge:
         return layer, f"{self._title}{part}"
 
     def _size(self, name: str) -> int:
-        return self._context.model.get_parameter(name).numel()
+        return math.prod(self._own.parts[name].shape)
+
+
+def record_part(
+    context: Context,
+    stage: Stage,
+    layer: str,
+    tensor: str,
+    *,
+    found: Measure,
+    share: float,
+    chunks: Chunks,
+    evidence: Mapping[str, Any] | None = None,
+) -> None:
+    """Record how far the part that this rank holds of a tensor is from the exact one.
+
+    Other ranks hold other parts, so it has no digest, which would be compared with theirs.
+
+    Parameters
+    ----------
+    share : float
+        Error over allowance.
+    """
+    cause = None if passes(share) else diagnose_computed(found, chunks)
+    more = {} if cause is None else {**cause.evidence, "wrong_elements": found.mismatched}
+    context.record.fact(
+        stage, layer, tensor, share=share, word=None if cause is None else cause.word,
+        status="outside" if cause is not None else "equal" if found.mismatched == 0 else "within",
+        evidence={**(evidence or {}), **more},
+    )  # fmt: skip
 
 
 def _wide(tensor: torch.Tensor) -> Any:

@@ -1,7 +1,8 @@
 """A few steps of training by the ranks of a group, each on its own batch.
 
 What each step leaves is in one file for each rank, which all read: gradients and parameters of a large adapter do not
-fit in memory several times, and are judged tensor by tensor once the training is over.
+fit in memory several times, and are judged tensor by tensor once the training is over. Of a tensor that ranks hold in
+parts, each file has the part of its rank.
 """
 
 from __future__ import annotations
@@ -9,25 +10,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from consistency.numerics.file_tensor import Elements, Readable, elements_of, mapped
 from consistency.worker.model.running import outputs_by
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.ranks.group import Joined
+from consistency.worker.ranks.parts import held, part_of, put_together
 from consistency.worker.training.adamw import optimizer_of
 from consistency.worker.training.backward import Tensors, loss_weights
 
 STEPS = 3
 """With the second step the optimizer has moments, with the third these are used again."""
 
-OWN, AVERAGED, UPDATED = "own", "averaged", "updated"
-"""What there is of each step: a rank's own gradient, the one that its optimizer gets, and the parameter afterwards."""
+OWN, SEEN, AVERAGED, UPDATED = "own", "seen", "averaged", "updated"
+"""What there is of each step: a rank's own gradient; the whole parameter that the model computes with, where ranks hold
+parts; the gradient that the optimizer gets; and the parameter afterwards."""
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
@@ -38,7 +40,9 @@ class StepFile:
     Parameters
     ----------
     parameters : mapping of str to torch.nn.Parameter
-        Of which dtype and shape are taken, the whole shape where they are sharded.
+        Of which dtype and shape are taken.
+    ranks : tuple of int
+        The rank that has them, and how many hold parts: a device alone holds all of each.
     of_another : bool
         Read the file that another process has written.
 
@@ -46,6 +50,8 @@ class StepFile:
     ----------
     steps : int
         How many there are.
+    parts : dict of str to RankPart
+        What the rank holds of each parameter.
     """
 
     def __init__(
@@ -54,12 +60,14 @@ class StepFile:
         parameters: Parameters,
         *,
         steps: int = STEPS,
-        kinds: Sequence[str] = (OWN, AVERAGED, UPDATED),
+        kinds: Sequence[str] = (OWN, SEEN, AVERAGED, UPDATED),
+        ranks: tuple[int, int] = (0, 1),
         of_another: bool = False,
     ) -> None:
         self.steps = steps
+        self.parts = {name: part_of(p, rank=ranks[0], world=ranks[1]) for name, p in parameters.items()}
         layout = {
-            f"{kind}/{name}": (parameter.dtype, (steps, *parameter.shape))
+            f"{kind}/{name}": (parameter.dtype, (steps, *self._shape(kind, name)))
             for kind in kinds
             for name, parameter in parameters.items()
         }
@@ -68,11 +76,15 @@ class StepFile:
     @classmethod
     def of_rank(cls, ranks: Joined, title: str, rank: int, parameters: Parameters) -> StepFile:
         """Return the file of one rank of a group, which this rank writes if it is its own."""
-        return cls(ranks.folder / f"{title}-{rank}.safetensors", parameters, of_another=rank != ranks.rank)
+        path = ranks.folder / f"{title}-{rank}.safetensors"
+        return cls(path, parameters, ranks=(rank, ranks.world), of_another=rank != ranks.rank)
+
+    def _shape(self, kind: str, name: str) -> tuple[int, ...]:
+        return self.parts[name].whole if kind == SEEN else self.parts[name].shape
 
     def write(self, kind: str, step: int, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor on any device, gathered where it is sharded: all ranks have to."""
-        self._file.write(f"{kind}/{name}", step, whole(tensor).to("cpu").contiguous())
+        """Write a tensor on any device, or the part of it that this rank holds."""
+        self._file.write(f"{kind}/{name}", step, held(tensor).to("cpu").contiguous())
 
     def read(self, kind: str, name: str) -> Readable | None:
         """Return a tensor of all steps `(steps, *shape)`, None where none was written."""
@@ -95,6 +107,32 @@ class StepFile:
         self._file.close(remove=remove)
 
 
+def whole_of_step(files: Sequence[StepFile], kind: str, name: str, step: int) -> torch.Tensor:
+    """Return a tensor of one step from what all ranks hold of it."""
+    return put_together([file.of_step(kind, name, step) for file in files], files[0].parts[name])
+
+
+Watching = Callable[[StepFile, int], AbstractContextManager[None]]
+"""Given the file and the number of a step, writes into it what is to be seen in a pass alone."""
+
+
+def own_gradients(parameters: Parameters) -> Watching:
+    """Return what writes a rank's own gradients as they reach the parameters, before anybody averages them."""
+
+    @contextmanager
+    def watching(file: StepFile, step: int) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for name, parameter in parameters.items():
+                hooks.callback(parameter.register_hook(functools.partial(file.write, OWN, step, name)).remove)
+            yield
+
+    return watching
+
+
+def _watching_nothing(_file: StepFile, _step: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 @contextmanager
 def trained_by(
     ranks: Joined,
@@ -104,7 +142,7 @@ def trained_by(
     batches: Sequence[Tensors],
     *,
     call: Callable[..., Any] | None = None,
-    own_gradients: bool = False,
+    watching: Watching = _watching_nothing,
 ) -> Iterator[list[StepFile]]:
     """Train for a few steps, and yield the files of all ranks in their order.
 
@@ -118,14 +156,14 @@ def trained_by(
         One for each step.
     call : callable, optional
         Runs the model, where a wrapper around it does.
-    own_gradients : bool
-        Keep each rank's own gradients too, as they reach the parameters.
+    watching : callable, optional
+        Active during the passes of each step.
     """
     with ExitStack() as stack:
         own = StepFile.of_rank(ranks, title, ranks.rank, parameters)
         stack.callback(own.close)
         with ranks.calling(f"training, {title}"):
-            _train(ranks, title, model, parameters, batches, own, call=call or model, own_gradients=own_gradients)
+            _train(ranks, title, model, parameters, batches, own, call=call or model, watching=watching)
         ranks.answers(f"{title}, trained", "")
         files = []
         for rank in range(ranks.world):
@@ -145,14 +183,12 @@ def _train(
     file: StepFile,
     *,
     call: Callable[..., Any],
-    own_gradients: bool,
+    watching: Watching,
 ) -> None:
     optimizer = optimizer_of(parameters.values())
     for step, batch in enumerate(batches):
         ranks.events.step(f"{title}, step {step + 1}", step, len(batches))
-        with ExitStack() as hooks:
-            for name, parameter in parameters.items() if own_gradients else ():
-                hooks.callback(parameter.register_hook(functools.partial(file.write, OWN, step, name)).remove)
+        with watching(file, step):
             _, ends = outputs_by(call, model, batch)
             ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
             if not ends:
@@ -170,9 +206,3 @@ def _train(
 def batches_of(parts: Sequence[Tensors], *, rank: int, world: int) -> list[Tensors]:
     """Distribute the parts of a batch over ranks and steps, from the first again where there are too few."""
     return [parts[(step * world + rank) % len(parts)] for step in range(STEPS)]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without its gradient, gathered from all ranks where it is sharded."""
-    found = tensor.detach()
-    return found.full_tensor() if isinstance(found, DTensor) else found

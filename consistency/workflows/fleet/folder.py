@@ -21,6 +21,7 @@ SCHEMA = "consistency.fleet/1"
 PLAN = "fleet.json"
 LOGS = "nodes"
 REQUIREMENTS = "requirements.json"
+TOGETHER = "together"
 
 
 class NodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +78,14 @@ class FleetFolder:
 
     def status(self, node: str) -> str:
         return f"{self.store}/{node}.json"
+
+    @property
+    def together(self) -> Path:
+        """Return where the nodes of one group meet: beside their captures, and removed once all have ended."""
+        return Path(self.store) / TOGETHER
+
+    def group(self, node: str) -> Path:
+        return self.together / f"{node}.json"
 
     def log(self, node: str) -> Path | None:
         """Return where a node's output goes: nowhere, if no folder is known to be seen by the nodes."""

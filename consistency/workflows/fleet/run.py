@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,11 @@ import msgspec
 from consistency.capture.archives import read_sent
 from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import Capture
+from consistency.capture.node_group import NodeGroup, lost_node
 from consistency.capture.node_status import NodeStatus
 from consistency.capture.reader import RecordPool, brief
+from consistency.capture.transport import is_remote
+from consistency.capture.whole_file import write_whole
 from consistency.capture.wording import counted, some
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
@@ -24,7 +28,7 @@ from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding, with_findings, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
-from consistency.errors import CaptureError, ConsistencyError
+from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.launch.fleet.engine import EngineError, FleetEngine, NodeTask, fleet_engine
 from consistency.launch.fleet.options import FleetOptions
 from consistency.text import one_line
@@ -92,6 +96,8 @@ def prepare_fleet(
     ConsistencyError
         A file of the case is missing or unsuitable, or the engine does not know a node.
     """
+    if options.together and is_remote(options.store or ""):
+        raise UsageError("the nodes of one group meet in a folder", where=f"--store {options.store}", got="a URL")
     engine = fleet_engine(options)
     nodes = engine.nodes(options.nodes)
     prepared = prepare_case(case)
@@ -156,6 +162,9 @@ def _captured(
     limits = NodeLimits(timeout_s=options.node_timeout, stall_s=options.node_stall)
     pause_s = (_REMOTE_PAUSE_S if folder.is_remote else _PAUSE_S) + _PAUSE_PER_NODE_S * len(nodes)
     found: dict[str, Progress] = {}
+    if options.together:
+        _join(folder, nodes)
+        watch = _telling(folder, watch)
     try:
         for node in nodes:
             plan.engine.submit(_task(plan, folder, node))
@@ -167,13 +176,35 @@ def _captured(
     finally:
         over = {node for node, progress in found.items() if progress.state.is_final}
         plan.engine.cancel([node for node in nodes if node not in over])
+        if options.together:
+            shutil.rmtree(folder.together, ignore_errors=True)
     return found
+
+
+def _join(folder: FleetFolder, nodes: Sequence[str]) -> None:
+    """Tell each node with which others its devices form a group."""
+    shutil.rmtree(folder.together, ignore_errors=True)
+    for node in nodes:
+        group = NodeGroup(node=node, nodes=tuple(nodes), folder=str(folder.together.resolve()))
+        group.write(folder.group(node))
+
+
+def _telling(folder: FleetFolder, watch: NodeWatcher) -> NodeWatcher:
+    """Tell the nodes of a group which of them is lost, for whom the others wait."""
+
+    def watching(node: str, progress: Progress) -> None:
+        if progress.state is NodeState.LOST:
+            write_whole(lost_node(folder.together, node), [progress.text.encode()])
+        watch(node, progress)
+
+    return watching
 
 
 def _task(plan: FleetPlan, folder: FleetFolder, node: str) -> NodeTask:
     words = [
         *plan.command, "capture", *plan.words, "--force", f"--out={folder.capture(node)}",
         f"--progress={folder.status(node)}", f"--require={folder.requirements}",
+        *([f"--together={folder.group(node).resolve()}"] if plan.options.together else ()),
     ]  # fmt: skip
     return NodeTask(node=node, command=words, log=folder.log(node))
 

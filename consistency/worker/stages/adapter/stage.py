@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place, module_place
+from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.identity import start_of
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.words import Word
+from consistency.worker.model.adapter_settings import inactive_layers, rank_and_scaling
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
 from consistency.worker.quantized.held import is_composite
@@ -144,21 +145,8 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
 
 def _settings(context: Context) -> None:
     """Record rank, scaling and active adapters, which are no tensors but change every result."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    table: dict[str, Any] = {}
-    inactive = []
-    for name, module in context.model.named_modules():
-        if not isinstance(module, BaseTunerLayer):
-            continue
-        scaling = getattr(module, "scaling", None)
-        rank = getattr(module, "r", None)
-        table[module_place(name)] = [
-            rank.get(ADAPTER_NAME) if isinstance(rank, dict) else None,
-            scaling.get(ADAPTER_NAME) if isinstance(scaling, dict) else None,
-        ]
-        if ADAPTER_NAME not in module.active_adapters or module.disable_adapters:
-            inactive.append(module_place(name))
+    table = rank_and_scaling(context.model)
+    inactive = inactive_layers(context.model)
     effect, why = effect_of(context)
     raw = json.dumps(table, sort_keys=True).encode()
     tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -1,6 +1,7 @@
 """Stage `collectives`: the ranks of a group send each other numbers and add them up, and each judges its own answer.
 
-The group is the workers of one kind that run side by side (`group.py`). NumPy draws what each rank gives, so each rank
+The group is the workers of one kind that run side by side (`group.py`); after all of them, groups of two and of three
+neighbours do the same at fewer sizes. NumPy draws what each rank gives, so each rank
 knows what it has to get: what is moved, bit by bit; a sum, within the bound of any order. What all ranks get has to be
 the same bits, which they tell each other beside the collectives. Rank 0 decides nothing for others: a script that
 prints what rank 0 got says "correct" where all others are wrong.
@@ -8,16 +9,16 @@ prints what rank 0 got says "correct" where all others are wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import RecordStatus
 from consistency.capture.wording import some
 from consistency.case.stages import SPECS, Stage
+from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
@@ -25,9 +26,20 @@ from consistency.numerics.rules import passes
 from consistency.numerics.running_error import measure_tracked
 from consistency.numerics.sums import Sum
 from consistency.numerics.words import Word
-from consistency.worker.ranks.group import GroupError, Joined, joined
+from consistency.worker.memory.freed_pages import trim
+from consistency.worker.ranks.group import GroupError, Joined, RefusedError, joined
 from consistency.worker.stages.bound_rule import record_bounded
-from consistency.worker.stages.collectives.operations import COLLECTIVES, IN_PARTS, SIZES, Collective, given
+from consistency.worker.stages.collectives.given import Contribution
+from consistency.worker.stages.collectives.library import facts
+from consistency.worker.stages.collectives.operations import (
+    COLLECTIVES,
+    SIZES,
+    SIZES_OF_SOME,
+    STRIDED,
+    Collective,
+    groups_of,
+    overlooks_gaps,
+)
 from consistency.worker.stages.context import Machine
 
 STAGE = Stage.COLLECTIVES
@@ -41,7 +53,12 @@ _UNSUPPORTED = (
     "unsupported",
     "not implemented",
     "invalid data type",
+    "must be contiguous",
+    "non-overlapping and dense",
 )
+"""Words in an error that a backend raises on every rank before it sends anything."""
+
+_COPY = "call .contiguous() first, and copy the result back"
 
 
 def run(context: Machine) -> None:
@@ -52,7 +69,15 @@ def run(context: Machine) -> None:
         return
     try:
         with joined(group, context.device, context.events, STAGE) as ranks:
-            _Trials(context, ranks).run()
+            level = context.job.case.level
+            _Trials(context, ranks).run(SIZES[level])
+            for members in groups_of(ranks.world):
+                ranks.answers(f"groups of {len(members)} from {members[0]}", "")  # all, or some wait in a collective
+                some = ranks.part(members)
+                if some is not None:
+                    _Trials(context, some).run(SIZES_OF_SOME[level])
+    except RefusedError as error:
+        _skip(context, str(error))
     except GroupError as error:
         if not error.lost:
             raise
@@ -64,51 +89,89 @@ def _skip(context: Machine, reason: str) -> None:
     context.record.absent(STAGE, WHOLE_MODEL, spec.whole, status="skipped", reason=reason, rule=spec.rule)
 
 
+_LARGE = 1 << 22
+"""Elements of a collective whose freed buffers go back to the system: those of the next one have other sizes."""
+
+
 class _Trials:
-    """The collectives of one rank."""
+    """The collectives of one rank among some ranks: all of the group, or a part of it."""
 
     def __init__(self, context: Machine, ranks: Joined) -> None:
         self._context = context
         self._ranks = ranks
-        self._evidence = {"ranks": list(ranks.group.ranks), "backend": str(dist.get_backend())}
+        self._evidence = facts(ranks)
+        self._of_some = ranks.members is not None
+        self._who = "+".join(ranks.names) if self._of_some else f"{ranks.world} ranks"
 
-    def run(self) -> None:
-        sizes = SIZES[self._context.job.case.level]
+    def run(self, sizes: Sequence[int]) -> None:
         for number, collective in enumerate(COLLECTIVES):
+            if not self._context.record.wants(STAGE, collective.name):
+                continue
+            if collective.name == STRIDED and self._overlooks_gaps():
+                reason = f"{self._evidence['backend']} adds up a tensor with gaps as if it had none: {_COPY}"
+                self._absent(collective, "", reason)
+                continue
             for dtype in collective.dtypes:
-                for size in sizes:
-                    self._context.events.step(f"{collective.name} {dtype} {size}", number, len(COLLECTIVES))
-                    if not self._try(collective, dtype, size):
+                for size in dict.fromkeys(collective.size(size, dtype, self._ranks.world) for size in sizes):
+                    step = f"{collective.name} {dtype} {size} of {self._who}"
+                    self._context.events.step(step, number, len(COLLECTIVES))
+                    has_it = self._try(collective, dtype, size)
+                    if size >= _LARGE:
+                        trim()
+                    if not has_it:
                         break
 
     def _try(self, collective: Collective, dtype: str, size: int) -> bool:
         """Run a collective twice, and record its result; return whether the backend has it."""
         ranks, record = self._ranks, self._context.record
-        elements = size * ranks.world if collective.name in IN_PARTS else size
-        host = [given(collective.name, dtype, elements, rank) for rank in range(ranks.world)]
-        name = f"{dtype} {size}"
+        given = collective.given(dtype, size, ranks.world)
+        name = f"{dtype} {size} of {self._who}"
+        own = given[ranks.rank].whole()
         try:
-            first, second = self._results(collective, host[ranks.rank], name)
-        except GroupError as error:
-            cause = str(error.__cause__).lower()
-            if not any(text in cause for text in _UNSUPPORTED):
+            first = self._result(collective, own, name)
+            second = self._result(collective, own, name)
+        except (GroupError, ValueError) as error:
+            cause = error.__cause__ or error
+            if not any(text in str(cause).lower() for text in _UNSUPPORTED):
                 raise
-            reason = f"{self._evidence['backend']} has no {collective.name} of {dtype}: {first_line_of(error)}"
-            record.absent(STAGE, collective.name, dtype, status="skipped", reason=reason, rule=SPECS[STAGE].rule)
+            reason = f"{self._evidence['backend']} has no {collective.name} of {dtype}: {first_line(cause)}"
+            self._absent(collective, dtype, reason)
             return False
-        expected = collective.expected(host, ranks.rank)
         digests = [digest(first), digest(second)]
-        if not collective.is_same:
+        again = second if digests[0].value != digests[1].value else None
+        del own, second  # as large as what is expected, which is made now
+        expected = collective.expected(given, ranks.rank)
+        if not collective.is_same or self._of_some:
             self._judge_own(collective, name, first, expected)
         elif isinstance(expected, Sum):
             record_bounded(record, STAGE, collective.name, name, actual=first, exact=expected, digests=digests[:1])
         else:
             record.moved(
-                STAGE, collective.name, name, actual=first, expected=expected, known=self._known(host),
+                STAGE, collective.name, name, actual=first, expected=expected, known=self._known(given),
                 evidence=self._evidence,
             )  # fmt: skip
-        self._compare(collective, name, [one.value for one in digests])
+        if again is not None:
+            self._judge_repeat(collective, name, again, expected)
+        self._compare(collective, name, digests[0].value)
         return True
+
+    def _absent(self, collective: Collective, tensor: str, reason: str) -> None:
+        record, tensor = self._context.record, f"{tensor or 'any dtype'} of {self._who}"
+        if self._of_some:  # a fact: of the ranks that are in other groups it is not expected
+            record.fact(STAGE, collective.name, tensor, status="skipped", reason=reason)
+        else:
+            record.absent(
+                STAGE, collective.name, tensor, status="skipped", reason=reason, rule=SPECS[STAGE].rule
+            )  # fmt: skip
+
+    def _overlooks_gaps(self) -> bool:
+        """Return whether the sum of any rank does: what one skips, all have to skip."""
+        with self._ranks.talking("a sum of a tensor with gaps"):
+            try:
+                found = overlooks_gaps(self._ranks)
+            except ValueError:  # it refuses such a tensor, which is recorded of the collective itself
+                found = False
+        return str(True) in self._ranks.answers("gaps", str(found))
 
     def _judge_own(self, collective: Collective, name: str, actual: torch.Tensor, expected: torch.Tensor | Sum) -> None:
         """Record what no other rank has to get: without a digest, which would be compared with theirs."""
@@ -131,38 +194,39 @@ class _Trials:
             STAGE, collective.name, name, status=status, word=word, share=share, evidence=evidence
         )  # fmt: skip
 
-    def _known(self, host: Sequence[torch.Tensor]) -> Known:
+    def _known(self, given: Sequence[Contribution]) -> Known:
         """Return what else a rank could hold: what another one gave."""
-        given_by = [(f"what {name} gave", one) for name, one in zip(self._ranks.group.ranks, host, strict=True)]
+        given_by = [(f"what {name} gave", one) for name, one in zip(self._ranks.names, given, strict=True)]
         return Known(
-            swapped=lambda tensor: next((name for name, one in given_by if torch.equal(tensor, one)), None)
+            swapped=lambda tensor: next((name for name, one in given_by if torch.equal(tensor, one.whole())), None)
         )  # fmt: skip
 
-    def _results(self, collective: Collective, own: torch.Tensor, name: str) -> Iterator[torch.Tensor]:
+    def _result(self, collective: Collective, own: torch.Tensor, name: str) -> torch.Tensor:
         ranks = self._ranks
-        with ranks.talking(f"{collective.name} of {name} elements"):
-            runs = [collective.run(own.to(ranks.device, copy=True), ranks.rank, ranks.world) for _ in range(2)]
-            return iter([one.to("cpu") for one in runs])
+        with ranks.talking(f"{collective.name} {name}"):
+            return collective.run(own.to(ranks.device, copy=True), ranks).to("cpu")
 
-    def _compare(self, collective: Collective, name: str, digests: list[str]) -> None:
-        """Record whether this rank has the bits of the others, and of its own second run."""
+    def _judge_repeat(
+        self, collective: Collective, name: str, actual: torch.Tensor, expected: torch.Tensor | Sum
+    ) -> None:
+        """Record other bits in the second run: a sum may have another order then, and nothing else may change."""
+        right = isinstance(expected, Sum) and passes(float(measure_tracked(actual, expected).ratio or 0))
+        self._context.record.fact(
+            STAGE, collective.name, f"{name}, {REPEATED}", status="within" if right else "outside",
+            word=None if right else Word.DIFFERS, evidence=self._evidence,
+            reason="a second run of the same sum gave other bits, within tolerance: its order is not fixed"
+            if right else "a second run of the same gave other bits, which are wrong",
+        )  # fmt: skip
+
+    def _compare(self, collective: Collective, name: str, value: str) -> None:
+        """Record whether this rank has the bits of the others; each waits here for all to have judged theirs."""
         ranks, record = self._ranks, self._context.record
-        if digests[0] != digests[1]:
-            record.fact(
-                STAGE, collective.name, f"{name}, {REPEATED}", status="within",
-                evidence={**self._evidence, "digests": digests},
-                reason="a second run of the same sum gave other bits: its order is not fixed",
-            )  # fmt: skip
+        answers = ranks.answers(f"{collective.name} {name}", value)
         if not collective.is_same:
             return
-        others = ranks.others_than(ranks.answers(f"{collective.name} {name}", digests[0]))
+        others = ranks.others_than(answers)
         record.fact(
             STAGE, collective.name, f"{name}, {SAME_BITS}", status="outside" if others else "equal",
             word=Word.DIFFERS if others else None, evidence=self._evidence,
             reason=f"other bits than on {some(others)}" if others else None,
         )  # fmt: skip
-
-
-def first_line_of(error: GroupError) -> str:
-    """Return what torch says of an error."""
-    return str(error.__cause__).splitlines()[0]

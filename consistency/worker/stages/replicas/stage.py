@@ -21,10 +21,11 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
 from consistency.worker.ranks.group import Joined
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.group_stage import in_group, to_train
+from consistency.worker.stages.group_stage import in_group, skip, to_train
+from consistency.worker.stages.parts_judging import who_else
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.backward import parts_of, put_back, trainable
-from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, batches_of, trained_by
+from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, batches_of, own_gradients, trained_by
 
 STAGE = Stage.REPLICAS
 START = "start"
@@ -56,10 +57,15 @@ class _Replica:
             with ranks.calling("DistributedDataParallel"):
                 # as transformers' Trainer does: prompts and experts may leave parameters without a gradient
                 wrapped = DistributedDataParallel(context.model, find_unused_parameters=True)
+            other_start = False
             for name, parameter in self._parameters.items():
                 layer, part = adapter_place(context.expected[name][0])
                 expected = context.expected[name][1].to(parameter.dtype)
-                context.record.moved(STAGE, layer, f"{part}.{START}", actual=parameter.detach(), expected=expected)
+                digests = digest(parameter.detach()), digest(expected)
+                other_start |= digests[0].value != digests[1].value
+                context.record.moved(
+                    STAGE, layer, f"{part}.{START}", actual=parameter.detach(), expected=expected, digests=digests
+                )  # fmt: skip
             start = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
             files = stack.enter_context(
                 trained_by(
@@ -69,16 +75,19 @@ class _Replica:
                     self._parameters,
                     batches_of(parts, rank=ranks.rank, world=ranks.world),
                     call=wrapped,
-                    own_gradients=True,
+                    watching=own_gradients(self._parameters),
                 )
             )  # fmt: skip
             judge = StepJudge(context, ranks, STAGE, files)
             names = [name for name in self._parameters if files[ranks.rank].read(AVERAGED, name) is not None]
-            judge.compare(AVERAGED, names, "averaged gradients")
+            wrong = {name for name in names if not judge.averaged(name)}
+            differing = judge.compare(AVERAGED, names, "averaged gradients", explained=wrong)
             for name in names:
-                judge.averaged(name)
                 judge.updated(name, start[name])
-            self._drift(judge, names, start)
+            if reason := who_else(ranks, "another start or other gradients", is_here=other_start or bool(differing)):
+                skip(context, STAGE, reason, what=DRIFT)
+            else:
+                self._drift(judge, names, start)
         self._check_base()
 
     def _drift(self, judge: StepJudge, names: Sequence[str], start: Mapping[str, torch.Tensor]) -> None:

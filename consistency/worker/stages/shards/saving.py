@@ -11,6 +11,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from consistency.capture.names import adapter_place
 from consistency.case.stages import Stage
+from consistency.numerics.diagnosis_moved import diagnose_moved, diagnose_structure
+from consistency.numerics.distance import measure
+from consistency.numerics.words import Word
 from consistency.worker.ranks.group import Joined
 from consistency.worker.stages.context import Context
 
@@ -20,12 +23,12 @@ SAVED = "saved"
 def record_saved(
     context: Context, ranks: Joined, stage: Stage, model: torch.nn.Module, gathered: Mapping[str, torch.Tensor]
 ) -> None:
-    """Save the adapter as accelerate does, from the first rank, and compare each rank's tensors with the file.
+    """Save the adapter as accelerate does, from the first rank, which compares the file with what the ranks hold.
 
     Parameters
     ----------
     gathered : mapping of str to torch.Tensor
-        The adapter's parameters as this rank sees them, whole and on the CPU, by name in the model.
+        The adapter's parameters, put together from what all ranks hold, on the CPU, by name in the model.
     """
     folder = ranks.folder / SAVED
     with ranks.calling("saving the adapter"):
@@ -34,15 +37,28 @@ def record_saved(
         if ranks.rank == 0:
             adapted: Any = model
             adapted.save_pretrained(str(folder), state_dict=state)
-    ranks.answers("the adapter is saved", "")
+    if ranks.rank != 0:
+        return
     in_file = load_peft_weights(str(folder), device="cpu")
     for name, tensor in gathered.items():
         key = context.expected[name][0]
         layer, part = adapter_place(key)
+        word: Word | None = Word.MISSING
+        evidence: dict[str, Any] = {}
         if key in in_file:
-            actual = in_file[key]
-            context.record.moved(stage, layer, f"{part}.{SAVED}", actual=actual, expected=tensor.to(actual.dtype))
-        else:
-            context.record.absent(
-                stage, layer, f"{part}.{SAVED}", status="missing", reason="not in the file that the ranks saved"
-            )  # fmt: skip
+            expected = tensor.to(in_file[key].dtype)
+            word, evidence = _difference(in_file[key], expected)
+        context.record.fact(
+            stage, layer, f"{part}.{SAVED}", status="equal" if word is None else "outside", word=word,
+            evidence=evidence, reason="not in the file that the ranks saved" if key not in in_file else None,
+        )  # fmt: skip
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[Word | None, dict[str, Any]]:
+    diagnosis = diagnose_structure(actual, expected)
+    if diagnosis is None:
+        found = measure(actual, expected)
+        if not found.mismatched:
+            return None, {}
+        diagnosis = diagnose_moved(actual, expected, found)
+    return diagnosis.word, dict(diagnosis.evidence)

@@ -1,9 +1,9 @@
 """Stage `shards`: the ranks of a group train the adapter by FSDP2, each holding a part of every tensor.
 
-The adapter is there before `fully_shard`, as transformers' Trainer and accelerate do it. The parts put together are the
-bytes of the files, before the first step and in what is saved after the last one. The first step's gradient is compared
-with the average of the float64 gradients of the ranks' batches, by what rounding makes; the parameters after each step
-with the optimizer's exact steps. All ranks see the same bits.
+The adapter is there before `fully_shard`, as transformers' Trainer and accelerate do it. Each rank holds its part of
+the files' bytes. In each step the model computes with the parts that the ranks hold, put together.
+The first step's gradient is compared with the average of the float64 gradients of the ranks' batches, by what rounding
+makes; the parameters after each step with the optimizer's exact steps; what is saved with what the ranks hold.
 
 An adapter that is added afterwards is a tensor of each rank's own, which nothing averages or broadcasts: the stage
 trains one too, and says so where it finds the ranks with different adapters.
@@ -12,22 +12,28 @@ trains one too, and says so where it finds the ranks with different adapters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import msgspec
 import torch
 from peft import PeftModel
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from consistency.capture.names import ADAPTER_ON, GRADIENT, WHOLE_MODEL, adapter_place
 from consistency.capture.wording import counted
 from consistency.case.stages import Stage
+from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.real import Real
+from consistency.numerics.rules import Rule
 from consistency.numerics.sums import sum_error
 from consistency.numerics.words import Word
 from consistency.worker.model.blocks import repeated_blocks
@@ -35,13 +41,31 @@ from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.loading import ADAPTER_NAME, load_base, load_model
 from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.ranks.group import Joined, RefusedError
+from consistency.worker.ranks.parts import held
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, record_gathered, skip, to_train
-from consistency.worker.stages.relative_rule import record_relative
+from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, skip, to_train
+from consistency.worker.stages.parts_judging import (
+    GATHERED,
+    record_difference,
+    record_gradient,
+    record_held,
+    who_else,
+)
 from consistency.worker.stages.shards.saving import record_saved
+from consistency.worker.stages.shards.zero import ZERO, is_there, trained_by_zero
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.backward import Tensors, parts_of, trainable, trained
-from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, StepFile, batches_of, trained_by, whole
+from consistency.worker.training.steps import (
+    AVERAGED,
+    SEEN,
+    STEPS,
+    UPDATED,
+    StepFile,
+    Watching,
+    batches_of,
+    trained_by,
+    whole_of_step,
+)
 
 STAGE = Stage.SHARDS
 AFTERWARDS = "adapter added after fully_shard"
@@ -57,10 +81,17 @@ def run(context: Context) -> None:
 
     def train(ranks: Joined) -> None:
         _before(context, ranks, names, parts)
+        gc.collect()  # hooks of FSDP2 hold the model in cycles
         try:
             _afterwards(context, ranks, parts)
         except RefusedError as error:
             skip(context, STAGE, str(error), what=AFTERWARDS)
+        if is_there():
+            gc.collect()
+            try:
+                _by_zero(context, ranks, names, parts)
+            except RefusedError as error:
+                skip(context, STAGE, str(error), what=ZERO)
 
     in_group(context, STAGE, train)
 
@@ -71,27 +102,78 @@ def _before(context: Context, ranks: Joined, names: Sequence[str], parts: Sequen
     with trainable(model, [model.get_parameter(name) for name in names]):
         with ranks.calling("fully_shard"):
             _shard(model, ranks)
+        if reason := record_held(context, ranks, STAGE, model, names):
+            skip(context, STAGE, reason, what="training")
+            return
         parameters = {name: model.get_parameter(name) for name in names}
-        with ranks.calling("gathering the tensors"):
-            record_gathered(context, STAGE, model, names)
-            start = {name: whole(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
+        start = {name: held(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
         batches = batches_of(parts, rank=ranks.rank, world=ranks.world)
-        with trained_by(ranks, "shards", model, parameters, batches) as files:
+        with trained_by(ranks, "shards", model, parameters, batches, watching=_seen_in(model, names)) as files:
             own = files[ranks.rank]
-            judge = StepJudge(context, ranks, STAGE, files)
             with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
-            judge.compare(AVERAGED, with_gradient, "averaged gradients")
-            judge.compare(UPDATED, with_gradient, "updated parameters")
+            wrong = [name for name in with_gradient if not _record_seen(context, files, own, name)]
+            context.record.fact(
+                STAGE, WHOLE_MODEL, GATHERED, status="within" if wrong else "equal",
+                evidence={"tensors": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
+            )  # fmt: skip
+            judge = StepJudge(context, ranks, STAGE, files)
             answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
             if not isinstance(answer, str) and decides(context, Stage.GRADIENT):
                 answer = UNFOLLOWED
+            answer = (
+                who_else(ranks, "something else than the ranks hold is computed with", is_here=bool(wrong)) or answer
+            )
             for name in with_gradient:
                 if not isinstance(answer, str):
                     _record_first_gradient(context, ranks, name, own, answer, passes=len(parts))
                 judge.updated(name, start[name])
             if isinstance(answer, str):
                 skip(context, STAGE, answer, what="gradients")
-            record_saved(context, ranks, STAGE, model, {n: own.of_step(UPDATED, n, STEPS - 1) for n in with_gradient})
+            record_saved(
+                context, ranks, STAGE, model, {n: whole_of_step(files, UPDATED, n, STEPS - 1) for n in with_gradient}
+            )
+
+
+def _seen_in(model: torch.nn.Module, names: Sequence[str]) -> Watching:
+    """Return what writes the parameters that the model computes with, once its library has put them together."""
+
+    @contextmanager
+    def watching(file: StepFile, step: int) -> Iterator[None]:
+        def note(prefix: str, module: torch.nn.Module, _given: Any) -> None:
+            for name, parameter in module.named_parameters(prefix=prefix):
+                if name in names and not isinstance(parameter, DTensor):
+                    file.write(SEEN, step, name, parameter.detach().clone())  # NumPy pins what is freed after the pass
+
+        with ExitStack() as hooks:
+            sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+            for name, module in model.named_modules():
+                if name in sharded:
+                    hooks.callback(module.register_forward_pre_hook(functools.partial(note, name)).remove)
+            yield
+
+    return watching
+
+
+def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, name: str) -> bool:
+    """Record the first step in which the model computed with a parameter that is not what the ranks held.
+
+    Before the first step they hold the file's bytes, which `record_held` has seen to. Returns whether there is none.
+    """
+    if own.read(SEEN, name) is None or own.parts[name].dim is None:
+        return True
+    first = context.expected[name][1].to(own.of_step(SEEN, name, 0).dtype)
+    before = [first, *(whole_of_step(files, UPDATED, name, step) for step in range(STEPS - 1))]
+    wanted = [digest(tensor).value for tensor in before]
+    step = next((i for i in range(STEPS) if digest(own.of_step(SEEN, name, i)).value != wanted[i]), None)
+    if step is None:
+        return True
+    layer, part = adapter_place(context.expected[name][0])
+    earlier = {value: f"what it was before step {number + 1}" for number, value in enumerate(wanted[:step])}
+    record_difference(
+        context, STAGE, layer, f"{part}.{GATHERED}", own.of_step(SEEN, name, step), before[step],
+        known=Known(stale=lambda tensor: earlier.get(digest(tensor).value)), evidence={"step": step + 1},
+    )  # fmt: skip
+    return False
 
 
 def _shard(model: torch.nn.Module, ranks: Joined) -> None:
@@ -103,25 +185,26 @@ def _shard(model: torch.nn.Module, ranks: Joined) -> None:
 
 
 def _record_first_gradient(
-    context: Context, ranks: Joined, name: str, file: StepFile, reference: Reference, *, passes: int
+    context: Context, ranks: Joined, name: str, file: StepFile, reference: Reference, *, passes: int, title: str = ""
 ) -> None:
     """Record the averaged gradient of the first step against the average of the float64 gradients of the batches."""
-    layer, part = adapter_place(context.expected[name][0])
-    actual, exact = file.of_step(AVERAGED, name, 0), reference.read(name)
+    exact = reference.read(name)
     if exact is None or exact.shape[0] < passes:  # of a large tensor the first part of the batch alone
+        layer, part = adapter_place(context.expected[name][0])
         why = reference.tables.failures.get(ADAPTER_ON, "its float64 gradient is of a part of the batch")
-        context.record.absent(STAGE, layer, f"{part}.{GRADIENT}", status="skipped", reason=why)
+        context.record.absent(STAGE, layer, f"{part}.{GRADIENT}", status="skipped", reason=why, rule=Rule.LIMIT)
         return
+    actual = file.of_step(AVERAGED, name, 0)
     terms = mapped(exact)[[rank % passes for rank in range(ranks.world)]]
-    record_relative(
-        context, STAGE, layer, f"{part}.{GRADIENT}", actual=actual, digests=[digest(actual)],
-        reference=averaged_reference(reference, name, terms, actual.dtype), name=name, exact_name=name,
-        mode=ADAPTER_ON,
+    record_gradient(
+        context, STAGE, name, actual, exact=terms.mean(0), part=file.parts[name],
+        ending=f"{ranks.of_so_many}{title}",
+        reference=averaged_reference(reference, name, terms, actual.dtype),
     )  # fmt: skip
 
 
 def averaged_reference(reference: Reference, name: str, terms: torch.Tensor, dtype: torch.dtype) -> Reference:
-    """Return the exact average of several gradients, with the error that rounding makes in it.
+    """Return a reference whose errors are those of the average of several gradients.
 
     The error of an average is at most the largest of its terms'; adding them up in the dtype makes that of `exact_sum`.
 
@@ -138,7 +221,25 @@ def averaged_reference(reference: Reference, name: str, terms: torch.Tensor, dty
         if name in of
     }
     tables = msgspec.structs.replace(reference.tables, errors=errors)
-    return Reference(path=reference.path, tables=tables, made={name: terms.mean(0)})
+    return dataclasses.replace(reference, tables=tables)
+
+
+def _by_zero(context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors]) -> None:
+    """Train by ZeRO-3 with the adapter there before, and judge it."""
+    with trained_by_zero(context, ranks, STAGE, names, parts) as trained_so:
+        if isinstance(trained_so, str):
+            skip(context, STAGE, trained_so, what=ZERO)
+            return
+        judge, files, start = trained_so
+        own = files[ranks.rank]
+        with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
+        judge.compare(AVERAGED, with_gradient, "averaged gradients")
+        judge.compare(UPDATED, with_gradient, "updated parameters")
+        answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
+        for name in with_gradient:
+            if not isinstance(answer, str) and not decides(context, Stage.GRADIENT):
+                _record_first_gradient(context, ranks, name, own, answer, passes=len(parts), title=f", {ZERO}")
+            judge.updated(name, start[name])
 
 
 def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> None:

@@ -1,34 +1,38 @@
 """Stage `tensor-parallel`: the ranks of a group hold parts of each layer by transformers' plan, with PEFT's adapter.
 
-The parts put together are the bytes of the files. Logits with and without the adapter, and its gradients, are compared
-with the float64 results of the stages `forward` and `gradient` by what rounding makes on one device: so much more may
-they not be off, and so *is the difference healthy?* has an answer.
+Each rank holds its part of the files' bytes. Logits with and without the adapter, and its gradients, are compared with
+the float64 results of the stages `forward` and `gradient` by what rounding makes on one device: so much more may they
+not be off, and so *is the difference healthy?* has an answer.
+
+A plan splits attention heads, which not every number of ranks divides: the ranks form groups of the largest size that
+does, side by side. A mixture of experts that has a plan for these is loaded by both plans.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, GRADIENT, adapter_place
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
 from consistency.case.stages import Stage
 from consistency.numerics.digest import digest
 from consistency.numerics.file_tensor import mapped
 from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.running import outputs_by, without_gradients
 from consistency.worker.model.tensor_file import TensorFile
-from consistency.worker.model.tensor_parallel import load_tensor_parallel
+from consistency.worker.model.tensor_parallel import load_tensor_parallel, ranks_of_a_plan
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
 from consistency.worker.ranks.group import Joined, RefusedError
+from consistency.worker.ranks.nodes import NodeLostError, met
+from consistency.worker.ranks.parts import gradient_held, part_of, whole
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, record_gathered, skip, to_train
+from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, skip, to_train
+from consistency.worker.stages.parts_judging import record_gathered, record_gradient, record_held
 from consistency.worker.stages.relative_rule import record_relative
 from consistency.worker.training.backward import ONE_PASS, Tensors, loss_weights, parts_of, trainable
-from consistency.worker.training.steps import whole
 
 STAGE = Stage.TENSOR_PARALLEL
 
@@ -39,10 +43,27 @@ def run(context: Context) -> None:
     if found is None:
         return
     inputs, names = found
+    group = context.job.group
+    try:
+        group = group and met(group, context.events)
+    except NodeLostError as error:
+        skip(context, STAGE, str(error))
+        return
+    if group is not None and len(group.ranks) > 1:
+        size = ranks_of_a_plan(context.base.model, len(group.ranks))
+        first = group.rank // size * size
+        if size == 1 or first + size > len(group.ranks):
+            heads = "no group of ranks divides" if size == 1 else f"{size} of {len(group.ranks)} ranks divide"
+            skip(context, STAGE, f"{heads} the attention heads of this model")
+            return
+        group = group.part(first, size)
 
     def compare(ranks: Joined) -> None:
-        with _numbered(ranks), ranks.calling("loading by the tensor parallel plan"):
+        with ranks.numbered(), ranks.calling("loading by the tensor parallel plan"):
             model = load_tensor_parallel(context.job.case, ranks.world)
+        if reason := record_held(context, ranks, STAGE, model, names):
+            skip(context, STAGE, reason, what="outputs and gradients")
+            return
         with ranks.calling("gathering the tensors"):
             record_gathered(context, STAGE, model, names)
         _record_outputs(context, ranks, model, inputs)
@@ -51,20 +72,7 @@ def run(context: Context) -> None:
         except RefusedError as error:
             skip(context, STAGE, str(error), what="gradients")
 
-    in_group(context, STAGE, compare)
-
-
-@contextmanager
-def _numbered(ranks: Joined) -> Iterator[None]:
-    """Say in the environment what torchrun says there, for transformers."""
-    given = {"RANK": ranks.rank, "WORLD_SIZE": ranks.world, "LOCAL_RANK": ranks.device.index or 0}
-    kept = {name: os.environ.get(name) for name in given}
-    os.environ.update({name: str(value) for name, value in given.items()})
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    in_group(context, STAGE, compare, group=group)
 
 
 def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inputs: Tensors) -> None:
@@ -93,8 +101,8 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
         for name, tensor in found.items():
             if name in exact and context.record.wants(STAGE, name):
                 record_relative(
-                    context, STAGE, name, mode, actual=tensor, digests=[digest(tensor)], reference=reference,
-                    name=exact[name], exact_name=exact[name], mode=mode,
+                    context, STAGE, name, f"{mode}{ranks.of_so_many}", actual=tensor, digests=[digest(tensor)],
+                    reference=reference, name=exact[name], exact_name=exact[name], mode=mode,
                 )  # fmt: skip
 
 
@@ -109,7 +117,8 @@ def _record_gradients(
     parts = parts_of(inputs, rows=context.job.case.fit.micro_batch)
     parameters = {name: model.get_parameter(name) for name in names}
     counts = {name: 1 if parameter.numel() >= ONE_PASS else len(parts) for name, parameter in parameters.items()}
-    layout = {name: (parameter.dtype, (counts[name], *parameter.shape)) for name, parameter in parameters.items()}
+    held_here = {name: part_of(p, rank=ranks.rank, world=ranks.world) for name, p in parameters.items()}
+    layout = {name: (p.dtype, (counts[name], *held_here[name].shape)) for name, p in parameters.items()}
     file = TensorFile(ranks.folder / f"gradients-{ranks.rank}.safetensors", layout)
     try:
         with ranks.calling("a backward pass"), trainable(model, parameters.values()):
@@ -120,15 +129,14 @@ def _record_gradients(
                 torch.autograd.backward(list(ends.values()), [loss_weights(tensor) for tensor in ends.values()])
                 for name, parameter in parameters.items():
                     if parameter.grad is not None and index < counts[name]:
-                        file.write(name, index, whole(parameter.grad).to("cpu").contiguous())
+                        file.write(name, index, gradient_held(parameter).to("cpu").contiguous())
                     parameter.grad = None
         for name in names:
-            layer, tensor = adapter_place(context.expected[name][0])
-            gradient = file.read(name)
-            if gradient is not None:
-                record_relative(
-                    context, STAGE, layer, f"{tensor}.{GRADIENT}", actual=gradient, digests=[digest(mapped(gradient))],
-                    reference=reference, name=name, exact_name=name, mode=ADAPTER_ON,
+            gradient, exact = file.read(name), reference.read(name)
+            if gradient is not None and exact is not None:
+                record_gradient(
+                    context, STAGE, name, mapped(gradient), exact=mapped(exact), reference=reference,
+                    part=held_here[name], ending=ranks.of_so_many,
                 )  # fmt: skip
     finally:
         file.close()

@@ -15,13 +15,28 @@ from consistency.case.stages import Level, Stage
 from consistency.devices.discovery import discover
 from consistency.launch.local import _form_groups
 from consistency.worker.faults.catalogue import FAULTS, Need
-from consistency.worker.stages.collectives.operations import COLLECTIVES, SIZES
+from consistency.worker.stages.collectives.operations import (
+    COLLECTIVES,
+    SIZES,
+    SIZES_OF_SOME,
+    groups_of,
+)
 from tests.worker.stages.collectives.made_assignments import assigned
 
 pytestmark = pytest.mark.process
 
 DEVICES = [info.spec.name for info in discover() if info.spec.is_cpu and info.spec.name != "cpu@avx512"]
-OF_A_GROUP = [fault.name for fault in FAULTS.values() if Need.RANKS in fault.needs]
+RANK_LEAVES = {
+    "rank-killed": ("killed by SIGKILL", ""),
+    "rank-hangs": ("gave no sign of life", "in hangs"),
+    "rank-frozen": ("gave no sign of life", "in frozen"),
+    "rank-raises": ("IndexError: planted", ""),
+}
+OF_A_GROUP = [
+    fault.name
+    for fault in FAULTS.values()
+    if Need.RANKS in fault.needs and Need.THREE_RANKS not in fault.needs and fault.name not in RANK_LEAVES
+]
 STALL_S = 16
 
 
@@ -47,7 +62,12 @@ def test_healthy_ranks_are_consistent(tmp_path: Path) -> None:
     names = {outcome["layer"] for outcome in found["outcomes"]}
     assert names == {collective.name for collective in COLLECTIVES}
     sizes = {outcome["tensor"] for outcome in found["outcomes"] if outcome["layer"] == "all_reduce.sum"}
-    assert {f"bfloat16 {size}" for size in SIZES[Level.STANDARD]} <= sizes
+    assert {f"bfloat16 {size} of {len(DEVICES)} ranks" for size in SIZES[Level.STANDARD]} <= sizes
+    for members in groups_of(len(DEVICES)):
+        some = "+".join(DEVICES[member] for member in members)
+        assert {f"bfloat16 {size} of {some}" for size in SIZES_OF_SOME[Level.STANDARD]} <= sizes
+    (note,) = (finding["message"] for finding in found["findings"] if finding["kind"] == "skipped")
+    assert "gloo adds up a tensor with gaps as if it had none" in note, "all else can be done"
 
 
 def test_one_device_forms_no_group(tmp_path: Path) -> None:
@@ -60,15 +80,49 @@ def test_one_device_forms_no_group(tmp_path: Path) -> None:
 def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path) -> None:
     only = [word for name in OF_A_GROUP for word in ("--only", name)]
     done = consistency(
-        "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only, cwd=tmp_path
+        "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only,
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert f"{len(OF_A_GROUP)} of {len(OF_A_GROUP)} planted faults found and named" in done.stdout
-    hung = report(tmp_path / "out" / "rank-hangs")
-    (note,) = (finding["message"] for finding in hung["findings"] if "skipped on cpu" in finding["message"])
-    assert "cpu@baseline was lost" in note, "the other rank says for whom it waited"
-    kept = [outcome for outcome in hung["outcomes"] if outcome["layer"] == "all_reduce.sum"]
-    assert kept, "what was done before is kept"
+    again = report(tmp_path / "out" / "sum-other-order-again")
+    assert again["verdict"] == "consistent"
+    (note,) = (finding["message"] for finding in again["findings"] if finding["kind"] == "not-repeatable")
+    assert note.endswith("within tolerance, when repeated: the order is not fixed (gloo)")
+
+
+@pytest.mark.skipif(len(DEVICES) < 3, reason="this processor has two kernel variants: no pair is a part of the group")
+def test_a_fault_of_pairs_alone_is_found(tmp_path: Path) -> None:
+    done = consistency(
+        "drill", "--devices", ",".join(DEVICES), "--only", "sum-wrong-in-pairs", "--out", "out", cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    found = report(tmp_path / "out" / "sum-wrong-in-pairs")
+    wrong = {row["tensor"] for row in found["outcomes"] if row["status"] == "outside"}
+    assert wrong
+    assert all("+" in tensor for tensor in wrong), "it is no fault of all ranks together"
+
+
+@pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group")
+def test_a_rank_that_leaves_is_named_and_the_others_keep_what_they_have(tmp_path: Path) -> None:
+    only = [word for name in RANK_LEAVES for word in ("--only", name)]
+    done = consistency(
+        "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only, cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    for name, (reason, stack) in RANK_LEAVES.items():
+        found = report(tmp_path / "out" / name)
+        assert found["verdict"] == "incomplete", "a run with this verdict ends with status 3"
+        (left,) = (finding for finding in found["findings"] if finding["severity"] == "error")
+        assert left["workers"] == ["cpu@baseline"]
+        assert reason in left["message"]
+        assert any(line.endswith(stack) for line in left["detail"] or [""]), "where it was, innermost first"
+        notes = [finding["message"] for finding in found["findings"] if "skipped on cpu: " in finding["message"]]
+        (note,) = (text for text in notes if "cpu@baseline" in text)
+        assert reason in note, "the other rank says for whom it waited"
+        assert "during broadcast float32 1 of 2 ranks" in note, "and in what"
+        kept = {row["tensor"] for row in found["outcomes"] if row["layer"] == "all_reduce.sum"}
+        assert f"float32 {SIZES[Level.STANDARD][-1]} of 2 ranks" in kept, "what was done before is kept"
 
 
 def test_ranks_are_workers_of_one_kind_that_run_side_by_side(tmp_path: Path) -> None:

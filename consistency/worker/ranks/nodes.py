@@ -1,0 +1,55 @@
+"""Several nodes of a fleet as one group: each says which ranks it has, in a folder that all of them see."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from consistency.capture.node_group import lost_node, members_of, name_on
+from consistency.worker.protocol import EventLog, RankGroup
+
+_POLL_S = 0.2
+_SIGN_S = 5.0
+
+
+class NodeLostError(Exception):
+    """A node of the group is lost before it has said which ranks it has."""
+
+
+def met(group: RankGroup, events: EventLog) -> RankGroup:
+    """Return the group with the ranks of all nodes, in the order of the nodes.
+
+    It waits for nodes that have not begun, as long as their fleet does.
+
+    Raises
+    ------
+    NodeLostError
+        The fleet has lost one.
+    """
+    if not group.nodes or group.has_met:
+        return group
+    folder, name = Path(group.folder).parent, Path(group.folder).name
+    ranks: list[str] = []
+    told = 0.0
+    for node in group.nodes:
+        while (members := members_of(folder, node)) is None:
+            if (reason := why_lost(group)) is not None:
+                raise NodeLostError(reason)
+            if time.monotonic() - told > _SIGN_S:
+                events.wait(f"for node {node} to join the group")
+                told = time.monotonic()
+            time.sleep(_POLL_S)
+        ranks += [name_on(node, worker) for worker in members.get(name, ())]
+    own = name_on(group.node, group.ranks[group.rank])
+    return msgspec.structs.replace(group, rank=ranks.index(own), ranks=tuple(ranks), has_met=True)
+
+
+def why_lost(group: RankGroup) -> str | None:
+    """Return the first node of a group that its fleet has lost, and why."""
+    for node in group.nodes:
+        mark = lost_node(Path(group.folder).parent, node)
+        if mark.exists():
+            return f"node {node} was lost: {mark.read_text(encoding='utf-8')}"
+    return None

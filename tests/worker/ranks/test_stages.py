@@ -1,0 +1,102 @@
+"""The stages in which ranks train or hold one model, by gloo, on kernel variants of this machine's CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from consistency.devices.discovery import discover
+
+DEVICES = [info.spec.name for info in discover() if info.spec.is_cpu and info.spec.name in ("cpu", "cpu@baseline")]
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group"),
+]
+
+
+def run(folder: Path, *words: str) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", "consistency", "run", "--devices", ",".join(DEVICES), "--out", "out", *words]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text(encoding="utf-8"))
+    return found
+
+
+def statuses(found: dict[str, Any], stage: str, suffix: str) -> set[str]:
+    return {row["status"] for row in found["outcomes"] if row["stage"] == stage and suffix in row["tensor"]}
+
+
+def test_healthy_ranks_train_and_hold_one_model(tmp_path: Path) -> None:
+    found = run(tmp_path, "--stages", "replicas,shards,tensor-parallel")
+    assert {finding["severity"] for finding in found["findings"]} == {"note"}
+    for stage, suffixes in {
+        "replicas": ("start", "averaged", "updated"), "shards": ("held", "gathered", "gradient", "updated", "saved"),
+        "tensor-parallel": ("held", "gathered", "adapter_on", "adapter_off"),
+    }.items():  # fmt: skip
+        for suffix in suffixes:
+            assert statuses(found, stage, suffix) <= {"equal", "within"} != set(), (stage, suffix)
+            assert statuses(found, stage, suffix), (stage, suffix)
+    messages = {finding["kind"]: finding["message"] for finding in found["findings"]}
+    assert "added after fully_shard, never synchronized (56 of 56 tensors" in messages["unsynchronized"]
+    assert messages["replica-drift"].startswith("replicas · cpu@baseline · 56 of 56 tensors of the adapter differ")
+    assert messages["healthy-split"].endswith("on one device: healthy")
+
+
+def test_a_mixture_of_experts_is_split_by_both_plans(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(
+        vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
+        moe_intermediate_size=32, num_key_value_heads=4, n_routed_experts=8, n_group=2, topk_group=1,
+        num_experts_per_tok=3, n_shared_experts=1, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+    )  # fmt: skip
+    model = transformers.DeepseekV3ForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=4, target_modules=["q_a_proj", "o_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    found = run(tmp_path, "--base", "base", "--adapter", "adapter", "--stages", "shards,tensor-parallel")
+    assert {finding["severity"] for finding in found["findings"]} == {"note"}
+    assert statuses(found, "tensor-parallel", "held") == {"equal"}
+    reasons = {row["reason"] for row in found["outcomes"] if row["status"] == "skipped"}
+    assert reasons == {"the model makes decisions, and those of a model in parts are not followed"}
+
+
+def test_a_rank_that_divides_no_heads_is_apart(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=3,
+        num_key_value_heads=3,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
+    found = run(tmp_path, "--base", "base", "--adapter", "adapter", "--stages", "tensor-parallel")
+    rows = [row for row in found["outcomes"] if row["stage"] == "tensor-parallel"]
+    assert {row["status"] for row in rows} == {"skipped"}
+    assert {row["reason"] for row in rows} == {"no group of ranks divides the attention heads of this model"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: it is built on the machine"
+)
+def test_healthy_ranks_train_by_zero(tmp_path: Path) -> None:
+    found = run(tmp_path, "--stages", "shards")
+    assert {finding["severity"] for finding in found["findings"]} == {"note"}
+    assert statuses(found, "shards", "ZeRO-3, lora_A.updated") == {"within"}
+    assert statuses(found, "shards", "lora_A.gradient of 2 ranks, ZeRO-3") == {"within"}
+    assert statuses(found, "shards", "ZeRO-3, updated parameters") == {"equal"}
