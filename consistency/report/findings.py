@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from consistency.capture.wording import counted
-from consistency.case.stages import Stage
+from consistency.case.stages import Stage, stages_of
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import difference_of
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
@@ -60,6 +60,9 @@ def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
         yield finding, _hits(finding, tensors)
 
 
+_OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
+
+
 def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Finding:
     shown = msgspec.structs.replace(finding, detail=(*_worst(hits), *finding.evidence), consequences=())
     if folder is not None and _is_of_a_group(finding):
@@ -79,7 +82,7 @@ def _bisect_command(folder: str, number: int) -> str:
 def _is_of_a_group(finding: Finding) -> bool:
     """Return whether ranks found it together, so that no one device can show it again, and a setting may explain it."""
     stages = {name.partition("::")[0] for name in finding.tensors}
-    return finding.severity != "note" and stages == {Stage.COLLECTIVES}
+    return finding.severity != "note" and bool(stages) and stages <= _OF_A_GROUP
 
 
 def _is_reproducible(finding: Finding, hits: _Hits) -> bool:

@@ -23,7 +23,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.received import received
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stages import SPECS, Stage, with_judges
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
@@ -182,7 +182,7 @@ def _case_of(subject: Subject) -> Case:
     """Return the case of one layer of one stage."""
     stage, layer, _ = subject.key
     return msgspec.structs.replace(
-        subject.participant.case, stages=(Stage(stage),), only=(f"{stage}::{layer}",), repeat=1
+        subject.participant.case, stages=with_judges((Stage(stage),)), only=(f"{stage}::{layer}",), repeat=1
     )
 
 

@@ -30,7 +30,6 @@ from consistency.comparison.findings.quantized import find_quantized
 from consistency.comparison.findings.ranks import find_ranks
 from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
-from consistency.comparison.findings.sums_again import find_sums_again
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.trajectories import find_trajectories, without_trajectories
 from consistency.comparison.findings.transfers import find_transfer
@@ -81,8 +80,7 @@ def find(
         *find_engines(compared, tensors),
         *find_device_use(tensors),
         *find_ranks(tensors),
-        *find_sums_again(tensors),
-        *find_trajectories(tensors, next_step=functools.partial(_next, compared, reference)),
+        *find_trajectories(tensors, next_step=functools.partial(_once_more, compared, reference)),
         *find_casts(tensors),
         *_not_repeatable(compared, tensors),
         *find_soak(
@@ -276,9 +274,17 @@ def _soak_again(
     compared: Sequence[ComparedWorker], reference: ComparedWorker | None, worker: ComparedWorker, soak: Soak
 ) -> str | None:
     """Return a command that soaks one device again."""
-    found = _next(compared, reference, [worker.label])
+    found = _once_more(compared, reference, [worker.label])
     load = " --load" if soak.load is not None else ""
-    return None if found is None else f"{found.removesuffix(REPEAT)} --for {duration_text(soak.asked_s)}{load}"
+    return None if found is None else f"{found} --for {duration_text(soak.asked_s)}{load}"
+
+
+def _once_more(
+    compared: Sequence[ComparedWorker], reference: ComparedWorker | None, workers: Sequence[str]
+) -> str | None:
+    """Return a command that repeats the check as it was, where runs within one are not compared."""
+    found = _next(compared, reference, workers)
+    return None if found is None else found.removesuffix(REPEAT)
 
 
 def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, workers: Sequence[str]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from consistency.capture.names import ADAPTER_ON
-from consistency.capture.wording import some
+from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import worst_of
@@ -17,7 +17,7 @@ _BEFORE = "add the adapter before fully_shard, as accelerate and transformers' T
 
 
 def find_ranks(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
-    """Report adapters that nothing synchronizes, and replicas that drift apart as different programs do."""
+    """Report adapters that nothing synchronizes, replicas that drift apart, healthy splits, sums in another order."""
     for tensor in tensors:
         for row in tensor.outcomes:
             if row.status != "within":
@@ -35,6 +35,7 @@ def find_ranks(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
             elif row.word == Word.DIFFERS and row.reason:
                 yield _drift(tensor, row)
     yield from _healthy(tensors)
+    yield from _sums_again(tensors)
 
 
 def _healthy(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
@@ -68,3 +69,30 @@ def _drift(tensor: TensorComparison, row: Outcome) -> Finding:
         workers=row.workers,
         tensors=(tensor.name,),
     )
+
+
+def _sums_again(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
+    """Report, once for each set of workers, how many sums they did not repeat bit for bit, and by which library."""
+    found: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for tensor in tensors:
+        if tensor.stage != Stage.COLLECTIVES or tensor.rule != Rule.LIMIT:
+            continue
+        for row in tensor.outcomes:
+            if row.status == "within" and row.reason:
+                found.setdefault((tuple(row.workers), _library(row.evidence)), []).append(tensor.name)
+    for (workers, library), names in found.items():
+        yield Finding(
+            kind=FindingKind.NOT_REPEATABLE,
+            severity="note",
+            message=f"{Stage.COLLECTIVES} · {some(workers)} · {counted(len(names), 'sum')} had other bits, within "
+            f"tolerance, when repeated: the order is not fixed ({library})",
+            workers=workers,
+            tensors=tuple(names),
+        )
+
+
+def _library(evidence: dict[str, object]) -> str:
+    """Return the backend, its version, its algorithm and its protocol, as far as they are known."""
+    named = [str(evidence[name]) for name in ("backend", "version") if name in evidence]
+    chosen = [f"{name} {evidence[name]}" for name in ("algorithm", "protocol") if name in evidence]
+    return ", ".join([" ".join(named), *chosen])

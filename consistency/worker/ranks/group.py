@@ -25,7 +25,7 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from consistency.errors import first_line
 from consistency.worker.device_error import is_of_the_device
 from consistency.worker.protocol import EventLog, RankGroup, lost_rank
-from consistency.worker.ranks.nodes import NodeLostError, met, why_lost
+from consistency.worker.ranks.nodes import why_lost
 
 _FIRST_POLL_S, _POLL_S = 0.001, 0.05
 _SIGN_S = 5.0
@@ -235,17 +235,15 @@ def left_rank(folder: Path, name: str) -> Path:
 
 @contextmanager
 def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str) -> Iterator[Joined]:
-    """Join the group for a stage, and leave it at the end.
+    """Join a group, whose nodes have met, for a stage, and leave it at the end.
 
     Raises
     ------
     GroupError
         A rank is lost before it came, or the group cannot be made.
+    RefusedError
+        There is no other rank.
     """
-    try:
-        group = met(group, events)
-    except NodeLostError as error:
-        raise GroupError(str(error), lost=True) from error
     if len(group.ranks) < 2:
         raise RefusedError("no worker of another node runs on a device of its type")
     folder = Path(group.folder) / stage
@@ -266,9 +264,9 @@ def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str)
         raise _error(group, reason, events, folder) from error
     try:
         yield Joined(group=group, device=device, store=PrefixStore("answers", store), events=events, folder=folder)
-    except Exception as error:
+    except Exception as error:  # whatever ends this rank's part, the others are told
         tells = not isinstance(error, RefusedError) and not (isinstance(error, GroupError) and error.lost)
-        if tells:  # or else the others wait for this rank
+        if tells:
             left_rank(folder, group.ranks[group.rank]).write_text(first_line(error), encoding="utf-8")
         raise
     finally:

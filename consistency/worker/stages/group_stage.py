@@ -7,10 +7,12 @@ from collections.abc import Callable
 from consistency.capture.names import WHOLE_MODEL
 from consistency.case.stages import SPECS, Stage
 from consistency.worker.decisions.track import Table
+from consistency.worker.model.float64_reference import FILE_OF, Reference, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.protocol import DECISIONS_FILE, RankGroup
 from consistency.worker.quantized.held import quantized_layers
 from consistency.worker.ranks.group import GroupError, Joined, RefusedError, joined
+from consistency.worker.ranks.nodes import NodeLostError, met
 from consistency.worker.stages.context import Context, Machine
 from consistency.worker.training.backward import Tensors, trained
 
@@ -21,22 +23,28 @@ def skip(context: Machine, stage: Stage, reason: str, *, what: str = "") -> None
     context.record.absent(stage, WHOLE_MODEL, what or spec.whole, status="skipped", reason=reason, rule=spec.rule)
 
 
-def in_group(context: Machine, stage: Stage, run: Callable[[Joined], None], *, group: RankGroup | None = None) -> None:
+def in_group(
+    context: Machine,
+    stage: Stage,
+    run: Callable[[Joined], None],
+    *,
+    choose: Callable[[RankGroup], RankGroup] = lambda group: group,
+) -> None:
     """Run a stage as a rank of its group; skip it where there is none, where one is lost, and where all refuse it.
 
     Parameters
     ----------
-    group : RankGroup, optional
-        Without one, all ranks.
+    choose : callable, optional
+        Returns the part of the group that this rank joins, or raises `RefusedError`.
     """
-    group = group or context.job.group
-    if group is None:
+    if context.job.group is None:
         skip(context, stage, "no other worker runs beside this one on a device of its type")
         return
     try:
+        group = choose(met(context.job.group, context.events))
         with joined(group, context.device, context.events, stage) as ranks:
             run(ranks)
-    except RefusedError as error:
+    except (RefusedError, NodeLostError) as error:
         skip(context, stage, str(error))
     except GroupError as error:
         if not error.lost:
@@ -63,7 +71,13 @@ def to_train(context: Context, stage: Stage) -> tuple[Tensors, list[str]] | None
 UNFOLLOWED = "the model makes decisions, and those of a model in parts are not followed"
 
 
-def decides(context: Context, stage: Stage) -> bool:
-    """Report whether the float64 passes of a stage made decisions, which another pass may make otherwise."""
-    table = Table.of(context.scratch / DECISIONS_FILE.format(stage))
-    return any(table.passes.values())
+def float64_of(context: Context, stage: Stage) -> Reference | str:
+    """Return the float64 results of another stage, or why they cannot judge a model that several ranks train or hold.
+
+    Its passes may have made decisions, which another pass may make otherwise.
+    """
+    if stage not in context.job.case.stages:
+        return f"the stage {stage}, whose float64 results judge it, is not run"
+    found = wait_for(context.scratch, context.events, FILE_OF[stage])
+    decided = Table.of(context.scratch / DECISIONS_FILE.format(stage)).passes
+    return UNFOLLOWED if not isinstance(found, str) and any(decided.values()) else found

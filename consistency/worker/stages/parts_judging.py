@@ -75,7 +75,8 @@ def record_held(context: Context, ranks: Joined, stage: Stage, model: torch.nn.M
         )
     wrong |= _record_settings(context, stage, model)
     context.record.fact(
-        stage, WHOLE_MODEL, HELD, status="within" if wrong else "equal", evidence={"equal": equal},
+        stage, WHOLE_MODEL, HELD, status="within" if wrong else "equal",
+        evidence={"equal": equal, "ranks": list(ranks.names)},
     )  # fmt: skip
     return who_else(ranks, "something else than the files say is held", is_here=wrong)
 

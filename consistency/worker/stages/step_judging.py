@@ -194,15 +194,16 @@ class StepJudge:
         def chunks() -> Iterator[Chunk]:
             return itertools.chain.from_iterable(several[step].chunks() for several in stretches(range(parts)))
 
+        evidence = {"step": step + 1, **({} if self._alone else {"ranks": list(self._ranks.names)})}
         if self._own.parts[name].dim is not None:
             record_part(
                 self._context, self._stage, layer, tensor, found=found[step], share=float(found[step].ratio or 0),
-                chunks=chunks, evidence={"step": step + 1},
+                chunks=chunks, evidence=evidence,
             )  # fmt: skip
             return is_within
         record.computed(
             self._stage, layer, tensor, actual=steps[step], digests=[digest(steps[step])], rule=Rule.BOUND,
-            tolerance=tolerance, found=found[step], chunks=chunks, evidence={"step": step + 1},
+            tolerance=tolerance, found=found[step], chunks=chunks, evidence=evidence,
             word=None if is_within else instead(step),
         )  # fmt: skip
         return is_within

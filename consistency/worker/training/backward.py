@@ -132,10 +132,20 @@ def backward(
             again = nullcontext if mode is None else mode.in_backward
             stack.enter_context(recomputed(model, room=room, again=again))
         stack.enter_context(watched or nullcontext())
-        terms = (loss or of_outputs)(*outputs(model, inputs))
-        if not terms:
-            raise ValueError("no output of the model depends on the adapter")
-        torch.autograd.backward([tensor for tensor, _ in terms], [weights for _, weights in terms])
+        go_back((loss or of_outputs)(*outputs(model, inputs)))
+
+
+def go_back(terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Compute the gradients of a loss, the sum of tensors by their weights.
+
+    Raises
+    ------
+    ValueError
+        It has none: no output of the model depends on the adapter.
+    """
+    if not terms:
+        raise ValueError("no output of the model depends on the adapter")
+    torch.autograd.backward([tensor for tensor, _ in terms], [weights for _, weights in terms])
 
 
 def of_outputs(_hidden: Tensors, ends: Tensors) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:

@@ -22,7 +22,7 @@ from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.ranks.group import Joined
 from consistency.worker.ranks.parts import held, part_of, put_together
 from consistency.worker.training.adamw import optimizer_of
-from consistency.worker.training.backward import Tensors, loss_weights
+from consistency.worker.training.backward import Tensors, go_back, of_outputs
 
 STEPS = 3
 """With the second step the optimizer has moments, with the third these are used again."""
@@ -189,11 +189,7 @@ def _train(
     for step, batch in enumerate(batches):
         ranks.events.step(f"{title}, step {step + 1}", step, len(batches))
         with watching(file, step):
-            _, ends = outputs_by(call, model, batch)
-            ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
-            if not ends:
-                raise ValueError("no output of the model depends on the adapter")
-            torch.autograd.backward(list(ends.values()), [loss_weights(tensor) for tensor in ends.values()])
+            go_back(of_outputs(*outputs_by(call, model, batch)))
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 file.write(AVERAGED, step, name, parameter.grad)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import RecordStatus
 from consistency.capture.wording import some
 from consistency.case.stages import SPECS, Stage
@@ -27,7 +26,7 @@ from consistency.numerics.running_error import measure_tracked
 from consistency.numerics.sums import Sum
 from consistency.numerics.words import Word
 from consistency.worker.memory.freed_pages import trim
-from consistency.worker.ranks.group import GroupError, Joined, RefusedError, joined
+from consistency.worker.ranks.group import GroupError, Joined
 from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.collectives.given import Contribution
 from consistency.worker.stages.collectives.library import facts
@@ -41,6 +40,7 @@ from consistency.worker.stages.collectives.operations import (
     overlooks_gaps,
 )
 from consistency.worker.stages.context import Machine
+from consistency.worker.stages.group_stage import in_group
 
 STAGE = Stage.COLLECTIVES
 SAME_BITS = "same bits on all ranks"
@@ -63,34 +63,22 @@ _COPY = "call .contiguous() first, and copy the result back"
 
 def run(context: Machine) -> None:
     """Run every collective of the level with the other ranks, and record what this one got."""
-    group = context.job.group
-    if group is None:
-        _skip(context, "no other worker runs beside this one on a device of its type")
-        return
-    try:
-        with joined(group, context.device, context.events, STAGE) as ranks:
-            level = context.job.case.level
-            _Trials(context, ranks).run(SIZES[level])
-            for members in groups_of(ranks.world):
-                ranks.answers(f"groups of {len(members)} from {members[0]}", "")  # all, or some wait in a collective
-                some = ranks.part(members)
-                if some is not None:
-                    _Trials(context, some).run(SIZES_OF_SOME[level])
-    except RefusedError as error:
-        _skip(context, str(error))
-    except GroupError as error:
-        if not error.lost:
-            raise
-        _skip(context, str(error))  # that a rank is lost is a finding of its own
+    level = context.job.case.level
 
+    def try_all(ranks: Joined) -> None:
+        _Trials(context, ranks).run(SIZES[level])
+        for members in groups_of(ranks.world):
+            ranks.answers(f"groups of {len(members)} from {members[0]}", "")  # all, or some wait in a collective
+            some = ranks.part(members)
+            if some is not None:
+                _Trials(context, some).run(SIZES_OF_SOME[level])
 
-def _skip(context: Machine, reason: str) -> None:
-    spec = SPECS[STAGE]
-    context.record.absent(STAGE, WHOLE_MODEL, spec.whole, status="skipped", reason=reason, rule=spec.rule)
+    in_group(context, STAGE, try_all)
 
 
 _LARGE = 1 << 22
-"""Elements of a collective whose freed buffers go back to the system: those of the next one have other sizes."""
+"""Elements of a collective whose freed buffers go back to the system: those of the next one have other sizes. Below,
+16 MiB in float32, it would take longer than it saves memory."""
 
 
 class _Trials:

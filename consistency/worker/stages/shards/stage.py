@@ -36,14 +36,14 @@ from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 from consistency.numerics.sums import sum_error
 from consistency.numerics.words import Word
+from consistency.worker.memory.freed_pages import trim
 from consistency.worker.model.blocks import repeated_blocks
-from consistency.worker.model.float64_reference import Reference, wait_for
+from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.loading import ADAPTER_NAME, load_base, load_model
-from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.ranks.group import Joined, RefusedError
 from consistency.worker.ranks.parts import held
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, skip, to_train
+from consistency.worker.stages.group_stage import float64_of, in_group, skip, to_train
 from consistency.worker.stages.parts_judging import (
     GATHERED,
     record_difference,
@@ -52,7 +52,7 @@ from consistency.worker.stages.parts_judging import (
     who_else,
 )
 from consistency.worker.stages.shards.saving import record_saved
-from consistency.worker.stages.shards.zero import ZERO, is_there, trained_by_zero
+from consistency.worker.stages.shards.zero import ZERO, is_installed, trained_by_zero
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.backward import Tensors, parts_of, trainable, trained
 from consistency.worker.training.steps import (
@@ -81,13 +81,13 @@ def run(context: Context) -> None:
 
     def train(ranks: Joined) -> None:
         _before(context, ranks, names, parts)
-        gc.collect()  # hooks of FSDP2 hold the model in cycles
+        _free()
         try:
             _afterwards(context, ranks, parts)
         except RefusedError as error:
             skip(context, STAGE, str(error), what=AFTERWARDS)
-        if is_there():
-            gc.collect()
+        if is_installed():
+            _free()
             try:
                 _by_zero(context, ranks, names, parts)
             except RefusedError as error:
@@ -96,13 +96,21 @@ def run(context: Context) -> None:
     in_group(context, STAGE, train)
 
 
+def _free() -> None:
+    """Give back the memory of a model that is not used any more: hooks of FSDP2 hold it in cycles."""
+    gc.collect()
+    trim()
+
+
 def _before(context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors]) -> None:
     """Train with the adapter there before the model is sharded, and judge it."""
     model = load_model(context.job.case, str(context.device))
     with trainable(model, [model.get_parameter(name) for name in names]):
         with ranks.calling("fully_shard"):
             _shard(model, ranks)
-        if reason := record_held(context, ranks, STAGE, model, names):
+        with ranks.calling("reading what each rank holds"):
+            reason = record_held(context, ranks, STAGE, model, names)
+        if reason:
             skip(context, STAGE, reason, what="training")
             return
         parameters = {name: model.get_parameter(name) for name in names}
@@ -117,9 +125,7 @@ def _before(context: Context, ranks: Joined, names: Sequence[str], parts: Sequen
                 evidence={"tensors": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
             )  # fmt: skip
             judge = StepJudge(context, ranks, STAGE, files)
-            answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
-            if not isinstance(answer, str) and decides(context, Stage.GRADIENT):
-                answer = UNFOLLOWED
+            answer = float64_of(context, Stage.GRADIENT)
             answer = (
                 who_else(ranks, "something else than the ranks hold is computed with", is_here=bool(wrong)) or answer
             )
@@ -235,9 +241,9 @@ def _by_zero(context: Context, ranks: Joined, names: Sequence[str], parts: Seque
         with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
         judge.compare(AVERAGED, with_gradient, "averaged gradients")
         judge.compare(UPDATED, with_gradient, "updated parameters")
-        answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
+        answer = float64_of(context, Stage.GRADIENT)
         for name in with_gradient:
-            if not isinstance(answer, str) and not decides(context, Stage.GRADIENT):
+            if not isinstance(answer, str):
                 _record_first_gradient(context, ranks, name, own, answer, passes=len(parts), title=f", {ZERO}")
             judge.updated(name, start[name])
 

@@ -24,7 +24,7 @@ from consistency.worker.stages.context import Context
 from consistency.worker.stages.parts_judging import HELD, record_difference, who_else
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.adamw import optimizer_of
-from consistency.worker.training.backward import Tensors, loss_weights, trainable
+from consistency.worker.training.backward import Tensors, of_outputs, trainable
 from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, StepFile, batches_of
 
 ZERO = "ZeRO-3"
@@ -42,7 +42,7 @@ _served: list[str] = []
 """The group that DeepSpeed serves in this process: it keeps that, and knows no other."""
 
 
-def is_there() -> bool:
+def is_installed() -> bool:
     """Report whether DeepSpeed is installed."""
     return importlib.util.find_spec("deepspeed") is not None
 
@@ -129,9 +129,8 @@ def _train(
 
     for step, batch in enumerate(batches):
         ranks.events.step(f"{ZERO}, step {step + 1}", step, STEPS)
-        _, ends = outputs_by(engine, model, batch)
-        losses = [(tensor * loss_weights(tensor)).sum() for tensor in ends.values() if tensor.requires_grad]
-        engine.backward(torch.stack([loss.float() for loss in losses]).sum())
+        terms = of_outputs(*outputs_by(engine, model, batch))
+        engine.backward(torch.stack([(tensor * weights).sum().float() for tensor, weights in terms]).sum())
         for name, parameter in parameters.items():
             gradient = safe_get_full_grad(parameter)
             if gradient is not None:

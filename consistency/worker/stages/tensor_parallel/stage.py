@@ -20,19 +20,17 @@ from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
 from consistency.case.stages import Stage
 from consistency.numerics.digest import digest
 from consistency.numerics.file_tensor import mapped
-from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.running import outputs_by, without_gradients
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.model.tensor_parallel import load_tensor_parallel, ranks_of_a_plan
-from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
+from consistency.worker.protocol import RankGroup
 from consistency.worker.ranks.group import Joined, RefusedError
-from consistency.worker.ranks.nodes import NodeLostError, met
 from consistency.worker.ranks.parts import gradient_held, part_of, whole
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.group_stage import UNFOLLOWED, decides, in_group, skip, to_train
+from consistency.worker.stages.group_stage import float64_of, in_group, skip, to_train
 from consistency.worker.stages.parts_judging import record_gathered, record_gradient, record_held
 from consistency.worker.stages.relative_rule import record_relative
-from consistency.worker.training.backward import ONE_PASS, Tensors, loss_weights, parts_of, trainable
+from consistency.worker.training.backward import ONE_PASS, Tensors, go_back, of_outputs, parts_of, trainable
 
 STAGE = Stage.TENSOR_PARALLEL
 
@@ -43,25 +41,21 @@ def run(context: Context) -> None:
     if found is None:
         return
     inputs, names = found
-    group = context.job.group
-    try:
-        group = group and met(group, context.events)
-    except NodeLostError as error:
-        skip(context, STAGE, str(error))
-        return
-    if group is not None and len(group.ranks) > 1:
+
+    def divides_the_heads(group: RankGroup) -> RankGroup:
         size = ranks_of_a_plan(context.base.model, len(group.ranks))
         first = group.rank // size * size
         if size == 1 or first + size > len(group.ranks):
             heads = "no group of ranks divides" if size == 1 else f"{size} of {len(group.ranks)} ranks divide"
-            skip(context, STAGE, f"{heads} the attention heads of this model")
-            return
-        group = group.part(first, size)
+            raise RefusedError(f"{heads} the attention heads of this model")
+        return group.part(first, size)
 
     def compare(ranks: Joined) -> None:
         with ranks.numbered(), ranks.calling("loading by the tensor parallel plan"):
             model = load_tensor_parallel(context.job.case, ranks.world)
-        if reason := record_held(context, ranks, STAGE, model, names):
+        with ranks.calling("reading what each rank holds"):
+            reason = record_held(context, ranks, STAGE, model, names)
+        if reason:
             skip(context, STAGE, reason, what="outputs and gradients")
             return
         with ranks.calling("gathering the tensors"):
@@ -72,12 +66,12 @@ def run(context: Context) -> None:
         except RefusedError as error:
             skip(context, STAGE, str(error), what="gradients")
 
-    in_group(context, STAGE, compare, group=group)
+    in_group(context, STAGE, compare, choose=divides_the_heads)
 
 
 def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inputs: Tensors) -> None:
     """Record hidden states and logits with the adapter and without."""
-    reference = _judge(context, Stage.FORWARD, REFERENCE_FILE)
+    reference = float64_of(context, Stage.FORWARD)
     if isinstance(reference, str):
         skip(context, STAGE, reference, what="outputs")
         return
@@ -110,7 +104,7 @@ def _record_gradients(
     context: Context, ranks: Joined, model: torch.nn.Module, names: Sequence[str], inputs: Tensors
 ) -> None:
     """Record the gradients of the adapter over the parts of the batch."""
-    reference = _judge(context, Stage.GRADIENT, GRADIENT_FILE)
+    reference = float64_of(context, Stage.GRADIENT)
     if isinstance(reference, str):
         skip(context, STAGE, reference, what="gradients")
         return
@@ -124,9 +118,7 @@ def _record_gradients(
         with ranks.calling("a backward pass"), trainable(model, parameters.values()):
             for index, part in enumerate(parts):
                 context.events.step("backward", index, len(parts))
-                _, ends = outputs_by(model, model, part)
-                ends = {name: tensor for name, tensor in ends.items() if tensor.requires_grad}
-                torch.autograd.backward(list(ends.values()), [loss_weights(tensor) for tensor in ends.values()])
+                go_back(of_outputs(*outputs_by(model, model, part)))
                 for name, parameter in parameters.items():
                     if parameter.grad is not None and index < counts[name]:
                         file.write(name, index, gradient_held(parameter).to("cpu").contiguous())
@@ -140,9 +132,3 @@ def _record_gradients(
                 )  # fmt: skip
     finally:
         file.close()
-
-
-def _judge(context: Context, stage: Stage, file: str) -> Reference | str:
-    """Return the float64 results of a stage, or why they cannot judge a model in parts."""
-    found = wait_for(context.scratch, context.events, file)
-    return UNFOLLOWED if not isinstance(found, str) and decides(context, stage) else found
