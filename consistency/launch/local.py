@@ -32,9 +32,10 @@ from consistency.launch.assignment import Assignment, Ended
 from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
 from consistency.launch.environment import shared_out, worker_threads
 from consistency.launch.plan import WorkerPlan, merged_waves, side_by_side
-from consistency.launch.process import POLL_S, WorkerProcess
+from consistency.launch.process import WorkerProcess
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event, RankGroup, lost_rank
 
+POLL_S = 0.05
 _WAITED_FOR = stages_of(lambda spec: spec.feeds_inputs)
 """Stages of which one worker computes the float64 values for all."""
 

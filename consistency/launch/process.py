@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -18,9 +17,7 @@ from consistency.launch.change import Change
 from consistency.launch.engine import Limits, Watcher
 from consistency.launch.environment import worker_environment
 
-POLL_S = 0.05
-DUMP_GRACE_S = 5.0  # faulthandler writes its stacks in milliseconds, unless the process is stopped or swapping
-_SETTLED = 4  # polls in which nothing is added: a busy machine may leave it in the middle of a line for a while
+DUMP_GRACE_S = 5.0  # faulthandler writes its stacks in milliseconds, unless the process is swapping
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,8 +81,7 @@ class WorkerProcess:
                     break  # it ended between two cases: a new process takes this one
                 found = one.after_exit(status)
             elif found is None and (limit := one.over_limit(limits)) is not None:
-                self._dump_stack(one)
-                self.close()
+                self._end_with_stack(one)
                 self.over = True
                 found = one.lost(f"{limit} and was killed")
             if found is None:
@@ -99,22 +95,26 @@ class WorkerProcess:
     def close(self) -> None:
         """Kill the worker and every process that it has started, unless it has ended."""
         if self.process.poll() is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            self._kill_group()
         if self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
 
-    def _dump_stack(self, one: Assignment) -> None:
-        """Have `faulthandler` write where the worker is, unless it has done so already."""
-        if not hasattr(signal, "SIGUSR1") or one.stack():
-            return
+    def _kill_group(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
-            self.process.send_signal(signal.SIGUSR1)
-            self.process.send_signal(signal.SIGCONT)  # one that was stopped writes it too, and nothing else changes
-        until, seen, same = time.monotonic() + DUMP_GRACE_S, one.stack(), 0
-        while time.monotonic() < until and self.process.poll() is None and same < _SETTLED:
-            time.sleep(POLL_S)
-            written = one.stack()
-            same, seen = same + 1 if written and written == seen else 0, written
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def _end_with_stack(self, one: Assignment) -> None:
+        """End the worker and every process that it has started; first it writes where it is, unless it has done so.
+
+        Its handler ends it when the stack is written, so that one that was stopped does not go on from there.
+        """
+        if hasattr(signal, "SIGUSR1") and not one.stack():
+            with suppress(ProcessLookupError, PermissionError):
+                self.process.send_signal(signal.SIGUSR1)
+                self.process.send_signal(signal.SIGCONT)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(DUMP_GRACE_S)
+        self._kill_group()  # no other group has its number so soon
+        self.close()

@@ -57,7 +57,8 @@ def _move_to(job: Job, *, is_first: bool) -> EventLog:
     stack = (folder / "stack.txt").open("w", encoding="utf-8")
     faulthandler.enable(file=stack, all_threads=True)
     if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        # and then end, as the signal does by itself: the launcher sends it to a worker that it gives up
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True, chain=True)
     if not is_first:  # the parent has opened the first one
         sys.stdout.flush()
         with (folder / "log.txt").open("wb") as log:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -73,6 +77,34 @@ def test_a_case_that_ends_the_process_costs_that_case_alone(tmp_path: Path, star
     assert not list((tmp_path / "last").rglob("log.txt"))
     assert list((tmp_path / "aborts").rglob("log.txt"))
     assert seen == ["first", "no-such-function", "failed", "aborts", "failed", "last"]
+
+
+STOPPED = """
+import os, signal, sys, types
+from pathlib import Path
+from consistency.worker.__main__ import _move_to
+
+folder = Path(sys.argv[1])
+_move_to(types.SimpleNamespace(folder=str(folder), device="cpu"), is_first=True)
+(folder / "began").touch()
+os.kill(os.getpid(), signal.SIGSTOP)
+(folder / "went-on").touch()
+"""
+
+
+@pytest.mark.process
+def test_a_worker_that_is_stopped_writes_its_stack_and_does_not_go_on(tmp_path: Path) -> None:
+    """It is continued so that it can write; what it did then would be counted or not, as it happened."""
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)], start_new_session=True)
+    os.waitpid(process.pid, os.WUNTRACED)
+    assert (tmp_path / "began").exists()
+    case = Case(name="one", base="", stages=(Stage.TRANSFER,))
+    (plan,) = plan_waves(case, select(["cpu"]))[0]
+    one = Assignment(number=0, case=case, plan=plan, folder=tmp_path, blobs=tmp_path, scratch=tmp_path, fault=None)
+    WorkerProcess(assignments=deque([one]), process=process)._end_with_stack(one)
+    assert process.returncode == -signal.SIGUSR1
+    assert "Current thread" in str(one.stack())
+    assert not (tmp_path / "went-on").exists()
 
 
 @pytest.mark.parametrize(
