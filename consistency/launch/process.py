@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -111,10 +112,22 @@ class WorkerProcess:
         Its handler ends it when the stack is written, so that one that was stopped does not go on from there.
         """
         if hasattr(signal, "SIGUSR1") and not one.stack():
+            _to_main_thread(self.process.pid, signal.SIGUSR1)
             with suppress(ProcessLookupError, PermissionError):
-                self.process.send_signal(signal.SIGUSR1)
                 self.process.send_signal(signal.SIGCONT)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(DUMP_GRACE_S)
         self._kill_group()  # no other group has its number so soon
         self.close()
+
+
+def _to_main_thread(pid: int, number: signal.Signals) -> None:
+    """Send a signal for the main thread to take: any thread may take one of a process, while the main one goes on.
+
+    Source: tgkill(2), signal(7) on signals that are sent to a stopped process.
+    """
+    with suppress(AttributeError):  # glibc has it since 2.30, and no other library of C
+        ctypes.CDLL(None).tgkill(pid, pid, number)
+        return
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

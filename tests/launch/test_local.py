@@ -80,11 +80,12 @@ def test_a_case_that_ends_the_process_costs_that_case_alone(tmp_path: Path, star
 
 
 STOPPED = """
-import os, signal, sys, types
+import os, signal, sys, threading, time, types
 from pathlib import Path
 from consistency.worker.__main__ import _move_to
 
 folder = Path(sys.argv[1])
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 _move_to(types.SimpleNamespace(folder=str(folder), device="cpu"), is_first=True)
 (folder / "began").touch()
 os.kill(os.getpid(), signal.SIGSTOP)
