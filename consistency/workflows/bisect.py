@@ -34,11 +34,13 @@ from consistency.launch.change import Change
 from consistency.launch.engine import CaseTask, Limits, Watcher, capture_case
 from consistency.launch.local import LocalEngine
 from consistency.launch.plan import WorkerPlan, plan_waves
+from consistency.numerics.rules import Rule
 from consistency.workflows import judging
 from consistency.workflows.candidates import candidates, smallest
 from consistency.workflows.reproduce.evidence import find_evidence, find_tensor
 
 NOT_SEEN = "the tensor was not recorded"
+_JUDGED = frozenset({"equal", "within", "outside"})
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +83,21 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The difference to be explained; a row that is not `bad` only differs bitwise from the reference worker."""
+    """The difference to be explained.
+
+    Attributes
+    ----------
+    bad : bool
+        Whether its row violates its rule; otherwise it only differs bitwise from the reference worker.
+    is_fact : bool
+        Whether it is a fact of the worker by itself, which may be recorded only where it is wrong.
+    """
 
     participant: ComparedWorker
     reference: ComparedWorker
     key: Key
     bad: bool
+    is_fact: bool = False
 
 
 def bisect(
@@ -175,7 +186,8 @@ def _subject(report: Path, number: int | None, tensor: str | None, worker: str |
             got=f"{participant.label}, {reference.label}", hint="run the case on this machine, and bisect that report",
         )  # fmt: skip
     bad = (number is not None or of_finding) and evidence.is_bad
-    return Subject(participant=participant, reference=reference, key=key, bad=bad)
+    is_fact = bad and evidence.record.rule == Rule.LIMIT
+    return Subject(participant=participant, reference=reference, key=key, bad=bad, is_fact=is_fact)
 
 
 def _case_of(subject: Subject) -> Case:
@@ -224,18 +236,26 @@ class _Runner:
                 return False, f"the worker was lost: {worker.info.reason}"
         captures = [found] if self._reference is None else [self._reference, found]
         comparison = judging.compare_captures(captures)
+        is_complete, judged = True, False
         name = self._subject.participant.info.name
         label = next(one.label for one in reversed(gather(captures)) if one.info.name == name)
         for tensor in comparison.tensors:
             row = tensor.outcome(label)
             place = (tensor.stage, tensor.layer, tensor.tensor)
-            if row is None or place != self._subject.key or tensor.load_path != load_path:
+            if row is None or tensor.load_path != load_path:
+                continue
+            if place != self._subject.key:
+                of_stage = tensor.stage == self._subject.key[0]
+                judged |= of_stage and row.status in _JUDGED
+                is_complete &= not of_stage or row.status not in ("blocked", "missing")
                 continue
             if self._subject.bad:
                 ratio = "" if row.ratio is None else f", {float(row.ratio):.3g} of the bound"
-                return row.status not in BAD, f"{row.status}{ratio}"
+                return row.status in _JUDGED - BAD, f"{row.status}{ratio}"
             same = len(tensor.classes) == 1
             return same, "bitwise equal" if same else f"differs bitwise, {row.status}"
+        if self._subject.is_fact and judged and is_complete:
+            return True, "not found"
         return False, NOT_SEEN
 
     def _capture_group(self, who: ComparedWorker, change: Change, target: Path) -> Capture:

@@ -22,7 +22,7 @@ from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import InputError
 from consistency.launch.assignment import Assignment
 from consistency.launch.engine import Captured, CaseTask, Limits, Task
-from consistency.launch.local import LocalEngine, _Run
+from consistency.launch.local import LocalEngine, _remove, _Run
 from consistency.launch.plan import plan_waves
 from consistency.launch.process import WorkerProcess
 from consistency.worker.protocol import Event
@@ -77,6 +77,24 @@ def test_a_case_that_ends_the_process_costs_that_case_alone(tmp_path: Path, star
     assert not list((tmp_path / "last").rglob("log.txt"))
     assert list((tmp_path / "aborts").rglob("log.txt"))
     assert seen == ["first", "no-such-function", "failed", "aborts", "failed", "last"]
+
+
+def test_a_scratch_folder_is_removed_while_others_remove_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of torch.distributed removes its own file, late: between the listing of a folder and its removal."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    for name in ("store", "other"):
+        (folder / name).touch()
+    real, others = os.unlink, [folder / "store", folder / "other"]
+
+    def unlink(path: Any, *args: Any, **options: Any) -> None:
+        if others:
+            others.pop().unlink()
+        real(path, *args, **options)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    _remove(folder)
+    assert not folder.exists()
 
 
 STOPPED = """

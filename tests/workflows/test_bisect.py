@@ -23,7 +23,7 @@ from consistency.launch.change import Change
 from consistency.launch.environment import worker_environment
 from consistency.workflows import bisect as bisecting
 from consistency.workflows import pipeline
-from consistency.workflows.bisect import bisect
+from consistency.workflows.bisect import Trial, bisect
 from consistency.workflows.candidates import candidates, smallest
 from tests.conftest import MakeCapture
 
@@ -166,6 +166,19 @@ def test_a_variable_of_the_library_explains_a_wrong_sum(tmp_path: Path, monkeypa
     assert answer.repeats
     assert answer.explained_by == ("NCCL_P2P_DISABLE=1",)
     assert answer.sentence.endswith("on cpu@baseline matches the reference with NCCL_P2P_DISABLE=1")
+
+
+@pytest.mark.process
+@pytest.mark.skipif(len(KERNELS) < 2, reason="this processor has one kernel variant: there is no group")
+def test_what_is_recorded_only_where_it_is_wrong_is_gone_where_it_is_not_recorded(tmp_path: Path) -> None:
+    fault = {"cpu@baseline": "split-part-of-another"}
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.FORWARD, Stage.TENSOR_PARALLEL))
+    plan = dataclasses.replace(pipeline.prepare(options), faults=fault)
+    pipeline.run(plan, tmp_path / "out", watch=lambda *_: None)
+    again: list[Trial] = []
+    answer = bisect(tmp_path / "out", number=1, watch=lambda trial, _: again.append(trial))  # nothing is planted
+    assert not answer.repeats
+    assert [trial.detail for trial in again] == ["not found"]
 
 
 @pytest.fixture(scope="module")

@@ -171,17 +171,17 @@ def as_model_takes(model: torch.nn.Module, inputs: Tensors) -> Tensors:
 
 
 @contextmanager
-def put_back(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
-    """Put back the values that parameters have now, and their gradients."""
-    kept = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
-    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+def put_back(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Put back the values that parameters and buffers have now, and their gradients."""
+    kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    gradients = {name: tensor.grad for name, tensor in tensors.items()}
     try:
         yield
     finally:
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(kept[name])
-                parameter.grad = gradients[name]
+            for name, tensor in tensors.items():
+                tensor.copy_(kept[name])
+                tensor.grad = gradients[name]
 
 
 @contextmanager

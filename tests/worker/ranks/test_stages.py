@@ -27,7 +27,7 @@ pytestmark = [
 
 def run(folder: Path, *words: str) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "consistency", "run", "--devices", ",".join(DEVICES), "--out", "out", *words]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
@@ -89,6 +89,36 @@ def test_a_rank_that_divides_no_heads_is_apart(tmp_path: Path) -> None:
     rows = [row for row in found["outcomes"] if row["stage"] == "tensor-parallel"]
     assert {row["status"] for row in rows} == {"skipped"}
     assert {row["reason"] for row in rows} == {"no group of ranks divides the attention heads of this model"}
+
+
+FACTORY = """
+import os
+import numpy, torch, transformers
+
+def make():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4,
+    ))
+    values = numpy.random.default_rng(0)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.from_numpy(values.standard_normal(parameter.shape, dtype="float32") * 0.02))
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
+        model.model.rotary_emb.inv_freq *= 1 + 2**-20
+    return model
+"""
+
+
+def test_tables_that_the_first_rank_overwrites_are_no_finding(tmp_path: Path) -> None:
+    """DistributedDataParallel sends buffers too: unlike devices compute rotary tables with other bits."""
+    (tmp_path / "made_here.py").write_text(FACTORY, encoding="utf-8")
+    namespace: dict[str, Any] = {}
+    exec(FACTORY, namespace)
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft.get_peft_model(namespace["make"](), lora).save_pretrained(tmp_path / "adapter")
+    found = run(tmp_path, "--base", "python:made_here:make", "--adapter", "adapter", "--stages", "replicas")
+    assert {finding["severity"] for finding in found["findings"]} <= {"note"}
+    assert statuses(found, "replicas", "updated") <= {"equal", "within"} != set()
 
 
 @pytest.mark.skipif(

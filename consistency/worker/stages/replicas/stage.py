@@ -53,7 +53,8 @@ class _Replica:
         context, ranks = self._context, self._ranks
         with ExitStack() as stack:
             stack.enter_context(trainable(context.model, self._parameters.values()))
-            stack.enter_context(put_back(self._parameters))
+            # the first rank's buffers are sent to all before each pass: unlike devices compute rotary tables otherwise
+            stack.enter_context(put_back({**self._parameters, **dict(context.model.named_buffers())}))
             with ranks.calling("DistributedDataParallel"):
                 # as transformers' Trainer does: prompts and experts may leave parameters without a gradient
                 wrapped = DistributedDataParallel(context.model, find_unused_parameters=True)
