@@ -1,6 +1,6 @@
 """Check models of today's kinds on healthy devices with a GPU's arithmetic: nothing has to be found.
 
-    python -m benchmarks.healthy_devices                       # six tiny kinds, the built-in cases, three dtypes
+    python -m benchmarks.healthy_devices                       # twelve tiny kinds, the built-in cases, three dtypes
     python -m benchmarks.healthy_devices --wide                # hidden size 2048, two layers, as well
     python -m benchmarks.healthy_devices --dtypes float32 --only deepseek
     python -m benchmarks.healthy_devices --dtypes float32 --only invariant --seeds 100 --stages gradient
@@ -91,9 +91,55 @@ def biased() -> Any:
     return transformers.Qwen2ForCausalLM(config), ["q_proj", "v_proj", "up_proj"]
 
 
+def normalized() -> Any:
+    """Make a decoder with norms of queries and keys, local windows, soft caps and a scaled embedding."""
+    config = transformers.Gemma3TextConfig(
+        **SMALL, intermediate_size=160, num_key_value_heads=2, head_dim=16, sliding_window=8, query_pre_attn_scalar=16,
+    )  # fmt: skip
+    return transformers.Gemma3ForCausalLM(config), ["q_proj", "o_proj", "down_proj"]
+
+
+def fused() -> Any:
+    """Make a decoder whose projections are one layer."""
+    config = transformers.Phi3Config(**SMALL, intermediate_size=160, num_key_value_heads=2, pad_token_id=0)
+    return transformers.Phi3ForCausalLM(config), ["qkv_proj", "gate_up_proj"]
+
+
+def norms_after() -> Any:
+    config = transformers.Olmo2Config(**SMALL, intermediate_size=160, num_key_value_heads=2)
+    return transformers.Olmo2ForCausalLM(config), ["q_proj", "v_proj", "up_proj"]
+
+
+def multiplied() -> Any:
+    """Make a decoder that scales its embedding, attention, residuals and logits."""
+    config = transformers.GraniteConfig(
+        **SMALL, intermediate_size=160, num_key_value_heads=2, embedding_multiplier=12.0, attention_multiplier=0.1,
+        residual_multiplier=0.22, logits_scaling=8.0,
+    )  # fmt: skip
+    return transformers.GraniteForCausalLM(config), ["k_proj", "o_proj", "gate_proj"]
+
+
+def mixture() -> Any:
+    config = transformers.Qwen3MoeConfig(
+        **SMALL, intermediate_size=96, moe_intermediate_size=32, num_key_value_heads=2, head_dim=16, num_experts=8,
+        num_experts_per_tok=2, norm_topk_prob=True,
+    )  # fmt: skip
+    return transformers.Qwen3MoeForCausalLM(config), ["q_proj", "v_proj"]
+
+
+def sinks() -> Any:
+    """Make a mixture of experts with biases in them, and attention that may attend to nothing."""
+    config = transformers.GptOssConfig(
+        **SMALL, intermediate_size=32, num_key_value_heads=2, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=8,
+    )  # fmt: skip
+    return transformers.GptOssForCausalLM(config), ["q_proj", "o_proj"]
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "dense": dense, "biased": biased, "deepseek": deepseek, "mamba": mamba, "encoder": encoder,
-    "encoder-decoder": encoder_decoder,
+    "encoder-decoder": encoder_decoder, "normalized": normalized, "fused": fused, "norms-after": norms_after,
+    "multiplied": multiplied, "mixture": mixture, "sinks": sinks,
 }  # fmt: skip
 
 
