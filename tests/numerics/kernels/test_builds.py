@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +32,8 @@ from consistency.numerics.kernels.numpy_digest import ROW_BYTES, sum_rows, weigh
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
 from tests.numerics.kernels.builds import BUILDS, compile_build, running
 from tests.numerics.kernels.kernel_process import ProcessError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 EDGES = sorted({1, 2, 3, 16, 17, *(edge + off for edge in (64, BLOCK, HARD_CHUNK, 3 * BLOCK) for off in (-1, 0, 1))})
 """Elements about the ends of vectors, blocks and chunks."""
@@ -179,6 +184,23 @@ def test_products_fused_into_sums_would_be_seen(name: str, kernel_library: Path,
         sums, expected = (measure_by(kernel, a, e) for kernel in (fused, native))
     assert sums.sums == expected.sums
     assert sums.squares != expected.squares
+
+
+@pytest.mark.aarch64
+def test_a_wheel_says_for_which_processor_its_kernel_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = BUILDS["aarch64-gcc"]
+    if (reason := build.missing) is not None:
+        pytest.skip(reason)
+    for package in ("hatchling", "elftools"):
+        pytest.importorskip(package, reason=f"needs {package}, as `tox -e aarch64` has it")
+    monkeypatch.setenv("CC", *build.compiler)
+    monkeypatch.delenv(compiled.PLAIN_VARIABLE, raising=False)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    (wheel,) = tmp_path.iterdir()
+    assert wheel.name.endswith("-py3-none-manylinux_2_17_aarch64.whl")
+    kernel = zipfile.ZipFile(wheel).read("consistency/numerics/kernels/_kernel.so")
+    assert kernel[18:20] == b"\xb7\0"  # e_machine of ELF: EM_AARCH64
 
 
 @pytest.mark.usefixtures("kernel_library")  # skips where there is no compiler
