@@ -30,6 +30,9 @@ _PROCESS_FIXTURES = frozenset(
 )  # fmt: skip
 """Fixtures that start processes, or run whole cases in this one."""
 
+_PROCESS_MARKS = ("aarch64", "cluster", "engines", "gpu", "sanitizers")
+"""Marks of tests that do."""
+
 _STARTED: list[str] = []
 """Processes of Python that were started since the last test."""
 
@@ -42,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         starts = _PROCESS_FIXTURES.intersection(getattr(item, "fixturenames", ()))
-        if starts or any(item.get_closest_marker(name) for name in ("cluster", "engines", "gpu")):
+        if starts or any(item.get_closest_marker(name) for name in _PROCESS_MARKS):
             item.add_marker(pytest.mark.process)
     marked = Counter(item.path for item in items if item.get_closest_marker("process"))
     items.sort(key=lambda item: -marked[item.path])

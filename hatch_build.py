@@ -2,8 +2,9 @@
 
 A wheel that holds it is one for this platform, one without it for any (`CONSISTENCY_NO_KERNEL=1` builds that). The
 library has nothing of Python's interface, so one serves every version; on Linux it needs nothing but a C library older
-than every supported Python, so its wheel is one for `manylinux`, which an index takes. In an editable installation it
-lies beside its source, in the working tree.
+than every supported Python, so its wheel is one for `manylinux`, which an index takes. The wheel is for the processor
+that the library is for: with `CC=aarch64-linux-gnu-gcc` for aarch64, wherever it is built. In an editable installation
+the library lies beside its source, in the working tree.
 """
 
 from __future__ import annotations
@@ -66,10 +67,18 @@ def _platform(library: Path) -> str:
 
         return next(iter(platform_tags()))
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    oldest = _oldest_glibc(library) if sys.platform == "linux" else None
-    if oldest is None:
+    if sys.platform != "linux":
         return platform
-    return platform.replace("linux_", f"manylinux_{oldest[0]}_{oldest[1]}_", 1)
+    processor, oldest = _processor(library) or platform.removeprefix("linux_"), _oldest_glibc(library)
+    return f"linux_{processor}" if oldest is None else f"manylinux_{oldest[0]}_{oldest[1]}_{processor}"
+
+
+def _processor(library: Path) -> str | None:
+    """Return the processor of a library in the words of a tag; None for one that is only built on itself."""
+    from elftools.elf.elffile import ELFFile
+
+    with library.open("rb") as file:
+        return {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}.get(ELFFile(file)["e_machine"])
 
 
 def _oldest_glibc(library: Path) -> tuple[int, int] | None:

@@ -47,12 +47,6 @@ def _nothing_found_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     trust.forget()
 
 
-@pytest.fixture(scope="module")
-def variants(kernel_library: Path) -> list[Kernel]:
-    """Return every variant that this processor runs."""
-    return [Kernel(kernel_library, variant=i) for i in range(Kernel(kernel_library).variants)]
-
-
 def rounded_differently(kind: str, elements: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = named(kind)
     r = np.random.default_rng(seed)
