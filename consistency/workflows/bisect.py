@@ -236,25 +236,23 @@ class _Runner:
                 return False, f"the worker was lost: {worker.info.reason}"
         captures = [found] if self._reference is None else [self._reference, found]
         comparison = judging.compare_captures(captures)
-        is_complete, judged = True, False
         name = self._subject.participant.info.name
         label = next(one.label for one in reversed(gather(captures)) if one.info.name == name)
+        seen: set[str] = set()
         for tensor in comparison.tensors:
             row = tensor.outcome(label)
             place = (tensor.stage, tensor.layer, tensor.tensor)
-            if row is None or tensor.load_path != load_path:
+            if row is None or tensor.load_path != load_path or tensor.stage != self._subject.key[0]:
                 continue
+            seen.add(row.status)
             if place != self._subject.key:
-                of_stage = tensor.stage == self._subject.key[0]
-                judged |= of_stage and row.status in _JUDGED
-                is_complete &= not of_stage or row.status not in ("blocked", "missing")
                 continue
             if self._subject.bad:
                 ratio = "" if row.ratio is None else f", {float(row.ratio):.3g} of the bound"
                 return row.status in _JUDGED - BAD, f"{row.status}{ratio}"
             same = len(tensor.classes) == 1
             return same, "bitwise equal" if same else f"differs bitwise, {row.status}"
-        if self._subject.is_fact and judged and is_complete:
+        if self._subject.is_fact and seen & _JUDGED and not seen & {"blocked", "missing"}:
             return True, "not found"
         return False, NOT_SEEN
 
