@@ -5,7 +5,7 @@
     python -m benchmarks.faults_by_architecture DIR --only jamba,t5
     python -m benchmarks.faults_by_architecture DIR --again      # run again what the folder has rows of
 
-Run from the root of the repository, with the extra `quantized`. `DIR/NAME` gets a tiny model and a LoRA adapter of it,
+Run from the root of the repository, with the extra `quantized`. `DIR/NAME` gets a tiny model and an adapter of it,
 `DIR/NAME/out` the report of each fault, `DIR/NAME/rows.json` what became of each. It is `consistency drill --base …
 --adapter …`: the case is first run without a fault, and each fault that can be planted in it goes into one of two
 workers.
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from benchmarks import zoo
 from benchmarks.faults_by_method import DEVICES, cell
@@ -55,12 +56,18 @@ class Architecture:
         In which the model is saved, and loaded.
     quantized : mapping of str to Any
         Fields of a `BitsAndBytesConfig` that the base is saved with.
+    method : str
+        As PEFT names it.
+    fields : mapping of str to Any
+        Further fields of the adapter's configuration.
     """
 
     tiny: zoo.Tiny
     targets: tuple[str, ...] | str
     dtype: str = "float32"
     quantized: Mapping[str, Any] = field(default_factory=dict)
+    method: str = "LORA"
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -114,8 +121,37 @@ ARCHITECTURES: dict[str, Architecture] = {
         targets=("q_proj", "down_proj"),
         quantized={"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"},
     ),
+    "gemma3": Architecture(
+        tiny=zoo.Tiny(
+            family="decoder", type="gemma3_text", model="Gemma3ForCausalLM", task="CAUSAL_LM",
+            config={**_WIDE, "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8,
+                    "query_pre_attn_scalar": 16},
+        ),
+        targets=("q_proj", "o_proj", "down_proj"), dtype="bfloat16", fields={"use_rslora": True},
+    ),
+    "phi3": Architecture(
+        tiny=zoo.Tiny(
+            family="decoder", type="phi3", model="Phi3ForCausalLM", task="CAUSAL_LM",
+            config={**_WIDE, "intermediate_size": 128, "num_key_value_heads": 2},
+        ),
+        targets=("qkv_proj", "gate_up_proj"), dtype="float16",
+    ),
+    "qwen3_moe": Architecture(
+        tiny=zoo.Tiny(
+            family="mixture of experts", type="qwen3_moe", model="Qwen3MoeForCausalLM", task="CAUSAL_LM",
+            config={**_WIDE, "intermediate_size": 96, "moe_intermediate_size": 32, "num_key_value_heads": 2,
+                    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        ),
+        targets=("q_proj", "v_proj"), fields={"use_dora": True},
+    ),
+    "whisper": Architecture(tiny=zoo.MODELS["whisper"], targets=("q_proj", "v_proj", "fc1")),
+    "clip": Architecture(tiny=zoo.MODELS["clip"], targets=("q_proj", "v_proj")),
+    "bart": Architecture(tiny=zoo.MODELS["bart"], targets=("k_proj", "v_proj", "fc1"), method="IA3",
+                         fields={"feedforward_modules": ["fc1"]}),
+    "llama lokr": Architecture(tiny=zoo.MODELS["llama"], targets=("q_proj", "v_proj"), dtype="bfloat16", method="LOKR"),
+    "llama oft": Architecture(tiny=zoo.MODELS["llama"], targets=("q_proj", "down_proj"), method="OFT"),
 }  # fmt: skip
-"""What `zoo.MODELS` has of each family, and the kinds that it lacks."""
+"""What `zoo.MODELS` has of each family, and the kinds that it lacks; dtypes and other methods than LoRA among them."""
 
 
 class Drilled(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,12 +181,15 @@ def make(name: str, home: Path) -> tuple[Path, Path]:
             home / "plain", quantization_config=transformers.BitsAndBytesConfig(**one.quantized), device_map={"": "cpu"}
         )
         quantized.save_pretrained(base)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=8, target_modules=one.targets if isinstance(one.targets, str) else list(one.targets),
-        init_lora_weights=False, fan_in_fan_out=one.tiny.type == "gpt2", task_type=one.tiny.task,
-    )  # fmt: skip
+    given: dict[str, Any] = {"target_modules": one.targets if isinstance(one.targets, str) else list(one.targets)}
+    if one.method == "LORA":
+        given |= {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "fan_in_fan_out": one.tiny.type == "gpt2"}
+    config = zoo.fitted(one.method, {**given, "task_type": one.tiny.task, **one.fields})
     torch.manual_seed(1)
-    peft.get_peft_model(saved, config, autocast_adapter_dtype=False).save_pretrained(adapter)
+    adapted = peft.get_peft_model(saved, config, autocast_adapter_dtype=False)
+    if one.method != "LORA":  # which has no start at random, for every method
+        zoo.move(adapted, np.random.default_rng(1))
+    adapted.save_pretrained(adapter)
     return base, adapter
 
 
@@ -211,15 +250,16 @@ def figures(found: Sequence[Drilled]) -> str:
     """Return the sentence about the run as a whole, and a table of the architectures."""
     planted = [row for one in found for row in one.rows.values() if row.planted]
     passed = sum(row.passed for row in planted)
-    lines: list[Iterable[str]] = [("architecture", "family", "dtype", "adapter on", "faults found", "seconds")]
-    lines.append(("---",) * 6)
+    lines: list[Iterable[str]] = [("architecture", "family", "dtype", "method", "on", "faults found", "seconds")]
+    lines.append(("---",) * 7)
     for one in found:
         made = ARCHITECTURES[one.name]
         of = [row for row in one.rows.values() if row.planted]
         targets = made.targets if isinstance(made.targets, str) else ", ".join(made.targets)
+        method = " ".join((made.method, *(name for name, value in made.fields.items() if value is True)))
         dtype = made.dtype + ("" if not made.quantized else f", {one.name.split()[-1]}")
         counted = f"{sum(row.passed for row in of)} of {len(of)}"
-        lines.append((one.name, made.tiny.family, dtype, targets, counted, f"{one.took_s:.0f}"))
+        lines.append((one.name, made.tiny.family, dtype, method, targets, counted, f"{one.took_s:.0f}"))
     of_all = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
         f"{passed} of {len(planted)} planted faults found and named, in {len(found)} architectures on "

@@ -17,6 +17,7 @@ drawn: median of several loads, each in a new tab. Chromium and its driver are t
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import shutil
 import statistics
@@ -134,7 +135,7 @@ def _tensor(
     lost = off if computed or part[stage] == "lora_B" else set()
     classes: tuple[tuple[str, ...], ...]
     if not alike:
-        classes = tuple((name,) for name in workers)
+        classes = tuple(_alone(name) for name in workers)
     elif computed:
         classes = tuple(tuple(n for n in workers if kinds[n] == kind and n not in lost) for kind in range(4))
     else:
@@ -169,13 +170,19 @@ def _row(*, computed: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@functools.cache
+def _alone(name: str) -> tuple[str, ...]:
+    """Return the set of one worker, the same object for all tensors, as a comparison has it."""
+    return (name,)
+
+
 def _named(template: dict[str, Any], name: str) -> Outcome:
-    return Outcome(workers=(name,), **template)
+    return Outcome(workers=_alone(name), **template)
 
 
 def _zeros(name: str) -> Outcome:
     return Outcome(
-        workers=(name,), reference="file", status="outside", elements=4096 * 4096, mismatched=4096 * 4096,
+        workers=_alone(name), reference="file", status="outside", elements=4096 * 4096, mismatched=4096 * 4096,
         max_abs=Real(0.066), max_ulp=15_000, word=Word.ZEROS, evidence={"flipped_bits": {7: 100, 14: 30}},
     )  # fmt: skip
 

@@ -307,7 +307,7 @@ def build(tiny: Tiny) -> torch.nn.Module:
 def save_model(name: str, folder: Path) -> torch.nn.Module:
     """Write a model to a folder, its fresh biases and norms moved by noise."""
     model = build(MODELS[name])
-    _move(model, np.random.default_rng(0), every=True)
+    move(model, np.random.default_rng(0), every=True)
     saved: Any = model
     saved.save_pretrained(folder)
     return model
@@ -322,7 +322,7 @@ def save_adapter(one: Combination, model: torch.nn.Module, base: Path, folder: P
         warnings.simplefilter("ignore")
         try:
             adapted = peft.get_peft_model(_copied(model, base), _config(one, folder.parent))
-            _move(adapted, np.random.default_rng(1))
+            move(adapted, np.random.default_rng(1))
             adapted.save_pretrained(folder)
         except Exception as error:  # what PEFT cannot make is part of the page
             return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0].split(". ")[0]
@@ -341,10 +341,8 @@ def _copied(model: torch.nn.Module, base: Path) -> Any:
 
 
 def _config(one: Combination, adapters: Path) -> Any:
-    config = methods()[one.method]
-    defaults = {f.name: f.default for f in dataclasses.fields(config)}
-    given = {name: value for name, value in _FITTING.items() if name in defaults and defaults[name] != 0}
-    given["task_type"] = MODELS[one.model].task
+    defaults = {f.name for f in dataclasses.fields(methods()[one.method])}
+    given: dict[str, Any] = {"task_type": MODELS[one.model].task}
     if one.targets:
         given["target_modules"] = list(one.targets)
     if "adapters" in defaults:  # a mixture of LoRAs that are saved already
@@ -353,10 +351,18 @@ def _config(one: Combination, adapters: Path) -> Any:
     given |= one.fields
     if "feedforward_modules" in defaults:
         given["feedforward_modules"] = given["target_modules"][-1:]
-    return config(**given)
+    return fitted(one.method, given)
 
 
-def _move(model: torch.nn.Module, stream: np.random.Generator, *, every: bool = False) -> None:
+def fitted(method: str, given: Mapping[str, Any]) -> Any:
+    """Return a configuration of a method with these fields, and for the rest with what fits a tiny model."""
+    config = methods()[method]
+    defaults = {f.name: f.default for f in dataclasses.fields(config)}
+    fitting = {name: value for name, value in _FITTING.items() if name in defaults and defaults[name] != 0}
+    return config(**{**fitting, **given})
+
+
+def move(model: torch.nn.Module, stream: np.random.Generator, *, every: bool = False) -> None:
     """Add noise to the parameters of a model, or to those alone that are trained."""
     with torch.no_grad():
         for parameter in model.parameters():
