@@ -114,9 +114,8 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def give_up(self) -> None:
-        """Wait no longer for a worker that has not started, nor ask for others there."""
+        """Ask for no other worker where this one has not started."""
         self._importer.is_usable = False
-        self.close()
 
     def close(self) -> None:
         """Close what is open: a worker that starts later reads the end of its input, and ends."""
@@ -138,8 +137,6 @@ class ForkedProcess:
                     self.returncode = int(number)
             if not lines and self.returncode is None:
                 self._lost()
-        if self.pid is None:
-            self._importer.is_usable = False
         return self.returncode
 
     def _lost(self) -> None:

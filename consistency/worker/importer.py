@@ -62,7 +62,7 @@ def import_libraries(*, models: bool) -> None:
 
         class Watch(TorchDispatchMode):
             def __init__(self) -> None:
-                super().__init__()
+                super().__init__()  # type: ignore[no-untyped-call]
 
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 ran.append(str(func))
