@@ -101,6 +101,8 @@ socket.send_fds(ours, [encode_json(request)], [stdin, log, told])
 os.close(told)
 if os.fork() == 0:
     ours.close()
+    os.dup2(os.open("printed", os.O_RDWR | os.O_CREAT), 1)
+    os.write(1, b"said meanwhile ")
     {before}
     sys.exit(importer.serve(theirs) != "JOBS" and "it is no worker")
 with open(report) as lines:
@@ -108,11 +110,14 @@ with open(report) as lines:
 """
 
 
+KERNELS = "said meanwhile torch has chosen its kernels before this worker was forked: {native}, not DEFAULT\n"
+
+
 @pytest.mark.parametrize(
     ("before", "told", "log"),
     [
-        ("pass", ["started", "ended"], ""),
-        (SUMS, ["ended"], "torch has chosen its kernels before this worker was forked: {native}, not DEFAULT\n"),
+        ("pass", ["started", "ended"], "said meanwhile "),
+        (SUMS, ["ended"], KERNELS),
         ("threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", [], ""),
     ],
     ids=["sound", "kernels are chosen", "a thread"],
