@@ -1,8 +1,10 @@
-"""Run one plain subprocess per device and load path on this host, and write a capture per case.
+"""Run one process per device and load path on this host, and write a capture per case.
 
-Neither forkserver nor a process pool: with a preloaded torch the workers silently keep the parent's kernel choice and
-thread count, and one killed worker breaks all jobs of a pool. A worker takes the cases in turn, because it takes
-longer to import the libraries than to check a small case; where a case ends the process, a new one takes the rest.
+Neither the forkserver of multiprocessing nor a process pool: a fork silently keeps the kernels and threads that its
+parent has chosen, and one killed worker breaks all jobs of a pool. Kernel variants of the CPU are forked from a process
+that has imported the libraries and chosen nothing (`consistency.launch.forked`); each makes sure of that, and is
+started as all others are where it is not so. A worker takes the cases in turn, because it takes longer to import the
+libraries than to check a small case; where a case ends the process, a new one takes the rest.
 """
 
 from __future__ import annotations
