@@ -126,8 +126,10 @@ class ForkedProcess:
         """Read reports until the worker has ended or the time is up; None is for ever."""
         until = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
-            left = None if until is None else max(0.0, until - time.monotonic())
-            if not select.select([self._report], [], [], left)[0]:
+            left_ms = None if until is None else max(0.0, until - time.monotonic()) * 1000
+            ready = select.poll()  # select() takes no file above 1023, which a caller of the Python interface may have
+            ready.register(self._report, select.POLLIN)
+            if not ready.poll(left_ms):
                 return None
             lines = self._report.read(4096).decode("ascii").splitlines()
             for word, _, number in (line.partition(" ") for line in lines):
