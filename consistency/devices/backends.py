@@ -19,7 +19,7 @@ class Variant:
     Attributes
     ----------
     environment : mapping of str to str
-        Variables set before torch is imported, because kernels are chosen when torch first runs an operation.
+        Variables set before the first operation, when kernels are chosen.
     settings : mapping of str to object
         Settings of `consistency.worker.determinism` that differ from the pinned ones.
     architecture : str or None

@@ -98,8 +98,8 @@ class Assignment:
     def __post_init__(self) -> None:
         self.reader = EventReader(self.folder / "events.jsonl")
 
-    def job(self, *, threads: int | None) -> Job:
-        """Return what the worker needs to know."""
+    def job(self, *, threads: int | None, parent_pid: int | None = None) -> Job:
+        """Return what the worker needs to know; its parent is this process, or one that forks it."""
         change = self.plan.change or Change()
         tolerance = of_architecture(self.case.tolerance, self.plan.info.architecture)
         return Job(
@@ -116,7 +116,7 @@ class Assignment:
             threads=threads,
             alternative_paths=self.plan.alternative_paths,
             peers=tuple(Peer(type=info.spec.type, settings=settings_of(info, self.case)) for info in self.plan.peers),
-            parent_pid=os.getpid(),
+            parent_pid=os.getpid() if parent_pid is None else parent_pid,
             fault=self.fault,
             autocast_adapter_dtype=change.autocast_adapter_dtype is not False,
             uuid=self.plan.info.uuid,

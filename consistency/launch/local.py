@@ -1,16 +1,18 @@
-"""Run one plain subprocess per device and load path on this host, and write a capture per case.
+"""Run one process per device and load path on this host, and write a capture per case.
 
-Neither forkserver nor a process pool: with a preloaded torch the workers silently keep the parent's kernel choice and
-thread count, and one killed worker breaks all jobs of a pool. A worker takes the cases in turn, because it takes
-longer to import the libraries than to check a small case; where a case ends the process, a new one takes the rest.
+Neither the forkserver of multiprocessing nor a process pool: a fork silently keeps the kernels and threads that its
+parent has chosen, and one killed worker breaks all jobs of a pool. Kernel variants of the CPU are forked from a process
+that has imported the libraries and chosen nothing (`consistency.launch.forked`); each makes sure of that, and is
+started as all others are where it is not so. A worker takes the cases in turn, because it takes longer to import the
+libraries than to check a small case; where a case ends the process, a new one takes the rest.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +33,9 @@ from consistency.errors import CaptureError, ConsistencyError
 from consistency.launch.assignment import Assignment, Ended
 from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
 from consistency.launch.environment import shared_out, worker_threads
+from consistency.launch.forked import Importers
 from consistency.launch.plan import WorkerPlan, merged_waves, side_by_side
-from consistency.launch.process import WorkerProcess
+from consistency.launch.process import WorkerProcess, environment_of
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event, RankGroup, lost_rank
 
 POLL_S = 0.05
@@ -178,6 +181,8 @@ class _Run:
         self._watch = watch
         self._devices = list({plan.name: plan.info for one in cases for plan in one.plans}.values())
         self._host = read_host(self._devices)
+        tasks = [one.task for one in cases]
+        self._importers = Importers(models=any(task.case.needs_model for task in tasks), folder=tasks[0].target)
 
     def captures(self) -> Iterator[Captured]:
         """Run every wave; yield each case as its last worker ends."""
@@ -194,17 +199,29 @@ class _Run:
             groups |= _form_groups(beside, stall_s=self._limits.stall_s, together=together)
         if together is not None:
             together.tell(groups)
-        for assigned in planned:
-            yield from self._wave(assigned)
+        shares = [self._threads(queues) for queues in planned]
+        for queues, threads in zip(planned, shares, strict=True):
+            for queue in queues:
+                if queue[0].plan.info.spec.is_cpu:
+                    self._importers.expect(environment_of(queue[0], threads=threads[queue[0].plan.slug]))
+        with closing(self._importers):
+            for queues, threads in zip(planned, shares, strict=True):
+                yield from self._wave(queues, threads)
 
-    def _wave(self, queues: Sequence[Sequence[Assignment]]) -> Iterator[Captured]:
+    def _threads(self, queues: Sequence[Sequence[Assignment]]) -> dict[str, int | None]:
+        """Return the threads of each worker of a wave."""
         waits = any(set(_WAITED_FOR) & set(one.case.stages) for queue in queues for one in queue)
-        threads = shared_out([queue[0].plan for queue in queues], waits=waits)
-        shares = {queue[0].plan.slug: share for queue, share in zip(queues, threads, strict=True)}
+        shared = shared_out([queue[0].plan for queue in queues], waits=waits)
+        return {
+            queue[0].plan.slug: worker_threads(self._limits.threads, share, pinned=queue[0].case.is_pinned)
+            for queue, share in zip(queues, shared, strict=True)
+        }
+
+    def _wave(self, queues: Sequence[Sequence[Assignment]], threads: Mapping[str, int | None]) -> Iterator[Captured]:
         running: list[WorkerProcess] = []
         try:
             for queue in queues:
-                running.append(self._start(queue, shares[queue[0].plan.slug]))
+                running.append(self._start(queue, threads[queue[0].plan.slug]))
             while running:
                 for worker in list(running):
                     for one, ended in worker.ended(self._limits, self._watch):
@@ -217,15 +234,14 @@ class _Run:
                         worker.close()
                         running.remove(worker)
                         if worker.assignments:
-                            running.append(self._start(worker.assignments, shares[worker.assignments[0].plan.slug]))
+                            running.append(self._start(worker.assignments, threads[worker.assignments[0].plan.slug]))
                 time.sleep(POLL_S)
         finally:
             for worker in running:
                 worker.close()
 
-    def _start(self, queue: Sequence[Assignment], share: int) -> WorkerProcess:
-        threads = worker_threads(self._limits.threads, share, pinned=queue[0].case.is_pinned)
-        worker = WorkerProcess.start(queue, threads=threads)
+    def _start(self, queue: Sequence[Assignment], threads: int | None) -> WorkerProcess:
+        worker = WorkerProcess.start(queue, threads=threads, importers=self._importers)
         self._announce(worker)
         return worker
 

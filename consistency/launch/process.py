@@ -17,6 +17,8 @@ from consistency.launch.assignment import JOBS, Assignment, Ended
 from consistency.launch.change import Change
 from consistency.launch.engine import Limits, Watcher
 from consistency.launch.environment import worker_environment
+from consistency.launch.forked import ForkedProcess, Importers
+from consistency.worker.protocol import EventLog
 
 DUMP_GRACE_S = 5.0  # faulthandler writes its stacks in milliseconds, unless the process is swapping
 
@@ -34,34 +36,41 @@ class WorkerProcess:
     """
 
     assignments: deque[Assignment]
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     over: bool = False
     _ended_any: bool = False
 
     @classmethod
-    def start(cls, assignments: Iterable[Assignment], *, threads: int | None) -> WorkerProcess:
+    def start(cls, assignments: Iterable[Assignment], *, threads: int | None, importers: Importers) -> WorkerProcess:
         """Start a process for cases of one device and load path."""
         queue = deque(assignments)
         first = queue[0]
-        plan, folder = first.plan, first.folder
-        change = plan.change or Change()
+        folder = first.folder
+        environment = environment_of(first, threads=threads)
+        importer = importers.one_for(environment) if first.plan.info.spec.is_cpu else None
         jobs = folder / JOBS
-        write_json(jobs, [one.job(threads=threads) for one in queue])
+        parent = None if importer is None else importer.pid
+        write_json(jobs, [one.job(threads=threads, parent_pid=parent) for one in queue])
+        process: subprocess.Popen[bytes] | ForkedProcess
         try:
             log = (folder / "log.txt").open("wb")
+            if importer is not None:
+                with EventLog(folder / "events.jsonl") as events:
+                    events.stage("import")  # it is done for the worker
         except OSError as error:
             raise cannot_write(folder, error) from None
         with log:
-            process = subprocess.Popen(
-                [*python_command(), "consistency.worker", str(jobs)],
-                stdin=subprocess.PIPE,  # held open: the worker ends when its parent is gone and this closes
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=worker_environment(
-                    plan.info, plan.load_path, threads=threads, pinned=first.case.is_pinned, change=change.environment
-                ),
-                start_new_session=True,  # Ctrl-C goes to the parent alone, and the whole group can be killed
-            )
+            if importer is not None:
+                process = importer.fork(jobs, log, environment)
+            else:
+                process = subprocess.Popen(
+                    [*python_command(), "consistency.worker", str(jobs)],
+                    stdin=subprocess.PIPE,  # held open: the worker ends when its parent is gone and this closes
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C goes to the parent alone, and the whole group can be killed
+                )
         first.begin()
         return cls(assignments=queue, process=process)
 
@@ -76,6 +85,9 @@ class WorkerProcess:
             for event in one.events():
                 watch(one.plan.label, event)
             found = one.by_itself() if len(self.assignments) > 1 else None
+            if self._will_not_start(one, limits):
+                self.over = True
+                break  # a new process takes all its cases, and says what is wrong with it
             if found is None and status is not None:
                 self.over = True
                 if self._ended_any and not one.began:
@@ -97,11 +109,24 @@ class WorkerProcess:
         """Kill the worker and every process that it has started, unless it has ended."""
         if self.process.poll() is None:
             self._kill_group()
-        if self.process.stdin is not None:
+        if isinstance(self.process, ForkedProcess):
+            self.process.close()
+        elif self.process.stdin is not None:
             with suppress(OSError):
                 self.process.stdin.close()
 
+    def _will_not_start(self, one: Assignment, limits: Limits) -> bool:
+        """Return whether it was to be forked, and never will be or has taken too long to start."""
+        if not isinstance(self.process, ForkedProcess) or self.process.pid is not None:
+            return False
+        if self.process.returncode is None and one.over_limit(limits) is None:
+            return False
+        self.process.give_up()
+        return True
+
     def _kill_group(self) -> None:
+        if self.process.pid is None:
+            return  # there is none yet, and none will find its input open
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -111,7 +136,7 @@ class WorkerProcess:
 
         Its handler ends it when the stack is written, so that one that was stopped does not go on from there.
         """
-        if hasattr(signal, "SIGUSR1") and not one.stack():
+        if hasattr(signal, "SIGUSR1") and self.process.pid is not None and not one.stack():
             _to_main_thread(self.process.pid, signal.SIGUSR1)
             with suppress(ProcessLookupError, PermissionError):
                 self.process.send_signal(signal.SIGCONT)
@@ -119,6 +144,14 @@ class WorkerProcess:
                 self.process.wait(DUMP_GRACE_S)
         self._kill_group()  # no other group has its number so soon
         self.close()
+
+
+def environment_of(one: Assignment, *, threads: int | None) -> dict[str, str]:
+    """Return the environment of the process that takes an assignment first."""
+    change = one.plan.change or Change()
+    return worker_environment(
+        one.plan.info, one.plan.load_path, threads=threads, pinned=one.case.is_pinned, change=change.environment
+    )
 
 
 def _to_main_thread(pid: int, number: signal.Signals) -> None:

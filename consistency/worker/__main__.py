@@ -81,7 +81,7 @@ class _Bases:
 
 
 @functools.cache
-def _session() -> Callable[[Job, EventLog, BaseKeeper], bool]:
+def session() -> Callable[[Job, EventLog, BaseKeeper], bool]:
     """Import torch, and what runs a job."""
     with uncollected():
         from consistency.worker.session import run
@@ -92,8 +92,9 @@ def _session() -> Callable[[Job, EventLog, BaseKeeper], bool]:
 def _do(job: Job, events: EventLog, bases: _Bases) -> tuple[int, bool]:
     """Do one job; return the exit status, and whether this process can take another."""
     try:
-        events.stage("import")
-        run = _session()
+        if not session.cache_info().currsize:  # else they were imported before: by a case, or for all workers
+            events.stage("import")
+        run = session()
         usable = run(job, events, bases.keeper)
         events.done()
         return 0, usable

@@ -16,12 +16,17 @@ import threading
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
-def hold(parent_pid: int) -> None:
-    """Tie this process's life to its parent's."""
+def end_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, where it can."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before the request above was in force
         os._exit(1)
+
+
+def hold(parent_pid: int) -> None:
+    """Tie this process's life to its parent's."""
+    end_with(parent_pid)
     threading.Thread(target=_watch, name="lifeline", daemon=True).start()
 
 

@@ -154,6 +154,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     group: RankGroup | None = None
 
 
+STARTED, ENDED = "started", "ended"
+"""What is reported of a forked worker: its process, then its exit status."""
+
+
+class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process that has imported the libraries needs to fork a worker; the files of the worker come with it.
+
+    Attributes
+    ----------
+    jobs : str
+        File with the jobs.
+    variables : dict of str to str
+        Of the environment, to be set before the first operation.
+    """
+
+    jobs: str
+    variables: dict[str, str]
+
+
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a `WorkerInfo` that only the worker knows; rewritten after every stage."""
 

@@ -296,7 +296,7 @@ def _skip(record: Recorder, spec: StageSpec, reason: str) -> None:
     )
 
 
-def _import_libraries() -> ModuleType:
+def import_models() -> ModuleType:
     """Import transformers and PEFT; report apart from any fault of the model that their versions do not fit."""
     try:
         importlib.import_module("peft")
@@ -320,7 +320,7 @@ def run(job: Job, events: EventLog, bases: BaseKeeper | None = None) -> bool:
         events.stage("import libraries")  # from a cold network disk this takes a while: a sign of life
         # later cases find them imported, and a collection between two cases has to take what the case before left
         with uncollected() if bases is not None and bases.is_first(job) else nullcontext():
-            transformers = _import_libraries()
+            transformers = import_models()
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
     if job.case.is_pinned and torch.get_num_interop_threads() != 1:  # torch takes this once in the life of a process

@@ -19,6 +19,7 @@ from typing import cast
 import pytest
 
 from consistency.launch.assignment import Assignment
+from consistency.launch.forked import Importers
 from consistency.launch.process import WorkerProcess
 from consistency.worker import __main__ as worker
 from consistency.worker.protocol import EventLog, Job
@@ -62,7 +63,7 @@ def _do(jobs: list[Job]) -> int:
 def in_this_process() -> Iterator[None]:
     """Run workers in this process, one after the other, instead of processes of their own."""
 
-    def start(assignments: Iterable[Assignment], *, threads: int | None) -> WorkerProcess:
+    def start(assignments: Iterable[Assignment], *, threads: int | None, importers: Importers) -> WorkerProcess:
         queue = deque(assignments)
         queue[0].begin()
         assert all(one.plan.change is None for one in queue), "a change of the environment needs a process"

@@ -139,7 +139,7 @@ def test_no_more_workers_than_fit_are_started_and_the_reference_comes_first(
 ) -> None:
     started: list[list[str]] = []
 
-    def wave(_run: _Run, queues: Sequence[Sequence[Assignment]]) -> Iterator[Captured]:
+    def wave(_run: _Run, queues: Sequence[Sequence[Assignment]], _threads: Any) -> Iterator[Captured]:
         started.append([queue[0].plan.name for queue in queues])
         yield from ()
 
