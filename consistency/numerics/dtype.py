@@ -41,5 +41,8 @@ def bit_patterns(flat: torch.Tensor) -> torch.Tensor:
 
 
 def elements(flat: torch.Tensor, places: torch.Tensor | np.ndarray) -> torch.Tensor:
-    """Return some elements of a flat real tensor, by their bits: torch 2.8 indexes no 8-bit float or unsigned integer."""
+    """Return some elements of a flat real tensor, by their bits.
+
+    Torch 2.8 indexes neither 8-bit floats nor unsigned integers of more bits.
+    """
     return bit_patterns(flat)[places].view(flat.dtype)
