@@ -98,7 +98,10 @@ def _counted(results: Path) -> tuple[dict[str, int], tuple[str, ...]]:
 def table(corners: dict[str, Corner]) -> str:
     """Return the table of the page: a corner for each line, the newest versions first."""
     shown = ("torch", "transformers", "peft", "numpy")
-    lines = [("`tox -e`", "Python", *shown, "built-in cases", "tests passed", "skipped", "failed"), ("---",) * 10]
+    lines: list[tuple[str, ...]] = [
+        ("`tox -e`", "Python", *shown, "built-in cases", "tests passed", "skipped", "failed"),
+        ("---",) * 10,
+    ]
     for name, one in corners.items():
         verdicts = ", ".join(dict.fromkeys(one.cases.values()))
         counts = (str(one.tests[what]) for what in ("passed", "skipped", "failed"))

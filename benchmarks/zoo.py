@@ -267,8 +267,7 @@ def switches(config: type[Any]) -> Iterator[str]:
 @functools.cache
 def layers(model: str) -> dict[str, tuple[str, ...]]:
     """Return up to two names of layers of each kind, those inside repeated blocks first."""
-    with torch.device("meta"):
-        made = build(MODELS[model])
+    made = _without_weights(model)
     head = made.get_output_embeddings() if hasattr(made, "get_output_embeddings") else None  # type: ignore[operator]
     found: dict[str, dict[str, bool]] = {}
     for name, module in made.named_modules():
@@ -285,13 +284,20 @@ def layers(model: str) -> dict[str, tuple[str, ...]]:
 
 def _experts(model: str) -> list[str]:
     """Return the parameters of three dimensions, one slice per expert, that belong to no layer of torch."""
-    with torch.device("meta"):
-        made = build(MODELS[model])
+    made = _without_weights(model)
     return [
         name for name, one in made.named_parameters()
         if one.dim() == 3 and type(made.get_submodule(name.rpartition(".")[0])).__module__.startswith("transformers")
         and "expert" in name
     ]  # fmt: skip
+
+
+def _without_weights(model: str) -> torch.nn.Module:
+    import transformers
+
+    getattr(transformers, MODELS[model].model)  # parts of torch 2.8 cannot be imported with another default device
+    with torch.device("meta"):
+        return build(MODELS[model])
 
 
 def build(tiny: Tiny) -> torch.nn.Module:

@@ -12,10 +12,12 @@ import pytest
 from benchmarks import coverage, zoo
 from benchmarks.coverage import EXAMPLE, EXAMPLE_METHODS, PAGE, Checked, Notes, Row
 from tests.conftest import Cli
+from tests.versions import made_with_constraints
 
 AGAIN = "run: python -m benchmarks.coverage DIR --write"
 
 
+@made_with_constraints
 def test_every_case_is_counted_and_nothing_else() -> None:
     text = PAGE.read_text(encoding="utf-8")
     counts = coverage.counted(text)

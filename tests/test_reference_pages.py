@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
@@ -16,15 +15,11 @@ from consistency.cli.exit_status import EXIT_STATUS
 from consistency.cli.glossary import known_words
 from consistency.comparison.outcomes import Judgement, Outcome
 from consistency.report.schema import document
-
-_OF_THIS_PYTHON = pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11), reason="the page has help as the argparse of Python 3.11 folds it"
-)
+from tests.versions import made_with_constraints
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=_OF_THIS_PYTHON if name == "commands.md" else ()) for name in PAGES]
-)
+@made_with_constraints
+@pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_current(name: str) -> None:
     current = (DOCS / name).read_text(encoding="utf-8")
     assert current == text_of(name), "run: python -m benchmarks.reference_pages --write"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shlex
 from collections.abc import Mapping
@@ -122,12 +123,16 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             other = other_file(raw.read(16))
         if other is not None:
             raise InputError(f"this is no safetensors file but {other[0]}", where=path, hint=other[1]) from None
+        unknown = ""
+        if "unknown variant" in str(error):  # of a dtype
+            unknown = f", or has a dtype that safetensors {importlib.metadata.version('safetensors')} does not know"
         raise InputError(
-            "the safetensors file is cut short or corrupt",
+            f"the safetensors file is cut short or corrupt{unknown}",
             where=path,
             got=f"{missing_bytes(path)}: {error}",
             wanted="a header, and data of the length that it declares",
-            hint="copy or download the file again and compare its checksum with the source",
+            hint="copy or download the file again and compare its checksum with the source"
+            + (", or install a later safetensors" if unknown else ""),
         ) from None
 
 

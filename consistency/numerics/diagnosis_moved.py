@@ -24,7 +24,7 @@ from consistency.numerics.diagnosis import (
     non_finite,
 )
 from consistency.numerics.digest import digest
-from consistency.numerics.dtype import bit_patterns, real_view
+from consistency.numerics.dtype import bit_patterns, elements, real_view
 from consistency.numerics.measure import Measure
 from consistency.numerics.rounding import ROUNDINGS
 from consistency.numerics.words import Word
@@ -177,7 +177,7 @@ def _signed_zero(pair: _Pair) -> Diagnosis | None:
     if not pair.a.dtype.is_floating_point or float(pair.found.max_abs) != 0:  # the distance between two zeros is 0
         return None
     for part, differs in pair.differing():
-        if bool(torch.any(pair.a[part][differs] != 0)) or bool(torch.any(pair.e[part][differs] != 0)):
+        if any(bool(torch.any(elements(side[part], differs) != 0)) for side in (pair.a, pair.e)):
             return None
     return Diagnosis(word=Word.SIGNED_ZERO, evidence={"elements": pair.found.mismatched})
 
@@ -201,7 +201,7 @@ def _non_finite(pair: _Pair, *, alone: bool) -> Diagnosis | None:
         return None
     nan = inf = 0
     for part, differs in pair.differing():
-        actual, expected = (side[part][differs].to(torch.float64) for side in (pair.a, pair.e))
+        actual, expected = (elements(side[part], differs).to(torch.float64) for side in (pair.a, pair.e))
         broken = ~torch.isfinite(actual) & torch.isfinite(expected)
         if alone and not bool(broken.all()):
             return None

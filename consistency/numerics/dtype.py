@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from consistency.numerics import rules
@@ -37,3 +38,11 @@ def real_view(tensor: torch.Tensor) -> torch.Tensor:
 def bit_patterns(flat: torch.Tensor) -> torch.Tensor:
     """View a flat real tensor as integers of the same width (uint8 for one byte, signed for more)."""
     return flat.view(_INTEGERS[flat.element_size()])
+
+
+def elements(flat: torch.Tensor, places: torch.Tensor | np.ndarray) -> torch.Tensor:
+    """Return some elements of a flat real tensor, by their bits.
+
+    Torch 2.8 indexes neither 8-bit floats nor unsigned integers of more bits.
+    """
+    return bit_patterns(flat)[places].view(flat.dtype)

@@ -11,7 +11,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -226,7 +226,15 @@ def _attribute(owner: str, name: str) -> _Access:
     def holder() -> Any:
         return functools.reduce(getattr, owner.split("."), torch)
 
-    return (lambda: getattr(holder(), name)), (lambda value: setattr(holder(), name, value))
+    def read() -> Any:
+        return getattr(holder(), name)
+
+    def write(value: Any) -> None:
+        with suppress(RuntimeError):  # torch does not tell it after its old and new switches were both used
+            read()  # raises where torch lacks it: torch 2.8 takes any new attribute of torch.backends
+        setattr(holder(), name, value)
+
+    return read, write
 
 
 def _sdpa(name: str) -> _Access:

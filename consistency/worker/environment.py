@@ -22,6 +22,12 @@ PRODUCTS = "products"
 """Key of the precisions of products."""
 
 
+def release(package: str) -> tuple[int, int]:
+    """Return the first two numbers of an installed package's version."""
+    major, minor = importlib.metadata.version(package).split(".")[:2]
+    return int(major), int(minor)
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """Return versions, kernel choices, threads and the variables that control them."""
     found: dict[str, Any] = {

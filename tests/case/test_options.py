@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -28,9 +30,11 @@ def actions(edge: Edge, command: str = "run") -> dict[str, argparse.Action]:
         (commands,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
         found = commands.choices[command]._actions
     else:
-        pytest_parser = pytest.Parser(_ispytest=True)
-        plugin.pytest_addoption(pytest_parser)
-        found = [option._action for group in pytest_parser._groups for option in group.options]
+        own = argparse.ArgumentParser()
+        group = SimpleNamespace(addoption=own.add_argument)
+        parser = SimpleNamespace(getgroup=lambda *_: group, addini=lambda *_, **__: None)
+        plugin.pytest_addoption(cast("pytest.Parser", parser))
+        found = own._actions
     return {text: action for action in found for text in action.option_strings}
 
 

@@ -100,12 +100,12 @@ def ending_in(bits: Bits, low: int, *, after: int) -> int:
 
 @on_bits
 def step_one(bits: Bits, _: torch.Tensor) -> None:
-    bits[ending_in(bits, 0, after=PLACE)] += 1
+    bits[ending_in(bits, 0, after=PLACE)] += bits.dtype.type(1)  # NumPy 1 makes float64 of uint64 and an int
 
 
 @on_bits
 def step_with_carry(bits: Bits, _: torch.Tensor) -> None:
-    bits[ending_in(bits, 1, after=PLACE)] += 1
+    bits[ending_in(bits, 1, after=PLACE)] += bits.dtype.type(1)
 
 
 @on_bits
@@ -116,20 +116,22 @@ def step_all(bits: Bits, _: torch.Tensor) -> None:
 @on_bits
 def step_up_and_down(bits: Bits, _: torch.Tensor) -> None:
     up, down = ending_in(bits, 0, after=PLACE), ending_in(bits, 1, after=OTHER_PLACE)
-    while bits[down] == bits[up] + 1:  # that would be a swap
+    one = bits.dtype.type(1)
+    while bits[down] == bits[up] + one:  # that would be a swap
         down = ending_in(bits, 1, after=down + 1)
-    bits[up] += 1
-    bits[down] -= 1
+    bits[up] += one
+    bits[down] -= one
 
 
 @on_bits
 def two_bits_of_one(bits: Bits, _: torch.Tensor) -> None:
-    bits[PLACE] ^= 0b1010
+    bits[PLACE] ^= bits.dtype.type(0b1010)
 
 
 @on_bits
 def other_payload(bits: Bits, expected: torch.Tensor) -> None:
-    bits[PLACE] ^= (1 << (MANTISSA_BITS[expected.dtype] - 1)) - 1  # all but the bit that makes it quiet
+    below_quiet = (1 << (MANTISSA_BITS[expected.dtype] - 1)) - 1
+    bits[PLACE] ^= bits.dtype.type(below_quiet)
 
 
 @on_bits

@@ -33,8 +33,7 @@ def all_numbers(dtype: torch.dtype) -> torch.Tensor:
     """Return every value of a narrow float that is not NaN, infinities included, in the order of its bits."""
     size = dtype.itemsize
     integers = torch.arange(256**size, dtype=torch.int32).to(torch.uint8 if size == 1 else torch.int16)
-    values = integers.view(dtype)
-    return values[~torch.isnan(values)]
+    return integers[~torch.isnan(integers.view(dtype))].view(dtype)
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

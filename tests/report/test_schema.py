@@ -16,6 +16,7 @@ from consistency.report.schema import document
 from tests.conftest import FinishedRun
 from tests.report.made_comparisons import faulty
 from tests.report.made_fleets import many
+from tests.versions import made_with_constraints
 
 REPORTS = {"small": faulty(), "fleet": many(10, 2, wrong=("node-0001:cuda:3",))}
 
@@ -25,6 +26,7 @@ def errors(report: dict[str, Any]) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(document()).iter_errors(report)]
 
 
+@made_with_constraints
 def test_the_file_is_current() -> None:
     Draft202012Validator.check_schema(document())
     assert FILE.read_text() == text(), "run: python -m benchmarks.report_schema --write"

@@ -83,7 +83,8 @@ def test_the_cpu_computes_as_the_device_and_settings_come_back(products: Product
         before = in_force()
         with computing_with(products):
             found = a @ b
-            assert in_force()["mkldnn_matmul_fp32_precision"] == "ieee"
+            onednn = in_force()["mkldnn_matmul_fp32_precision"]
+            assert onednn == "ieee" or onednn.startswith("unreadable")  # torch 2.8 has no such switch
             assert in_force()["sdpa_flash"] is False
         assert in_force() == before
     assert torch.equal(found, cut(a) @ cut(b))

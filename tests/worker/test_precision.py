@@ -10,7 +10,7 @@ import torch
 from consistency.devices.products import Products
 from consistency.numerics.precision import Precision
 from consistency.worker.determinism import deterministic
-from consistency.worker.environment import describe, products
+from consistency.worker.environment import describe, products, release
 from consistency.worker.precision import products_of
 
 CPU = torch.device("cpu")
@@ -78,6 +78,7 @@ def test_this_processor_multiplies_as_is_said_of_it(size: int) -> None:
         assert not cut or products_of(CPU).matmul is Precision.BFLOAT16
 
 
+@pytest.mark.skipif(release("torch") < (2, 9), reason="torch 2.9 is the first with precisions of oneDNN's own")
 def test_high_is_tf32_where_torch_has_a_unit_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with deterministic(threads=1, float32_matmul_precision="high", mkldnn_conv_fp32_precision="tf32"):
         monkeypatch.setattr(torch.cpu, "_is_amx_fp16_supported", lambda: False, raising=False)

@@ -26,6 +26,7 @@ from consistency.worker.model.kept_base import BaseKeeper
 from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.stages import forward
+from tests.versions import loads_onto_mixtures
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import SIZES, adapter_on, case_of, on_llama, saved
 
@@ -180,6 +181,7 @@ def test_a_projection_that_no_file_holds_is_recorded(llama: Path, look: Look) ->
     assert (found["vera_lambda_b"].rule, found["vera_lambda_b"].status) == ("bitwise", "equal")
 
 
+@loads_onto_mixtures
 def test_wrapped_parameters_are_merged_under_their_own_name(tmp_path: Path, look: Look) -> None:
     sizes = {**SIZES, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
     base = saved(transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)), tmp_path / "mixtral")

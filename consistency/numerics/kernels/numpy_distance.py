@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from consistency.numerics.bitcount import BitCount
-from consistency.numerics.dtype import bit_patterns
+from consistency.numerics.dtype import bit_patterns, elements
 from consistency.numerics.kernels.tally import Tally, is_worse, worse
 from consistency.numerics.same_bytes import same_memory
 from consistency.numerics.steps import Steps, farthest
@@ -66,7 +66,7 @@ def _add(
     places = None
     if count * _SPARSE < len(differs):
         places = np.flatnonzero(differs)
-        a, e, x, y, differs = _at(a, places), _at(e, places), x[places], y[places], differs[places]
+        a, e, x, y, differs = elements(a, places), elements(e, places), x[places], y[places], differs[places]
     flips = np.bitwise_xor(x, y)
     numbers, reference = numbers_of(a), numbers_of(e)
     difference = None
@@ -84,11 +84,6 @@ def _add(
         where = start + (i if places is None else int(places[i]))
         tally.worst = (largest, where)
     bits.add(flips)  # takes the array over
-
-
-def _at(tensor: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-    """Return some elements; those of 8 bits by their bytes, as torch 2.8 indexes no 8-bit floats."""
-    return tensor.view(torch.uint8)[places].view(tensor.dtype) if tensor.element_size() == 1 else tensor[places]
 
 
 def _exact_in_float32(

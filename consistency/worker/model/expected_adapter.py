@@ -45,6 +45,15 @@ def expected_adapter(
     return found
 
 
+def is_made_anew(state: Mapping[str, torch.Tensor], name: str, adapter: str = ADAPTER_NAME) -> bool:
+    """Report whether PEFT makes a tensor anew that the adapter's file holds, and does not load the file's.
+
+    PEFT before version 0.21 does so with the projections of VeRA: it offers them to the model by their names in the
+    file, which lack the adapter's.
+    """
+    return name not in state and f"{name}.{adapter}" in state
+
+
 @contextmanager
 def _prompt_on_the_host(model: torch.nn.Module, adapter: str) -> Iterator[torch.nn.Module | None]:
     """Put a copy full of NaN, on the CPU, in the place of the prompt's own module, if there is one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ def load_tensor_parallel(case: Case, world: int) -> torch.nn.Module:
         from transformers.distributed import DistributedConfig
     except ImportError as error:
         raise ValueError("this version of transformers has no DistributedConfig") from error
+    try:
+        distributed = DistributedConfig(tp_size=world, **_of_experts(case, world))
+    except TypeError as error:
+        version = importlib.metadata.version("transformers")
+        raise ValueError(
+            f"DistributedConfig of transformers {version} takes no tp_size, as a later one does"
+        ) from error
     auto, labels = class_and_labels(case)
     arguments: dict[str, Any] = {} if labels is None else {"num_labels": labels, "ignore_mismatched_sizes": True}
     model, info = auto.from_pretrained(
@@ -33,7 +41,7 @@ def load_tensor_parallel(case: Case, world: int) -> torch.nn.Module:
         dtype=case.dtype if case.dtype == "auto" else getattr(torch, case.dtype),
         trust_remote_code=case.trust_remote_code,
         use_safetensors=None if case.allow_pickle else True,
-        distributed_config=DistributedConfig(tp_size=world, **_of_experts(case, world)),
+        distributed_config=distributed,
         output_loading_info=True,
         **arguments,
     )

@@ -142,7 +142,8 @@ def test_what_is_missing_everywhere_is_of_the_file_and_no_run_shows_more() -> No
     (finding,) = causes(everywhere)
     assert finding.next == "diff adapter"
     right = tensor("a", "w", "cpu", status="equal").outcomes
-    (finding,) = causes(msgspec.structs.replace(everywhere, outcomes=(*everywhere.outcomes, *right), workers=()))
+    outcomes = (*everywhere.outcomes, *right)
+    (finding,) = causes(msgspec.structs.replace(everywhere, outcomes=outcomes, workers=("cuda:0", "cpu")))
     assert finding.next == "look at cuda:0"
 
 

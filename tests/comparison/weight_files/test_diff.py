@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import tracemalloc
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ BITS = {
     "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 """Every dtype that a safetensors header can hold."""
+if version("safetensors") < "0.8":
+    BITS = {name: bits for name, bits in BITS.items() if not name.endswith("FNUZ")}  # the first that has these is 0.8
 
 Sides = tuple[dict[str, Given], dict[str, Given]]
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from consistency.worker.model.expected_adapter import expected_adapter
+from consistency.worker.model.expected_adapter import expected_adapter, is_made_anew
 from consistency.worker.model.loading import load_adapter, load_base
 from consistency.worker.model.weight_files import WeightFiles
+from tests.versions import needs_method
 from tests.worker.model.made_models import case_of, on_llama
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
@@ -29,6 +30,7 @@ def test_looking_for_the_places_loads_nothing(llama: Path) -> None:
     assert "load_state_dict" not in vars(model)
 
 
+@needs_method("CartridgeConfig")
 def test_a_prompt_that_its_method_takes_apart_is_compared_part_by_part(llama: Path) -> None:
     adapter = on_llama(llama, peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_frozen_tokens=1))
     case = case_of(llama, adapter)
@@ -46,3 +48,12 @@ def test_a_prompt_that_its_method_takes_apart_is_compared_part_by_part(llama: Pa
     whole = load_file(adapter / "adapter_model.safetensors")["prompt_embeddings"]
     assert torch.equal(torch.cat([expected[name][1] for name in parts]), whole)
     assert not any(part.any() for part in parts.values()), "the device's own tensors were loaded again"
+
+
+def test_what_peft_offers_without_the_adapters_name_is_made_anew() -> None:
+    """PEFT before 0.21 does so with the projections of VeRA."""
+    state = {"base_model.vera_A.default": torch.ones(2), "lora_A.default.weight": torch.ones(2)}
+    assert is_made_anew(state, "base_model.vera_A")
+    assert not is_made_anew(state, "base_model.vera_A", "other")
+    assert not is_made_anew(state, "base_model.vera_A.default")
+    assert not is_made_anew(state, "lora_B.default.weight")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +120,7 @@ def _told(value: Any) -> str:
 def test_a_merge_leaves_everything_as_it_was(method: str, safe: bool) -> None:
     model = adapted(method)
     before = State.of(model)
-    twin = copy.deepcopy(model)
+    twin = adapted(method)  # PEFT 0.18 leaves tensors in trainable tokens that cannot be copied
     layers = list(zip(adapted_layers(model), adapted_layers(twin), strict=True))
     assert layers
     for (_, layer), (_, other) in layers:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from consistency.worker.environment import release
 from consistency.worker.model.loading import LoadedBase, load_adapter, load_base, load_model
 from consistency.worker.model.merging import MergeRefusedError, in_merged
 from consistency.worker.model.offload import units_of
@@ -80,7 +81,9 @@ def test_layers_are_merged_when_they_arrive(llama: Path, method: str) -> None:
         plain.merge_adapter()
     expected, found = activations(plain, INPUTS), in_merged(model, lambda: activations(model, INPUTS))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert not torch.equal(found["logits"], on["logits"]), "merged weights round otherwise"
+    # before version 0.20 PEFT runs a BOFT with the weight that it would merge
+    if method != "boft" or release("peft") >= (0, 20):
+        assert not torch.equal(found["logits"], on["logits"]), "merged weights round otherwise"
     again = in_merged(model, lambda: activations(model, INPUTS))
     assert torch.equal(found["logits"], again["logits"]), "nothing of a merge stays"
     assert torch.equal(activations(model, INPUTS)["logits"], on["logits"])

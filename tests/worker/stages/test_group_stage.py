@@ -7,10 +7,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from consistency.case.case import Case
 from consistency.case.stages import Stage
 from consistency.worker.stages.group_stage import float64_of
+from consistency.worker.stages.shards import stage as shards
 
 
 @pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
@@ -20,3 +22,14 @@ def test_results_of_a_stage_that_is_not_run_are_not_waited_for(tmp_path: Path, s
     context = SimpleNamespace(job=SimpleNamespace(case=case), scratch=tmp_path, events=None)
     found = float64_of(cast("Any", context), stage)
     assert found == f"the stage {stage}, whose float64 results judge it, is not run"
+
+
+@pytest.mark.parametrize(("given", "wrong"), [(1.0, False), (2.0, True)])
+def test_a_sum_in_the_place_of_an_average_is_of_the_library(
+    given: float, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo of torch 2.8 gives it to FSDP2; where a device does so, that is a finding."""
+    monkeypatch.setattr(torch.distributed, "reduce_scatter_tensor", lambda part, *_, **__: part.fill_(given))
+    for device in ("cpu", "cuda"):
+        ranks = SimpleNamespace(device=torch.device(device), world=2, process_group=None)
+        assert shards._adds_up_averages(cast("Any", ranks)) is (wrong and device == "cpu")

@@ -20,6 +20,7 @@ from consistency.numerics.exact import Float64Mode
 from consistency.worker.model.inputs import first_sequences
 from consistency.worker.model.merging import adapted_layers, merged_into
 from consistency.worker.stages import merge_effect
+from tests.versions import loads_onto_mixtures
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import SIZES, adapter_on, on_llama, saved
 
@@ -144,6 +145,7 @@ def test_a_merge_that_is_not_finite(look: Look, llama: Path, monkeypatch: pytest
     assert _whatever_else(look, llama, adapter).advice == Advice.NOT_FINITE
 
 
+@loads_onto_mixtures
 def test_all_passes_decide_alike(look: Look, tmp_path: Path) -> None:
     """A router that sends a token to another expert moves the logits by far more than rounding."""
     config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64)

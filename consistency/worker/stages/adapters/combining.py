@@ -2,11 +2,13 @@
 
 `linear` adds the factors, each with the root of its weight times its scaling; `cat` puts them side by side, weight and
 scaling in lora_A. `magnitude_prune` and `ties` leave out elements first (`pruned`), `dare_linear` and `dare_ties` do so
-by chance (`chance`). The `_svd` types combine the deltas and cut the decomposition of the result (`cut`).
+by chance (`chance`). The `_svd` types combine the deltas and cut the decomposition of the result (`cut`). What an older
+PEFT computes otherwise than by these definitions is not judged.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +21,7 @@ from consistency.numerics.digest import digest
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Arithmetic, Tracked
 from consistency.numerics.words import Word
+from consistency.worker.environment import release
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.stages.adapters.chance import BY_CHANCE, Draws, chosen, drawing, share_of_chance
 from consistency.worker.stages.adapters.cut import check_cut, layers_to_cut, only_in
@@ -69,24 +72,29 @@ def combine(several: MultiAdapterModel) -> None:
 
 
 def _check(several: MultiAdapterModel, kind: str, name: str, weights: Sequence[float], draws: Draws) -> None:
-    scalings = set()
+    scalings, not_judged = set(), set()
     by_chance = _Chance(several, f"{_STEP}({kind})", draws)
     for path, layer in adapted_layers(several.model):
         if name in getattr(layer, "scaling", {}):
             scalings.add(float(layer.scaling[name]))
         place = module_place(path)
         for factors in factors_of(several, path, layer, weights, combined=name):
+            otherwise = _computed_otherwise(kind, factors.scalings)
+            if otherwise:
+                not_judged.add(otherwise)
             if kind in TRUNCATED:
                 drawn = by_chance.take([factors.delta_shape], factors) if "dare" in kind else [[]]
-                if drawn is not None and several.context.record.wants(STAGE, place):
+                if drawn is not None and not otherwise and several.context.record.wants(STAGE, place):
                     check_cut(several, kind, place, factors, drawn[0], rank=several.model.peft_config[name].r)
                 continue
             masks = by_chance.take([factors.a[0].shape, factors.b[0].shape], factors) if kind in BY_CHANCE else None
-            if kind in BY_CHANCE and masks is None:
+            if otherwise or (kind in BY_CHANCE and masks is None):
                 continue
             if several.context.record.wants(STAGE, place):
                 _check_factors(several, kind, place, factors, masks)
     by_chance.done(expected="dare" in kind)
+    for reason in sorted(not_judged):
+        several.skipped(f"{_STEP}({kind})", "factors", reason)
     if scalings - {1.0}:
         # the factors hold weights and scalings already; rank-stabilized LoRA divides by the root of the rank alone
         several.skipped(
@@ -96,6 +104,16 @@ def _check(several: MultiAdapterModel, kind: str, name: str, weights: Sequence[f
         )  # fmt: skip
     else:
         several.fact(f"{_STEP}({kind})", "scaling")
+
+
+def _computed_otherwise(kind: str, scalings: Sequence[float]) -> str:
+    """Say why the installed PEFT gives another combination than the definition's; empty where it gives that."""
+    version = importlib.metadata.version("peft")
+    if "dare" in kind and release("peft") < (0, 19):
+        return f"PEFT {version} does not divide the elements that it keeps by the density, which takes PEFT 0.19"
+    if kind in TRUNCATED and release("peft") < (0, 21) and any(scaling != 1 for scaling in scalings):
+        return f"PEFT {version} multiplies a delta by its scaling twice; PEFT 0.21 multiplies once"
+    return ""
 
 
 class _Chance:

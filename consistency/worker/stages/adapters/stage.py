@@ -10,6 +10,7 @@ is left as it was: `worker/model/structure.py` puts back the modules that the st
 
 from __future__ import annotations
 
+import importlib.metadata
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,8 @@ from consistency.errors import first_line
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
 from consistency.worker.device_error import is_of_the_device
-from consistency.worker.model.expected_adapter import expected_adapter
+from consistency.worker.environment import release
+from consistency.worker.model.expected_adapter import expected_adapter, is_made_anew
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import UNUSABLE, load_adapter
 from consistency.worker.model.running import is_of_the_model
@@ -33,6 +35,9 @@ from consistency.worker.stages.adapters.merging import merge
 from consistency.worker.stages.adapters.multi_adapter_model import STAGE, Digests, MultiAdapterModel, results
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.input_checks import inputs_fit
+
+_WIDENED = (torch.float16, torch.bfloat16)
+"""Dtypes of a base in which PEFT widens an adapter, if it is asked to."""
 
 
 def run(context: Context) -> None:
@@ -100,14 +105,36 @@ def _loaded(context: Context) -> MultiAdapterModel | None:
                 raise
             _skip(context, f"PEFT does not load {one.name} beside {first.name}: {first_line(error)}")
             return None
+    if release("peft") < (0, 19):
+        _load_again(context, model)
     model.eval()
-    expected = {
-        one.name: expected_adapter(
-            model, WeightFiles.of_adapter(one.path, allow_pickle=case.allow_pickle), one.name
-        )
-        for one in case.adapters
-    }  # fmt: skip
+    state, expected = model.state_dict(keep_vars=True), {}
+    for one in case.adapters:
+        files = WeightFiles.of_adapter(one.path, allow_pickle=case.allow_pickle)
+        every = expected_adapter(model, files, one.name)
+        expected[one.name] = {name: its for name, its in every.items() if not is_made_anew(state, name, one.name)}
     return MultiAdapterModel(context=context, model=model, expected=expected, inputs=inputs, alone=alone, off=off)
+
+
+def _load_again(context: Context, model: Any) -> None:
+    """Load the further adapters' files again, and record that PEFT has rounded them.
+
+    Before version 0.19 PEFT makes the parameters of a further adapter in the dtype of the base, and widens them after
+    it has loaded the file into them.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    for one in context.job.case.adapters[1:]:
+        weights = load_peft_weights(one.path, device="cpu")
+        set_peft_model_state_dict(model, weights, adapter_name=one.name)
+    half = sorted({name_of(p.dtype) for p in context.base.model.parameters() if p.dtype in _WIDENED})
+    if half and context.job.autocast_adapter_dtype:
+        version = importlib.metadata.version("peft")
+        reason = (
+            f"PEFT {version} rounds an adapter that it loads beside another to {half[0]}, the dtype of the base, which "
+            "PEFT 0.19 does not: the files were loaded again before they were compared"
+        )
+        context.record.fact(STAGE, "load_adapter", "values", status="skipped", reason=reason)
 
 
 def _inputs(context: Context) -> dict[str, torch.Tensor] | None:

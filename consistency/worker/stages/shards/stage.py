@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -126,6 +127,11 @@ def _before(context: Context, ranks: Joined, names: Sequence[str], parts: Sequen
             )  # fmt: skip
             judge = StepJudge(context, ranks, STAGE, files)
             answer = float64_of(context, Stage.GRADIENT)
+            if _adds_up_averages(ranks):
+                answer = (
+                    f"gloo of torch {torch.__version__} gives the sum where FSDP2 asks for the average of gradients: "
+                    "a later torch divides it"
+                )
             answer = (
                 who_else(ranks, "something else than the ranks hold is computed with", is_here=bool(wrong)) or answer
             )
@@ -188,6 +194,15 @@ def _shard(model: torch.nn.Module, ranks: Joined) -> None:
     for block in repeated_blocks(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def _adds_up_averages(ranks: Joined) -> bool:
+    """Report whether a reduce-scatter on CPUs gives the sum where the average is asked for: gloo of torch 2.8 does."""
+    if ranks.device.type != "cpu":
+        return False
+    part = torch.zeros(1)
+    dist.reduce_scatter_tensor(part, torch.ones(ranks.world), op=dist.ReduceOp.AVG, group=ranks.process_group)
+    return ranks.world > 1 and float(part) == ranks.world
 
 
 def _record_first_gradient(

@@ -28,6 +28,7 @@ from consistency.worker.protocol import EventLog, Job
 from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.load_paths import stand_in
 from consistency.worker.stages.context import Context
+from tests.versions import loads_by_transformers
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -89,6 +90,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[TensorRecord],
 Taken = tuple[list[TensorRecord], list[Fingerprint], list[bool]]
 
 
+@loads_by_transformers
 def test_every_path_is_taken_over_poison_and_holds_every_tensor(taken: Taken) -> None:
     records, _, poisoned = taken
     adapter = {r.key for r in records if r.rule == "bitwise" and not r.load_path}
@@ -101,6 +103,7 @@ def test_every_path_is_taken_over_poison_and_holds_every_tensor(taken: Taken) ->
     assert all(poisoned)
 
 
+@loads_by_transformers
 def test_the_model_is_what_it_was(taken: Taken) -> None:
     """The same objects in the same memory with the same bytes: `low_cpu_mem_usage` had put others in their places."""
     before, after = taken[1]
@@ -108,6 +111,7 @@ def test_the_model_is_what_it_was(taken: Taken) -> None:
     assert before == after
 
 
+@loads_by_transformers
 def test_peft_casts_through_the_dtype_of_the_base_with_low_cpu_mem_usage_alone(taken: Taken) -> None:
     """Settled by a run, see docs/upstream-peft.md: what reads as float32 holds bfloat16's values."""
     for load_path in (LoadPath.ISOLATED, *SIDES):

@@ -13,6 +13,7 @@ from peft.utils import merge_utils
 from consistency.numerics.running_error import Arithmetic
 from consistency.worker.stages.adapters.chance import BY_CHANCE, FALSE_ALARM, chosen, drawing, share_of_chance
 from consistency.worker.stages.adapters.pruned import DENSITY
+from tests.versions import needs_peft
 
 PEFTS: dict[str, Callable[..., torch.Tensor]] = {
     "dare_linear": merge_utils.dare_linear, "dare_ties": merge_utils.dare_ties,
@@ -36,6 +37,7 @@ def share(
     return float(np.max(np.abs(actual.double().numpy() - exact.value) / np.maximum(exact.allowed, 1e-300)))
 
 
+@needs_peft(0, 19, to="divide what it keeps by the density")
 @pytest.mark.parametrize("kind", BY_CHANCE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [2, 3])
@@ -48,6 +50,7 @@ def test_what_peft_computes_is_within_the_bound(kind: str, dtype: torch.dtype, c
     assert share(kind, tensors, draws.kept, weights, actual) <= 1
 
 
+@needs_peft(0, 19, to="divide what it keeps by the density")
 @pytest.mark.parametrize("kind", BY_CHANCE)
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_another_value_is_outside(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

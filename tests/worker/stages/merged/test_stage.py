@@ -21,6 +21,7 @@ from consistency.numerics.chunks import LowRankProduct, LowRankTensor
 from consistency.numerics.error import measure_low_rank
 from consistency.numerics.measure import Measure
 from consistency.worker.stages.merged import judging, stage
+from tests.versions import loads_onto_mixtures, needs_method
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import SIZES, adapter_on, on_llama, saved
 
@@ -116,6 +117,7 @@ def test_a_merge_that_writes_into_its_delta_spoils_nothing(
     assert merged() == healthy
 
 
+@needs_method("ShadowConfig")
 def test_pefts_own_reason_is_given_where_a_whole_block_is_not_merged(llama: Path, look: Look) -> None:
     config = peft.ShadowConfig(r=2, shadow_num_hidden_layers=1, task_type="CAUSAL_LM")
     found = look(llama, on_llama(llama, config), stages=(Stage.MERGED,))
@@ -193,6 +195,7 @@ def test_a_bias_that_a_merge_changes_is_judged(masked_bert: Path, look: Look, mo
     assert biases() == {("query", "bias", "outside"), ("query", "bias_safe_merge", "outside")}
 
 
+@loads_onto_mixtures
 def test_experts_are_judged_by_their_own_factors(tmp_path: Path, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
     base = saved(transformers.MixtralForCausalLM(config), tmp_path / "mixtral")

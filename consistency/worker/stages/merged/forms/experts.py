@@ -69,7 +69,9 @@ def of(source: Source) -> AddedForm | None:
         return None
     inner = a.reshape(experts, -1, a.shape[-1])  # (experts, rank, in)
     outer = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)  # (experts, out, rank)
-    if getattr(source.layer.get_base_layer(), "is_transposed", False):  # (experts, in, out)
+    # before version 0.19 PEFT takes each stack as (experts, in, out), and its layer has no such attribute
+    swaps = hasattr(source.layer, "_did_swap_in_out_features")
+    if getattr(source.layer.get_base_layer(), "is_transposed", False) or not swaps:  # (experts, in, out)
         outer, inner = inner.transpose(1, 2), outer.transpose(1, 2)
     fits = weight.shape == (experts, outer.shape[1], inner.shape[2])
     return Experts(source, outer, inner) if fits else None

@@ -13,6 +13,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from consistency.numerics.measure import Measure
+from consistency.worker.environment import release
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import adapted_layers, merged, weight_of
 from consistency.worker.stages.merged.forms.form import Form, Judged
@@ -29,6 +30,9 @@ DTYPES = (
     (torch.float64, torch.float64),
 )
 """Of weight and adapter: PEFT widens half types of an adapter unless it is asked not to."""
+
+CONVOLUTIONS_IN_GROUPS = ("grouped",) if release("peft") >= (0, 20) else ()
+"""Before version 0.20 PEFT makes no LoHa or LoKr for one, and does not merge an IA³ of its inputs."""
 
 _SCALES = ("ia3_l", "magnitude")
 """Tensors that scale the weight: near one."""

@@ -10,9 +10,9 @@ import torch
 from peft.tuners.loha import layer as loha
 
 from tests.worker.stages.merged.forms.conftest import Each
-from tests.worker.stages.merged.forms.made_layers import adapted, largest, moved
+from tests.worker.stages.merged.forms.made_layers import CONVOLUTIONS_IN_GROUPS, adapted, largest, moved
 
-TARGETS = ["linear", "conv1d", "conv2d", "point", "grouped"]
+TARGETS = ["linear", "conv1d", "conv2d", "point", *CONVOLUTIONS_IN_GROUPS]
 
 
 def config(**changes: Any) -> Any:
