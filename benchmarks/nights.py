@@ -5,9 +5,9 @@
 
 Real runs of `consistency run --history` on `builtin:llama`, one after the other. A night is a fork of this process,
 which has imported the libraries and run no operation, and its worker runs in it. From one night on matrices are
-multiplied by the oldest kernels, and nothing that is recorded says so: the device computes other bits. From a later one the adapter has
-other values. Between two changes nothing may be found. Prints what `consistency history --changes` says, and what a
-night takes at the beginning and at the end.
+multiplied by the oldest kernels, and nothing that is recorded says so: the device computes other bits. From a later one
+the adapter has other values. Between two changes nothing may be found. Prints what `consistency history --changes`
+says, and what a night takes at the beginning and at the end.
 """
 
 from __future__ import annotations
