@@ -61,7 +61,7 @@ def main() -> int:
         changed = f"other kernels from {begins[kernels_from]}, other values from {begins[adapter_from]}"
         print(f"{given.nights} nights; {changed}")
         print(f"a night: {at_first:.2f} s at first, {at_last:.2f} s at last; peak {peak:.0f} MB")
-        print(f"nights that were not consistent: {', '.join(map(str, found)) or 'none'}")
+        print(f"not consistent: {len(found)} nights" + (f", from {found[0]} to {found[-1]}" if found else ""))
         print(f"history: {size / 1e6:.2f} MB; its changes in {reading:.1f} s:", changes, sep="\n")
     return 0
 

@@ -4,9 +4,9 @@
     python -m benchmarks.versions FILE                      # what tox runs: the versions of this Python, into FILE
     python -m benchmarks.versions --write build/versions    # the page, of all files there
 
-Run from the root of the repository, with the environment's Python and `-P`, which then uses the installed package. The
-tests are those that start no process, and the built-in cases in float32 on two kernel variants, each in a process of
-its own. The exit status is 1 where a test fails or a case is not consistent.
+Run from the root of the repository, with the environment's Python; the installed package is used. The tests are those
+that start no process, and the built-in cases in float32 on two kernel variants, each in a process of its own. The exit
+status is 1 where a test fails or a case is not consistent.
 """
 
 from __future__ import annotations
