@@ -28,6 +28,9 @@ ROOM_BYTES = 1 << 30
 ROOM_SHARE = 4
 """Of the largest block in float64, one part in so many of which is kept (`ROOM_SHARE` of `worker.model.blocks`)."""
 
+LEAST_ROOM_BYTES = 1 << 24
+"""Of activations that are kept however small the blocks are (`LEAST_ROOM_BYTES` of `worker.model.blocks`)."""
+
 GRADIENT_PASSES = 4
 """Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
 

@@ -19,6 +19,7 @@ from consistency.case.budget.constants import (
     GRADIENT_LINES,
     GRADIENT_PART,
     INDEX_BYTES,
+    LEAST_ROOM_BYTES,
     LOAD_S,
     MAP_S,
     MEASURE_GRADIENT_S,
@@ -396,7 +397,7 @@ def _of_one_token(s: Setting) -> int:
 
 def _room(s: Setting, one_block: int, width: int) -> int:
     """Return the bytes of activations that a backward pass on the CPU keeps, where one block has so many elements."""
-    room = min(ROOM_BYTES, s.shape.block_elements * 8 // ROOM_SHARE)
+    room = min(ROOM_BYTES, max(LEAST_ROOM_BYTES, s.shape.block_elements * 8 // ROOM_SHARE))
     blocks = math.ceil(room / (one_block * width)) if one_block else 0  # the last one is kept whole
     return min(s.shape.blocks, blocks) * one_block * width
 

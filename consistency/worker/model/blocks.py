@@ -32,6 +32,10 @@ ROOM_SHARE = 4
 """Of the largest block in float64 (one part in so many): the memory of a backward pass grows with a model's blocks by
 the activations that are kept and by those of one block that is computed again, and both together stay below a block."""
 
+LEAST_ROOM_BYTES = 1 << 24
+"""Of activations that are kept however small the blocks are. Computing those of a tiny model again takes a quarter of
+the processor time of its case; this is a small part of what the libraries take."""
+
 
 class RecomputationError(Exception):
     """A block gives another result when it is computed again, or none: its gradients would be another function's.
@@ -43,7 +47,7 @@ class RecomputationError(Exception):
 def room_for(model: torch.nn.Module) -> int:
     """Return how many bytes of activations a backward pass on the CPU may keep."""
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(model)]
-    return min(ROOM_BYTES, torch.float64.itemsize * max(sizes, default=0) // ROOM_SHARE)
+    return min(ROOM_BYTES, max(LEAST_ROOM_BYTES, torch.float64.itemsize * max(sizes, default=0) // ROOM_SHARE))
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

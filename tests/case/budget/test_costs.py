@@ -53,7 +53,8 @@ def test_gradient_grows_with_the_depth_by_the_states_between_blocks_once_the_roo
 
 
 def test_the_room_for_activations_is_the_one_that_blocks_have() -> None:
-    assert (constants.ROOM_BYTES, constants.ROOM_SHARE) == (blocks.ROOM_BYTES, blocks.ROOM_SHARE)
+    for name in ("ROOM_BYTES", "ROOM_SHARE", "LEAST_ROOM_BYTES"):
+        assert getattr(constants, name) == getattr(blocks, name)
 
 
 def test_blocks_that_keep_their_activations_are_not_computed_again() -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from consistency.worker.model.blocks import (
+    LEAST_ROOM_BYTES,
     ROOM_BYTES,
     RecomputationError,
     _Room,
@@ -102,10 +103,11 @@ def test_weights_take_no_room_and_views_of_one_tensor_take_it_once() -> None:
     assert room.is_full
 
 
-def test_the_room_is_a_quarter_of_the_largest_block_in_float64_up_to_a_limit() -> None:
-    assert room_for(Deep(2)) == 8 * sum(p.numel() for p in Deep(1).layers[0].parameters()) // 4
-    assert room_for(nn.Linear(2, 2)) == 0
+def test_the_room_is_a_quarter_of_the_largest_block_in_float64_between_two_limits() -> None:
+    assert room_for(Deep(2)) == room_for(nn.Linear(2, 2)) == LEAST_ROOM_BYTES
     with torch.device("meta"):
+        layers = nn.Sequential(nn.ModuleList([nn.Linear(4_000, 4_000), nn.Linear(5_000, 5_000)]))
+        assert room_for(layers) == 8 * (5_000 * 5_000 + 5_000) // 4
         assert room_for(nn.Sequential(nn.ModuleList(nn.Linear(40_000, 40_000) for _ in range(2)))) == ROOM_BYTES
 
 

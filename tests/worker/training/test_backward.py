@@ -55,6 +55,12 @@ class Careful(torch.nn.Module):
 NAMES = ["layers.0.first.weight", "layers.1.first.bias", "last.weight", "unused"]
 
 
+@pytest.fixture(autouse=True)
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the blocks of these small models computed again, as those of a large one."""
+    monkeypatch.setattr("consistency.worker.training.backward.room_for", lambda _: 0)
+
+
 @pytest.fixture
 def inputs() -> Tensors:
     return {"x": torch.linspace(-2, 2, 8 * 3 * 6).reshape(8, 3, 6).sin()}
@@ -325,10 +331,7 @@ def test_what_a_method_without_marks_trains_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_gradient_of_a_prefix_is_computed_although_its_cache_grows(
-    tmp_path: Path, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("consistency.worker.training.backward.room_for", lambda _: 0)
+def test_the_gradient_of_a_prefix_is_computed_although_its_cache_grows(tmp_path: Path, exact: bool) -> None:
     model = loaded(tmp_path, peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
     given = {"input_ids": torch.arange(8).reshape(2, 4), "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
     names = trained(model, Everything())
@@ -338,9 +341,8 @@ def test_the_gradient_of_a_prefix_is_computed_although_its_cache_grows(
     assert bool(found.any())
 
 
-def test_a_convolution_that_is_computed_again_is_float64_too(inputs: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convolution_that_is_computed_again_is_float64_too(inputs: Tensors) -> None:
     """torch takes the modes for functions off while it runs backward."""
-    monkeypatch.setattr("consistency.worker.training.backward.room_for", lambda _: 0)
 
     class Convolving(torch.nn.Module):
         def __init__(self) -> None:
