@@ -1,4 +1,4 @@
-"""Check a small case on this machine for 400 nights of a second each, and see every change of it found with its night.
+"""Check a small case on this machine for 400 nights, one after the other, and see every change found with its night.
 
     python -m benchmarks.nights                 # 400 nights
     python -m benchmarks.nights --nights 40     # a tenth of them, with the changes at the same parts of the time
