@@ -115,12 +115,14 @@ class Track:
         The file of arrays that all workers read. Operands are in another beside it until `publish`.
     model : torch.nn.Module
     title : str
-        Name of the CPU's own products.
+        Name of the products of the pass whose decisions are the track: the CPU's own ones, or those of a device.
 
     Attributes
     ----------
     flips : list of Flip
-        Where the CPU itself decided otherwise than the float64 pass.
+        Where that pass itself decided otherwise than the float64 pass, and rounding does not explain it.
+    places : Places
+        Of the model that runs in float64.
     """
 
     def __init__(self, path: Path, model: torch.nn.Module, title: str) -> None:
@@ -134,9 +136,18 @@ class Track:
         self._shared, self._operands = ArrayFile(path), ArrayFile(operands)
         self._steps: dict[str, list[_Step]] = {}
         self._settled: dict[str, list[Settled]] = {}
+        self._lost: set[str] = set()
 
-    def own(self, key: str) -> Watch | None:
-        """Return what records the CPU's own pass; None as in `replay.Made.watch`."""
+    @property
+    def decides(self) -> bool:
+        """Whether anything was decided in the passes that were recorded."""
+        return any(self._steps.values())
+
+    def own(self, key: str, *, is_judged: bool = False) -> Watch | None:
+        """Return what records the pass that is the track; None as in `replay.Made.watch`.
+
+        Its operands say what rounding makes of them, but those of a device that is judged by the track.
+        """
         nothing = len(self._steps.keys() - {key}) > 0 and not any(self._steps.values())
         steps: list[_Step] = []
         self._steps[key] = steps
@@ -144,7 +155,8 @@ class Track:
         def record(decision: Decision) -> None:
             decided = plain(decision.decided)
             step = _Step(name=decision.name, digest=digest_of(decided), decided=self._shared.append(decided))
-            step.add(self._title, self._operands.append(decision.operand))
+            if not is_judged:
+                step.add(self._title, self._operands.append(decision.operand))
             steps.append(step)
 
         return None if nothing else record
@@ -156,6 +168,7 @@ class Track:
         def follow(decision: Decision) -> torch.Tensor | None:
             step = next(steps, None)
             if step is None or not is_same(step.name, step.decided, decision):
+                self._lost.add(key)
                 return None
             step.add(title, self._operands.append(decision.operand))
             return self._shared.read(step.decided)
@@ -180,6 +193,7 @@ class Track:
         def settle(decision: Decision) -> torch.Tensor | None:
             step = next(steps, None)
             if step is None or not is_same(step.name, step.decided, decision):
+                self._lost.add(key)
                 return None
             own, decided, dim = self._shared.read(step.decided), plain(decision.decided), decision.dim
             exact = decision.margins(decision.operand)
@@ -187,7 +201,8 @@ class Track:
                 title: Real(decision.scores * _allowed([self._operands.read(part) for part in parts], decision.operand))
                 for title, parts in step.operands.items()
             }
-            flip = compared(step.name, self.places.now, exact, dim, own, decided, float(allowed[self._title]))
+            limit = float(allowed.get(self._title, math.inf))
+            flip = compared(step.name, self.places.now, exact, dim, own, decided, limit)
             follows = flip is None or flip.is_undecided
             if flip is not None and not follows:
                 self.flips.append(flip)
@@ -215,6 +230,15 @@ class Track:
             return self._shared.read(settled.decided)
 
         return follow if self._settled.get(key) else None
+
+    def was_complete(self, key: str) -> bool:
+        """Report whether the passes with noise and in float64 had the operations of the track, in its order."""
+        return key not in self._lost and len(self._settled.get(key, ())) == len(self._steps[key])
+
+    def remove(self) -> None:
+        """Remove the files of a track that is not published."""
+        self._operands.remove()
+        self._shared.remove()
 
     def publish(self) -> None:
         """Write the table, and remove the operands."""

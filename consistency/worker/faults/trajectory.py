@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from consistency.worker.faults.planting import Undo, instead
-from consistency.worker.model.blocks import repeated_blocks
+from consistency.worker.model.blocks import lists_of_blocks
 
 _STAGE = "consistency.worker.stages.trajectory.stage"
 _Compute = Callable[..., Any]
@@ -31,9 +31,10 @@ def gradient_scaled() -> Undo:
 
 @instead(f"{_STAGE}:own_pass")
 def forward_off(real: _Compute, passes: Any, step: int, watches: Any) -> Any:
-    """Let the first block of the model answer a hundredth too much from the fourth step on.
+    """Let the first block of the last list answer a hundredth too much from the fourth step on.
 
-    After the last one a norm may follow, which takes any factor out again.
+    After the last block a norm may follow, which takes any factor out again; a tower for images before the list may not
+    run on what is read.
     """
     if step < 3:
         return real(passes, step, watches)
@@ -41,7 +42,7 @@ def forward_off(real: _Compute, passes: Any, step: int, watches: Any) -> Any:
     def scaled(_module: Any, _inputs: Any, output: Any) -> Any:
         return (output[0] * 1.01, *output[1:]) if isinstance(output, tuple) else output * 1.01
 
-    hook = next(iter(repeated_blocks(passes.model))).register_forward_hook(scaled)
+    hook = lists_of_blocks(passes.model)[-1][0].register_forward_hook(scaled)
     try:
         return real(passes, step, watches)
     finally:

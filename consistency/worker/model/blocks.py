@@ -52,9 +52,13 @@ def room_for(model: torch.nn.Module) -> int:
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the outermost modules that a model keeps in lists of two and more: its decoder layers, stages, blocks."""
+    return [block for blocks in lists_of_blocks(model) for block in blocks]
+
+
+def lists_of_blocks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
+    """Return the outermost lists of two modules and more: of an encoder before those of its decoder."""
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1]
-    outermost = [(name, m) for name, m in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
-    return [block for _, blocks in outermost for block in blocks]
+    return [m for name, m in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
 
 
 class _Room:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from consistency.capture.names import DECISIONS
 from consistency.capture.wording import counted
@@ -17,8 +17,10 @@ ON_TRACK = "the reference's, in place of this worker's own"
 NOT_REPLAYED = "this worker decided otherwise, and its pass cannot be computed again with the reference's decisions"
 
 
-def record_flips(context: Context, stage: str, flips: Sequence[Flip], *, mode: str = "") -> None:
-    """Record decisions that differ: within, where rounding explains it; else a finding of its own kind."""
+def record_flips(
+    context: Context, stage: str, flips: Sequence[Flip], *, mode: str = "", more: Mapping[str, object] | None = None
+) -> None:
+    """Record decisions that differ, with `more` as evidence: within, where rounding explains it; else outside."""
     by_place: dict[tuple[str, str], list[Flip]] = {}
     for flip in flips:
         by_place.setdefault((flip.place, flip.name), []).append(flip)
@@ -37,5 +39,10 @@ def record_flips(context: Context, stage: str, flips: Sequence[Flip], *, mode: s
             word=None if worst.is_undecided else Word.DECISION_FLIPPED,
             share=ratio(worst.margin, worst.allowed),
             reason=text.format("undecided" if worst.is_undecided else "flipped"),
-            evidence={"flipped": sum(f.elements for f in same), "margin": worst.margin, "allowed": worst.allowed},
+            evidence={
+                "flipped": sum(f.elements for f in same),
+                "margin": worst.margin,
+                "allowed": worst.allowed,
+                **(more or {}),
+            },
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from consistency.numerics.decisions import Watch
+from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.replay import deciding
 from consistency.worker.model import half_kernels
 from consistency.worker.model.blocks import RecomputationError
@@ -65,21 +66,23 @@ class TrainingPasses:
         """How the model computes in its dtype, where not by the device's own kernels."""
         return half_kernels.described(self._kernels)
 
-    def take(self, step: int, *, exact: bool = False, watches: Watches = _unwatched) -> TrainingPass:
+    def take(
+        self, step: int, *, exact: bool = False, watches: Watches = _unwatched, places: Places | None = None
+    ) -> TrainingPass:
         """Run one pass with the parameters as they are; where no output depends on one, its gradient is zero."""
         try:
-            return self._take(step, exact=exact, watch=watches())
+            return self._take(step, exact=exact, watch=watches(), places=places)
         except RecomputationError:
             self._recompute = False
-            return self._take(step, exact=exact, watch=watches())
+            return self._take(step, exact=exact, watch=watches(), places=places)
 
-    def _take(self, step: int, *, exact: bool, watch: Watch | None) -> TrainingPass:
+    def _take(self, step: int, *, exact: bool, watch: Watch | None, places: Places | None) -> TrainingPass:
         part = self._parts[step % len(self._parts)]
         loss, gradients = TokenLoss(part), dict[str, torch.Tensor]()
         with half_kernels.computing(None if exact else self._kernels):
             backward(
                 self.model, list(self.parameters), part, gradients.__setitem__, recompute=self._recompute, exact=exact,
-                watched=deciding(watch, gradient=True), loss=loss,
+                watched=deciding(watch, gradient=True, places=places), loss=loss,
             )  # fmt: skip
         for name, parameter in self.parameters.items():
             if name not in gradients:  # as in a step that no token of a batch takes to an expert

@@ -19,7 +19,6 @@ from consistency.case.stages import SPECS, Stage
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.worker import cpu_error
-from consistency.worker.decisions.replay import Made
 from consistency.worker.model.float64_reference import Reference, give_up, wait_for
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import is_of_the_model
@@ -29,6 +28,7 @@ from consistency.worker.protocol import TRAJECTORY_FILE
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import skip, to_train
 from consistency.worker.stages.step_judging import StepJudge
+from consistency.worker.stages.trajectory.device_decisions import DeviceDecisions
 from consistency.worker.stages.trajectory.passes import TrainingPasses, computed, own_optimizer, own_pass
 from consistency.worker.stages.trajectory.step_checks import StepChecks
 from consistency.worker.stages.trajectory.yardstick import (
@@ -45,7 +45,9 @@ STAGE = Stage.TRAJECTORY
 STEPS = 20
 """Where `--steps` does not say how many."""
 
-DECIDES = "at {} of {} steps the device decides otherwise than float64: states and gradients are not judged there"
+OTHER_DECISIONS = (
+    "at {} of {} steps the device decides by other operations than float64: states and gradients are not judged there"
+)
 STEPWISE = "steps"
 """Tensor of the row that says why hidden states and gradients are not judged."""
 
@@ -56,10 +58,10 @@ class _Trained:
 
     file: StepFile
     start: Tensors
+    decisions: DeviceDecisions
     states: list[TensorFile] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    made: Made = field(default_factory=Made)
 
 
 def run(context: Context) -> None:
@@ -104,12 +106,13 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
     parameters = passes.parameters
     file = StepFile(stem.with_suffix(".safetensors"), parameters, steps=steps, kinds=(AVERAGED, UPDATED))
     start = {name: parameter.detach().to(CPU, copy=True) for name, parameter in parameters.items()}
-    found = _Trained(file=file, start=start)
+    title = cpu_error.name_of(cpu_error.products_in(context.model, products_of(context.device)))
+    found = _Trained(file=file, start=start, decisions=DeviceDecisions(stem, context.model, title))
     try:
         optimizer = own_optimizer(parameters.values())
         for step in range(steps):
             context.events.step(f"step {step + 1}", step, steps)
-            taken = own_pass(passes, step, functools.partial(found.made.watch, str(step)))
+            taken = own_pass(passes, step, functools.partial(found.decisions.watch, step))
             found.losses.append(taken.loss)
             found.norms.append(taken.norm)
             layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in taken.states.items()}
@@ -126,6 +129,7 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
         yield found
     finally:
         file.close(remove=True)
+        found.decisions.remove()
         for of_step in found.states:
             of_step.close(remove=True)
 
@@ -148,13 +152,13 @@ def _no_reference(context: Context, reason: str) -> None:
 
 def _judge_passes(context: Context, twin: TrainingPasses, own: _Trained, *, computed_by: str) -> None:
     """Judge hidden states and gradients of each step."""
-    checks = StepChecks(context, twin, own.file, own.start, states=own.states, made=own.made)
+    checks = StepChecks(context, twin, own.file, own.start, states=own.states, decisions=own.decisions)
     try:
         reason = checks.check()
         if not reason:
             checks.record(computed_by)
         if checks.left_out:
-            reason = DECIDES.format(checks.left_out, own.file.steps)
+            reason = OTHER_DECISIONS.format(checks.left_out, own.file.steps)
     finally:
         checks.close()
     if reason:

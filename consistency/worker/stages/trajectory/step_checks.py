@@ -5,8 +5,8 @@ part by any multiple of what rounding makes. One step can: its hidden states and
 pass at the device's own parameters, by the `relative` rule and the error that passes with noise make at these
 parameters. Nothing that an earlier step did is held against a later one, so the first step outside is where it began.
 
-Where a model decides (routers, ReLU), rounding may turn a decision, and what follows jumps. A step in which the device
-decided otherwise than float64 is left out; in the others, passes with noise decide as float64 did.
+Where a model decides (routers, ReLU), rounding may turn a decision, and what follows jumps. So passes with noise decide
+as the device did, and float64 as far as rounding explains it (`decisions.track`); what it does not explain has a row.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.independent_errors import independent_lines, independent_rows
 from consistency.numerics.rules import RoundingError, judge_relative, passes
 from consistency.worker import cpu_error
-from consistency.worker.decisions.replay import Made
+from consistency.worker.decisions.places import Places
+from consistency.worker.decisions.track import Flip
 from consistency.worker.model.float64_reference import Reference, Tables
 from consistency.worker.model.running import is_of_the_model
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.decision_flips import record_flips
 from consistency.worker.stages.relative_rule import record_relative
-from consistency.worker.stages.trajectory.exact_decisions import ExactDecisions
-from consistency.worker.stages.trajectory.passes import TrainingPass, TrainingPasses
+from consistency.worker.stages.trajectory.device_decisions import PASS, DeviceDecisions
+from consistency.worker.stages.trajectory.passes import TrainingPass, TrainingPasses, Watches
 from consistency.worker.training.backward import Tensors
 from consistency.worker.training.steps import AVERAGED, UPDATED, StepFile
 
@@ -75,13 +77,12 @@ class StepChecks:
         The parameters before the first step, on the CPU.
     states : sequence of TensorFile
         Hidden states and outputs of each step.
-    made : Made
-        The device's decisions, by the number of the step.
+    decisions : DeviceDecisions
 
     Attributes
     ----------
     left_out : int
-        Steps in which the device decided otherwise than float64.
+        Steps in which the device decides by other operations than float64, as kernels of its own may.
     """
 
     def __init__(
@@ -92,16 +93,18 @@ class StepChecks:
         start: Tensors,
         *,
         states: Sequence[TensorFile],
-        made: Made,
+        decisions: DeviceDecisions,
     ) -> None:
         self.left_out = 0
-        self._made = made
+        self._decisions = decisions
+        self._flips: tuple[int, list[Flip]] = (0, [])
         self._context = context
         self._twin = twin
         self._file = file
         self._start = start
         self._states = states
         self._products = cpu_error.products_in(context.model, products_of(context.device))
+        self._title = cpu_error.name_of(self._products)
         self._kept: dict[tuple[str, str], _Kept] = {}
         layout = {name: (torch.float64, tuple(tensor.shape)) for name, tensor in start.items()}
         self._exact = TensorFile(context.scratch / f"trajectory-exact-{os.getpid()}.safetensors", layout)
@@ -116,39 +119,60 @@ class StepChecks:
             self._context.events.step(f"step {step + 1}, float64", step, steps)
             before = {n: self._file.of_step(UPDATED, n, step - 1) for n in self._start} if step else self._start
             self._twin.begin(before)
-            decisions, own = ExactDecisions(), self._made.digests(str(step))
             try:
-                # watching takes some 30 µs per operation: the first step shows whether there is something to watch
-                watches = decisions.remember if own or not step else lambda: None
-                exact = self._twin.take(step, exact=True, watches=watches)
+                found = self._of_one_track(step)
             except Exception as error:  # code that insists on its own dtype
                 if not is_of_the_model(error, self._twin.model):
                     raise
                 return first_line(error)
-            if own == decisions.digests:
-                self._check(step, exact, decisions)
-            else:
+            if found is None:
                 self.left_out += 1
+            else:
+                self._check(step, *found)
         return ""
 
-    def _check(self, step: int, exact: TrainingPass, decisions: ExactDecisions) -> None:
-        states = {name: s for name in exact.states if (s := self._states[step].read(name)) is not None}
+    def _of_one_track(self, step: int) -> tuple[TrainingPass, list[TrainingPass]] | None:
+        """Return a pass in float64 and those with noise, all with the same decisions; None where that cannot be."""
+        track = self._decisions.of(step)
+        if track is None:
+            unexpected: list[str] = []
+            # watching takes some 30 µs per operation: the first step shows whether there is something to watch
+            watch = None if step else lambda decision: unexpected.append(decision.name)
+            exact = self._twin.take(step, exact=True, watches=lambda: watch)
+            return None if unexpected else (exact, self._draw(step, lambda: None))
+        track.places = Places(self._twin.model)
+        drawn = self._draw(step, lambda: track.other(PASS, self._title))
+        exact = self._twin.take(step, exact=True, watches=lambda: track.exact(PASS), places=track.places)
+        if not track.was_complete(PASS):
+            return None
+        if track.flips:
+            self._flips = self._flips if self._flips[1] else (step, track.flips)
+            drawn = self._draw(step, lambda: track.again(PASS))
+        track.remove()
+        return exact, drawn
+
+    def _draw(self, step: int, watches: Watches) -> list[TrainingPass]:
+        file = self._states[step]
+        states = {name: own for name in file.written if (own := file.read(name)) is not None}
         gradients = {name: self._file.of_step(AVERAGED, name, step) for name in self._start}
 
         def independent(drawn: TrainingPass) -> int:
-            counts = [independent_rows(drawn.states[name], mapped(own)) for name, own in states.items()]
+            names = states.keys() & drawn.states.keys()
+            counts = [independent_rows(drawn.states[name], mapped(states[name])) for name in names]
             counts += [independent_lines(drawn.gradients[name][None], own[None]) for name, own in gradients.items()]
             return min(counts, default=1)
 
         wanted = cpu_error.passes_for(self._twin.multiplications)
         wanted = range(wanted.start, min(wanted.stop, MOST_DRAWN + 1))
-        drawn = cpu_error.draw(
-            self._products, wanted, lambda: self._twin.take(step, watches=decisions.follow), independent
-        )  # fmt: skip
+        return cpu_error.draw(self._products, wanted, lambda: self._twin.take(step, watches=watches), independent)
+
+    def _check(self, step: int, exact: TrainingPass, drawn: Sequence[TrainingPass]) -> None:
+        states = {name: s for name in exact.states if (s := self._states[step].read(name)) is not None}
         for name, actual in states.items():
             of_name = [one.states[name] for one in drawn]
             self._keep(FORWARD, name, step, actual, exact.states[name], of_name, independent_rows)
-        for name, own in gradients.items():
+        for name in self._start:
+            own = self._file.of_step(AVERAGED, name, step)
             of_name = [one.gradients[name][None] for one in drawn]
             self._keep(GRADIENT, name, step, own[None], exact.gradients[name][None], of_name, independent_lines)
 
@@ -180,8 +204,7 @@ class StepChecks:
         )
 
     def record(self, computed_by: str) -> None:
-        """Record one row for each hidden state, output and gradient."""
-        title = cpu_error.name_of(self._products)
+        """Record one row for each hidden state, output and gradient, and the first decisions beyond rounding."""
         for (kind, name), kept in self._kept.items():
             layer, tensor = self._place(kind, name)
             if not self._context.record.wants(STAGE, layer):
@@ -193,13 +216,15 @@ class StepChecks:
                 exact, actual = mapped(of_file), actual[0]
             assert exact is not None
             tables = Tables(
-                errors={title: {name: kept.error}}, failures={}, names=(), computed_by=self._twin.computed_by
+                errors={self._title: {name: kept.error}}, failures={}, names=(), computed_by=self._twin.computed_by
             )
             record_relative(
                 self._context, STAGE, layer, tensor, actual=actual, digests=[digest(actual)],
                 reference=Reference(path=self._exact.path, tables=tables, made={name: exact}), name=name,
                 exact_name=name, mode=FORWARD, computed_by=computed_by, more={"step": kept.step + 1},
             )  # fmt: skip
+        step, flips = self._flips
+        record_flips(self._context, STAGE, flips, more={"step": step + 1})
 
     def _place(self, kind: str, name: str) -> tuple[str, str]:
         if kind == FORWARD:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.reader import read_capture
@@ -21,12 +23,13 @@ from consistency.case.stages import Level, Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.worker import session
-from consistency.worker.decisions.replay import Made
+from consistency.worker.decisions.track import Track, plain
 from consistency.worker.protocol import TRAJECTORY_FILE, EventLog, Job
 from consistency.worker.stages.step_judging import StepJudge
-from consistency.worker.stages.trajectory import stage, step_checks
+from consistency.worker.stages.trajectory import passes, stage, step_checks
 from consistency.worker.stages.trajectory.yardstick import FIGURES
 from tests.conftest import RunSuiteWithFaults
+from tests.worker.model.made_models import perturb
 
 pytestmark = pytest.mark.process
 
@@ -168,14 +171,14 @@ def test_only_the_published_file_stays_in_the_scratch_folder(train: Train, tmp_p
     assert left == {TRAJECTORY_FILE, TRAJECTORY_FILE.replace(".safetensors", ".json")}
 
 
-def test_without_the_decisions_of_float64_the_optimizer_alone_is_judged(
-    train: Train, monkeypatch: pytest.MonkeyPatch
+def test_with_other_operations_that_decide_the_optimizer_alone_is_judged(
+    train: Train, relu: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Made, "digests", lambda *_: ["another decision"])
-    found = train(steps=2)
+    monkeypatch.setattr(Track, "was_complete", lambda *_: False)
+    found = train(steps=2, **relu)
     assert found.verdict == "consistent"
     (skipped,) = (finding for finding in found.findings if finding.kind == "skipped")
-    assert stage.DECIDES.format(2, 2) in skipped.message
+    assert stage.OTHER_DECISIONS.format(2, 2) in skipped.message
     (note,) = (finding for finding in found.findings if finding.kind == "kept-trajectory")
     assert "every step of the optimizer is what rounding makes" in note.message
     assert {tensor.tensor.rpartition(".")[2] for tensor in found.tensors} == {"curve", "steps", "updated"}
@@ -196,6 +199,91 @@ def test_a_reference_that_fails_leaves_the_steps_judged(train: Train, monkeypatc
 def test_twenty_steps_are_trained_where_nobody_says_how_many(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "STEPS", 3)
     assert curve_of(train(steps=None))["steps"] == 3
+
+
+@pytest.fixture(scope="module")
+def relu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return a T5 whose ReLUs decide for thousands of units, two of each with the value zero before the training."""
+    folder = tmp_path_factory.mktemp("t5")
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+    perturb(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".wi.weight"):
+                parameter[:2] = 0
+    model.save_pretrained(folder / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q", "v", "wi"], task_type="SEQ_2_SEQ_LM"))
+    perturb(adapted)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".wi.lora_B." in name:
+                parameter[:2] = 0
+    adapted.save_pretrained(folder / "adapter")
+    return {"base": str(folder / "base"), "adapter": str(folder / "adapter")}
+
+
+def test_a_fault_that_turns_decisions_is_found_from_its_first_step_on(train: Train, relu: dict[str, str]) -> None:
+    found = train(FAULTS[1], **relu)
+    (finding,) = errors(found)
+    assert "leaves the float64 trajectory at step 4, in decoder_hidden_states." in finding.message
+    assert not [one for one in found.findings if one.kind == "skipped"], "every step is judged"
+
+
+def _relus_off_by(value: float, monkeypatch: pytest.MonkeyPatch, *, begin: int) -> None:
+    """Let the device's own passes add to the values before each ReLU, from a step on."""
+    real = passes.own_pass
+
+    def own_pass(of_device: Any, step: int, watches: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if step >= begin:
+                patch.setattr(torch.nn.ReLU, "forward", lambda _, x: torch.relu(x + value))
+            return real(of_device, step, watches)
+
+    monkeypatch.setattr(stage, "own_pass", own_pass)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_with_undecided_units_are_judged_and_no_finding(
+    train: Train, relu: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    seen: list[int] = []
+    real = Track.exact
+
+    def exact(track: Track, key: str) -> Any:
+        settle = real(track, key)
+        assert settle is not None
+
+        def counted(decision: Any) -> Any:
+            decided = settle(decision)
+            seen.append(0 if decided is None else int((plain(decision.decided) != decided).sum()))
+            return decided
+
+        return counted
+
+    monkeypatch.setattr(Track, "exact", exact)
+    _relus_off_by(1e-9, monkeypatch, begin=0)
+    found = train(**relu, dtype=dtype)
+    assert sum(seen) > 0, "float64 decided otherwise by itself"
+    assert found.verdict == "consistent", found.findings
+    assert not [one for one in found.findings if one.kind == "skipped"]
+
+
+def test_decisions_that_rounding_does_not_explain_are_named(
+    train: Train, relu: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _relus_off_by(1e-2, monkeypatch, begin=2)
+    found = train(**relu)
+    (finding,) = errors(found)
+    assert "leaves the float64 trajectory at step 3, in " in finding.message
+    flipped = [t for t in found.tensors if t.tensor == "relu.decisions"]
+    assert {row.evidence["step"] for t in flipped for row in t.outcomes} == {3}
+    assert any("DenseReluDense.act" in t.layer for t in flipped)
 
 
 def test_a_fault_is_found_in_a_half_type(train: Train) -> None:
