@@ -8,6 +8,7 @@ one suite: a worker takes them in turn, and a new one is started only where a fa
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -361,7 +362,7 @@ def _row(trial: Trial, comparison: Comparison) -> DrillRow:
     notes = {fault.expected} if fault.is_note else set()
     told = [f for f in comparison.findings if f.severity != "note" or f.kind in notes]
     about = [f for f in told if not _is_known(f, trial.known)]
-    first = next((f for f in about if f.workers == (worker,) and fault.words in f.message), None)
+    first = next((f for f in about if f.workers == (worker,) and re.search(fault.words, f.message)), None)
     untaken = _untaken(fault, comparison)
     if first is None and untaken:
         return _not_planted(trial, untaken)

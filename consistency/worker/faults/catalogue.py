@@ -54,7 +54,7 @@ class Fault:
     case : str or None
         Which of the cases C1 to C5 of `docs/cases.md` it stands for.
     words : str
-        What the finding's message has to contain, besides its kind.
+        What the finding's message has to contain, besides its kind: a regular expression.
     two_devices : bool
         Whether it needs a second accelerator, and a worker that sees both.
     offloads : bool
@@ -270,7 +270,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="trajectory-forward-off", plant="trajectory:forward_off", expected="left-trajectory", stages=_TRAJECTORY,
-        steps=6, words="at step 4, in hidden_states.", needs=(Need.FLOAT32_MODEL,),
+        steps=6, words=r"at step 4, in (decoder_)?hidden_states\.", needs=(Need.FLOAT32_MODEL,),
     ),
     Fault(
         name="trajectory-optimizer-off", plant="trajectory:optimizer_off", expected="left-trajectory",

@@ -74,8 +74,8 @@ class Joined:
         Of this stage and this group alone.
     members : tuple of int or None
         Which ranks of the group it is that talk here, in their order; None is all of them.
-    process_group : torch.distributed.ProcessGroup or None
-        Theirs; None is torch's default, of all.
+    process_group : torch.distributed.ProcessGroup
+        Theirs; of all, torch's default.
     """
 
     group: RankGroup
@@ -83,8 +83,8 @@ class Joined:
     store: Store
     events: EventLog
     folder: Path
+    process_group: dist.ProcessGroup
     members: tuple[int, ...] | None = None
-    process_group: dist.ProcessGroup | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -263,7 +263,11 @@ def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str)
         reason = f"the group cannot be made: {first_line(error)}"
         raise _error(group, reason, events, folder) from error
     try:
-        yield Joined(group=group, device=device, store=PrefixStore("answers", store), events=events, folder=folder)
+        assert dist.group.WORLD is not None
+        yield Joined(
+            group=group, device=device, store=PrefixStore("answers", store), events=events, folder=folder,
+            process_group=dist.group.WORLD,
+        )  # fmt: skip
     except Exception as error:  # whatever ends this rank's part, the others are told
         tells = not isinstance(error, RefusedError) and not (isinstance(error, GroupError) and error.lost)
         if tells:

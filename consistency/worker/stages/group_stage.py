@@ -43,6 +43,8 @@ def in_group(
     try:
         group = choose(met(context.job.group, context.events))
         with joined(group, context.device, context.events, stage) as ranks:
+            # `ranks` keeps the process group for longer than what an error keeps of `run`: the reducer of
+            # DistributedDataParallel, if it is the last to hold it, joins its threads with the interpreter's lock held
             run(ranks)
     except (RefusedError, NodeLostError) as error:
         skip(context, stage, str(error))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +14,9 @@ import torch
 
 from consistency.case.case import Case
 from consistency.case.stages import Stage
-from consistency.worker.stages.group_stage import float64_of
+from consistency.worker.ranks.group import GroupError
+from consistency.worker.stages import group_stage
+from consistency.worker.stages.group_stage import float64_of, in_group
 from consistency.worker.stages.shards import stage as shards
 
 
@@ -33,3 +38,34 @@ def test_a_sum_in_the_place_of_an_average_is_of_the_library(
     for device in ("cpu", "cuda"):
         ranks = SimpleNamespace(device=torch.device(device), world=2, process_group=None)
         assert shards._adds_up_averages(cast("Any", ranks)) is (wrong and device == "cpu")
+
+
+def test_a_process_group_is_held_for_longer_than_what_ran_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the last to hold it may be DistributedDataParallel's reducer, and a rank hangs after an error, at random."""
+
+    class ProcessGroup:
+        pass
+
+    @contextmanager
+    def joined(*_: object) -> Iterator[Any]:
+        yield SimpleNamespace(process_group=ProcessGroup())
+
+    held: list[bool] = []
+
+    class Reducer:
+        def __init__(self, group: ProcessGroup) -> None:
+            self.group = weakref.ref(group)
+
+        def __del__(self) -> None:
+            held.append(self.group() is not None)
+
+    def run(ranks: Any) -> None:
+        reducer = Reducer(ranks.process_group)
+        raise GroupError(f"a rank is lost, and {reducer} is in the frames of this error", lost=True)
+
+    monkeypatch.setattr(group_stage, "joined", joined)
+    monkeypatch.setattr(group_stage, "met", lambda group, _: group)
+    monkeypatch.setattr(group_stage, "skip", lambda *_: held.append(False) if held else None)
+    context = SimpleNamespace(job=SimpleNamespace(group=object()), device=torch.device("cpu"), events=None)
+    in_group(cast("Any", context), Stage.REPLICAS, run)
+    assert held == [True]
