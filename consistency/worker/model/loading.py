@@ -187,7 +187,8 @@ def load_adapter(
     Where `initial` is given, it is filled with the digests that the adapter's parameters had before its file was loaded
     into them, by name; `origins` with the name in the base of each of its tensors by the name in PEFT's model.
     """
-    from peft import PeftModel
+    import peft
+    import transformers
 
     path = case.adapter if instead is None else instead.path
     assert path is not None
@@ -197,7 +198,7 @@ def load_adapter(
     problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
     try:
         with _as_input_error(UNUSABLE, problem, where=path, hint=hint, device=device_of(base.model)), recording:
-            model = PeftModel.from_pretrained(
+            model = peft.PeftModel.from_pretrained(
                 base.model, path, adapter_name=ADAPTER_NAME if instead is None else instead.name,
                 autocast_adapter_dtype=autocast,
             )  # fmt: skip
@@ -212,6 +213,9 @@ def load_adapter(
                 wanted="every tensor of the modules in modules_to_save of adapter_config.json",
                 hint="save it again by PEFT's save_pretrained(), or take the module out of modules_to_save",
             ) from lost
+        if isinstance(lost, TypeError | AttributeError):  # as code raises that was written for another version
+            hint = f"does peft {peft.__version__} fit transformers {transformers.__version__}? {hint}"
+            raise InputError(problem, where=path, got=error.parts["got"], hint=hint) from lost
         raise
     assert isinstance(model, torch.nn.Module)
     model.eval()

@@ -72,3 +72,20 @@ def test_a_file_without_a_tensor_that_its_config_asks_for_is_told_so(llama: Path
     with pytest.raises(InputError, match="the adapter's file lacks a tensor that its config asks for") as caught:
         load_adapter(load_base(case, "cpu"), case)
     assert caught.value.got == f"no {lost}"
+
+
+@pytest.mark.parametrize("error", [TypeError("unexpected keyword"), ValueError("size mismatch")])
+def test_an_error_of_code_leads_to_the_versions(llama: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """PEFT 0.21 under transformers 5.0 raises so on some mixtures of experts."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    case = case_of(llama, on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj"])))
+    base = load_base(case, "cpu")
+    monkeypatch.setattr(peft.PeftModel, "from_pretrained", fail)
+    with pytest.raises(InputError) as raised:
+        load_adapter(base, case)
+    versions = f"does peft {peft.__version__} fit transformers {transformers.__version__}? "
+    expected = f"{versions if isinstance(error, TypeError) else ''}is it for {case.base}?"
+    assert (raised.value.parts["hint"], raised.value.parts["got"]) == (expected, f"{type(error).__name__}: {error}")
