@@ -262,7 +262,7 @@ def figures(found: Sequence[Drilled]) -> str:
         lines.append((one.name, made.tiny.family, dtype, method, targets, counted, f"{one.took_s:.0f}"))
     of_all = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return (
-        f"{passed} of {len(planted)} planted faults found and named, in {len(found)} architectures on "
+        f"{passed} of {len(planted)} planted faults found and named, in {len(found)} cases on "
         f"{', '.join(DEVICES)}.\n\n{of_all}"
     )
 
