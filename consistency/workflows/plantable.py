@@ -47,6 +47,8 @@ class Subject:
         Names of what a healthy run judged; None where there was none.
     has_form : bool
         Whether merged weights have a closed form.
+    splits : bool
+        Whether ranks that hold one model by a plan hold parts of the adapter's tensors.
     """
 
     has_adapter: bool
@@ -60,6 +62,7 @@ class Subject:
     unchecked: Mapping[Stage, str] = field(default_factory=dict)
     judged: frozenset[str] | None = None
     has_form: bool = True
+    splits: bool = True
 
     def of_lora(self, part: str) -> list[str]:
         """Return the layers whose tensor of this part (`lora_A`, `lora_B`) the adapter's file holds."""
@@ -103,10 +106,12 @@ def _seen(healthy: Comparison, case: Case) -> dict[str, Any]:
             unchecked[stage] = next((row.reason for row in rows if row.reason), "it has nothing to check")
     judged = [tensor for tensor in healthy.tensors if any(row.status in JUDGED for row in tensor.outcomes)]
     merged = [tensor for tensor in judged if tensor.stage == Stage.MERGED and tensor.tensor == WEIGHT]
+    split = [tensor for tensor in judged if tensor.stage == Stage.TENSOR_PARALLEL]
     return {
         "unchecked": unchecked,
         "judged": frozenset(tensor.name for tensor in judged),
         "has_form": all(tensor.rule == Rule.BOUND for tensor in merged),
+        "splits": any(row.evidence.get("split") for tensor in split for row in tensor.outcomes),
     }
 
 
@@ -218,6 +223,7 @@ _REASONS: dict[Need, Callable[[Subject], str]] = {
         "" if subject.ranks > 2 else "no three devices of one type: no two of them form a group beside that of all"
     ),
     Need.PLAN: _plan,
+    Need.SPLIT: lambda subject: "" if subject.splits else "the plan splits no tensor of the adapter",
     Need.WEIGHT_FILE: lambda subject: "" if subject.base_config else "a function makes the base, not a weight file",
     Need.FLOAT32_FILE: lambda subject: (
         "" if "F32" in subject.file_dtypes

@@ -83,6 +83,7 @@ def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
             "forward-off", {"dtype": "float16"},
             "the base is loaded in float16, whose rounding is larger than this fault",
         ),
+        ("split-part-of-another", {"ranks": 2, "splits": False}, "the plan splits no tensor of the adapter"),
         ("forward-fails", {"workers": 1}, "one device only: nothing to compare it with"),
         ("base-bit-flip", {"base_config": {}}, "a function makes the base, not a weight file"),
         ("adapter-layers-swapped", {"tensors": headers("only")}, "no two tensors of the adapter have the same shape"),
@@ -98,7 +99,7 @@ def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_apply_has_its_reason(fault: str, changed: dict[str, Any], why: str) -> None:
-    assert reason(fault) == ""
+    assert reason(fault, ranks=3) == ""
     assert reason(fault, **changed) == why
 
 

@@ -20,6 +20,7 @@ class Need(enum.Enum):
     RANKS = enum.auto()
     THREE_RANKS = enum.auto()
     PLAN = enum.auto()
+    SPLIT = enum.auto()
     WEIGHT_FILE = enum.auto()
     FLOAT32_FILE = enum.auto()
     FLOAT32_MODEL = enum.auto()
@@ -418,7 +419,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="split-part-of-another", plant="ranks:part_of_another", expected="swapped", stages=_TENSOR_PARALLEL,
-        needs=(Need.RANKS, Need.PLAN, Need.LORA_B),
+        needs=(Need.RANKS, Need.PLAN, Need.SPLIT, Need.LORA_B),
     ),
     Fault(
         name="split-scaled-by-ranks", plant="ranks:scaled_by_ranks", expected="settings", stages=_TENSOR_PARALLEL,

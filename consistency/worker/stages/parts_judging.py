@@ -55,7 +55,7 @@ def record_held(context: Context, ranks: Joined, stage: Stage, model: torch.nn.M
     str
         Which ranks hold something else: nothing that is computed with it can be judged. Empty where none does.
     """
-    alone, equal, wrong = dict(context.model.named_parameters()), 0, False
+    alone, equal, split, wrong = dict(context.model.named_parameters()), 0, 0, False
     for name, parameter in model.named_parameters():
         if name not in alone:
             continue
@@ -63,6 +63,7 @@ def record_held(context: Context, ranks: Joined, stage: Stage, model: torch.nn.M
         if 0 in part.shape:  # fewer rows than ranks
             continue
         of_adapter = name in names
+        split += of_adapter and part.dim is not None
         all_of_it = context.expected[name][1].to(own.dtype) if of_adapter else alone[name].detach()
         expected = part.of(all_of_it)
         if digest(own).value == digest(expected).value:
@@ -76,7 +77,7 @@ def record_held(context: Context, ranks: Joined, stage: Stage, model: torch.nn.M
     wrong |= _record_settings(context, stage, model)
     context.record.fact(
         stage, WHOLE_MODEL, HELD, status="within" if wrong else "equal",
-        evidence={"equal": equal, "ranks": list(ranks.names)},
+        evidence={"equal": equal, "split": split, "ranks": list(ranks.names)},
     )  # fmt: skip
     return who_else(ranks, "something else than the files say is held", is_here=wrong)
 
