@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from consistency.worker.faults.planting import changing, instead
+from consistency.worker.model.id_checks import TOKEN_IDS
 
 
 @changing("accelerate.hooks:send_to_device")
@@ -25,5 +26,6 @@ def an_added_token(real: Callable[..., Any], case: Any, model: Any) -> Any:
     """Use the id of a token that was added to a tokenizer, and to no table of embeddings."""
     inputs, reason = real(case, model)
     if inputs is not None:
-        inputs["input_ids"][0, 5] = model.config.vocab_size + 3
+        ids = next(inputs[name] for name in TOKEN_IDS if name in inputs)  # of a model of speech, the decoder's
+        ids[0, 5] = model.config.vocab_size + 3
     return inputs, reason
