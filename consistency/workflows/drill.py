@@ -29,6 +29,7 @@ from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import InputError, UsageError, did_you_mean
 from consistency.launch.engine import Watcher
+from consistency.launch.plan import default_load_paths
 from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault, Need
 from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
@@ -186,6 +187,7 @@ def prepare_trials(
     healthy: Comparison | None = None
     if is_own(options):
         plan = pipeline.prepare(without_fault(faults, dataclasses.replace(options, devices=names), several))
+        plan = dataclasses.replace(plan, case=msgspec.structs.replace(plan.case, load_paths=_load_paths(faults, plan)))
         watched = None if out is None else out / HEALTHY
         healthy = pipeline.run(plan, watched, watch=watch, replace=replace).comparison
         check_healthy(healthy)
@@ -211,6 +213,13 @@ def without_fault(
     wrapper = HARMLESS_WRAPPER if Stage.WRAPPING in needed else None
     own = dataclasses.replace(options, stages=tuple(stage for stage in Stage if stage in needed), wrapper=wrapper)
     return own if Stage.ADAPTERS not in needed else with_adapters(own, several)
+
+
+def _load_paths(faults: Sequence[Fault], plan: pipeline.Plan) -> tuple[LoadPath, ...]:
+    """Return the load paths of a run, and those of faults: a loader may have findings of its own."""
+    taken = {path for fault in faults if not fault.two_devices for path in fault.load_paths or ()}
+    default = default_load_paths(plan.devices, sides=plan.case.plan.sides)
+    return tuple(path for path in LoadPath if path in {*default, *taken})
 
 
 def with_adapters(options: Options, several: tuple[NamedAdapter, ...] | None) -> Options:
@@ -281,7 +290,7 @@ def trial_of(
     if fault.several:
         own = with_adapters(own, several)
     planned = PlannedCase(options=own, plan=pipeline.prepare(own), below="")
-    loose = subject.config.get("peft_type") != "LORA"
+    loose = subject.config.get("peft_type") != "LORA" or bool(subject.config.get("use_dora"))
     return Trial(fault=fault, worker=worker, expected=expected, planned=planned, may_lack_cause=loose, known=known)
 
 

@@ -131,7 +131,8 @@ def why_not(fault: Fault, subject: Subject) -> str:
     unchecked = subject.unchecked.get(fault.stages[0])
     if unchecked:
         return f"stage {fault.stages[0]} checks nothing of this case: {unchecked}"
-    if subject.judged is None or any(fault.shows_in in name for name in subject.judged):
+    stages = tuple(f"{stage}::" for stage in fault.stages)
+    if subject.judged is None or any(fault.shows_in in name for name in subject.judged if name.startswith(stages)):
         return ""
     return "without a fault, nothing is checked in this case that would show it"
 
