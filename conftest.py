@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -50,6 +51,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.process)
     marked = Counter(item.path for item in items if item.get_closest_marker("process"))
     items.sort(key=lambda item: -marked[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports made out of every garbage collection, and give each process its share of the cores.
+
+    A worker's session collects garbage, which takes a quarter of a second with torch, transformers and all tests in the
+    process. Threads beyond the cores spin while they wait for one another: with two per core, the factors of a tiny
+    matrix took twenty times the processor's time. So a process of xdist has the number that a run gives its workers.
+    Processes that tests start are not limited, and tests about threads ask for their own number.
+    """
+    gc.collect()
+    gc.freeze()
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch = sys.modules.get("torch")
+    if processes > 1 and torch is not None:
+        torch.set_num_threads(max(1, torch.get_num_threads() // processes))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -24,7 +24,9 @@ _URL = re.compile(
 
 def clean(text: str) -> str:
     """Escape control characters, and what a log takes for a command; line feeds stay."""
-    shown = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
+    shown = text
+    if not text.isprintable():  # hardly ever
+        shown = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
     return _COMMAND.sub(r"\\x3a", shown).replace("##[", "#\\x23[")
 
 

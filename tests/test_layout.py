@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import operator
 import re
@@ -81,11 +82,14 @@ MANY_PARAMETERS = {
 """Functions with more than eight parameters."""
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the modules of the package, by their place in it."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if "fixtures" not in path.relative_to(PACKAGE).parts:
-            yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def sources() -> tuple[tuple[str, ast.Module], ...]:
+    """Return the modules of the package, by their place in it."""
+    return tuple(
+        (path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if "fixtures" not in path.relative_to(PACKAGE).parts
+    )
 
 
 def test_a_file_is_found_by_its_name() -> None:

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import TextIO
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -51,8 +51,11 @@ def make_console(file: TextIO | None = None) -> Console:
     """Return a console: colours on a terminal, plain text elsewhere. `COLUMNS` is the width of either."""
     file = file or sys.stdout
     console = _Console(file=file, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():  # rich heeds it
-        console.width = max(console.width, PIPE_WIDTH)
+    if not console.is_terminal:
+        width, height = console.size
+        if not os.environ.get("COLUMNS", "").isdigit():  # rich heeds it
+            width = max(width, PIPE_WIDTH)
+        console.size = ConsoleDimensions(width, height)  # a given size is not asked for again with every line
     return console
 
 
@@ -76,12 +79,34 @@ def stripped(text: str, console: Console) -> bytes:
 
 def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence[Text]], *, indent: int = 0) -> None:
     """Print a table whose long cells are folded, never cut."""
+    lines = [[Text(title, "bold") for title in titles], *rows]
+    widths = [max(cell.cell_len for cell in column) for column in zip_longest(*lines, fillvalue=Text())]
+    if indent + sum(widths) + _TABLE_GAP * (len(widths) - 1) <= console.width and not _has_line_feed(lines):
+        _print_fitting(console, lines, widths, indent)
+        return
     table = Table(box=None, pad_edge=False, padding=(0, _TABLE_GAP, 0, 0))
     for title in titles:
         table.add_column(title, header_style="bold", overflow="fold")
-    for cells in rows:
+    for cells in lines[1:]:
         table.add_row(*cells)
     console.print(Padding(table, (0, 0, 0, indent), expand=False))
+
+
+def _has_line_feed(lines: Iterable[Iterable[Text]]) -> bool:
+    return any("\n" in cell.plain for cells in lines for cell in cells)
+
+
+def _print_fitting(console: Console, lines: Sequence[Sequence[Text]], widths: Sequence[int], indent: int) -> None:
+    """Print a table that needs no folding as plain lines: rich measures every cell five times over."""
+    made = []
+    for cells in lines:
+        line = Text(" " * indent)
+        for cell, width in zip(cells, widths, strict=False):  # a row may end early
+            line.append_text(cell)
+            line.pad_right(width - cell.cell_len + _TABLE_GAP)
+        line.rstrip()
+        made.append(line)
+    console.print(Text("\n").join(made), soft_wrap=True)
 
 
 def print_rows(console: Console, titles: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:

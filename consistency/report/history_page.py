@@ -6,10 +6,12 @@ allows no script and no request.
 
 from __future__ import annotations
 
+import functools
 import os
 import urllib.parse
 from pathlib import Path
 
+import jinja2
 from markupsafe import Markup
 
 from consistency.capture.version import __version__
@@ -48,11 +50,7 @@ def history_as_html(
         got = ", ".join(name for name in (device, case) if name)
         raise UsageError("no run has this device or this case", got=got, wanted=f"one of the devices {some(devices)}")
     since = [] if device or case else changes(runs)
-    environment = page_environment()
-    environment.filters["link"] = lambda run: _link(run, place)
-    environment.filters["night_link"] = lambda night: _night_link(night, place)
-    environment.filters["colour"] = lambda group: "none" if group is None else group % _CLASSES
-    return environment.from_string(part("history.html")).render(
+    return _template().render(
         damage=history.damage,
         changes=[ChangeRow.of(change) for change in since[:_MOST_CHANGES]],
         changes_left_out=len(since[_MOST_CHANGES:]),
@@ -64,6 +62,7 @@ def history_as_html(
         most_findings=_MOST_FINDINGS,
         name=history.url,
         nights=found,
+        place=place,
         planted=[run.at[:16].replace("T", " ") for run in runs if run.planted],
         simulated=any(run.workers.is_simulated for run in runs),
         style=Markup(part("style.css") + part("history.css")),
@@ -71,6 +70,15 @@ def history_as_html(
         trend=Trend,
         verdict=found[-1].verdict if found else None,
     )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    """Return the page's template, compiled once per process."""
+    environment = page_environment()
+    environment.filters.update(link=_link, night_link=_night_link)
+    environment.filters["colour"] = lambda group: "none" if group is None else group % _CLASSES
+    return environment.from_string(part("history.html"))
 
 
 def _facts(found: list[Night], runs: list[RunRecord], devices: int) -> list[str]:

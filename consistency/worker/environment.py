@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -22,10 +23,20 @@ PRODUCTS = "products"
 """Key of the precisions of products."""
 
 
+@functools.cache
 def release(package: str) -> tuple[int, int]:
     """Return the first two numbers of an installed package's version."""
     major, minor = importlib.metadata.version(package).split(".")[:2]
     return int(major), int(minor)
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    """Return an installed package's version, for which its metadata is parsed; None of one that is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -42,11 +53,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "compiled_kernel": trust.state(),
         "variables": {name: os.environ[name] for name in sorted(recorded_variables()) if name in os.environ},
     }
-    for name in _VERSIONED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
+    found |= {name: _version(name) for name in _VERSIONED}
     if device.type != CPU:
         found.update(_accelerator(device))
     return found | digest_kernel(device) | products(device)

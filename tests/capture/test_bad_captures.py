@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from consistency.capture.folder import Capture
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.result import Comparison
 from consistency.errors import CaptureError, ConsistencyError
@@ -186,15 +188,12 @@ CASES: dict[str, tuple[Damage, set[str], str]] = {
 }  # fmt: skip
 
 
-def compared(folders: list[Path]) -> Comparison:
-    return comparing.compare_folders(folders, None)
-
-
-def reported(folders: list[Path]) -> Comparison:
-    """Compare, and write every report there is."""
-    found = compared(folders)
-    for verbose in (False, True):
-        printed(found, verbose=verbose)
+def reported(given: Sequence[Capture | Path], *, briefly: bool = True) -> Comparison:
+    """Compare, and write every report there is; of a few tensors the long one has all that the brief one has."""
+    found = comparing.compare_folders(given, None)
+    if briefly:
+        printed(found)
+    printed(found, verbose=True)
     json.loads(as_bytes(found))
     return found
 
@@ -307,14 +306,17 @@ def is_record(line: bytes) -> bool:
 @pytest.mark.parametrize("value", NASTY, ids=repr)
 def test_whatever_stands_in_a_record_no_report_breaks(value: object, make_capture: MakeCapture) -> None:
     """Every field of a record takes values of other types and sizes: damage, or a report."""
-    bad: list[TensorRecord] = [
-        moved("x", evidence={"bits": [3], "fields": ["exponent"], "blocks": [1]}),
-        computed("b", 3.0),
-        forward("c", 1e-3),
-        moved("y", "y", stage="base", layer="embed", tensor="weight", blocks="1" * 16),
+    bad: list[tuple[TensorRecord, TensorRecord]] = [
+        (RECORDS[0], moved("x", evidence={"bits": [3], "fields": ["exponent"], "blocks": [1]})),
+        (RECORDS[2], computed("b", 3.0)),
+        (RECORDS[3], forward("c", 1e-3)),
+        (RECORDS[4], moved("y", "y", stage="base", layer="embed", tensor="weight", blocks="1" * 16)),
     ]
-    folders = write(make_capture, None)
-    for record in bad:
+    beside = RECORDS[1]  # which the edited capture lacks: no edit hides that
+    folder = make_capture("b", {"cuda:0": RECORDS[:1]})
+    for number, (right, record) in enumerate(bad):
+        seen = [right, beside]
+        good = read_capture(make_capture(f"a{number}", {"cpu": seen, "cuda:0": seen}))
         whole = {name: getattr(record, name) for name in record.__struct_fields__}
         plain = json.loads(encode_json(whole))
         edits = [{name: value} for name in plain]
@@ -322,12 +324,14 @@ def test_whatever_stands_in_a_record_no_report_breaks(value: object, make_captur
         edits += [{"measure": {**(plain["measure"] or {}), name: value}} for name in plain["measure"] or ()]
         for edit in edits:
             line = json.dumps(plain | edit).encode()
-            records_of(folders[1]).write_bytes(line + b"\n")
-            reseal(folders[1])
-            # a line that is no record is damage, and CASES has the reports of that
-            write_reports = reported if is_record(line) else compared
+            records_of(folder).write_bytes(line + b"\n")
+            other = read_capture(reseal(folder))
+            if not is_record(line):  # CASES has the reports of that
+                assert other.workers == ()
+                assert "line 1 is damaged" in other.damage[0]
+                continue
             try:
-                found = write_reports(folders)
+                found = reported([good, other], briefly=False)
             except ConsistencyError:
                 continue
             assert found.verdict != "consistent", edit

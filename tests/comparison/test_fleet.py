@@ -264,21 +264,28 @@ def test_of_workers_of_one_kind_one_is_judged(monkeypatch: pytest.MonkeyPatch) -
     assert counts == [16, 16, 16]  # 8 tensors, on the CPU and on one GPU
 
 
-def operations(captures: list[Capture]) -> int:
-    """Count the bytecode operations of this package that comparing and reporting takes."""
+def steps(captures: list[Capture]) -> int:
+    """Count the lines and calls of this package that comparing and reporting takes.
+
+    Every round of a loop, of a comprehension and of a generator is one, also where all of it is on one line.
+    """
     home = str(Path(consistency.__file__).parent)
     count = 0
 
-    def watch(frame: FrameType, event: str, _: object) -> Any:
+    def enter(frame: FrameType, event: str, _: object) -> Any:
         nonlocal count
         if not frame.f_code.co_filename.startswith(home):
             return None
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
+        count += 1
+        return watch
+
+    def watch(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
         return watch
 
     before = sys.gettrace()
-    sys.settrace(watch)
+    sys.settrace(enter)
     try:
         found = compare(captures)
         printed(found)
@@ -293,7 +300,7 @@ def operations(captures: list[Capture]) -> int:
 def test_the_work_grows_no_faster_than_the_rows(grows: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From one size to twice that size as much is added as at most from half of it: 2 where linear, 4 where quadratic.
 
-    What C code does inside one operation is not counted; benchmarks/scaling.py measures the time of all of it.
+    What C code does inside one line is not counted; benchmarks/scaling.py measures the time of all of it.
     """
     monkeypatch.setattr("consistency.report.sentences.MOST_COLUMNS", 0)  # what is done of a fleet alone, for every size
     monkeypatch.setattr(report_json, "MOST_IN_FULL", 8)
@@ -303,8 +310,8 @@ def test_the_work_grows_no_faster_than_the_rows(grows: str, kind: str, monkeypat
     def work(size: int) -> int:
         workers, tensors = (size, 6) if grows == "workers" else (12, size)
         if kind == "scattered":
-            return operations(scattered(workers, 2 * tensors))
-        return operations(fleet(workers, tensors, apart=kind == "apart", faulty=faulty))
+            return steps(scattered(workers, 2 * tensors))
+        return steps(fleet(workers, tensors, apart=kind == "apart", faulty=faulty))
 
     work(12)  # fills caches
     small, middle, large = work(24), work(48), work(96)
@@ -315,10 +322,9 @@ def test_the_work_grows_no_faster_than_the_rows(grows: str, kind: str, monkeypat
 def test_a_worker_that_saw_what_others_saw_costs_nothing_per_tensor() -> None:
     """What it adds to the work is the same with four times the tensors."""
     faulty = frozenset({3, 7})
-    operations(fleet(10, 4, faulty=faulty))  # fills caches
+    steps(fleet(10, 4, faulty=faulty))  # fills caches
     few, many = (
-        operations(fleet(60, tensors, faulty=faulty)) - operations(fleet(30, tensors, faulty=faulty))
-        for tensors in (4, 16)
+        steps(fleet(60, tensors, faulty=faulty)) - steps(fleet(30, tensors, faulty=faulty)) for tensors in (4, 16)
     )
     assert many < 1.1 * few
 

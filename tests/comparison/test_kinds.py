@@ -25,7 +25,8 @@ def bare_kinds(source: str) -> Iterator[object]:
 
 
 def test_no_finding_has_a_kind_of_its_own() -> None:
-    found = {str(path): [*bare_kinds(path.read_text(encoding="utf-8"))] for path in PACKAGE.rglob("*.py")}
+    sources = {str(path): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    found = {path: [*bare_kinds(source)] for path, source in sources.items() if "kind=" in source}
     assert {path: kinds for path, kinds in found.items() if kinds} == {}
 
 

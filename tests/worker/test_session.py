@@ -144,7 +144,7 @@ def test_a_prompt_is_no_tensor_without_a_place(llama: Path, look: Look) -> None:
 )
 def test_a_method_without_closed_form_is_held_against_a_merge(llama: Path, look: Look, config: Any) -> None:
     """A reference that is not merged would be off by the whole delta, tens of thousands of roundings."""
-    merged = [r for r in look(llama, on_llama(llama, config)) if r.stage == "merged" and r.tensor != "delta"]
+    merged = [r for r in look(llama, on_llama(llama, config), stages=("merged",)) if r.tensor != "delta"]
     assert [r.tensor for r in merged] == ["weight", "weight_safe_merge"]
     assert all(0 < error_in_roundoffs(r) < 16 for r in merged)
 
@@ -158,7 +158,7 @@ def test_a_method_without_closed_form_is_held_against_a_merge(llama: Path, look:
     ids=["boft", "shira"],
 )
 def test_a_delta_that_is_no_plain_tensor_is_skipped(llama: Path, look: Look, config: Any, reason: str) -> None:
-    found = {r.tensor: r for r in look(llama, on_llama(llama, config)) if r.stage == "merged"}
+    found = {r.tensor: r for r in look(llama, on_llama(llama, config), stages=("merged",))}
     assert found["delta"].status == "skipped"
     assert reason in (found["delta"].reason or "")
     assert error_in_roundoffs(found["weight"]) < 16
@@ -175,7 +175,7 @@ def test_a_merge_is_held_against_the_base_that_the_method_rewrote(llama: Path, l
 
 def test_a_projection_that_no_file_holds_is_recorded(llama: Path, look: Look) -> None:
     config = peft.VeraConfig(r=4, target_modules=["q_proj"], save_projection=False)
-    found = {r.tensor: r for r in look(llama, on_llama(llama, config)) if r.stage == "adapter"}
+    found = {r.tensor: r for r in look(llama, on_llama(llama, config), stages=("adapter",))}
     assert {"vera_A", "vera_B"} <= set(found)
     assert (found["vera_A"].rule, found["vera_A"].word) == ("peer", "recomputed")
     assert (found["vera_lambda_b"].rule, found["vera_lambda_b"].status) == ("bitwise", "equal")
@@ -187,8 +187,8 @@ def test_wrapped_parameters_are_merged_under_their_own_name(tmp_path: Path, look
     base = saved(transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)), tmp_path / "mixtral")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
     model = transformers.MixtralForCausalLM.from_pretrained(base)
-    found = look(base, adapter_on(model, config, tmp_path / "adapter"))
-    (experts,) = [r for r in found if r.stage == "merged" and r.tensor == "weight" and "experts" in r.layer]
+    found = look(base, adapter_on(model, config, tmp_path / "adapter"), stages=("merged",))
+    (experts,) = [r for r in found if r.tensor == "weight" and "experts" in r.layer]
     assert error_in_roundoffs(experts) < 16
     # no limit is derived for the merge of the largest layer: another one is measured that has one
     peaks = {
@@ -261,9 +261,10 @@ def test_a_tolerance_replaces_the_rule_where_a_float64_value_is_known(
 ) -> None:
     adapter = on_llama(llama, config)
     given = (Override(atol=0.0, rtol=0.0), Override(layer="*.q_proj", dtype="float32", atol=1e-4, rtol=0.0))
-    found = [r for r in look(llama, adapter, tolerance=given) if r.stage in ("merged", "forward")]
-    plain = {r.key: r for r in look(llama, adapter)}
-    assert {r.key for r in found} == {key for key in plain if key[0] in ("merged", "forward")}
+    stages = ("merged", "forward")
+    found = [r for r in look(llama, adapter, stages=stages, tolerance=given) if r.stage in stages]
+    plain = {r.key: r for r in look(llama, adapter, stages=stages)}
+    assert {r.key for r in found} == {key for key in plain if key[0] in stages}
     for record in found:
         before = plain[record.key]
         if before.rule == "peer":  # a delta without a closed form, whatever the user allows

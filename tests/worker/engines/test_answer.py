@@ -49,9 +49,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_output_that_is_asked_for_is_what_the_model_computes(inputs: Path, tmp_path: Path) -> None:
-    answer(inputs, tmp_path / "outputs.safetensors", Eager())
-    found, tensors = read_outputs(tmp_path / "outputs.safetensors"), load_file(tmp_path / "outputs.safetensors")
+@pytest.fixture(scope="module")
+def outputs(inputs: Path) -> Path:
+    path = inputs.with_name("outputs.safetensors")
+    answer(inputs, path, Eager())
+    return path
+
+
+def test_every_output_that_is_asked_for_is_what_the_model_computes(inputs: Path, outputs: Path) -> None:
+    found, tensors = read_outputs(outputs), load_file(outputs)
     request, given = read_request(inputs)
     assert found.modes == request.modes
     assert found.about.case == request.case
@@ -67,11 +73,10 @@ def test_every_output_that_is_asked_for_is_what_the_model_computes(inputs: Path,
     assert not torch.equal(tensors["adapter_merged"], tensors["adapter_on"])
 
 
-def test_the_first_row_is_followed_through_the_batches(inputs: Path, tmp_path: Path) -> None:
-    answer(inputs, tmp_path / "outputs.safetensors", Eager())
-    tensors = load_file(tmp_path / "outputs.safetensors")
+def test_the_first_row_is_followed_through_the_batches(outputs: Path) -> None:
+    tensors = load_file(outputs)
     row, other = tensors["adapter_on"][0], tensors["adapter_on"][1]
-    for name in read_outputs(tmp_path / "outputs.safetensors").batches:
+    for name in read_outputs(outputs).batches:
         torch.testing.assert_close(tensors[name], row)
     assert (row - other).abs().max() > 1
 

@@ -32,6 +32,7 @@ def perturb(model: Any) -> None:
 def adapter_on(model: Any, config: Any, folder: Path) -> Path:
     adapted = peft.get_peft_model(model, config)
     perturb(adapted)
+    adapted.create_or_update_model_card = lambda _: None  # nobody reads it, and writing it takes as long as the rest
     adapted.save_pretrained(folder)
     return folder
 

@@ -79,6 +79,7 @@ def written(engine: MadeEngine, home: Path, outputs: Mapping[str, Tensors]) -> d
     return {name: engine.write(home / f"{name}.safetensors", one) for name, one in outputs.items()}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", BUILTIN_CASES)
 def test_planted_mistakes_are_named_on_the_built_in_cases(name: str, tmp_path: Path) -> None:
     folder = builtin_folder(name)
