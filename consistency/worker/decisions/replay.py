@@ -40,10 +40,6 @@ class Made:
         """Return the names of the passes."""
         return list(self._digests)
 
-    def digests(self, key: str) -> list[str]:
-        """Return the digests of the decisions of a pass."""
-        return self._digests[key]
-
     def is_on(self, table: Table, key: str, *, on: str = "") -> bool:
         """Return whether a pass made the decisions of the reference, or a recorded alternative."""
         return self._digests[key] == [settled.digest for settled in table.passes.get(on or key, ())]
