@@ -67,6 +67,10 @@ def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
             "unmerge-off", {"judged": frozenset({"adapters::disable_adapter.results of one"})},
             "without a fault, nothing is checked in this case that would show it",
         ),
+        (  # a row of another stage with that name shows nothing of it
+            "unmerge-off", {"judged": frozenset({"replicas::model.drift"})},
+            "without a fault, nothing is checked in this case that would show it",
+        ),
         (
             "adapter-missing-key", {"config": {"peft_type": "LORA", "init_lora_weights": "pissa"}},
             "with init_lora_weights=pissa lora_B does not start at zero",

@@ -47,6 +47,32 @@ def case_of(base: Path, adapter: Path | None, **changes: Any) -> Case:
     return Case(**{**fields, **changes})
 
 
+def t5_with_units_at_zero(folder: Path, layers: int) -> tuple[Path, Path]:
+    """Return the base and adapter of a T5 whose ReLUs decide for two units each whose value is exactly zero."""
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=layers, num_decoder_layers=layers, num_heads=4,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+    perturb(model)
+    _zero_units(model, ".wi.weight")
+    model.save_pretrained(folder / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q", "v", "wi"], task_type="SEQ_2_SEQ_LM"))
+    perturb(adapted)
+    _zero_units(adapted, ".wi.lora_B.default.weight")
+    adapted.save_pretrained(folder / "adapter")
+    return folder / "base", folder / "adapter"
+
+
+def _zero_units(model: torch.nn.Module, ending: str) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(ending):
+                parameter[:2] = 0
+
+
 def a_model() -> Any:
     """Return a model that no file holds."""
     torch.manual_seed(0)

@@ -7,10 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import peft
 import pytest
 import torch
-import transformers
 
 from consistency.capture.folder import SCHEMA, CaptureManifest
 from consistency.capture.reader import read_capture
@@ -26,7 +24,7 @@ from consistency.comparison.result import Comparison
 from consistency.worker import session
 from consistency.worker.decisions.replay import Made
 from consistency.worker.protocol import DECISIONS_FILE, EventLog, Job
-from tests.worker.model.made_models import case_of, perturb
+from tests.worker.model.made_models import case_of, t5_with_units_at_zero
 
 pytestmark = pytest.mark.process
 
@@ -37,29 +35,8 @@ Compare = Callable[[float], Comparison]
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """Return a T5 with adapted units whose pre-activation is exactly zero: the gradient of their factors jumps."""
-    folder = tmp_path_factory.mktemp("t5")
-    torch.manual_seed(0)
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_decoder_layers=1, num_heads=4,
-            decoder_start_token_id=0,
-        )
-    )  # fmt: skip
-    perturb(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".wi.weight"):
-                parameter[:2] = 0
-    model.save_pretrained(folder / "base")
-    config = peft.LoraConfig(target_modules=["q", "v", "wi"], task_type="SEQ_2_SEQ_LM")
-    adapted = peft.get_peft_model(model, config)
-    perturb(adapted)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if ".wi.lora_B." in name:
-                parameter[:2] = 0
-    adapted.save_pretrained(folder / "adapter")
-    return case_of(folder / "base", folder / "adapter", stages=(Stage.GRADIENT,))
+    base, adapter = t5_with_units_at_zero(tmp_path_factory.mktemp("t5"), layers=1)
+    return case_of(base, adapter, stages=(Stage.GRADIENT,))
 
 
 @pytest.fixture

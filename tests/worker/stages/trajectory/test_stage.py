@@ -8,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import transformers
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.reader import read_capture
@@ -29,7 +27,7 @@ from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.stages.trajectory import passes, stage, step_checks
 from consistency.worker.stages.trajectory.yardstick import FIGURES
 from tests.conftest import RunSuiteWithFaults
-from tests.worker.model.made_models import perturb
+from tests.worker.model.made_models import t5_with_units_at_zero
 
 pytestmark = pytest.mark.process
 
@@ -204,28 +202,8 @@ def test_twenty_steps_are_trained_where_nobody_says_how_many(train: Train, monke
 @pytest.fixture(scope="module")
 def relu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return a T5 whose ReLUs decide for thousands of units, two of each with the value zero before the training."""
-    folder = tmp_path_factory.mktemp("t5")
-    torch.manual_seed(0)
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4,
-            decoder_start_token_id=0,
-        )
-    )  # fmt: skip
-    perturb(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".wi.weight"):
-                parameter[:2] = 0
-    model.save_pretrained(folder / "base")
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q", "v", "wi"], task_type="SEQ_2_SEQ_LM"))
-    perturb(adapted)
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if ".wi.lora_B." in name:
-                parameter[:2] = 0
-    adapted.save_pretrained(folder / "adapter")
-    return {"base": str(folder / "base"), "adapter": str(folder / "adapter")}
+    base, adapter = t5_with_units_at_zero(tmp_path_factory.mktemp("t5"), layers=2)
+    return {"base": str(base), "adapter": str(adapter)}
 
 
 def test_a_fault_that_turns_decisions_is_found_from_its_first_step_on(train: Train, relu: dict[str, str]) -> None:
