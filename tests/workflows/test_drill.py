@@ -11,13 +11,14 @@ import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.stages import Stage
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, Finding, TensorComparison
 from consistency.errors import InputError, UsageError
 from consistency.worker.faults.catalogue import FAULTS, Fault
-from consistency.workflows import drill
+from consistency.workflows import drill, pipeline
 from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy, choose
 from consistency.workflows.second_adapter import several_adapters
 from tests.conftest import Cli
@@ -162,3 +163,12 @@ def test_an_adapter_in_a_half_type_is_known_by_its_bytes_too(tmp_path: Path, lla
         ("adapter-layers-swapped", "swapped"),
         ("hotswap-leaves-one", "stale"),
     ]
+
+
+def test_a_case_is_run_without_a_fault_by_the_load_paths_of_the_faults() -> None:
+    """What a loader does wrong by itself is known then, and no fault is blamed for it."""
+    plan = pipeline.prepare(Options(devices=("cpu",)))
+    default = drill._load_paths([FAULTS["adapter-zeros"]], plan)
+    assert LoadPath.ISOLATED in default
+    added = set(drill._load_paths([FAULTS["load-path-transformers-zeros"]], plan)) - set(default)
+    assert added == {LoadPath.ISOLATED_TRANSFORMERS}

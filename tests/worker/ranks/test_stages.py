@@ -50,6 +50,9 @@ def test_healthy_ranks_train_and_hold_one_model(tmp_path: Path) -> None:
         for suffix in suffixes:
             assert statuses(found, stage, suffix) <= {"equal", "within"} != set(), (stage, suffix)
             assert statuses(found, stage, suffix), (stage, suffix)
+    held = [row for row in found["outcomes"] if (row["stage"], row["tensor"]) == ("tensor-parallel", "held")]
+    assert held
+    assert all(row["evidence"]["split"] > 0 for row in held), "else no fault is planted in a part"
     messages = {finding["kind"]: finding["message"] for finding in found["findings"]}
     assert "added after fully_shard, never synchronized (56 of 56 tensors" in messages["unsynchronized"]
     assert messages["replica-drift"].startswith("replicas · cpu@baseline · 56 of 56 tensors of the adapter differ")
