@@ -119,6 +119,8 @@ _MOVED_HALF = 1
 
 _TESTED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
+_SMALLEST = {dtype: torch.finfo(dtype).min for dtype in _TESTED}
+
 
 class _Kind(enum.Enum):
     """What an operation does to its operands."""
@@ -145,25 +147,58 @@ _BY_NAME: dict[str, _Kind] = {
 }
 
 
-@functools.cache
-def _name_of(func: Any) -> str:
-    """Return the name of an operation, without that of its form, nor the mark of one that writes in place."""
-    return str(func._schema.name.partition("::")[2].removesuffix("_"))
+class _Operation:
+    """What is to be known of an operation; a pass of a small model takes most of its time to ask.
+
+    Attributes
+    ----------
+    name : str
+        Without that of its form, nor the mark of one that writes in place.
+    factors : tuple of int
+        Of a matrix product, the places of its factors.
+    is_mutable : bool
+        Whether it writes in place.
+    """
+
+    __slots__ = ("factors", "func", "is_mutable", "kind", "name")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.name = str(func._schema.name.partition("::")[2].removesuffix("_"))
+        self.factors = _FACTORS.get(func, (0, 1))
+        self.is_mutable = bool(func._schema.is_mutable)
+        self.kind = self._kind()
+
+    def _kind(self) -> _Kind:
+        func = self.func
+        if func.is_view:
+            return _Kind.EXACT
+        if func in _FACTORS:
+            return _Kind.PRODUCT
+        if func in _CONVOLUTIONS:
+            return _Kind.CONVOLUTION
+        if func in _IN_STEPS and func in decomposition_table:
+            return _Kind.IN_STEPS
+        by_name = _BY_NAME.get(self.name)
+        # a composite operation may return an operand as it is
+        return _Kind.IN_STEPS if by_name is None and func._can_decompose() else by_name or _Kind.ROUNDING
+
+
+_operations: dict[int, _Operation] = {}
+"""By the identity of the function, which its `_Operation` keeps: torch computes the hash of one in Python."""
+
+
+def _operation(func: Any) -> _Operation:
+    found = _operations.get(id(func))
+    if found is None:
+        found = _operations[id(func)] = _Operation(func)
+    return found
 
 
 @functools.cache
-def _kind_of(func: Any) -> _Kind:
-    if func.is_view:
-        return _Kind.EXACT
-    if func in _FACTORS:
-        return _Kind.PRODUCT
-    if func in _CONVOLUTIONS:
-        return _Kind.CONVOLUTION
-    if func in _IN_STEPS and func in decomposition_table:
-        return _Kind.IN_STEPS
-    by_name = _BY_NAME.get(_name_of(func))
-    # a composite operation may return an operand as it is
-    return _Kind.IN_STEPS if by_name is None and func._can_decompose() else by_name or _Kind.ROUNDING
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 class RoundingNoise(TorchDispatchMode):
@@ -218,58 +253,60 @@ class RoundingNoise(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        kind = _kind_of(func)
+        operation, kwargs = _operation(func), kwargs or {}
+        kind = operation.kind
         if kind is _Kind.EXACT:
             return func(*args, **kwargs)
+        if kind is _Kind.PRODUCT:
+            return self._product(operation, args, kwargs)
         if kind is _Kind.IN_STEPS:
             with self:
                 steps = decomposition_table.get(func, func.decompose)
                 return steps(*args, **kwargs)
         if kind is _Kind.CAST:
-            return self._cast(func, args, kwargs)
-        if kind is _Kind.PRODUCT:
-            return self._product(func, args, kwargs)
+            return self._cast(operation, args, kwargs)
         if kind is _Kind.CONVOLUTION:
-            return self._convolution(func, args, kwargs)
+            return self._convolution(operation, args, kwargs)
         if kind is _Kind.ACCUMULATION:
-            return self._accumulated(func, args, kwargs)
-        terms = _reduced(_name_of(func), args) if kind is _Kind.SUM else 1
+            return self._accumulated(operation, args, kwargs)
+        if kind is not _Kind.SUM:
+            return self._noisy(operation, func(*args, **kwargs), args, 1)
+        terms = _reduced(operation.name, args)
         if terms > 1 and _are_whole(args[0]):  # counts, which no device rounds
             return func(*args, **kwargs)
-        return self._noisy(func, func(*self._shaken(args, 0, terms), **kwargs), args, terms, kind)
+        return self._noisy(operation, func(*self._shaken(args, 0, terms), **kwargs), args, terms)
 
-    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        left, right = _FACTORS[func]
+    def _product(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        left, right = operation.factors
         terms = args[left].shape[-1]
-        smaller = min((left, right), key=lambda place: args[place].numel())
-        return self._noisy(func, func(*self._shaken(args, smaller, terms), **kwargs), args, terms)
+        smaller = left if args[left].numel() <= args[right].numel() else right
+        return self._noisy(operation, operation.func(*self._shaken(args, smaller, terms), **kwargs), args, terms)
 
-    def _convolution(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is _aten.convolution.default:
+    def _convolution(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if operation.func is _aten.convolution.default:
             weight = args[1]
             terms = weight.numel() // max(1, weight.shape[1 if args[6] else 0])
-            return self._noisy(func, func(*self._shaken(args, 0, terms), **kwargs), args, terms)
-        gradient, weight = args[0], args[2]
-        channels = gradient.shape[1]
-        terms = max(weight.numel() // max(1, weight.shape[1]), gradient.numel() // max(1, channels))
-        return self._noisy(func, func(*self._shaken(args, 0, terms), **kwargs), args, terms)
+        else:
+            gradient, weight = args[0], args[2]
+            channels = gradient.shape[1]
+            terms = max(weight.numel() // max(1, weight.shape[1]), gradient.numel() // max(1, channels))
+        return self._noisy(operation, operation.func(*self._shaken(args, 0, terms), **kwargs), args, terms)
 
-    def _accumulated(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = _name_of(func)
+    def _accumulated(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        name = operation.name
         if name == "index_put" and not (len(args) > 3 and args[3]) and not kwargs.get("accumulate", False):
-            return func(*args, **kwargs)
+            return operation.func(*args, **kwargs)
         indices = [t for t in _tensors(args) if not t.is_floating_point()]
         source = 0 if name == "embedding_dense_backward" else 2 if name == "index_put" else 3
         terms = max((index.numel() if index.dim() < 2 else max(index.shape) for index in indices), default=1)
-        return self._noisy(func, func(*self._shaken(args, source, terms), **kwargs), args, terms)
+        return self._noisy(operation, operation.func(*self._shaken(args, source, terms), **kwargs), args, terms)
 
-    def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
-        source = args[1] if func._schema.name.endswith("::copy_") else args[0]
+    def _cast(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = operation.func(*args, **kwargs)
+        source = args[1] if operation.name == "copy" else args[0]
         wide, narrow = (UNIT_ROUNDOFF.get(t.dtype) for t in (source, result))
         rounds = narrow is not None and wide is not None and wide < narrow
-        return self._noisy(func, result, args, 1) if rounds else result
+        return self._noisy(operation, result, args, 1) if rounds else result
 
     def _shaken(self, args: tuple[Any, ...], place: int, terms: int) -> tuple[Any, ...]:
         """Return the operands with noise on one of them: what other orders of so many terms do to their sum."""
@@ -280,17 +317,17 @@ class RoundingNoise(TorchDispatchMode):
         noise = self._drawn(self._normal_pool(math.sqrt(max(terms, 18) / 18)), operand)
         return (*args[:place], operand * noise, *args[place + 1 :])
 
-    def _noisy(self, func: Any, result: Any, args: tuple[Any, ...], terms: int, kind: _Kind = _Kind.ROUNDING) -> Any:
+    def _noisy(self, operation: _Operation, result: Any, args: tuple[Any, ...], terms: int) -> Any:
         """Return a result with the noise of a sum of so many terms; what was written in place is written again."""
-        if func._schema.is_mutable:
+        if operation.is_mutable:
             target = args[0]
-            noisy = self._with_noise(target, terms, kind)
+            noisy = self._with_noise(target, terms, operation.kind)
             if noisy is not target:
                 target.copy_(noisy)
             return result
         if isinstance(result, (tuple, list)):
-            return type(result)(self._with_noise(value, terms, kind) for value in result)
-        return self._with_noise(result, terms, kind)
+            return type(result)(self._with_noise(value, terms, operation.kind) for value in result)
+        return self._with_noise(result, terms, operation.kind)
 
     def _with_noise(self, value: Any, terms: int, kind: _Kind) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype not in _TESTED or not value.numel():
@@ -303,8 +340,7 @@ class RoundingNoise(TorchDispatchMode):
             pool = self._moving_pool(value.dtype, kind)
         noisy = value * self._drawn(pool, value)
         if kind is _Kind.WITH_MASKS:  # one of the smallest number must not become one of minus infinity
-            smallest = torch.finfo(value.dtype).min
-            noisy = torch.maximum(noisy, value.clamp(max=smallest))
+            noisy = torch.maximum(noisy, value.clamp(max=_SMALLEST[value.dtype]))
         return noisy
 
     def _normal_pool(self, units: float) -> torch.Tensor:
@@ -326,11 +362,14 @@ class RoundingNoise(TorchDispatchMode):
     def _drawn(self, pool: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return noise of a tensor's shape from a pool, from another place of it for each operation."""
         elements, parts = like.numel(), []
-        for start in range(0, max(1, elements), _LENGTH):
+        if elements <= _LENGTH:
+            self._operations += 1
+            return pool.as_strided(like.shape, _strides(like.shape), self._operations * _STRIDE % _LENGTH)
+        for start in range(0, elements, _LENGTH):
             self._operations += 1
             begin = self._operations * _STRIDE % _LENGTH
             parts.append(pool[begin : begin + min(_LENGTH, elements - start)])
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(like.shape)
+        return torch.cat(parts).view(like.shape)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from consistency.devices.backends import CPU
 from consistency.numerics.exact import Float64Mode
-from consistency.worker.model.blocks import recomputed, room_for
+from consistency.worker.model.blocks import Room, recomputed, room_for
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.running import device_of, outputs, parameters_kept
@@ -98,7 +98,30 @@ def backward(
     watched: AbstractContextManager[None] | None = None,
     loss: Loss | None = None,
 ) -> None:
-    """Run the model forward and backward on one part of the batch, and hand over the gradients of its parameters.
+    """Run the model forward and backward on one part of the batch: see `backward_passes`."""
+    with backward_passes(model, names, recompute=recompute, exact=exact, loss=loss) as run:
+        run(inputs, take, watched)
+
+
+class Pass(Protocol):
+    """Runs the model forward and backward on one part of the batch, and hands over the gradients.
+
+    `watched` watches the decisions, forward and backward: see `consistency.worker.decisions.replay`.
+    """
+
+    def __call__(self, inputs: Tensors, take: Take, watched: AbstractContextManager[None] | None = None) -> None: ...
+
+
+@contextmanager
+def backward_passes(
+    model: torch.nn.Module,
+    names: list[str],
+    *,
+    recompute: bool = True,
+    exact: bool = False,
+    loss: Loss | None = None,
+) -> Iterator[Pass]:
+    """Yield what runs the model forward and backward, and hands over the gradients of its parameters.
 
     A parameter that no output depends on has none.
 
@@ -109,30 +132,39 @@ def backward(
         which there is no room. See `blocks.recomputed`.
     exact : bool
         Compute in float64: the gradients are float64.
-    watched : context manager, optional
-        Watches the decisions, forward and backward: see `consistency.worker.decisions.replay`.
     loss : callable, optional
         Instead of the weighted sum of all outputs, `of_outputs`.
     """
     wanted = {name: model.get_parameter(name) for name in names}
+    taking: list[Take] = []
     with ExitStack() as stack:
-        stack.enter_context(parameters_kept(model))  # blocks run once more in the backward pass
-        stack.enter_context(as_loaded(model))
         stack.enter_context(trainable(model, wanted.values()))
         mode = Float64Mode() if exact else None
         if mode is not None:
             stack.enter_context(exact_layers(model))
             stack.enter_context(mode.with_gradients(wanted.values()))
-            stack.enter_context(mode)
         for name, parameter in wanted.items():
-            stack.enter_context(_handed_over(name, parameter, take))
-        stack.enter_context(torch.enable_grad())
+            stack.enter_context(_handed_over(name, parameter, lambda name, gradient: taking[-1](name, gradient)))
+        room: Room | None = None
         if recompute:
-            room = room_for(model) if device_of(model).type == CPU else 0
             again = nullcontext if mode is None else mode.in_backward
-            stack.enter_context(recomputed(model, room=room, again=again))
-        stack.enter_context(watched or nullcontext())
-        go_back((loss or of_outputs)(*outputs(model, inputs)))
+            size = room_for(model) if device_of(model).type == CPU else 0
+            room = stack.enter_context(recomputed(model, room=size, again=again))
+
+        def run(inputs: Tensors, take: Take, watched: AbstractContextManager[None] | None = None) -> None:
+            taking[:] = [take]
+            if room is not None:
+                room.begin()
+            with (
+                parameters_kept(model),  # blocks run once more in the backward pass
+                as_loaded(model),
+                mode or nullcontext(),
+                torch.enable_grad(),
+                watched or nullcontext(),
+            ):
+                go_back((loss or of_outputs)(*outputs(model, inputs)))
+
+        yield run
 
 
 def go_back(terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -15,7 +15,7 @@ from consistency.worker.model.blocks import (
     LEAST_ROOM_BYTES,
     ROOM_BYTES,
     RecomputationError,
-    _Room,
+    Room,
     recomputed,
     repeated_blocks,
     room_for,
@@ -92,9 +92,27 @@ def test_blocks_keep_their_activations_until_the_room_is_full() -> None:
     assert list(runs.values()) == [1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("blocks_that_fit", [4, 10])
+def test_what_is_kept_is_counted_again_unless_the_pass_before_left_half_of_the_room(blocks_that_fit: int) -> None:
+    a_block = 4 * 32 * (8 + 64 + 64)
+    model, x = Deep(4), torch.randn(32, 8, requires_grad=True)
+    counted: list[int] = []
+    with recomputed(model, room=blocks_that_fit * a_block) as room:
+        take = room.take
+        for _ in range(3):
+            room.begin()
+            seen: list[torch.Tensor] = []
+            room.take = lambda tensor, seen=seen: seen.append(tensor) or take(tensor)  # type: ignore[misc, method-assign]
+            torch.autograd.grad(model(x).sum(), x)
+            counted.append(len(seen))
+    assert counted[0] > 0
+    assert counted[1:] == counted[:1] * 2 if blocks_that_fit == 4 else counted[1:] == [0, 0]
+    assert room.is_ample == (blocks_that_fit == 10)
+
+
 def test_weights_take_no_room_and_views_of_one_tensor_take_it_once() -> None:
     model, kept = Deep(1), torch.zeros(4, 4)
-    room = _Room(kept.nbytes + 1, model)
+    room = Room(kept.nbytes + 1, model)
     room.take(next(model.parameters()).t())
     for view in (kept, kept.t(), kept[:1]):
         room.take(view)
@@ -187,7 +205,7 @@ def test_a_sparse_table_of_a_method_takes_no_room() -> None:
     """FRoD has them, and a sparse tensor has no storage to count."""
     model = Deep(2)
     model.register_buffer("table", torch.eye(8).to_sparse())
-    room = _Room(1 << 20, model)
+    room = Room(1 << 20, model)
     assert room.take(torch.eye(8).to_sparse()).layout is torch.sparse_coo
     assert not room.is_full
     with recomputed(model, room=1 << 20):

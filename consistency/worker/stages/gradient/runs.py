@@ -21,7 +21,7 @@ from consistency.worker.model.blocks import RecomputationError
 from consistency.worker.model.running import matrix_elements, tokens_of
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.stages.context import Context
-from consistency.worker.training.backward import ONE_PASS, Tensors, backward, parts_of
+from consistency.worker.training.backward import ONE_PASS, Tensors, backward_passes, parts_of
 
 Blocks = dict[str, tuple[int, ...]]
 
@@ -125,19 +125,20 @@ class Runs:
         watches: Watches | None = None,
         places: Places | None = None,
     ) -> None:
-        for index, part in enumerate(self._passes):
-            if self._events is not None:
-                self._events.step(label, index, len(self._passes))
-            hand_over = functools.partial(take, index)
-            names = [name for name, count in self.counts.items() if index < count]
-            if not names:
-                break
+        index = 0
+        while names := self._given_by(index):
             try:
-                watched = deciding(None if watches is None else watches(str(index)), gradient=True, places=places)
-                backward(
-                    self.model, names, part, hand_over, recompute=self._recompute, exact=exact, watched=watched
-                )  # fmt: skip
+                with backward_passes(self.model, names, recompute=self._recompute, exact=exact) as run:
+                    while self._given_by(index) == names:
+                        if self._events is not None:
+                            self._events.step(label, index, len(self._passes))
+                        watch = None if watches is None else watches(str(index))
+                        watched = deciding(watch, gradient=True, places=places)
+                        run(self._passes[index], functools.partial(take, index), watched)
+                        index += 1
             except RecomputationError:
-                self._recompute = False
-                watched = deciding(None if watches is None else watches(str(index)), gradient=True, places=places)
-                backward(self.model, names, part, hand_over, recompute=False, exact=exact, watched=watched)
+                self._recompute = False  # and this pass again
+
+    def _given_by(self, index: int) -> list[str]:
+        """Return the parameters whose gradients a pass gives; none after the last one."""
+        return [name for name, count in self.counts.items() if index < count]
