@@ -23,14 +23,16 @@ Watcher = Callable[[str, Event], None]
 class Limits:
     """How long a worker may take for a case, in total and between two events.
 
-    Without `threads`, the processors are shared out; `at_once` is how many workers run side by side at most, so that
-    they fit the host's memory; `together` names the other nodes whose workers form a group with this host's.
+    Without `threads`, the processors are shared out; `at_once` is how many workers of a case run side by side at most,
+    so that they fit the host's memory, and `cases_at_once` how many cases do; `together` names the other nodes whose
+    workers form a group with this host's.
     """
 
     timeout_s: float | None = None
     stall_s: float = 300.0
     threads: int | None = None
     at_once: int | None = None
+    cases_at_once: int = 1
     together: NodeGroup | None = None
 
 

@@ -34,7 +34,7 @@ from consistency.launch.assignment import Assignment, Ended
 from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
 from consistency.launch.environment import shared_out, worker_threads
 from consistency.launch.forked import Importers
-from consistency.launch.plan import WorkerPlan, merged_waves, side_by_side
+from consistency.launch.plan import WorkerPlan, in_lanes, merged_waves, side_by_side
 from consistency.launch.process import WorkerProcess, environment_of
 from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, Event, RankGroup, lost_rank
 
@@ -200,6 +200,9 @@ class _Run:
         if together is not None:
             together.tell(groups)
         shares = [self._threads(queues) for queues in planned]
+        at_once = self._limits.cases_at_once
+        planned = [in_lanes(queues, at_once, of=lambda one: one.number) for queues in planned]
+        shares = [{slug: threads and max(1, threads // at_once) for slug, threads in share.items()} for share in shares]
         for queues, threads in zip(planned, shares, strict=True):
             for queue in queues:
                 if queue[0].plan.info.spec.is_cpu:

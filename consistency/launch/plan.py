@@ -7,7 +7,7 @@ again costs little.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -135,6 +135,18 @@ def side_by_side(waves: Sequence[Sequence[T]], at_once: int | None) -> list[Sequ
     """Split waves so that no more than `at_once` workers run side by side; the order stays."""
     sizes = [(wave, at_once or max(1, len(wave))) for wave in waves]
     return [wave[start : start + size] for wave, size in sizes for start in range(0, len(wave), size)]
+
+
+def in_lanes(queues: Sequence[Sequence[T]], lanes: int, *, of: Callable[[T], int]) -> list[list[T]]:
+    """Split the queues of a wave so that so many cases run side by side; `of` tells a case's number.
+
+    All workers of a case are in one lane, each of which takes its cases in their order: none waits for a case that a
+    lane has not begun and never will.
+    """
+    numbers = sorted({of(one) for queue in queues for one in queue})
+    lane = {number: place % lanes for place, number in enumerate(numbers)}
+    split = [[one for one in queue if lane[of(one)] == here] for here in range(lanes) for queue in queues]
+    return [queue for queue in split if queue]
 
 
 def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -> tuple[LoadPath, ...]:

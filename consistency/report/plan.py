@@ -71,16 +71,20 @@ def render(budget: Budget) -> str:
     return "\n".join(lines) + "\n"
 
 
-def suite_as_table(name: str, budgets: Mapping[str, Budget | ConsistencyError]) -> dict[str, Any]:
-    """Return the budgets of a suite as JSON has them; of a case that cannot be checked, why."""
+def suite_as_table(name: str, budgets: Mapping[str, Budget | ConsistencyError], at_once: int) -> dict[str, Any]:
+    """Return the budgets of a suite, of which so many cases run at once, as JSON has them.
+
+    Of a case that cannot be checked, it says why.
+    """
     cases = {
         case: {"refusal": found.parts} if isinstance(found, ConsistencyError) else as_table(found)
         for case, found in budgets.items()
     }
-    return {"schema": SUITE_SCHEMA, "suite": name, "cases": cases, "seconds": _whole_time(budgets)}
+    seconds = _whole_time(budgets, at_once)
+    return {"schema": SUITE_SCHEMA, "suite": name, "cases": cases, "cases_at_a_time": at_once, "seconds": seconds}
 
 
-def render_suite(name: str, budgets: Mapping[str, Budget | ConsistencyError]) -> str:
+def render_suite(name: str, budgets: Mapping[str, Budget | ConsistencyError], at_once: int) -> str:
     """Return the budgets of a suite as text: a line per case, and the most expensive one in full."""
     known = {case: found for case, found in budgets.items() if isinstance(found, Budget)}
     lines = [f"consistency plan · {one_line(name)} · {counted(len(budgets), 'case')}", ""]
@@ -96,8 +100,9 @@ def render_suite(name: str, budgets: Mapping[str, Budget | ConsistencyError]) ->
     if not known:
         return "\n".join(lines) + "\n"
     soak_s = sum(found.soak_s for found in known.values())
-    whole = _whole(_whole_time(budgets), soak_s)
-    lines += ["", f"  together  {whole}: workers are started once and take the cases in turn", ""]
+    whole = _whole(_whole_time(budgets, at_once), soak_s)
+    beside = f", {at_once} at a time" if at_once > 1 else ""
+    lines += ["", f"  together  {whole}: workers are started once and take the cases in turn{beside}", ""]
     text = "\n".join(lines)
     largest = max(known.values(), key=lambda found: (found.host_private_bytes, found.seconds or 0.0))
     return f"{text}\nThe case that needs the most memory:\n\n{render(largest)}"
@@ -108,11 +113,13 @@ def _reason(error: ConsistencyError) -> str:
     return one_line(error.what if error.where is None else f"{error.what} ({error.where})")
 
 
-def _whole_time(budgets: Mapping[str, Budget | ConsistencyError]) -> float | None:
+def _whole_time(budgets: Mapping[str, Budget | ConsistencyError], at_once: int) -> float | None:
     """Return the time of all cases, whose workers are started once; None where that of any case is unknown."""
     seconds = [found.seconds for found in budgets.values() if isinstance(found, Budget)]
     known = [value for value in seconds if value is not None]
-    return sum(known) - START_S * (len(known) - 1) if known and len(known) == len(seconds) else None
+    if not known or len(known) < len(seconds):
+        return None
+    return START_S + sum(value - START_S for value in known) / at_once
 
 
 def _model(shape: Shape) -> Iterator[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from consistency.case.budget.estimate import PlannedWorker
-from consistency.case.budget.fit import Budget, make_budget
+from consistency.case.budget.fit import MARGIN, Budget, make_budget
 from consistency.case.budget.speed import Speed, measure_speed
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
@@ -17,10 +17,12 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import HOST_STAGES
 from consistency.case.suite import SuiteOptions
+from consistency.devices.cores import threads_per_worker
 from consistency.devices.discovery import cpu_flags
 from consistency.devices.memory import available_bytes, is_in_memory
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import ConsistencyError, InputError, UsageError
+from consistency.launch.environment import worker_threads
 from consistency.launch.plan import WorkerPlan, plan_waves, why_not_shared
 
 
@@ -43,18 +45,57 @@ def budgets_of(
 ) -> dict[str, Budget | ConsistencyError]:
     """Return the budget of every case of a suite by name, or why it cannot be checked, which does not stop others."""
     found: dict[str, Budget | ConsistencyError] = {}
+    threads = suite.shared.threads
+    if (lanes := _lanes(suite, devices)) > 1:
+        threads = max(1, _threads(devices) // lanes)
     host_checked: dict[object, str] = {}
     for options in suite.cases:
         name = str(options.name)
         try:
             case = _without_host_stages(prepare_case(options), options, host_checked)
-            budget = found[name] = budget_of(case, devices, threads=suite.shared.threads, speed=speed)
+            budget = found[name] = budget_of(case, devices, threads=threads, speed=speed)
         except (InputError, UsageError) as error:
             found[name] = error
             continue
         if budget.refusal is None and _checks_host(budget.case):
             host_checked.setdefault(_host_key(budget.case), name)
     return found
+
+
+MOST_CASES_AT_ONCE = 6
+"""One process compares the cases and writes their reports, which takes a sixth of the time of a small case."""
+
+
+def cases_at_once(
+    suite: SuiteOptions, devices: Sequence[DeviceInfo], budgets: Mapping[str, Budget | ConsistencyError]
+) -> int:
+    """Return how many cases of a suite run side by side: as many as there are cores and memory for.
+
+    A small model computes no faster with a second thread, and none does by more than that. An accelerator has one
+    process at a time; threads that were asked for, and a soak, have the processor to themselves.
+    """
+    found = [one for one in budgets.values() if isinstance(one, Budget) and one.refusal is None]
+    fit = [
+        int(one.host_available_bytes / (MARGIN * one.host_private_bytes))
+        for one in found
+        if one.host_available_bytes is not None
+    ]
+    return max(1, min([_lanes(suite, devices), *fit]))
+
+
+def _lanes(suite: SuiteOptions, devices: Sequence[DeviceInfo]) -> int:
+    """Return how many cases there are cores for."""
+    if suite.shared.threads is not None or not all(info.spec.is_cpu for info in devices):
+        return 1
+    if any(options.soak is not None for options in suite.cases):
+        return 1
+    # with fewer than two for each, the last one runs alone too long
+    return max(1, min(MOST_CASES_AT_ONCE, _threads(devices), len(suite.cases) // 2))
+
+
+def _threads(devices: Sequence[DeviceInfo]) -> int:
+    """Return the threads of a worker of the CPU that has its share of the cores."""
+    return worker_threads(None, threads_per_worker(len(devices))) or 1
 
 
 def _with_reason(case: Case, devices: Sequence[DeviceInfo]) -> Case:

@@ -31,7 +31,7 @@ from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, W
 from consistency.report.formats import Chosen, Subject, View, formats
 from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
-from consistency.workflows.planning import budgets_of
+from consistency.workflows.planning import budgets_of, cases_at_once
 
 if TYPE_CHECKING:
     from consistency.comparison.history.baseline import Baseline
@@ -103,7 +103,13 @@ def prepare_suite(suite: SuiteOptions) -> SuitePlan:
     plans = [one.plan for one in cases if one.plan is not None]
     fewest = min((plan.limits.at_once for plan in plans if plan.limits.at_once is not None), default=None)
     shared = suite.shared
-    limits = Limits(timeout_s=shared.timeout, stall_s=shared.stall, threads=shared.threads, at_once=fewest)
+    limits = Limits(
+        timeout_s=shared.timeout,
+        stall_s=shared.stall,
+        threads=shared.threads,
+        at_once=fewest,
+        cases_at_once=cases_at_once(suite, devices, budgets),
+    )
     return SuitePlan(name=suite.name, cases=tuple(cases), limits=limits)
 
 

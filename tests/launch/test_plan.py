@@ -9,7 +9,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Level, Stage
 from consistency.devices.spec import DeviceInfo, parse_device
-from consistency.launch.plan import default_load_paths, merged_waves, plan_waves, side_by_side
+from consistency.launch.plan import default_load_paths, in_lanes, merged_waves, plan_waves, side_by_side
 
 CASE = Case(name="x", base="base", adapter="adapter")
 
@@ -176,6 +176,13 @@ def test_no_more_workers_than_fit_run_side_by_side() -> None:
     assert side_by_side([[1, 2, 3], [4]], 2) == [[1, 2], [3], [4]]
     assert side_by_side([[1, 2, 3], [4]], None) == [[1, 2, 3], [4]]
     assert side_by_side([[]], 1) == side_by_side([[]], None) == []
+
+
+def test_cases_side_by_side_are_in_lanes_of_all_their_workers() -> None:
+    queues = [["a0", "a1", "a2", "a4"], ["b0", "b2", "b4"]]
+    assert in_lanes(queues, 1, of=lambda one: int(one[1])) == queues
+    assert in_lanes(queues, 2, of=lambda one: int(one[1])) == [["a0", "a2"], ["b0", "b2"], ["a1", "a4"], ["b4"]]
+    assert in_lanes([["a0"]], 3, of=lambda one: int(one[1])) == [["a0"]]
 
 
 def test_cases_that_share_no_process_run_one_after_the_other() -> None:

@@ -102,7 +102,7 @@ def test_scratch_files_and_a_soak_are_in_it(budget: Budget, monkeypatch: pytest.
 
 def test_a_suite_has_the_time_of_its_soaks(budget: Budget) -> None:
     soaked = dataclasses.replace(budget, soak_s=3600.0)
-    assert "together  unknown beside a soak of 2h: workers" in render_suite("night", {"one": soaked, "two": soaked})
+    assert "together  unknown beside a soak of 2h: workers" in render_suite("night", {"one": soaked, "two": soaked}, 1)
 
 
 def test_json_has_bytes_and_seconds_and_null_for_what_is_unknown(budget: Budget) -> None:

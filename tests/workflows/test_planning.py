@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from typing import Any
 
 import msgspec
 import pytest
 
+from consistency.case.budget.constants import START_S
 from consistency.case.budget.fit import MARGIN, Budget
 from consistency.case.case import Case
 from consistency.case.options import Options
@@ -15,7 +17,7 @@ from consistency.case.preflight import prepare_case
 from consistency.case.stages import HOST_STAGES, Level, Stage
 from consistency.case.suite import SuiteOptions
 from consistency.devices.discovery import select
-from consistency.devices.spec import DeviceInfo, DeviceSpec
+from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
 from consistency.errors import InputError, UsageError
 from consistency.report.plan import render_suite, suite_as_table
 from consistency.workflows import pipeline, planning
@@ -96,11 +98,11 @@ def test_a_suite_has_a_budget_for_every_case_and_the_reason_where_there_is_none(
     assert list(found) == ["missing", "contradiction", "one", "two"]
     assert isinstance(found["missing"], InputError)
     assert isinstance(found["contradiction"], UsageError)
-    text = render_suite(suite.name, found)
+    text = render_suite(suite.name, found, 1)
     assert "missing: cannot be checked: no such folder for the base (nowhere)" in text
     assert "contradiction: cannot be checked: there is no soak to load devices during (--load)" in text
     assert text.count("consistency plan ·") == 2, "one line per case, and the largest case in full"
-    table = suite_as_table(suite.name, found)
+    table = suite_as_table(suite.name, found, 1)
     whole = [table["cases"][name]["seconds"] for name in ("one", "two")]
     assert max(whole) < table["seconds"] < sum(whole), "workers are started once"
     assert "there is no soak to load devices during" in table["cases"]["contradiction"]["refusal"]["what"]
@@ -122,6 +124,57 @@ def test_the_host_is_checked_in_the_first_case_that_can_be_planned() -> None:
 def test_a_suite_without_a_case_that_can_be_checked_has_no_sums() -> None:
     given = dataclasses.replace(OPTIONS, name="missing", base="./nowhere")
     found = planning.budgets_of(SuiteOptions(name="night", shared=given, cases=(given,)), select(given.devices))
-    text = render_suite("night", found)
+    text = render_suite("night", found, 1)
     assert "missing: cannot be checked" in text
     assert "together" not in text
+
+
+@pytest.mark.parametrize(
+    ("cores", "cases", "given", "expected"),
+    [
+        (8, 40, {}, 4),  # two devices, so four threads for each worker
+        (64, 400, {}, planning.MOST_CASES_AT_ONCE),
+        (8, 5, {}, 2),
+        (8, 3, {}, 1),
+        (1, 40, {}, 1),
+        (8, 40, {"threads": 4}, 1),
+        (8, 40, {"soak": 60.0}, 1),
+    ],
+)
+def test_cases_run_side_by_side_where_threads_would_help_none(
+    monkeypatch: pytest.MonkeyPatch, cores: int, cases: int, given: dict[str, Any], expected: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(planning, "threads_per_worker", lambda workers: max(1, cores // workers))
+    options = dataclasses.replace(OPTIONS, **given)
+    suite = SuiteOptions(name="night", shared=options, cases=(options,) * cases)
+    assert planning.cases_at_once(suite, select(options.devices), {}) == expected
+
+
+def test_cases_side_by_side_fit_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "threads_per_worker", lambda _: 8)
+    cases = tuple(dataclasses.replace(OPTIONS, name=str(number)) for number in range(8))
+    suite, devices = SuiteOptions(name="night", shared=OPTIONS, cases=cases), select(OPTIONS.devices)
+    found = planning.budgets_of(suite, devices, speed=planning.host_speed())
+    assert planning.cases_at_once(suite, devices, found) == 4
+    (case,) = {one.case.base for one in found.values() if isinstance(one, Budget)}
+    assert case
+    first = found["0"]
+    assert isinstance(first, Budget)
+    for fit in (0, 1, 3):
+        room = int(MARGIN * first.host_private_bytes * (fit + 0.5))
+        found["0"] = dataclasses.replace(first, host_available_bytes=room)
+        assert planning.cases_at_once(suite, devices, found) == max(1, fit)
+    text, alone = render_suite("night", found, 3), render_suite("night", found, 1)
+    assert "take the cases in turn, 3 at a time" in text
+    assert "in turn, " not in alone
+    table = suite_as_table("night", found, 3)
+    assert table["cases_at_a_time"] == 3
+    whole = suite_as_table("night", found, 1)["seconds"]
+    assert table["seconds"] == pytest.approx(START_S + (whole - START_S) / 3)
+
+
+def test_an_accelerator_has_one_process_at_a_time() -> None:
+    gpu = DeviceInfo(spec=parse_device("cuda:0"), model="", architecture="")
+    suite = SuiteOptions(name="night", shared=OPTIONS, cases=(OPTIONS,) * 40)
+    assert planning.cases_at_once(suite, [*select(("cpu",)), gpu], {}) == 1

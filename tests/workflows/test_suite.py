@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import consistency
+from consistency.capture.folder import WorkerCapture
+from consistency.capture.reader import read_capture
 from consistency.case.builtin import builtin_folder
 from consistency.case.options import Edge
 from consistency.case.stages import HOST_STAGES, Stage
@@ -31,6 +33,7 @@ base = "builtin:llama"
 devices = "cpu"
 stages = "base,adapter,merged"
 level = "quick"
+threads = 1
 
 [[case]]
 adapter = "adapters/*"
@@ -79,6 +82,12 @@ def ran(config: Path) -> Ran:
     """Run the suite once, with a case that kills its worker and one whose adapter has no weights."""
     out = config.parent / "out"
     plan = dataclasses.replace(suite.prepare_suite(options_of(config)), faults={"killed": {"cpu": "killed"}})
+    started, result = run_and_note(plan, out)
+    return Ran(out=out, result=result, processes=started)
+
+
+def run_and_note(plan: suite.SuitePlan, out: Path) -> tuple[list[list[str]], SuiteResult]:
+    """Run a suite, and return the cases of each process that was started for it too."""
     started: list[list[str]] = []
     real = WorkerProcess.start
 
@@ -89,7 +98,7 @@ def ran(config: Path) -> Ran:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkerProcess, "start", start)
         result = suite.run_suite(plan, out, watch=lambda *_: None)
-    return Ran(out=out, result=result, processes=started)
+    return started, result
 
 
 @pytest.mark.process
@@ -109,6 +118,40 @@ def test_each_case_has_its_own_verdict(ran: Ran) -> None:
 @pytest.mark.process
 def test_one_process_takes_all_cases_until_one_ends_it(ran: Ran) -> None:
     assert ran.processes == [["one", "two", "killed", "in-bfloat16"], ["in-bfloat16"]]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("killed", [False, True])
+def test_cases_side_by_side_have_the_bits_of_cases_in_turn(config: Path, ran: Ran, killed: bool) -> None:
+    """Two processes share the cases, with a thread each; one that ends costs its own case alone."""
+    out = config.parent / f"beside-{killed}"
+    plan = suite.prepare_suite(options_of(config))
+    plan = dataclasses.replace(
+        plan,
+        limits=dataclasses.replace(plan.limits, cases_at_once=2),
+        faults={"killed": {"cpu": "killed"}} if killed else {},
+    )
+    started, result = run_and_note(plan, out)
+    assert started[:2] == [["one", "killed"], ["two", "in-bfloat16"]]
+    assert len(started) == 2
+    assert {case.name: case.verdict for case in result.cases} == {
+        "broken": "unchecked", "one": "consistent", "two": "consistent", "in-bfloat16": "consistent",
+        "killed": "incomplete" if killed else "consistent",
+    }  # fmt: skip
+    for name in ("one", "two", "in-bfloat16"):
+        in_turn, beside = (worker_of(of / "cases" / name / "captures") for of in (ran.out, out))
+        assert beside.info.environment["threads"] == in_turn.info.environment["threads"] == 1
+        found, expected = (
+            [(one.stage, one.layer, one.tensor, one.digest) for one in of.records] for of in (beside, in_turn)
+        )
+        assert any(digest for *_, digest in found)
+        assert found == expected
+
+
+def worker_of(captures: Path) -> WorkerCapture:
+    """Return the one worker of the one capture."""
+    (found,) = read_capture(captures).workers
+    return found
 
 
 @pytest.mark.process

@@ -167,15 +167,17 @@ def _plan(parsed: argparse.Namespace) -> int:
     from consistency.case.preflight import prepare_case
     from consistency.devices.discovery import select
     from consistency.report import plan
-    from consistency.workflows.planning import budget_of, budgets_of, host_speed
+    from consistency.workflows.planning import budget_of, budgets_of, cases_at_once, host_speed
 
     suite = read_suite(parsed)
     if suite is not None:
-        budgets = budgets_of(suite, select(suite.shared.devices), speed=host_speed())
+        devices = select(suite.shared.devices)
+        budgets = budgets_of(suite, devices, speed=host_speed())
+        at_once = cases_at_once(suite, devices, budgets)
         if parsed.json:
-            print_json(plan.suite_as_table(suite.name, budgets))
+            print_json(plan.suite_as_table(suite.name, budgets, at_once))
         else:
-            print(plan.render_suite(suite.name, budgets), end="")
+            print(plan.render_suite(suite.name, budgets, at_once), end="")
         return UsageError.exit_status if all(isinstance(one, ConsistencyError) for one in budgets.values()) else 0
     options = read_case(parsed)
     budget = budget_of(prepare_case(options), select(options.devices), threads=options.threads, speed=host_speed())
