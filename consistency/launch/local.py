@@ -200,7 +200,8 @@ class _Run:
         if together is not None:
             together.tell(groups)
         shares = [self._threads(queues) for queues in planned]
-        at_once = self._limits.cases_at_once
+        # a case that waits for other nodes must not begin long before theirs
+        at_once = self._limits.cases_at_once if together is None else 1
         planned = [in_lanes(queues, at_once, of=lambda one: one.number) for queues in planned]
         shares = [{slug: threads and max(1, threads // at_once) for slug, threads in share.items()} for share in shares]
         for queues, threads in zip(planned, shares, strict=True):
