@@ -5,6 +5,7 @@ What a feature is spread over stands here; the shorter its list, the better.
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import shutil
@@ -50,9 +51,18 @@ CORE = frozenset({Stage.BASE})
 """The stage that loads the model for all others."""
 
 
-def without(home: Path, *parts: str, level: Level = Level.QUICK) -> set[str]:
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the package with its bytecode, which copies of it can use: compiling takes longer than a run."""
+    home = tmp_path_factory.mktemp("package") / "consistency"
+    shutil.copytree(HERE / "consistency", home, ignore=shutil.ignore_patterns("__pycache__"))
+    assert compileall.compile_dir(home, quiet=1)
+    return home
+
+
+def without(package: Path, home: Path, *parts: str, level: Level = Level.QUICK) -> set[str]:
     """Run the built-in case with a copy of the package that lacks these parts; return the stages that were checked."""
-    shutil.copytree(HERE / "consistency", home / "consistency", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package, home / "consistency")
     (home / "fixtures").symlink_to(HERE / "fixtures")
     for part in parts:
         place = home / "consistency" / part
@@ -74,17 +84,17 @@ def without(home: Path, *parts: str, level: Level = Level.QUICK) -> set[str]:
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_without_a_feature_the_main_job_is_done(tmp_path: Path, feature: str) -> None:
+def test_without_a_feature_the_main_job_is_done(package: Path, tmp_path: Path, feature: str) -> None:
     level = Level.STANDARD if feature == "inference engines" else Level.QUICK  # which are a part of `forward`
-    assert {"base", "adapter", "merged"} <= without(tmp_path, *FEATURES[feature], level=level)
+    assert {"base", "adapter", "merged"} <= without(package, tmp_path, *FEATURES[feature], level=level)
 
 
 @pytest.mark.parametrize("stage", [stage for stage in SPECS if stage not in CORE])
-def test_without_a_stage_the_others_are_checked(tmp_path: Path, stage: Stage) -> None:
+def test_without_a_stage_the_others_are_checked(package: Path, tmp_path: Path, stage: Stage) -> None:
     module = SPECS[stage].worker.partition(":")[0].removeprefix("consistency.").replace(".", "/")
     part = module.removesuffix("/stage") if module.endswith("/stage") else f"{module}.py"
     levels = SPECS[stage].levels
     level = Level.STANDARD if Level.STANDARD in levels and Level.QUICK not in levels else Level.QUICK
-    checked = without(tmp_path, part, level=level)
+    checked = without(package, tmp_path, part, level=level)
     assert stage not in checked
     assert checked >= {"base", "adapter", "merged"} - {stage.value}

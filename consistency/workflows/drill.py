@@ -32,8 +32,13 @@ from consistency.launch.engine import Watcher
 from consistency.launch.plan import default_load_paths
 from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault, Need
 from consistency.workflows import judging, pipeline, report_folder
+from consistency.workflows.planning import budget_of, that_fit
 from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
 from consistency.workflows.suite import PlannedCase, SuitePlan, captured, slowest_s
+
+TRIALS_AT_ONCE = 2
+"""On the CPU: while one waits for a worker that is lost, another one goes on. More on few cores would take so long to
+say that they are alive that a healthy worker could be given up."""
 
 HEALTHY = "no-fault"
 """Name of the run of a user's case without a fault."""
@@ -336,7 +341,18 @@ def plan_of(trials: Sequence[Trial]) -> SuitePlan:
     limits = [one.plan.limits for one in cases if one.plan is not None]
     fewest = min((one.at_once for one in limits if one.at_once is not None), default=None)
     faults = {trial.planned.name: {trial.worker: trial.fault.name} for trial in trials if trial.planned}
-    return SuitePlan(name="drill", cases=cases, limits=dataclasses.replace(limits[0], at_once=fewest), faults=faults)
+    shared = dataclasses.replace(limits[0], at_once=fewest, cases_at_once=_at_once(cases))
+    return SuitePlan(name="drill", cases=cases, limits=shared, faults=faults)
+
+
+def _at_once(cases: Sequence[PlannedCase]) -> int:
+    """Return how many trials run side by side."""
+    plans = [one.plan for one in cases if one.plan is not None]
+    on_cpu = all(info.spec.is_cpu for plan in plans for info in plan.devices)
+    if not on_cpu or any(plan.limits.threads is not None for plan in plans):
+        return 1
+    fit = that_fit(budget_of(plans[0].case, plans[0].devices))
+    return max(1, TRIALS_AT_ONCE if fit is None else min(TRIALS_AT_ONCE, fit))
 
 
 def _has_reports(folder: Path) -> bool:

@@ -75,12 +75,13 @@ def cases_at_once(
     process at a time; threads that were asked for, and a soak, have the processor to themselves.
     """
     found = [one for one in budgets.values() if isinstance(one, Budget) and one.refusal is None]
-    fit = [
-        int(one.host_available_bytes / (MARGIN * one.host_private_bytes))
-        for one in found
-        if one.host_available_bytes is not None
-    ]
-    return max(1, min([_lanes(suite, devices), *fit]))
+    return max(1, min([_lanes(suite, devices), *(fit for one in found if (fit := that_fit(one)) is not None)]))
+
+
+def that_fit(budget: Budget) -> int | None:
+    """Return how many cases like this fit the host's memory side by side; None where its memory is unknown."""
+    available = budget.host_available_bytes
+    return None if available is None else int(available / (MARGIN * budget.host_private_bytes))
 
 
 def _lanes(suite: SuiteOptions, devices: Sequence[DeviceInfo]) -> int:

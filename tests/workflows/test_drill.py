@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,11 +17,13 @@ from consistency.case.options import Options
 from consistency.case.stages import Stage
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, Finding, TensorComparison
+from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import InputError, UsageError
 from consistency.worker.faults.catalogue import FAULTS, Fault
-from consistency.workflows import drill, pipeline
+from consistency.workflows import drill, pipeline, planning
 from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy, choose
 from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.suite import PlannedCase
 from tests.conftest import Cli
 from tests.launch.in_this_process import in_this_process
 
@@ -163,6 +166,21 @@ def test_an_adapter_in_a_half_type_is_known_by_its_bytes_too(tmp_path: Path, lla
         ("adapter-layers-swapped", "swapped"),
         ("hotswap-leaves-one", "stale"),
     ]
+
+
+def test_on_the_cpu_a_trial_goes_on_while_another_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options(base="builtin:llama", devices=("cpu",))
+    plan = pipeline.prepare(options)
+
+    def at_once(**changed: Any) -> int:
+        return drill._at_once([PlannedCase(options=options, plan=dataclasses.replace(plan, **changed))])
+
+    assert at_once() == drill.TRIALS_AT_ONCE > 1
+    assert at_once(limits=dataclasses.replace(plan.limits, threads=1)) == 1
+    accelerator = DeviceInfo(spec=parse_device("cuda:0"), architecture="a", model="m")
+    assert at_once(devices=(*plan.devices, accelerator)) == 1, "it has one process at a time"
+    monkeypatch.setattr(planning, "available_bytes", lambda: 600 << 20)
+    assert at_once() == 1
 
 
 def test_a_case_is_run_without_a_fault_by_the_load_paths_of_the_faults() -> None:
