@@ -71,8 +71,9 @@ def cases_at_once(
 ) -> int:
     """Return how many cases of a suite run side by side: as many as there are cores and memory for.
 
-    A small model computes no faster with a second thread, and none does by more than that. An accelerator has one
-    process at a time; threads that were asked for, and a soak, have the processor to themselves.
+    A case keeps about one core busy: a small model computes no faster with a second thread, and the other workers wait
+    for the one that makes the reference. An accelerator has one process at a time; threads that were asked for, and a
+    soak, have the processor to themselves.
     """
     found = [one for one in budgets.values() if isinstance(one, Budget) and one.refusal is None]
     return max(1, min([_lanes(suite, devices), *(fit for one in found if (fit := that_fit(one)) is not None)]))
@@ -91,7 +92,12 @@ def _lanes(suite: SuiteOptions, devices: Sequence[DeviceInfo]) -> int:
     if any(options.soak is not None for options in suite.cases):
         return 1
     # with fewer than two for each, the last one runs alone too long
-    return max(1, min(MOST_CASES_AT_ONCE, _threads(devices), len(suite.cases) // 2))
+    return max(1, min(MOST_CASES_AT_ONCE, _cores(devices), len(suite.cases) // 2))
+
+
+def _cores(devices: Sequence[DeviceInfo]) -> int:
+    """Return how many cores the workers of one case may use."""
+    return min(threads_per_worker(1), len(devices) * _threads(devices))
 
 
 def _threads(devices: Sequence[DeviceInfo]) -> int:

@@ -132,7 +132,7 @@ def test_a_suite_without_a_case_that_can_be_checked_has_no_sums() -> None:
 @pytest.mark.parametrize(
     ("cores", "cases", "given", "expected"),
     [
-        (8, 40, {}, 4),  # two devices, so four threads for each worker
+        (4, 40, {}, 4),  # two devices, so two threads for each worker of one case
         (64, 400, {}, planning.MOST_CASES_AT_ONCE),
         (8, 5, {}, 2),
         (8, 3, {}, 1),
@@ -149,10 +149,13 @@ def test_cases_run_side_by_side_where_threads_would_help_none(
     options = dataclasses.replace(OPTIONS, **given)
     suite = SuiteOptions(name="night", shared=options, cases=(options,) * cases)
     assert planning.cases_at_once(suite, select(options.devices), {}) == expected
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # for each of the two workers
+    assert planning.cases_at_once(suite, select(options.devices), {}) == min(2, expected)
 
 
 def test_cases_side_by_side_fit_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "threads_per_worker", lambda _: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cases = tuple(dataclasses.replace(OPTIONS, name=str(number)) for number in range(8))
     suite, devices = SuiteOptions(name="night", shared=OPTIONS, cases=cases), select(OPTIONS.devices)
     found = planning.budgets_of(suite, devices, speed=planning.host_speed())

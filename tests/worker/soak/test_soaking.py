@@ -21,7 +21,7 @@ from consistency.worker.stages.gradient import runs as of_gradient
 from tests.worker.model.made_models import on_llama
 from tests.worker.soak.conftest import Left, SoakOf, of
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
 WEIGHTS = ("base", "adapter", "merged", "gradient", "forward")
 

@@ -24,7 +24,7 @@ from tests.versions import loads_onto_mixtures
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import SIZES, adapter_on, on_llama, saved
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving and merging
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
 QV = ["q_proj", "v_proj"]
 LORA = peft.LoraConfig(r=4, target_modules=[*QV, "down_proj"])
