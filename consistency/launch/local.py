@@ -199,18 +199,22 @@ class _Run:
             groups |= _form_groups(beside, stall_s=self._limits.stall_s, together=together)
         if together is not None:
             together.tell(groups)
-        shares = [self._threads(queues) for queues in planned]
-        # a case that waits for other nodes must not begin long before theirs
-        at_once = self._limits.cases_at_once if together is None else 1
-        planned = [in_lanes(queues, at_once, of=lambda one: one.number) for queues in planned]
-        shares = [{slug: threads and max(1, threads // at_once) for slug, threads in share.items()} for share in shares]
-        for queues, threads in zip(planned, shares, strict=True):
+        laned = [self._in_lanes(queues) for queues in planned]
+        for queues, threads in laned:
             for queue in queues:
                 if queue[0].plan.info.spec.is_cpu:
                     self._importers.expect(environment_of(queue[0], threads=threads[queue[0].plan.slug]))
         with closing(self._importers):
-            for queues, threads in zip(planned, shares, strict=True):
+            for queues, threads in laned:
                 yield from self._wave(queues, threads)
+
+    def _in_lanes(self, queues: Sequence[Sequence[Assignment]]) -> tuple[list[list[Assignment]], dict[str, int | None]]:
+        """Return the processes of a wave, for several of its cases side by side, and the threads of each worker."""
+        lanes = min(self._limits.cases_at_once, len({one.number for queue in queues for one in queue}))
+        if self._limits.together is not None:
+            lanes = 1  # a case that waits for other nodes must not begin long before theirs
+        threads = {slug: own and max(1, own // lanes) for slug, own in self._threads(queues).items()}
+        return in_lanes(queues, lanes, of=lambda one: one.number), threads
 
     def _threads(self, queues: Sequence[Sequence[Assignment]]) -> dict[str, int | None]:
         """Return the threads of each worker of a wave."""
