@@ -37,8 +37,8 @@ from consistency.workflows.plantable import Subject, expected_in, subject_of, wh
 from consistency.workflows.suite import PlannedCase, SuitePlan, captured, slowest_s
 
 TRIALS_AT_ONCE = 2
-"""On the CPU: while one waits for a worker that is lost, another one goes on. More on few cores would take so long to
-say that they are alive that a healthy worker could be given up."""
+"""On the CPU: while one waits for a worker that is lost, another one goes on. Two, whatever the cores: the most with
+which the whole drill was run."""
 
 HEALTHY = "no-fault"
 """Name of the run of a user's case without a fault."""

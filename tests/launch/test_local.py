@@ -9,11 +9,13 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from consistency.capture.node_group import NodeGroup
 from consistency.capture.reader import read_capture
 from consistency.case.case import Case
 from consistency.case.stages import Stage
@@ -150,3 +152,22 @@ def test_no_more_workers_than_fit_are_started_and_the_reference_comes_first(
     task = CaseTask(case=case, waves=plan_waves(case, devices), target=tmp_path / "capture")
     list(LocalEngine().capture(Task(cases=(task,), limits=Limits(at_once=at_once)), watch=lambda *_: None))
     assert started == waves
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected", "threads"),
+    [
+        (Limits(cases_at_once=2), [[0, 2], [1]], 2),
+        (Limits(cases_at_once=8), [[0], [1], [2]], 1),  # three cases, so three lanes of four threads
+        (Limits(), [[0, 1, 2]], 4),
+        (Limits(cases_at_once=2, together=NodeGroup(node="a", nodes=("a", "b"), folder="shared")), [[0, 1, 2]], 4),
+    ],
+)
+def test_lanes_share_the_threads_and_a_group_of_nodes_has_one(
+    limits: Limits, expected: list[list[int]], threads: int
+) -> None:
+    run: Any = SimpleNamespace(_limits=limits, _threads=lambda _: {"cpu.isolated": 4})
+    queue: Any = [SimpleNamespace(number=number) for number in range(3)]
+    queues, shared = _Run._in_lanes(run, [queue])
+    assert [[one.number for one in lane] for lane in queues] == expected
+    assert shared == {"cpu.isolated": threads}

@@ -176,6 +176,9 @@ def test_on_the_cpu_a_trial_goes_on_while_another_one_waits(monkeypatch: pytest.
         return drill._at_once([PlannedCase(options=options, plan=dataclasses.replace(plan, **changed))])
 
     assert at_once() == drill.TRIALS_AT_ONCE > 1
+    planned = PlannedCase(options=dataclasses.replace(options, name="zeros"), plan=plan)
+    trial = Trial(fault=FAULTS["adapter-zeros"], worker="cpu", expected="zeros", planned=planned)
+    assert drill.plan_of([trial]).limits.cases_at_once == drill.TRIALS_AT_ONCE
     assert at_once(limits=dataclasses.replace(plan.limits, threads=1)) == 1
     accelerator = DeviceInfo(spec=parse_device("cuda:0"), architecture="a", model="m")
     assert at_once(devices=(*plan.devices, accelerator)) == 1, "it has one process at a time"

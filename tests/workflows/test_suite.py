@@ -120,6 +120,11 @@ def test_one_process_takes_all_cases_until_one_ends_it(ran: Ran) -> None:
     assert ran.processes == [["one", "two", "killed", "in-bfloat16"], ["in-bfloat16"]]
 
 
+def test_a_suite_runs_as_many_cases_at_once_as_are_planned(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "cases_at_once", lambda *_: 3)
+    assert suite.prepare_suite(options_of(config)).limits.cases_at_once == 3
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("killed", [False, True])
 def test_cases_side_by_side_have_the_bits_of_cases_in_turn(config: Path, ran: Ran, killed: bool) -> None:
