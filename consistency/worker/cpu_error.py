@@ -9,7 +9,8 @@ the run may have.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -118,15 +119,17 @@ def is_large(passes: range) -> bool:
     return passes.stop <= 2
 
 
-def draw(products: Products, passes: range, compute: Callable[[], Drawn], count: Callable[[Drawn], int]) -> list[Drawn]:
-    """Compute as many passes with noise as give each tensor enough independent errors, which `count` counts in one."""
+def draw(
+    products: Products, passes: range, compute: Callable[[], Drawn], count: Callable[[Drawn], Mapping[str, int]]
+) -> list[Drawn]:
+    """Compute passes with noise until each tensor has enough independent errors, which `count` counts in one pass."""
     drawn: list[Drawn] = []
-    wanted = passes.start
-    while len(drawn) < wanted:
+    errors: Counter[str] = Counter()
+    while len(drawn) < passes.start or (len(drawn) < passes.stop - 1 and min(errors.values(), default=ENOUGH) < ENOUGH):
         with with_noise(products, seed=len(drawn)):
             drawn.append(compute())
-        if len(drawn) == 1:
-            wanted = max(passes.start, min(passes.stop - 1, -(-ENOUGH // count(drawn[0]))))
+        if len(passes) > 1:
+            errors.update(count(drawn[-1]))
     return drawn
 
 

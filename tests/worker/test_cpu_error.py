@@ -97,3 +97,26 @@ def test_float32_is_float32_whatever_the_cpu_s_settings_permit() -> None:
         found = a @ b
     with deterministic(threads=1):
         assert torch.equal(found, a @ b)
+
+
+def counted(*counts: dict[str, int], passes: range = range(2, 17)) -> int:
+    """Return how many passes are drawn whose tensors have these numbers of independent errors, in turn."""
+    each = iter(counts)
+    return len(cpu_error.draw(Products(), passes, lambda: next(each), lambda drawn: drawn))
+
+
+def test_passes_are_drawn_until_every_tensor_has_enough_independent_errors() -> None:
+    assert counted(*[{"a": 8, "b": 128}] * 3) == 2
+    assert counted(*[{"a": 128, "b": 128}] * 3) == 2, "two at least"
+    # the first pass alone promises six
+    assert counted({"a": 3}, {"a": 5}, {"a": 5}, {"a": 3}, {"a": 3}) == 4
+    assert counted({"a": 15}, {"a": 1}, {"a": 1}) == 2
+    assert counted({"a": 15}, *[{"a": 0}] * 20) == 16, "no more than are allowed, however few there are"
+    # another one has the fewest in each pass, and none has few in both
+    assert counted({"a": 4, "b": 12}, {"a": 12, "b": 4}, {"a": 4, "b": 12}) == 2
+
+
+def test_of_no_tensor_and_of_a_large_model_no_more_passes_are_drawn_than_at_least() -> None:
+    assert counted(*[{}] * 3) == 2
+    assert counted({"a": 1}, {"a": 1}, passes=range(1, 2)) == 1
+    assert counted(*[{"a": 1}] * 3, passes=range(2, 3)) == 2

@@ -240,8 +240,8 @@ def _draw(
         found.on_track[mode] = computed(title)
     own = found.judged(mode)
 
-    def independent(drawn: Activations) -> int:
-        return min((independent_rows(drawn[name], tensor) for name, tensor in own.items()), default=1)
+    def independent(drawn: Activations) -> dict[str, int]:
+        return {name: independent_rows(drawn[name], tensor) for name, tensor in own.items()}
 
     passes = cpu_error.passes_for(matrix_elements(model) * tokens_of(inputs))
     if mode == MERGED and ON in found.outputs and cpu_error.is_large(passes):

@@ -198,13 +198,13 @@ def _draw(
         runs = runs.first_part()
         layout = {name: (dtype, (1, *shape[1:])) for name, (dtype, shape) in layout.items()}
 
-    def independent(drawn: TensorFile) -> int:
-        counts = []
+    def independent(drawn: TensorFile) -> dict[str, int]:
+        counts = {}
         for name, (_, shape) in layout.items():
             gradient, own = drawn.read(name), found.gradients.read(name)
             if gradient is not None and own is not None and 0 not in shape:
-                counts.append(independent_lines(gradient, _first(own, shape[0])))
-        return min(counts, default=1)
+                counts[name] = independent_lines(gradient, _first(own, shape[0]))
+        return counts
 
     for title, products in cpu_error.products_of_run(context.job, runs.model).items():
 

@@ -261,7 +261,7 @@ def _rounding_error(context: Context, name: str, layer: Any, truth: Truth, *, sa
         products_of(context.device),
         cpu_error.passes_for(exact.numel() * max(exact.shape, default=1)),
         merge,
-        lambda weight: samples(weight, exact) if weight.shape == exact.shape else 1,
+        lambda weight: {name: samples(weight, exact)} if weight.shape == exact.shape else {},
     )
     return cpu_error.rounding_error(drawn, exact, samples) if drawn[0].shape == exact.shape else None
 

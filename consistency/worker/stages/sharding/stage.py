@@ -78,8 +78,8 @@ class _Exact:
         model = load_model(self.context.job.case, "cpu")
         exact = in_float64(_outputs, model, self.inputs)
 
-        def independent(drawn: Inputs) -> int:
-            return min((independent_rows(drawn[name], tensor) for name, tensor in exact.items()), default=1)
+        def independent(drawn: Inputs) -> dict[str, int]:
+            return {name: independent_rows(drawn[name], tensor) for name, tensor in exact.items()}
 
         products = cpu_error.products_in(model, products_of(self.context.device))
         passes = cpu_error.passes_for(matrix_elements(model) * tokens_of(self.inputs))

@@ -156,11 +156,13 @@ class StepChecks:
         states = {name: own for name in file.written if (own := file.read(name)) is not None}
         gradients = {name: self._file.of_step(AVERAGED, name, step) for name in self._start}
 
-        def independent(drawn: TrainingPass) -> int:
+        def independent(drawn: TrainingPass) -> dict[str, int]:
             names = states.keys() & drawn.states.keys()
-            counts = [independent_rows(drawn.states[name], mapped(states[name])) for name in names]
-            counts += [independent_lines(drawn.gradients[name][None], own[None]) for name, own in gradients.items()]
-            return min(counts, default=1)
+            of_states = {name: independent_rows(drawn.states[name], mapped(states[name])) for name in names}
+            return of_states | {
+                f"gradient of {name}": independent_lines(drawn.gradients[name][None], own[None])
+                for name, own in gradients.items()
+            }
 
         wanted = cpu_error.passes_for(self._twin.multiplications)
         wanted = range(wanted.start, min(wanted.stop, MOST_DRAWN + 1))
