@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -150,27 +151,34 @@ class ForkedProcess:
 
 
 class Importers:
-    """The importing processes of a task: one for each environment that at least two workers of the CPU have."""
+    """The importing processes of one or more captures: one for each environment of at least two workers of the CPU.
+
+    Captures may be made in several threads, each of which has to last until `close`: the kernel ends a process with the
+    thread that started it (`lifeline`).
+    """
 
     def __init__(self, *, models: bool, folder: Path) -> None:
         self._models = models
         self._folder = folder
         self._workers: Counter[frozenset[tuple[str, str]]] = Counter()
         self._importers: dict[frozenset[tuple[str, str]], Importer] = {}
+        self._lock = threading.Lock()
 
     def expect(self, environment: Mapping[str, str]) -> None:
         """Note that a worker of the CPU will be started with this environment."""
         if sys.platform == "linux":
-            self._workers[_read_early(environment)] += 1
+            with self._lock:
+                self._workers[_read_early(environment)] += 1
 
     def one_for(self, environment: Mapping[str, str]) -> Importer | None:
         """Return the process to fork a worker from; None where it is to be started by exec."""
         key = _read_early(environment)
-        if self._workers[key] < 2:
-            return None
-        if key not in self._importers:
-            self._importers[key] = Importer(environment, models=self._models, folder=self._folder)
-        importer = self._importers[key]
+        with self._lock:
+            if self._workers[key] < 2:
+                return None
+            if key not in self._importers:
+                self._importers[key] = Importer(environment, models=self._models, folder=self._folder)
+            importer = self._importers[key]
         return importer if importer.is_usable else None
 
     def close(self) -> None:

@@ -125,7 +125,17 @@ class _OpenCase:
 
 
 class LocalEngine:
-    """Run every worker on this host."""
+    """Run every worker on this host.
+
+    Parameters
+    ----------
+    importers : Importers, optional
+        Of a caller that captures several times with the same environments: it closes them. Otherwise each capture has
+        its own.
+    """
+
+    def __init__(self, importers: Importers | None = None) -> None:
+        self._importers = importers
 
     def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Generator[Captured]:
         with ExitStack() as stack:
@@ -137,7 +147,11 @@ class LocalEngine:
                 home.mkdir()
                 left = sum(map(len, one.waves))
                 cases.append(_OpenCase(task=one, writer=writer, scratch=home, left=left))
-            yield from _Run(cases, task.limits, watch).captures()
+            importers = self._importers
+            if importers is None:
+                models = any(one.case.needs_model for one in task.cases)
+                importers = stack.enter_context(closing(Importers(models=models, folder=task.cases[0].target)))
+            yield from _Run(cases, task.limits, watch, importers).captures()
 
 
 def _form_groups(
@@ -175,14 +189,13 @@ def _form_groups(
 class _Run:
     """The workers of a task, wave by wave."""
 
-    def __init__(self, cases: Sequence[_OpenCase], limits: Limits, watch: Watcher) -> None:
+    def __init__(self, cases: Sequence[_OpenCase], limits: Limits, watch: Watcher, importers: Importers) -> None:
         self._cases = cases
         self._limits = limits
         self._watch = watch
         self._devices = list({plan.name: plan.info for one in cases for plan in one.plans}.values())
         self._host = read_host(self._devices)
-        tasks = [one.task for one in cases]
-        self._importers = Importers(models=any(task.case.needs_model for task in tasks), folder=tasks[0].target)
+        self._importers = importers
 
     def captures(self) -> Iterator[Captured]:
         """Run every wave; yield each case as its last worker ends."""
@@ -204,9 +217,8 @@ class _Run:
             for queue in queues:
                 if queue[0].plan.info.spec.is_cpu:
                     self._importers.expect(environment_of(queue[0], threads=threads[queue[0].plan.slug]))
-        with closing(self._importers):
-            for queues, threads in laned:
-                yield from self._wave(queues, threads)
+        for queues, threads in laned:
+            yield from self._wave(queues, threads)
 
     def _in_lanes(self, queues: Sequence[Sequence[Assignment]]) -> tuple[list[list[Assignment]], dict[str, int | None]]:
         """Return the processes of a wave, for several of its cases side by side, and the threads of each worker."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from consistency.devices.discovery import select
 from consistency.errors import InputError, UsageError
 from consistency.launch.change import Change
 from consistency.launch.engine import CaseTask, Limits, Watcher, capture_case
+from consistency.launch.environment import worker_environment
+from consistency.launch.forked import Importers
 from consistency.launch.local import LocalEngine
 from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.numerics.rules import Rule
@@ -135,14 +138,14 @@ def bisect(
     InputError
         The report asks for what is not `given`, or no trial could be run.
     """
-    with scratch_folder("bisect") as scratch:
+    with scratch_folder("bisect") as scratch, ExitStack() as stack:
         subject = _subject(report, number, tensor, worker, scratch)
         name = tensor_name(*subject.key)
         changes = candidates(subject.participant, subject.reference, subject.key[0])
         most = 1 + len(changes) + (1 + len(changes) if len(changes) > 1 else 0)  # unchanged, alone, all but one
         folder = report if report.is_dir() else report.parent
         case = received(_case_of(subject), given or Options(), folder=folder)
-        run = _Runner(subject, case, scratch, faults or {}, progress)
+        run = stack.enter_context(_runner(subject, case, scratch, faults or {}, progress))
         trials: list[Trial] = []
 
         def gone(chosen: Sequence[Sequence[Change]]) -> list[bool]:
@@ -198,12 +201,34 @@ def _case_of(subject: Subject) -> Case:
     )
 
 
+@contextmanager
+def _runner(
+    subject: Subject, case: Case, scratch: Path, faults: Mapping[str, str], progress: Watcher
+) -> Iterator[_Runner]:
+    """Yield what runs trials: libraries are imported once for all whose environments allow it."""
+    at_once = 1 if _group_of(subject) else max(1, available_cores() // _threads(subject.participant))
+    with (
+        closing(Importers(models=case.needs_model, folder=scratch)) as importers,
+        ThreadPoolExecutor(max_workers=at_once) as pool,
+    ):
+        yield _Runner(subject, case, scratch, faults, progress, importers, pool)
+
+
 class _Runner:
     """Run the worker of a subject with changes, a few at a time, and report whether the difference is gone."""
 
     def __init__(
-        self, subject: Subject, case: Case, scratch: Path, faults: Mapping[str, str], progress: Watcher
+        self,
+        subject: Subject,
+        case: Case,
+        scratch: Path,
+        faults: Mapping[str, str],
+        progress: Watcher,
+        importers: Importers,
+        pool: Executor,
     ) -> None:
+        self._engine = LocalEngine(importers)
+        self._pool = pool
         self._subject = subject
         self._case = case
         self._progress = progress
@@ -212,14 +237,17 @@ class _Runner:
         self._group = _group_of(subject)
         names = self._group or (subject.reference.info.name, subject.participant.info.name)
         self._devices = {info.spec.name: info for info in select(names)}
-        self._reference = None if self._group else self._capture(subject.reference, Change(), next(self._targets))
+        self._reference: Capture | None = None
+        if not self._group:
+            who, info = subject.participant, self._devices[subject.participant.info.name]
+            if info.spec.is_cpu:  # the reference worker, which comes first, is not alone with its environment
+                path = LoadPath(who.info.load_path).main
+                importers.expect(worker_environment(info, path, threads=_threads(who), pinned=case.is_pinned))
+            self._reference = self._capture(subject.reference, Change(), next(self._targets))
 
     def all(self, chosen: Sequence[Sequence[Change]]) -> list[Trial]:
         """Try sets of changes, as many at once as there are processors for."""
-        threads = _threads(self._subject.participant)
-        at_once = 1 if self._group else max(1, available_cores() // threads)
-        with ThreadPoolExecutor(max_workers=at_once) as pool:
-            return list(pool.map(self._trial, chosen, [next(self._targets) for _ in chosen]))
+        return list(self._pool.map(self._trial, chosen, [next(self._targets) for _ in chosen]))
 
     def _trial(self, changes: Sequence[Change], target: Path) -> Trial:
         change = Change.together(changes)
@@ -265,7 +293,7 @@ class _Runner:
         task = CaseTask(case=case, waves=waves, target=target, faults=self._faults)
         name = change.name or "unchanged"
         limits = Limits(threads=change.threads or _threads(who))
-        capture_case(LocalEngine(), task, limits, watch=lambda _, event: self._progress(name, event))
+        capture_case(self._engine, task, limits, watch=lambda _, event: self._progress(name, event))
         return read_capture(target)
 
     def _capture(self, who: ComparedWorker, change: Change, target: Path) -> Capture:
@@ -286,7 +314,7 @@ class _Runner:
         )
         limits = Limits(threads=change.threads or _threads(who))
         name = change.name or ("reference" if who is self._subject.reference else "unchanged")
-        capture_case(LocalEngine(), task, limits, watch=lambda _, event: self._progress(name, event))
+        capture_case(self._engine, task, limits, watch=lambda _, event: self._progress(name, event))
         return read_capture(target)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from consistency.devices.discovery import discover
 from consistency.errors import UsageError
 from consistency.launch.change import Change
 from consistency.launch.environment import worker_environment
+from consistency.launch.forked import Importer, Importers
 from consistency.workflows import bisect as bisecting
 from consistency.workflows import pipeline
 from consistency.workflows.bisect import Trial, bisect
@@ -197,8 +199,20 @@ def test_kernels_of_matrix_products_explain_other_bits(report: Path, monkeypatch
         Change(name="oneDNN", environment={"ONEDNN_MAX_CPU_ISA": None}),
     )
     monkeypatch.setattr(bisecting, "candidates", lambda *_: changes)
+    importers: list[Importer | None] = []
+    one_for = Importers.one_for
+
+    def seen(*args: Any) -> Importer | None:
+        importers.append(one_for(*args))
+        return importers[-1]
+
+    monkeypatch.setattr(Importers, "one_for", seen)
     name = "merged::model.layers.0.self_attn.q_proj.delta"
     found = bisect(report, tensor=name, worker="cpu@baseline")
+    if sys.platform == "linux":
+        assert len(importers) == 1 + len(found.trials), "the reference worker and each trial"
+        assert None not in importers
+        assert len({*importers}) == 1, "libraries are imported once"
     if not found.repeats:
         pytest.skip("this processor's baseline kernels give the native bits")
     assert found.explained_by == ("MKL",)
