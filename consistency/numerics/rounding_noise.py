@@ -109,6 +109,10 @@ _LENGTH = 1 << 17
 """Elements of a tensor that take noise from the pool at once; the pool is twice as long, and each operation begins at
 another place of it: a draw from a generator for each element takes longer than the operations of a small model."""
 
+_KEPT_SEEDS = 2
+"""Seeds whose pools are kept for the next passes with them: those that each stage begins with. Of a small model all
+pools take a sixth of a pass to compute, and 18 MB."""
+
 _STRIDE = 40_503
 """Steps of the beginnings in the pool: prime to its length, and near the golden ratio of 2¹⁶, so that they spread."""
 
@@ -201,6 +205,35 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
+class _Pools:
+    """Factors of a seed: of each kind twice as many as a tensor takes."""
+
+    def __init__(self, seed: int) -> None:
+        generator = np.random.Generator(np.random.PCG64(seed))
+        self._deviates = torch.from_numpy(generator.standard_normal(2 * _LENGTH, dtype=np.float32))
+        self._bytes = torch.from_numpy(generator.integers(0, 256, 2 * _LENGTH, dtype=np.uint8))
+        self._made: dict[tuple[torch.dtype, float], torch.Tensor] = {}
+
+    def normal(self, units: float) -> torch.Tensor:
+        """Return factors that differ from 1 by a normal deviate of so many unit roundoffs of float32."""
+        key = torch.float32, units
+        if key not in self._made:
+            self._made[key] = 1 + self._deviates * (units * UNIT_ROUNDOFF[torch.float32])
+        return self._made[key]
+
+    def moving(self, dtype: torch.dtype, kind: _Kind) -> torch.Tensor:
+        """Return factors that leave most elements and move the others to a neighbour."""
+        moved = _MOVED_HALF if dtype != torch.float32 else _MOVED[kind is _Kind.FUNCTION]
+        key = dtype, -moved
+        if key not in self._made:
+            sign = (self._bytes < moved).to(torch.float32) - (self._bytes >= 256 - moved).to(torch.float32)
+            self._made[key] = (1 + 2 * UNIT_ROUNDOFF[dtype] * sign).to(dtype)
+        return self._made[key]
+
+
+_kept = functools.cache(_Pools)
+
+
 class RoundingNoise(TorchDispatchMode):
     """Add rounding errors to every floating-point result on the CPU while the mode is active.
 
@@ -216,10 +249,7 @@ class RoundingNoise(TorchDispatchMode):
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
-        generator = np.random.Generator(np.random.PCG64(seed))
-        self._normal = torch.from_numpy(generator.standard_normal(2 * _LENGTH, dtype=np.float32))
-        self._bytes = torch.from_numpy(generator.integers(0, 256, 2 * _LENGTH, dtype=np.uint8))
-        self._pools: dict[tuple[torch.dtype, str], torch.Tensor] = {}
+        self._pools = (_kept if seed < _KEPT_SEEDS else _Pools)(seed)
         self._operations = 0
 
     def __enter__(self) -> RoundingNoise:
@@ -314,7 +344,7 @@ class RoundingNoise(TorchDispatchMode):
         if terms < 2 or not isinstance(operand, torch.Tensor) or operand.dtype != torch.float32:
             return args
         # with fewer terms the factors would be rounded to 1
-        noise = self._drawn(self._normal_pool(math.sqrt(max(terms, 18) / 18)), operand)
+        noise = self._drawn(self._pools.normal(math.sqrt(max(terms, 18) / 18)), operand)
         return (*args[:place], operand * noise, *args[place + 1 :])
 
     def _noisy(self, operation: _Operation, result: Any, args: tuple[Any, ...], terms: int) -> Any:
@@ -335,29 +365,13 @@ class RoundingNoise(TorchDispatchMode):
         if value.layout is not torch.strided:
             return value
         if terms > 1 and value.dtype == torch.float32:
-            pool = self._normal_pool(math.sqrt(terms / 9 + 1 / 3))
+            pool = self._pools.normal(math.sqrt(terms / 9 + 1 / 3))
         else:
-            pool = self._moving_pool(value.dtype, kind)
+            pool = self._pools.moving(value.dtype, kind)
         noisy = value * self._drawn(pool, value)
         if kind is _Kind.WITH_MASKS:  # one of the smallest number must not become one of minus infinity
             noisy = torch.maximum(noisy, value.clamp(max=_SMALLEST[value.dtype]))
         return noisy
-
-    def _normal_pool(self, units: float) -> torch.Tensor:
-        """Return factors that differ from 1 by a normal deviate of so many unit roundoffs of float32."""
-        key = torch.float32, f"{units:.6g}"
-        if key not in self._pools:
-            self._pools[key] = 1 + self._normal * (units * UNIT_ROUNDOFF[torch.float32])
-        return self._pools[key]
-
-    def _moving_pool(self, dtype: torch.dtype, kind: _Kind) -> torch.Tensor:
-        """Return factors that leave most elements and move the others to a neighbour."""
-        moved = _MOVED_HALF if dtype != torch.float32 else _MOVED[kind is _Kind.FUNCTION]
-        key = dtype, str(moved)
-        if key not in self._pools:
-            sign = (self._bytes < moved).to(torch.float32) - (self._bytes >= 256 - moved).to(torch.float32)
-            self._pools[key] = (1 + 2 * UNIT_ROUNDOFF[dtype] * sign).to(dtype)
-        return self._pools[key]
 
     def _drawn(self, pool: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return noise of a tensor's shape from a pool, from another place of it for each operation."""
