@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.accelerator.build import build
-from tests.accelerator.lost_device import ERRORS, LOST, PHASES, Loss
+from tests.accelerator.lost_device import ERRORS, PHASES, Loss, LossyRun
 from tests.accelerator.software_accelerator.settings import VARIABLE
 
 
@@ -51,19 +51,20 @@ def main(wanted: Sequence[str]) -> int:
 
 def _run(loss: Loss, double: Path, out: Path) -> Outcome:
     path = os.pathsep.join([str(double), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = LossyRun(loss)
     environment = {
-        **os.environ, "PYTHONPATH": path, VARIABLE: json.dumps(loss.settings), "CUDA_VISIBLE_DEVICES": "",
+        **os.environ, "PYTHONPATH": path, VARIABLE: json.dumps(run.settings), "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
-    words = [word for name, value in loss.options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    words = [word for name, value in run.options.items() for word in (f"--{name.replace('_', '-')}", value)]
     command = [sys.executable, "-P", "-m", "consistency", "run", "--out", str(out), *words]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     report: dict[str, Any] | None = None
     if (out / "report.json").exists():
         report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    reasons = [] if report is None else [w["reason"] or "" for w in report["workers"] if w["name"] == LOST]
+    reasons = [] if report is None else [w["reason"] or "" for w in report["workers"] if w["name"] == loss.device]
     said = "<br>".join(dict.fromkeys(reasons)) or (done.stderr.strip().splitlines() or [""])[0][:160]
-    return Outcome(status=done.returncode, reason=said.replace("|", "\\|"), wrong=loss.wrong(done.returncode, report))
+    return Outcome(status=done.returncode, reason=said.replace("|", "\\|"), wrong=run.wrong(done.returncode, report))
 
 
 if __name__ == "__main__":

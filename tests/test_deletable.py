@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,61 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def without(package: Path, home: Path, *parts: str, level: Level = Level.QUICK) -> set[str]:
+RUNNER = """
+import json, os, sys, traceback
+import peft, pytest, torch, transformers  # before any copy of the package is there to be imported
+
+def run(home, level):
+    os.chdir(home)
+    sys.path.insert(0, home)
+    import consistency
+    assert consistency.__file__.startswith(home), consistency.__file__
+    from consistency.cli.main import main
+    from tests.launch.in_this_process import in_this_process
+    with in_this_process():
+        status = main(["run", "--devices", "cpu", "--level", level, "--out", "out"])
+    return status or main(["completion", "bash"])
+
+sys.path.append(sys.argv[1])
+for line in sys.stdin:
+    home, level = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        printed = os.open(home + "/printed", os.O_WRONLY | os.O_CREAT)
+        os.dup2(printed, 1)
+        os.dup2(printed, 2)
+        try:
+            status = run(home, level)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Imports the libraries once, and runs each copy in a fork: importing takes as long as two such runs."""
+
+Run = Callable[[Path, Level], int]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", "-c", RUNNER, str(HERE)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as runner:
+        assert runner.stdin is not None
+        assert runner.stdout is not None
+        requests, answers = runner.stdin, runner.stdout
+
+        def run(home: Path, level: Level) -> int:
+            requests.write(json.dumps([str(home), level]) + "\n")
+            requests.flush()
+            return int(answers.readline())
+
+        yield run
+
+
+def without(package: Path, run: Run, home: Path, *parts: str, level: Level = Level.QUICK) -> set[str]:
     """Run the built-in case with a copy of the package that lacks these parts; return the stages that were checked."""
     shutil.copytree(package, home / "consistency")
     (home / "fixtures").symlink_to(HERE / "fixtures")
@@ -70,31 +125,24 @@ def without(package: Path, home: Path, *parts: str, level: Level = Level.QUICK) 
             shutil.rmtree(place)
         else:
             place.unlink()
-    command = [sys.executable, "-P", "-m", "consistency", "run", "--devices", "cpu", "--level", level, "--out", "out"]
-    environment = {**os.environ, "PYTHONPATH": str(home), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    completed = subprocess.run(
-        [*command[:4], "completion", "bash"], cwd=home, env=environment, capture_output=True, text=True, check=False
-    )
-    assert completed.returncode == 0, completed.stderr
+    assert run(home, level) == 0, (home / "printed").read_text(encoding="utf-8")
     report = json.loads((home / "out" / "report.json").read_text(encoding="utf-8"))
     assert report["verdict"] == "consistent"
     return {outcome["stage"] for outcome in report["outcomes"]}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_without_a_feature_the_main_job_is_done(package: Path, tmp_path: Path, feature: str) -> None:
+def test_without_a_feature_the_main_job_is_done(package: Path, run: Run, tmp_path: Path, feature: str) -> None:
     level = Level.STANDARD if feature == "inference engines" else Level.QUICK  # which are a part of `forward`
-    assert {"base", "adapter", "merged"} <= without(package, tmp_path, *FEATURES[feature], level=level)
+    assert {"base", "adapter", "merged"} <= without(package, run, tmp_path, *FEATURES[feature], level=level)
 
 
 @pytest.mark.parametrize("stage", [stage for stage in SPECS if stage not in CORE])
-def test_without_a_stage_the_others_are_checked(package: Path, tmp_path: Path, stage: Stage) -> None:
+def test_without_a_stage_the_others_are_checked(package: Path, run: Run, tmp_path: Path, stage: Stage) -> None:
     module = SPECS[stage].worker.partition(":")[0].removeprefix("consistency.").replace(".", "/")
     part = module.removesuffix("/stage") if module.endswith("/stage") else f"{module}.py"
     levels = SPECS[stage].levels
     level = Level.STANDARD if Level.STANDARD in levels and Level.QUICK not in levels else Level.QUICK
-    checked = without(package, tmp_path, part, level=level)
+    checked = without(package, run, tmp_path, part, level=level)
     assert stage not in checked
     assert checked >= {"base", "adapter", "merged"} - {stage.value}
