@@ -88,12 +88,13 @@ def time_suite(base: str, home: Path, level: str) -> dict[str, Any]:
     given = {"base": base, "adapter": str(home / "adapter-*"), "devices": "cpu", "level": level}
     found = gather_suite(None, given, Edge.COMMAND_LINE)
     assert found is not None
-    started = time.monotonic()
+    before, started = _processor_seconds(), time.monotonic()
     plan = prepare_suite(found)
     planned = time.monotonic()
     plan = dataclasses.replace(plan, faults={KILLED: {"cpu": "killed"}})
     result = run_suite(plan, home / "out", watch=lambda *_: None)
-    own, workers = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended, after = time.monotonic(), _processor_seconds()
+    own, workers = (after[who] - before[who] for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     kept = Counter(
         worker.environment.get("base", "loaded").split(",")[0].split(":")[0]
         for report in (home / "out" / "cases").glob("*/report.json")
@@ -105,15 +106,20 @@ def time_suite(base: str, home: Path, level: str) -> dict[str, Any]:
         "verdicts": dict(result.counts),
         "exit_status": result.exit_status,
         "not_consistent": {case.name: case.headline for case in result.cases if case.verdict != "consistent"},
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(ended - started, 1),
         "planning_seconds": round(planned - started, 2),
-        "processor_seconds": round(sum((*own[:2], *workers[:2])), 1),
-        "of_the_parent": round(sum(own[:2]), 1),
+        "processor_seconds": round(own + workers, 1),
+        "of_the_parent": round(own, 1),
         "median_case_seconds": round(statistics.median(times), 2),
-        "parent_peak_mb": round(own.ru_maxrss / 1024),
-        "worker_peak_mb": round(workers.ru_maxrss / 1024),
+        "parent_peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "worker_peak_mb": round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024),
         "bases": dict(kept),
     }
+
+
+def _processor_seconds() -> dict[int, float]:
+    """Return those of this process and of its children, by `resource.RUSAGE_*`."""
+    return {who: sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)}
 
 
 def time_single(base: str, adapter: Path, level: str) -> float:

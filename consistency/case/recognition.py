@@ -6,6 +6,7 @@ Only names, the first bytes of a file and small JSON files are read: no torch, n
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -268,10 +269,16 @@ def peft_methods() -> tuple[str, ...]:
         spec = importlib.util.find_spec("peft")
         if spec is not None and spec.origin is not None:
             source = Path(spec.origin).with_name("utils") / "peft_types.py"
-            for node in ast.parse(source.read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and node.name == "PeftType":
-                    values = [line.value for line in node.body if isinstance(line, ast.Assign)]
-                    return tuple(str(one.value) for one in values if isinstance(one, ast.Constant))
+            return _methods_in(source.read_text(encoding="utf-8"))
+    return ()
+
+
+@functools.lru_cache(maxsize=1)
+def _methods_in(source: str) -> tuple[str, ...]:
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == "PeftType":
+            values = [line.value for line in node.body if isinstance(line, ast.Assign)]
+            return tuple(str(one.value) for one in values if isinstance(one, ast.Constant))
     return ()
 
 
