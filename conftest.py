@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ pytest_plugins = ["pytester"]
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("COLUMNS", None)  # what is printed is compared as a pipe has it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell has its background ignore it, and so would all that a test starts, to interrupt it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if importlib.util.find_spec("hypothesis"):  # not in the extra `pytest`, with which the README runs the plugin here
     from hypothesis import HealthCheck, settings
