@@ -46,7 +46,7 @@ class Contribution:
 
     def _block(self, number: int) -> torch.Tensor:
         seed = zlib.crc32(f"{self.name} {self.dtype} {self.elements} {self.rank} {number}".encode())
-        generator = np.random.Generator(np.random.Philox(seed))
+        generator = np.random.Generator(np.random.SFC64(seed))
         length = min(BLOCK, self.elements - number * BLOCK)
         if self.dtype in _DRAWN:
             return torch.from_numpy(_DRAWN[self.dtype](generator, length))

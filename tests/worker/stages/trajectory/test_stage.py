@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.reader import read_capture
@@ -27,7 +29,7 @@ from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.stages.trajectory import passes, stage, step_checks
 from consistency.worker.stages.trajectory.yardstick import FIGURES
 from tests.conftest import RunSuiteWithFaults
-from tests.worker.model.made_models import t5_with_units_at_zero
+from tests.worker.model.made_models import SIZES, on_llama, saved, t5_with_units_at_zero
 
 pytestmark = pytest.mark.process
 
@@ -46,12 +48,25 @@ def errors(comparison: Comparison) -> list[Finding]:
     return [finding for finding in comparison.findings if finding.severity == "error"]
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **{**SIZES, "num_hidden_layers": 2}, num_key_value_heads=2, max_position_embeddings=64
+    )
+    base = saved(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("small") / "base")
+    return {
+        "base": str(base),
+        "adapter": str(on_llama(base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))),
+    }
+
+
 @pytest.fixture
-def train(tmp_path: Path) -> Train:
+def train(tmp_path: Path, small: dict[str, str]) -> Train:
     """Train one worker in this process, with a fault planted in it."""
 
     def run(fault: str | None = None, **options: Any) -> Comparison:
-        given = {"base": "builtin:llama", "stages": (Stage.TRAJECTORY,), "level": Level.QUICK, "steps": STEPS}
+        given = {**small, "stages": (Stage.TRAJECTORY,), "level": Level.QUICK, "steps": STEPS}
         case = prepare_case(Options(**{**given, **options}))
         slug = worker_slug(FAULTY, "isolated")
         with CaptureWriter(tmp_path / "capture") as writer:
@@ -207,7 +222,7 @@ def relu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_a_fault_that_turns_decisions_is_found_from_its_first_step_on(train: Train, relu: dict[str, str]) -> None:
-    found = train(FAULTS[1], **relu)
+    found = train(FAULTS[1], **relu, steps=5)
     (finding,) = errors(found)
     assert "leaves the float64 trajectory at step 4, in decoder_hidden_states." in finding.message
     assert not [one for one in found.findings if one.kind == "skipped"], "every step is judged"
@@ -246,7 +261,7 @@ def test_steps_with_undecided_units_are_judged_and_no_finding(
 
     monkeypatch.setattr(Track, "exact", exact)
     _relus_off_by(1e-9, monkeypatch, begin=0)
-    found = train(**relu, dtype=dtype)
+    found = train(**relu, dtype=dtype, steps=3)
     assert sum(seen) > 0, "float64 decided otherwise by itself"
     assert found.verdict == "consistent", found.findings
     assert not [one for one in found.findings if one.kind == "skipped"]
@@ -256,7 +271,7 @@ def test_decisions_that_rounding_does_not_explain_are_named(
     train: Train, relu: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _relus_off_by(1e-2, monkeypatch, begin=2)
-    found = train(**relu)
+    found = train(**relu, steps=4)
     (finding,) = errors(found)
     assert "leaves the float64 trajectory at step 3, in " in finding.message
     flipped = [t for t in found.tensors if t.tensor == "relu.decisions"]
