@@ -84,9 +84,9 @@ EXPLANATIONS: Mapping[Word, Explanation] = {
         meaning="Tensors that a device computes when the adapter is loaded differ bitwise from the reference worker's. "
         "There are three: weights of the base that loading rewrites; tensors of the method that are in no file; and, "
         "between captures made from different files, adapter tensors that are converted while they are loaded.",
-        cause="Methods that compute on loading: PiSSA and OLoRA decompose base weights, VeRA and others draw "
-        "projections or build tables. Each device does so with its own kernels and random numbers. With different "
-        "files the inputs of the conversion differ too.",
+        cause="Methods that compute on loading: PiSSA, OLoRA, FRoD, OSF and PSOFT decompose base weights, VeRA and "
+        "others draw projections or build tables. Each device does so with its own kernels and random numbers. With "
+        "different files the inputs of the conversion differ too.",
         action="Save what is computed (save_projection for VeRA, a converted LoRA for PiSSA and OLoRA), so that every "
         "device loads the same bytes.",
         example="base · cuda:0 · values recomputed on the device while the adapter was loaded in 14 of 28 "
