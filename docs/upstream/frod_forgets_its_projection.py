@@ -13,8 +13,9 @@ from unittest import mock
 import peft
 import torch
 from peft.tuners.frod import model as frod
+from peft.tuners.frod.layer import FrodLayer
 
-ROTATED = torch.tensor([1.0, -1.0]).repeat(8)
+SIGNS = torch.tensor([1.0, -1.0]).repeat(8)
 """Eigenvectors have no sign of their own: another machine's LAPACK may return the opposite of every other one."""
 
 
@@ -32,10 +33,10 @@ def loaded(base: torch.nn.Module, folder: str, decompose: Callable[..., torch.Te
 
 def rebuilt(model: torch.nn.Module) -> torch.nn.Module:
     """Compute U from the V that was loaded."""
-    for layer in (module for module in model.modules() if isinstance(module, peft.tuners.frod.layer.FrodLayer)):
-        layer.frod_U["default"] = layer._calculate_frod_u_and_lambda(layer.frod_V["default"], layer.base_layer.weight)[
-            0
-        ]
+    for layer in model.modules():
+        if isinstance(layer, FrodLayer):
+            v, weight = layer.frod_V["default"], layer.base_layer.weight
+            layer.frod_U["default"], _ = layer._calculate_frod_u_and_lambda(v, weight)
     return model
 
 
@@ -54,7 +55,7 @@ here = frod._projection_from_weights
 with tempfile.TemporaryDirectory() as folder:
     tuned.save_pretrained(folder)
     same = loaded(base, folder, here)
-    other = loaded(base, folder, lambda *given: here(*given) * ROTATED)
+    other = loaded(base, folder, lambda *given: here(*given) * SIGNS)
 print(f"answers are up to {wanted.abs().max():.2g}; an adapter with save_projection=True, loaded")
 print(f"where V is computed as it was saved: off by at most {(answer(same) - wanted).abs().max():.2g}")
 print(f"where eigenvectors have other signs: off by at most {(answer(other) - wanted).abs().max():.2g}")

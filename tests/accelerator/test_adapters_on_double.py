@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from tests.worker.model.made_models import SIZES, adapter_on, saved
+from tests.worker.model.made_models import a_llama, adapter_on, saved
 
 from .fixtures import Double
 
@@ -18,8 +18,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers war
 
 
 def test_an_accelerator_alone(double: Double, tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
-    base, words = saved(transformers.LlamaForCausalLM(config), tmp_path / "base"), []
+    base, words = saved(a_llama(), tmp_path / "base"), []
     for number, name in enumerate(("one", "two")):
         torch.manual_seed(number)
         model = transformers.LlamaForCausalLM.from_pretrained(base)

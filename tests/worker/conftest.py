@@ -18,7 +18,7 @@ from consistency.capture.writer import CaptureWriter
 from consistency.worker import determinism
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.session import Session
-from tests.worker.model.made_models import SIZES, case_of, saved
+from tests.worker.model.made_models import SIZES, a_llama, case_of, saved
 
 Look = Callable[..., list[TensorRecord]]
 
@@ -31,8 +31,7 @@ def _seeded() -> None:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
-    return saved(transformers.LlamaForCausalLM(config), tmp_path / "llama")
+    return saved(a_llama(), tmp_path / "llama")
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from consistency.worker.protocol import EventLog, Job
 from consistency.worker.stages import forward
 from tests.versions import loads_onto_mixtures
 from tests.worker.conftest import Look
-from tests.worker.model.made_models import SIZES, adapter_on, case_of, on_llama, saved
+from tests.worker.model.made_models import SIZES, a_llama, adapter_on, case_of, on_llama, saved
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -64,9 +64,7 @@ def test_a_head_that_no_file_holds_has_the_same_numbers_everywhere(masked_bert: 
 def test_nothing_depends_on_the_addresses_of_tensors(
     tmp_path: Path, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = {**SIZES, "tie_word_embeddings": True}
-    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=64)
-    base = saved(transformers.LlamaForCausalLM(config), tmp_path / "llama")
+    base = saved(a_llama(tie_word_embeddings=True), tmp_path / "llama")
     adapter = on_llama(base, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
     stages = (Stage.BASE, Stage.ADAPTER, Stage.MEMORY)
 

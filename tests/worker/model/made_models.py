@@ -15,6 +15,12 @@ from consistency.case.case import Case
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
+def a_llama(**changes: Any) -> Any:
+    """Return a Llama of one layer, which has half as many keys as queries."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64, **changes}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
 def saved(model: Any, folder: Path) -> Path:
     perturb(model)
     model.save_pretrained(folder)
@@ -76,9 +82,7 @@ def _zero_units(model: torch.nn.Module, ending: str) -> None:
 def a_model() -> Any:
     """Return a model that no file holds."""
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
-    )
+    return a_llama()
 
 
 class Block(torch.nn.Module):

@@ -19,7 +19,7 @@ from consistency.worker import session
 from consistency.worker.model import kept_base
 from consistency.worker.model.kept_base import BaseKeeper
 from consistency.worker.protocol import STATE_FILE, EventLog, Job
-from tests.worker.model.made_models import SIZES, adapter_on, case_of, saved
+from tests.worker.model.made_models import a_llama, adapter_on, case_of, saved
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -69,8 +69,7 @@ class Made:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
-        self.base = saved(transformers.LlamaForCausalLM(config), home / "llama")
+        self.base = saved(a_llama(), home / "llama")
         self._count = itertools.count()
 
     def adapter(self, name: str) -> Path:

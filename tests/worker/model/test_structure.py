@@ -7,18 +7,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 
 from consistency.worker.model.structure import Structure
-from tests.worker.model.made_models import SIZES
+from tests.worker.model.made_models import a_llama
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture
 def model() -> Any:
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
-    return transformers.LlamaForCausalLM(config).eval()
+    return a_llama().eval()
 
 
 def described(model: torch.nn.Module) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any, cast
 import peft
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 from consistency.capture.names import LOADED_AGAIN
@@ -18,7 +17,7 @@ from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
 from consistency.worker.stages.adapter.reload import reload
 from consistency.worker.stages.context import Context
-from tests.worker.model.made_models import SIZES, perturb
+from tests.worker.model.made_models import a_llama, perturb
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -53,8 +52,7 @@ class Made:
     """As much of a context as loading again looks at, on a model of one layer."""
 
     def __init__(self, folder: Path, *, repeat: int = 1) -> None:
-        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
-        base = transformers.LlamaForCausalLM(config)
+        base = a_llama()
         first = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
         perturb(first)
         first.save_pretrained(folder)

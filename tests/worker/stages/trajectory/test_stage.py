@@ -11,7 +11,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 
 from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.reader import read_capture
@@ -29,7 +28,7 @@ from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.stages.trajectory import passes, stage, step_checks
 from consistency.worker.stages.trajectory.yardstick import FIGURES
 from tests.conftest import RunSuiteWithFaults
-from tests.worker.model.made_models import SIZES, on_llama, saved, t5_with_units_at_zero
+from tests.worker.model.made_models import a_llama, on_llama, saved, t5_with_units_at_zero
 
 pytestmark = pytest.mark.process
 
@@ -51,14 +50,9 @@ def errors(comparison: Comparison) -> list[Finding]:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        **{**SIZES, "num_hidden_layers": 2}, num_key_value_heads=2, max_position_embeddings=64
-    )
-    base = saved(transformers.LlamaForCausalLM(config), tmp_path_factory.mktemp("small") / "base")
-    return {
-        "base": str(base),
-        "adapter": str(on_llama(base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))),
-    }
+    base = saved(a_llama(num_hidden_layers=2), tmp_path_factory.mktemp("small") / "base")
+    adapter = on_llama(base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    return {"base": str(base), "adapter": str(adapter)}
 
 
 @pytest.fixture
