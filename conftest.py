@@ -7,7 +7,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,12 +31,15 @@ if importlib.util.find_spec("hypothesis"):  # not in the extra `pytest`, with wh
 
 _PROCESS_FIXTURES = frozenset(
     {"browser", "cli", "cli_here", "double", "finished_run", "kernel_library", "machine", "open_page", "ray_nodes",
-     "run_on_double", "run_suite_with_faults", "run_with_faults", "slurm"}
+     "run_on_double", "run_suite_with_faults", "run_with_faults", "slurm", "warm", "warm_double", "warm_pytest"}
 )  # fmt: skip
 """Fixtures that start processes, or run whole cases in this one."""
 
-_PROCESS_MARKS = ("aarch64", "cluster", "engines", "gpu", "sanitizers")
-"""Marks of tests that do."""
+_PROCESS_MARKS = ("aarch64", "cluster", "engines", "gpu", "sanitizers", "slow")
+"""Marks of tests that do, or that take long: `-m "not process"` leaves all of them out."""
+
+_MOST_S = {False: 1.0, True: 15.0}
+"""Seconds that a test which is not marked `slow` may take: without and with a process."""
 
 _PROBE = "consistency.devices.probe"
 _STARTED: list[str] = []
@@ -55,6 +58,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.process)
     marked = Counter(item.path for item in items if item.get_closest_marker("process"))
     items.sort(key=lambda item: -marked[item.path])
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List the tests that take longer than those of a plain `pytest` may."""
+    took: defaultdict[str, float] = defaultdict(float)
+    marks: dict[str, Any] = {}
+    for report in (one for found in terminalreporter.stats.values() for one in found):
+        if isinstance(report, pytest.TestReport):
+            took[report.nodeid] += report.duration
+            marks[report.nodeid] = report.keywords
+    long = [name for name, s in took.items() if s > _MOST_S["process" in marks[name]] and "slow" not in marks[name]]
+    if long:
+        terminalreporter.section("slower than a test without the mark slow may be, on a quiet machine")
+        for name in sorted(long, key=lambda name: -took[name]):
+            terminalreporter.line(f"{took[name]:6.1f} s  {name}")
 
 
 def pytest_collection_finish() -> None:

@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ from consistency.cli.main import main
 from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts
 from consistency.workflows import pipeline, suite
-from tests.accelerator.fixtures import double, run_on_double, shared_temp  # noqa: F401 - fixtures for all tests
+from tests.accelerator.fixtures import Warm, double, run_on_double, shared_temp, warm_double  # noqa: F401 - fixtures for all tests
 from tests.launch.fleet.ray_cluster import ray_nodes  # noqa: F401 - the same
 from tests.launch.fleet.slurm_cluster import slurm  # noqa: F401 - the same
 from tests.launch.in_this_process import in_this_process
+from tests.launch.warm import ROOT, warm_process
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -60,15 +62,40 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-P", "-m", "consistency", *map(str, arguments)]
 
 
-@pytest.fixture(scope="session")
-def cli() -> Cli:
-    """Run the command line in a process of its own."""
+HAS_WORKERS = ("run", "capture", "drill")
 
-    def run(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
-        options.setdefault("timeout", 300)
-        return subprocess.run(command(*arguments), capture_output=True, text=True, check=False, **options)
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Return the process that has imported the libraries, for workers of many runs; it starts when it is asked for."""
+    with warm_process(tmp_path_factory.getbasetemp(), {}) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def cli(warm: Warm) -> Cli:
+    """Run the command line in a process of its own.
+
+    Its workers are forked from one process for all runs, unless `by_exec` asks for those that users have.
+    """
+
+    def run(*arguments: object, by_exec: bool = False, **options: Any) -> subprocess.CompletedProcess[str]:
+        options = {"timeout": 300, "env": os.environ, **options}
+        words = command(*arguments)
+        if not by_exec and arguments[:1] and arguments[0] in HAS_WORKERS:
+            words = warm().command(*arguments)
+            path = [str(ROOT), options["env"].get("PYTHONPATH")]
+            options["env"] = {**options["env"], "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        return subprocess.run(words, capture_output=True, text=True, check=False, **options)
 
     return run
+
+
+@pytest.fixture
+def warm_pytest(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the pytest that `pytester` starts have workers that are forked from one process for all runs."""
+    for name, value in warm().environment().items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")
@@ -97,14 +124,15 @@ def cli_here() -> Cli:
 
 
 @pytest.fixture(scope="session")
-def finished_run(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Run the main job on the built-in case, once for all tests that read its results, on all processes of xdist."""
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """Run the main job as users do, once for all tests that read its results, on all processes of xdist."""
     home = shared_temp(tmp_path_factory) / "main-job"
     home.mkdir(exist_ok=True)
     done, folder = home / "process.json", home / "out"
     with FileLock(home / "lock"):
         if not done.exists():
-            process = cli("run", "--out", folder, "--repeat", 2)
+            words = command("run", "--out", folder, "--repeat", 2)
+            process = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
             done.write_text(json.dumps({**vars(process), "args": process.args}))
     return FinishedRun(subprocess.CompletedProcess(**json.loads(done.read_text())), folder)
 

@@ -26,6 +26,7 @@ def test_without():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_one_that_starts_a_process_and_is_not_marked_fails(pytester: pytest.Pytester) -> None:
     pytester.makeconftest(CONFTEST.read_text(encoding="utf-8"))

@@ -79,6 +79,7 @@ def test_a_case_cannot_be_lost(change: str) -> None:
         Checked(model="resnet", rows=tuple(rows), refused=answers)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn while saving
 def test_a_run_of_today_gives_the_cells_of_the_page(tmp_path: Path, cli_here: Cli) -> None:
     home = tmp_path / EXAMPLE

@@ -18,7 +18,7 @@ import pytest
 
 from consistency.case.stages import SPECS, Level, Stage
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parents[1]
 

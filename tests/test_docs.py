@@ -203,6 +203,7 @@ def test_commands_are_found() -> None:
     assert sum(len(list(commands(text_of(document)))) for document in DOCUMENTS) > 150
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_test_in_the_page_on_pytest_runs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)

@@ -73,6 +73,7 @@ def test_second_run_on_a_device_repeats_the_bits(finished_run: FinishedRun) -> N
     assert False not in repeated
 
 
+@pytest.mark.slow
 def test_bfloat16_and_other_models(cli: Cli, tmp_path: Path) -> None:
     cases = (("gpt2", "float32"), ("bert", "bfloat16"), ("llama", "bfloat16"))
     tables = [f'[[case]]\nname = "{name}"\nbase = "builtin:{name}"\ndtype = "{dtype}"\n' for name, dtype in cases]
@@ -87,6 +88,7 @@ def test_bfloat16_and_other_models(cli: Cli, tmp_path: Path) -> None:
         assert not any(row["status"] in BAD for row in rows(report, "operators", "merged", "forward", "gradient"))
 
 
+@pytest.mark.slow
 def test_one_token_is_judged_by_more_passes(cli_here: Cli, tmp_path: Path) -> None:
     """One row has one independent error, of which a single pass would say nothing; the embeddings are exact bits."""
     inputs = {"input_ids": np.array([[5]]), "attention_mask": np.array([[1]])}
@@ -101,6 +103,7 @@ def test_one_token_is_judged_by_more_passes(cli_here: Cli, tmp_path: Path) -> No
     assert statuses == {(True, "equal"), (False, "within")}
 
 
+@pytest.mark.slow
 def test_a_nan_in_the_adapter_is_no_agreement(cli: Cli, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     shutil.copytree(builtin_folder("llama") / "adapter", adapter)
@@ -170,6 +173,7 @@ def flipped(cli_here: Cli, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "element", "bit"), [(name, *where) for name, where in FLIPPED.items()])
 def test_one_flipped_bit_between_captures_made_apart(
     cli_here: Cli, tmp_path: Path, flipped: dict[str, Flipped], name: str, element: int, bit: int
@@ -206,11 +210,10 @@ def test_a_capture_agrees_with_itself_and_is_small(cli: Cli, finished_run: Finis
     assert kept < 1.5 * adapter  # one copy for all workers, with a header per tensor
 
 
-def test_pytest_says_the_same(
-    pytester: pytest.Pytester, finished_run: FinishedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_pytest")
+def test_pytest_says_the_same(pytester: pytest.Pytester, finished_run: FinishedRun) -> None:
     """Under xdist; a whole run without it is made on the double (test_runs_on_double.py)."""
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")  # they take long to import
     done = pytester.runpytest_subprocess("--consistency-base", "builtin:llama", "--junitxml", "out.xml", "-n", "2")
     assert done.ret == 0
     done.stdout.fnmatch_lines(["*consistent: base and adapter agree on*"])

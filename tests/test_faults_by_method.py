@@ -45,6 +45,7 @@ def _all_found(cells: list[str]) -> bool:
     return bool(planted) and not any("**" in text for text in planted)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn while saving
 def test_a_run_of_today_finds_what_the_page_has(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.process
 SEED = 20_261_123
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_no_damage_reads_as_consistent_and_none_is_a_traceback() -> None:
     found = run(2000, SEED)

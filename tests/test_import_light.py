@@ -85,6 +85,7 @@ PLUGIN_NEEDS = [
 ]
 
 
+@pytest.mark.slow
 def test_plugin_loads_the_table_of_options_and_no_library(tmp_path: Path) -> None:
     """Every pytest session of the environment pays for what the plugin imports."""
     code = (
@@ -136,11 +137,13 @@ def test_status_loads_next_to_nothing(tmp_path: Path) -> None:
     loaded_by(f"{code}assert 'consistency.comparison.result' in loaded, loaded", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["consistency.numerics.digest", "consistency.worker.session", "torch"])
 def test_the_check_can_fail(module: str, tmp_path: Path) -> None:
     assert "torch" in loaded_by(f"import {module}", tmp_path)
 
 
+@pytest.mark.slow
 def test_equal_files_import_no_torch_and_others_do(tmp_path: Path) -> None:
     """The second half proves that the first can fail."""
     put(tmp_path / "a.safetensors", {"x.w": f32(1, 2)})

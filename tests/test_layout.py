@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from consistency.case.stages import SPECS
 from consistency.report.formats import FORMATS
 from consistency.worker.faults.catalogue import FAULTS
@@ -92,6 +94,7 @@ def sources() -> tuple[tuple[str, ast.Module], ...]:
     )
 
 
+@pytest.mark.slow
 def test_a_file_is_found_by_its_name() -> None:
     names = Counter(place.rpartition("/")[2] for place, _ in sources())
     assert {name: count for name, count in names.items() if count > 2 and name != "__init__.py"} == MANY_FILES

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parents[1]
 PAGES = sorted((HERE / "docs").glob("extending*.md"))

@@ -25,6 +25,7 @@ from typing import IO
 
 from consistency.capture.json_codec import encode_json
 from consistency.devices.interpreter import python_command
+from consistency.devices.spec import DeviceSpec
 from consistency.worker.protocol import ENDED, STARTED, ForkRequest
 
 READ_LATE = frozenset({"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"})
@@ -170,11 +171,11 @@ class Importers:
             with self._lock:
                 self._workers[_read_early(environment)] += 1
 
-    def one_for(self, environment: Mapping[str, str]) -> Importer | None:
-        """Return the process to fork a worker from; None where it is to be started by exec."""
+    def one_for(self, device: DeviceSpec, environment: Mapping[str, str]) -> Importer | None:
+        """Return the process to fork a device's worker from; None where it is to be started by exec."""
         key = _read_early(environment)
         with self._lock:
-            if self._workers[key] < 2:
+            if not device.is_cpu or self._workers[key] < 2:
                 return None
             if key not in self._importers:
                 self._importers[key] = Importer(environment, models=self._models, folder=self._folder)

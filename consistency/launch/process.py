@@ -47,7 +47,7 @@ class WorkerProcess:
         first = queue[0]
         folder = first.folder
         environment = environment_of(first, threads=threads)
-        importer = importers.one_for(environment) if first.plan.info.spec.is_cpu else None
+        importer = importers.one_for(first.plan.info.spec, environment)
         jobs = folder / JOBS
         parent = None if importer is None else importer.pid
         write_json(jobs, [one.job(threads=threads, parent_pid=parent) for one in queue])

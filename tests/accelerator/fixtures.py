@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ import pytest
 
 from consistency.comparison.result import Comparison
 from consistency.workflows import comparing
+from tests.launch.warm import WarmProcess, warm_process
 
 from .build import NotBuiltError, build
-from .software_accelerator.settings import VARIABLE, VISIBLE, Settings
+from .software_accelerator.settings import LATER, VARIABLE, VISIBLE, Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +41,7 @@ class Double:
         """Return the environment of a process that has the double, with `Settings` as in JSON."""
         text = json.dumps(settings)
         Settings.checked(text)
-        path = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(self.folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         found = {name: value for name, value in os.environ.items() if name not in (VISIBLE, "PYTEST_ADDOPTS")}
         # a real GPU of this machine would come before it
         return found | {"PYTHONPATH": os.pathsep.join(path), VARIABLE: text, "CUDA_VISIBLE_DEVICES": ""}
@@ -72,6 +73,7 @@ class RunOnDouble:
 
 
 RunsOnDouble = Callable[..., RunOnDouble]
+Warm = Callable[[], WarmProcess]
 
 
 def shared_temp(factory: pytest.TempPathFactory) -> Path:
@@ -92,12 +94,26 @@ def double(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def run_on_double(double: Double, tmp_path_factory: pytest.TempPathFactory) -> RunsOnDouble:
-    """Run `consistency run` on the double: settings of the double first, then the command's options by name."""
+def warm_double(double: Double, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Return the process that has imported the libraries with the double, whose devices are made in its forks."""
+    environment = {**double.environment(), VARIABLE: LATER, VISIBLE: ""}
+    with warm_process(tmp_path_factory.getbasetemp(), environment) as process:
+        yield process
 
-    def run(settings: dict[str, Any], **options: str) -> RunOnDouble:
-        out = Path(tempfile.mkdtemp(dir=tmp_path_factory.getbasetemp(), prefix="on-double-")) / "out"
+
+@pytest.fixture(scope="session")
+def run_on_double(double: Double, warm_double: Warm, tmp_path_factory: pytest.TempPathFactory) -> RunsOnDouble:
+    """Run `consistency run` on the double: settings of the double first, then the command's options by name.
+
+    Its workers are forked from one process for all runs, unless `by_exec` asks for those that users have.
+    """
+    folder = tmp_path_factory.getbasetemp()
+
+    def run(settings: dict[str, Any], *, by_exec: bool = False, **options: str) -> RunOnDouble:
+        out = Path(tempfile.mkdtemp(dir=folder, prefix="on-double-")) / "out"
         words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
-        return RunOnDouble(double.python("-m", "consistency", "run", "--out", out, *words, **settings), out)
+        # without `python -P`, which the double adds itself
+        command = ("-m", "consistency") if by_exec else warm_double().command()[2:]
+        return RunOnDouble(double.python(*command, "run", "--out", out, *words, **settings), out)
 
     return run

@@ -14,7 +14,8 @@ from tests.worker.model.made_models import a_llama, adapter_on, saved
 
 from .fixtures import Double
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
+# PEFT and transformers warn while saving
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def test_an_accelerator_alone(double: Double, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tests.reported import rows
 
 from .fixtures import RunsOnDouble
 
+pytestmark = pytest.mark.slow
+
 GPU_LIKE: dict[str, Any] = {"devices": 2, "architectures": ["S", "T"], "as_cuda": True}
 
 

@@ -12,6 +12,8 @@ from tests.reported import rows
 from .fixtures import RunsOnDouble
 from .lost_device import ERRORS, Loss, LossyRun
 
+pytestmark = pytest.mark.slow
+
 CHOSEN = (
     Loss(device="npu:1", phase="load", error="ecc"),
     Loss(device="npu:2", phase="adapter", error="no-kernel"),

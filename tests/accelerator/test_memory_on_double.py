@@ -8,6 +8,8 @@ import pytest
 
 from .fixtures import Double
 
+pytestmark = pytest.mark.slow
+
 INSIDE = Path(__file__).with_name("inside_memory.py")
 
 

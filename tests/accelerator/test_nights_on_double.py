@@ -9,7 +9,7 @@ import pytest
 
 from tests.accelerator.fixtures import RunOnDouble, RunsOnDouble
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 Nights = tuple[RunOnDouble, RunOnDouble]
 

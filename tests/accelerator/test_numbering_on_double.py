@@ -6,7 +6,7 @@ import pytest
 
 from tests.accelerator.fixtures import RunOnDouble, RunsOnDouble
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 SHIFTED = {"devices": 3, "lost": [0], "lost_after_discovery": True}
 

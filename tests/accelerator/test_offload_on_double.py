@@ -18,7 +18,8 @@ from tests.reported import environments
 
 from .fixtures import Double, RunOnDouble, RunsOnDouble
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
+# PEFT and transformers warn while saving
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 LAYERS = 8
 STAGES = "base,adapter,merged,gradient,forward,memory,sharding"

@@ -6,7 +6,7 @@ import pytest
 
 from .fixtures import RunOnDouble, RunsOnDouble
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 VARIANTS = ("npu:0", "npu:0@medium", "npu:0@flash")
 

@@ -120,6 +120,7 @@ def test_no_simulated_device_is_told_as_a_real_one(faulty: RunOnDouble) -> None:
     assert all("(simulated)" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_pytest_on_a_healthy_device(double: Double, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in double.environment(architectures=["A", "A", "B", "B"]).items():
         monkeypatch.setenv(name, value)

@@ -6,10 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from consistency.case.builtin import builtin_folder
 from tests.reported import environments, rows
 
 from .fixtures import Double
+
+pytestmark = pytest.mark.slow
 
 
 def test_an_adapter_is_swapped_on_a_device(double: Double, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from consistency.comparison.result import Finding
 from .fixtures import RunOnDouble, RunsOnDouble
 from .software_accelerator.unordered import OPERATION
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 WHY = f": torch has no deterministic version of {OPERATION}, which ran before"
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.accelerator.fixtures import RunsOnDouble
 from tests.reported import rows
+
+pytestmark = pytest.mark.slow
 
 
 def test_variants_of_a_card_run_one_after_the_other(run_on_double: RunsOnDouble) -> None:

@@ -303,6 +303,7 @@ def is_record(line: bytes) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", NASTY, ids=repr)
 def test_whatever_stands_in_a_record_no_report_breaks(value: object, make_capture: MakeCapture) -> None:
     """Every field of a record takes values of other types and sizes: damage, or a report."""

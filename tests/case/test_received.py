@@ -62,6 +62,7 @@ def test_a_case_of_the_package_needs_nothing(tmp_path: Path) -> None:
     assert received(case, Options(), folder=tmp_path) == case
 
 
+@pytest.mark.slow
 def test_bisect_runs_nothing_that_a_report_brings(tmp_path: Path, cli_here: Cli, monkeypatch: Any) -> None:
     out = tmp_path / "run"
     options = Options(

@@ -94,6 +94,7 @@ def test_adapter_without_weights(cli_here: Cli, copies: tuple[Path, Path]) -> No
     refused(cli_here("run", "--base", base, "--adapter", adapter), "no weights", "adapter_model.safetensors", adapter)
 
 
+@pytest.mark.slow
 def test_pickled_adapter_is_refused_with_the_way_out(cli_here: Cli, copies: tuple[Path, Path]) -> None:
     import torch
     from safetensors.torch import load_file
@@ -252,6 +253,7 @@ def test_configuration_file(cli_here: Cli, tmp_path: Path, copies: tuple[Path, P
     assert {one["stage"] for one in report["outcomes"]} == {"adapter"}
 
 
+@pytest.mark.slow
 def test_factory_without_adapter(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "factory.py").write_text(
         "import torch\n\n"
@@ -273,6 +275,7 @@ def test_factory_without_adapter(cli: Cli, tmp_path: Path) -> None:
         assert words in said[function]
 
 
+@pytest.mark.slow
 def test_inputs_from_a_file(cli_here: Cli, tmp_path: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
@@ -292,10 +295,11 @@ def test_inputs_from_a_file(cli_here: Cli, tmp_path: Path) -> None:
     assert "ids past the vocabulary: largest id 1000000, embedding has 512 rows" in finding["message"]
 
 
+@pytest.mark.slow
 def test_libraries_that_do_not_fit_one_another(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "peft").mkdir()
     (tmp_path / "peft" / "__init__.py").write_text("raise ImportError(\"cannot import name 'HybridCache'\")")
-    done = cli("run", "--devices", "cpu", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    done = cli("run", "--devices", "cpu", by_exec=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 2, done.stdout
     assert "cannot be imported together" in done.stderr
     assert "HybridCache" in done.stderr
@@ -427,6 +431,7 @@ def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path, worker_comman
     assert not any(str(tmp_path) in line for line in worker_commands())
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_file_size_limit_is_told_as_what_it_is(tmp_path: Path) -> None:
     """A capture that cannot be written is status 2, not a lost worker."""
@@ -503,6 +508,7 @@ def test_output_that_cannot_be_written(word: str, finished_run: FinishedRun) -> 
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_whose_progress_nobody_reads(tmp_path: Path, worker_commands: Callable[[], list[str]]) -> None:
     """As in `consistency run 2>&1 | head -1`."""
@@ -583,6 +589,7 @@ def test_diff_writes_a_report_where_nothing_is_in_the_way(cli_here: Cli, tmp_pat
     assert sorted(p.name for p in a.parent.iterdir()) == ["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_diff_on_a_terminal_without_unicode(cli: Cli, tmp_path: Path) -> None:
     a, b = weights(tmp_path / "a"), weights(tmp_path / "b", **{"x.b": (4.0,)})
     done = cli("diff", a, b, "-v", env={**os.environ, "PYTHONIOENCODING": "ascii"})

@@ -129,6 +129,7 @@ WORKERS = [
 one_of_each = st.fixed_dictionaries({rule: st.sampled_from([None, *records]) for rule, records in PALETTE.items()})
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), one_of_each), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=300)
 def test_workers_that_share_a_record_are_judged_like_each_alone(
@@ -153,6 +154,7 @@ def one_by_one(found: Comparison) -> Comparison:
     return msgspec.structs.replace(found, tensors=tuple(tensors))
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), one_of_each), min_size=1, max_size=8), st.booleans())
 @settings(deadline=None, max_examples=60)
 def test_what_is_said_of_groups_is_what_is_said_of_each_worker(

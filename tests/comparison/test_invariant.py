@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +83,7 @@ def is_named(finding: Finding, tensor: str, worker: str) -> bool:
     return tensor in finding.tensors and (of_all or worker in finding.workers)
 
 
+@pytest.mark.slow
 @given(workers=WORKERS)
 @settings(deadline=None, max_examples=300)
 def test_no_wrong_row_is_consistent(workers: Workers) -> None:
@@ -96,6 +98,7 @@ def test_no_wrong_row_is_consistent(workers: Workers) -> None:
                 )
 
 
+@pytest.mark.slow
 @given(workers=WORKERS)
 @settings(deadline=None, max_examples=300)
 def test_a_verdict_names_no_stage_that_was_not_compared(workers: Workers) -> None:

@@ -32,7 +32,9 @@ def missed(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_warns_and_so_does_its_status(cli: Cli, tmp_path: Path) -> None:
-    done = cli("run", "--level", "quick", "--stages", "base", "--out", tmp_path / "out", env=environment())
+    done = cli(
+        "run", "--level", "quick", "--stages", "base", "--out", tmp_path / "out", env=environment(), by_exec=True
+    )
     assert done.returncode == 0, done.stderr
     (finding,) = missed(tmp_path / "out")
     assert finding["severity"] == "warning"
@@ -58,6 +60,6 @@ def test_who_hides_the_gpus_is_not_warned(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_named_is_refused_with_the_reason(cli: Cli) -> None:
-    done = cli("run", "--devices", "cuda:0", env=environment())
+    done = cli("run", "--devices", "cuda:0", env=environment(), by_exec=True)
     assert done.returncode == 2
     assert "torch is built for CUDA and finds no device: NVML: " in done.stderr

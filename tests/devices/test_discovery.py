@@ -379,6 +379,7 @@ def test_torch_built_for_the_cpu_alone_has_no_accelerator(monkeypatch: pytest.Mo
     assert accelerators() == ()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_probe_runs_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine it finds nothing; that it ran and was understood is what is seen."""

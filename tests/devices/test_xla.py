@@ -98,7 +98,7 @@ def test_a_fault_on_one_device_is_found_there_alone(found: dict[str, Comparison]
 
 def test_copies_are_right_and_operators_are_as_accurate_as_documented(cli: Cli, tmp_path: Path) -> None:
     given = ("--devices", "cpu,xla:3", "--stages", "transfer,operators", "--out", tmp_path, "--stall", 900)
-    cli("run", *given, env={**os.environ, **ASKED}, timeout=1800)
+    cli("run", *given, by_exec=True, env={**os.environ, **ASKED}, timeout=1800)
     wrong = {
         (one["stage"], one["layer"], one["dtype"])
         for one in json.loads((tmp_path / "report.json").read_text())["outcomes"]

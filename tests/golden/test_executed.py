@@ -8,7 +8,7 @@ import pytest
 
 from tests.golden.executed import EXECUTED, README, Shown, commands, outputs, printed, refreshed, shown_in
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

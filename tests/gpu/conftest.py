@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.accelerator.fixtures import Double
+from tests.accelerator.fixtures import Double, Warm
 
 from .machines import Card, Machine, machine_with
 
@@ -21,8 +21,9 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     if request.param == "cuda":
         return machine_with("cuda", os.environ)
     double: Double = request.getfixturevalue("double")
+    warm: Warm = request.getfixturevalue("warm_double")
     environment = double.environment(devices=len(ARCHITECTURES), architectures=ARCHITECTURES)
-    return machine_with(request.param, environment)
+    return machine_with(request.param, environment, command=tuple(warm().command()[2:]))
 
 
 @pytest.fixture

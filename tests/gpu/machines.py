@@ -33,12 +33,13 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Accelerators of one type, what torch is built for, and the environment of processes that see them."""
+    """Accelerators of one type, what torch is built for, the environment that sees them, and the tool there."""
 
     kind: str
     cards: tuple[Card, ...]
     built_for: str
     environment: Mapping[str, str]
+    command: tuple[str, ...] = ("-m", "consistency")
 
     @property
     def is_double(self) -> bool:
@@ -51,7 +52,7 @@ class Machine:
         )  # fmt: skip
 
     def consistency(self, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-        return self.python("-m", "consistency", *words, **variables)
+        return self.python(*self.command, *words, **variables)
 
     def inside(self, task: str, *arguments: object, **variables: str) -> Any:
         """Do a task of `tests/gpu/inside.py` in a process of its own, and return what it found."""
@@ -87,7 +88,7 @@ class Machine:
         )  # fmt: skip
 
 
-def machine_with(kind: str, environment: Mapping[str, str]) -> Machine:
+def machine_with(kind: str, environment: Mapping[str, str], **more: tuple[str, ...]) -> Machine:
     """Ask torch, in a process of its own, so that this one opens no device; skip where there is none."""
     environment = {**environment, "HF_HUB_OFFLINE": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as workers have it
     done = Machine(kind=kind, cards=(), built_for="", environment=environment).python(_INSIDE, "cards", kind)
@@ -97,7 +98,7 @@ def machine_with(kind: str, environment: Mapping[str, str]) -> Machine:
     if not found["cards"]:
         pytest.skip(f"torch {found['torch']}, built for {found['built_for']}, sees no {kind} device")
     cards = tuple(Card(**{**card, "capability": tuple(card["capability"])}) for card in found["cards"])
-    return Machine(kind=kind, cards=cards, built_for=found["built_for"], environment=environment)
+    return Machine(kind=kind, cards=cards, built_for=found["built_for"], environment=environment, **more)
 
 
 def report_of(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ import torch
 
 from .machines import Card, Machine, on_gpus, on_gpus_and_the_double
 
+pytestmark = pytest.mark.slow
+
 
 @on_gpus_and_the_double
 def test_peaks_of_merges_are_within_their_limit_whatever_the_size(machine: Machine, one_gpu: Card) -> None:

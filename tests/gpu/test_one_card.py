@@ -14,6 +14,8 @@ from tests.reported import environments, outcomes
 from . import made_bases
 from .machines import Card, Machine, on_gpus_and_the_double, report_of, workers_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.gpu
 def test_cpu_and_accelerator_together(cli: Cli, tmp_path: Path, accelerator: Callable[[], str]) -> None:

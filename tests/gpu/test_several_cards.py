@@ -6,9 +6,13 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.reported import environments, rows
 
 from .machines import Card, Machine, on_gpus, on_gpus_and_the_double, report_of, workers_of
+
+pytestmark = pytest.mark.slow
 
 
 @on_gpus

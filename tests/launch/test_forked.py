@@ -59,7 +59,7 @@ def shared(monkeypatch: pytest.MonkeyPatch, *environments: dict[str, str]) -> li
     importers = Importers(models=True, folder=Path())
     for one in environments:
         importers.expect(one)
-    return [importers.one_for(one) is not None for one in environments]
+    return [importers.one_for(parse_device("cpu"), one) is not None for one in environments]
 
 
 @LINUX
@@ -183,6 +183,7 @@ def looked(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, A
     return seen
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.process
 def test_a_forked_worker_is_what_one_started_by_exec_is(
@@ -239,6 +240,7 @@ def recorded(target: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.process
 def test_numbers_are_bitwise_those_of_workers_started_by_exec(tmp_path: Path) -> None:
@@ -268,6 +270,7 @@ sys.meta_path.insert(0, Found())
 """
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.process
 @pytest.mark.parametrize(
@@ -366,6 +369,7 @@ def wait_for_both(sleepers: Sleepers) -> None:
     assert {int(path.name) for path in home.iterdir()} == {one.process.pid for one in found}
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.process
 def test_a_worker_that_is_killed_is_waited_for_and_ends_no_other(sleepers: Sleepers) -> None:
@@ -383,6 +387,7 @@ def test_a_worker_that_is_killed_is_waited_for_and_ends_no_other(sleepers: Sleep
     assert second.process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.process
 def test_workers_end_with_the_process_that_forked_them(sleepers: Sleepers) -> None:

@@ -55,6 +55,7 @@ def captured(home: Path, *cases: Case, seen: list[str]) -> Iterator[Captured]:
     return LocalEngine().capture(Task(cases=tasks, limits=Limits(stall_s=60)), watch=watch)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_case_that_ends_the_process_costs_that_case_alone(tmp_path: Path, started: list[list[str]]) -> None:
     first = Case(name="first", base="", stages=(Stage.TRANSFER,))

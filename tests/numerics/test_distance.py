@@ -412,6 +412,7 @@ def by_element(a: torch.Tensor, e: torch.Tensor) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 @given(
     dtype=st.sampled_from([*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2]),
     words=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), min_size=1, max_size=60),

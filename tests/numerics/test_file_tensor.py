@@ -68,6 +68,7 @@ def test_parts_are_measured_as_the_whole(
     assert torch.equal(torch.cat([chunk.actual for chunk in chunks]), actual.reshape(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can restart the high-water mark")
 def test_no_more_is_resident_than_the_parts_in_use(tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def own_tests(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pyt
     return pytester
 
 
-@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_pytest")
 def test_failures_show_tensor_device_and_cause(own_tests: pytest.Pytester) -> None:
     done = own_tests.runpytest_subprocess("--strict-markers", "-n", "2")
     done.assert_outcomes(failed=4, errors=4)
@@ -101,7 +102,8 @@ def test_failures_show_tensor_device_and_cause(own_tests: pytest.Pytester) -> No
     assert runs == ["('cpu',) (<Stage.ADAPTER: 'adapter'>,)"], "tests with the same options share one run"
 
 
-@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_pytest")
 def test_an_ini_file_that_names_a_case(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its items stand beside the project's tests, unless somebody asks for a file of tests."""
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
@@ -117,7 +119,8 @@ def test_an_ini_file_that_names_a_case(pytester: pytest.Pytester, monkeypatch: p
     pytester.runpytest_subprocess("test_own.py").assert_outcomes(passed=2)
 
 
-@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_pytest")
 def test_a_report_without_a_case_is_an_error_unless_an_option_says_so(own_tests: pytest.Pytester) -> None:
     """A marker that is misspelt would make a green session."""
     own_tests.makeconftest("")
@@ -146,7 +149,8 @@ def test_a_report_without_a_case_is_an_error_unless_an_option_says_so(own_tests:
     done.assert_outcomes(errors=1, skipped=2, warnings=1)
 
 
-@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_pytest")
 @pytest.mark.parametrize(
     ("returned", "told"),
     [

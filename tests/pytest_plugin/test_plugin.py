@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from consistency.cli.main import main
 from consistency.devices.discovery import select
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_pytest")]
 
 BASE = ("--consistency-base", "builtin:llama", "--consistency-devices", "cpu")
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "llama"
@@ -46,6 +46,7 @@ def collected(pytester: pytest.Pytester, *arguments: str) -> list[str]:
     return [line for line in done.outlines if line.startswith("consistency::")]
 
 
+@pytest.mark.slow
 def test_items_are_made_from_headers(pytester: pytest.Pytester) -> None:
     found = collected(pytester, *BASE)
     assert f"consistency::llama::adapter::{LAYER}.lora_B[cpu]" in found
@@ -59,6 +60,7 @@ def test_items_are_made_from_headers(pytester: pytest.Pytester) -> None:
     assert len(found) == len(set(found)) > 200
 
 
+@pytest.mark.slow
 def test_a_stage_that_needs_an_adapter_is_a_usage_error_without_one(pytester: pytest.Pytester) -> None:
     builtin = pytester.runpytest_subprocess("--consistency-base", "builtin:llama", "--co", "-q")
     assert builtin.ret == 0
@@ -99,6 +101,7 @@ def test_an_item_that_does_not_exist_is_named(pytester: pytest.Pytester, argumen
     done.stderr.fnmatch_lines([f"ERROR: not found: {argument}; {hint}*"])
 
 
+@pytest.mark.slow
 def test_own_tests_are_left_out_unless_a_path_is_given(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_own="def test_own(): pass")
     done = pytester.runpytest_subprocess("--co", "-q", *BASE)
@@ -109,6 +112,7 @@ def test_own_tests_are_left_out_unless_a_path_is_given(pytester: pytest.Pytester
     assert any(line.startswith("consistency::llama::") for line in done.outlines)
 
 
+@pytest.mark.slow
 def test_only_what_is_selected_is_captured(pytester: pytest.Pytester) -> None:
     done = pytester.runpytest_subprocess(*BASE, "--consistency-out", "out", "-k", "adapter and v_proj and layers.1")
     done.stdout.fnmatch_lines(["collected * items / * deselected / 2 selected"])
@@ -126,6 +130,7 @@ def test_a_session_without_options_is_left_alone(pytester: pytest.Pytester) -> N
     assert "consistency" not in "".join(done.outlines[1:])
 
 
+@pytest.mark.slow
 def test_bad_input_is_a_usage_error(pytester: pytest.Pytester) -> None:
     done = pytester.runpytest_subprocess("--consistency-base", "./nowhere")
     assert done.ret == pytest.ExitCode.USAGE_ERROR
@@ -188,6 +193,7 @@ def test_mismatch_is_a_failure_until_the_baseline_accepts_it(
     drifted.stdout.fnmatch_lines(["drift · cpu · 58 of 58 adapter tensors differ bitwise from the run of *"])
 
 
+@pytest.mark.slow
 def test_items_of_an_architecture(pytester: pytest.Pytester) -> None:
     """The run is narrowed to its devices and the reference; what concerns the whole run stays."""
     first, second = select(("cpu", "cpu@baseline"))
@@ -205,6 +211,7 @@ def test_items_of_an_architecture(pytester: pytest.Pytester) -> None:
     done.stderr.fnmatch_lines([f"*no device has such an architecture: sm_90; there are {first.architecture}, *"])
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_missing_fails_whoever_selects_its_layer(pytester: pytest.Pytester, tmp_path: Path) -> None:
     """One layer lacks a factor, and one both: no other item of that has a name from the adapter's file."""
     adapter = shutil.copytree(FIXTURES / "adapter", tmp_path / "holed")
@@ -221,6 +228,7 @@ def test_a_tensor_that_is_missing_fails_whoever_selects_its_layer(pytester: pyte
     done.assert_outcomes(failed=3, passed=5, deselected=done.parseoutcomes()["deselected"])
 
 
+@pytest.mark.slow
 def test_tolerances_of_file_and_options(pytester: pytest.Pytester) -> None:
     """The options' come after the file's, and the last one that matches wins."""
     pytester.makefile(".toml", mine='base = "builtin:llama"\ndevices = "cpu"\n[[tolerance]]\natol = 0\nrtol = 0\n')
@@ -257,6 +265,7 @@ def test_lost_worker_is_an_error_with_signal_and_last_event(pytester: pytest.Pyt
     done.stdout.fnmatch_lines(["*cpu was lost: killed by SIGKILL; last event: merged*"])
 
 
+@pytest.mark.slow
 def test_stack_of_a_worker_that_hangs(pytester: pytest.Pytester) -> None:
     """Without xdist."""
     pytester.makeconftest(PLANT.format(faults={"cpu": "hung"}))
@@ -266,6 +275,7 @@ def test_stack_of_a_worker_that_hangs(pytester: pytest.Pytester) -> None:
     done.stdout.fnmatch_lines(["*no sign of life for 15 s*", "*process.py*in hang*"])
 
 
+@pytest.mark.slow
 def test_process_that_held_the_lock_and_died_is_told(pytester: pytest.Pytester, tmp_path: Path) -> None:
     pytester.makeconftest(
         """
@@ -309,6 +319,7 @@ pipeline.run = run
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_is_not_started_again(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pytest-timeout stops an item: by a failure raised from an alarm. The first item carries the whole run."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -329,6 +340,7 @@ def test_a_run_that_is_stopped_is_not_started_again(pytester: pytest.Pytester, m
     assert not any("During handling" in line for line in done.outlines)
 
 
+@pytest.mark.slow
 def test_auto_starts_as_many_as_there_are_devices(pytester: pytest.Pytester) -> None:
     devices = ("--consistency-devices", "cpu,cpu@baseline", "--consistency-stages", "adapter")
     done = pytester.runpytest_subprocess(*BASE[:2], *devices, "-n", "auto", "-k", "nothing")
@@ -336,6 +348,7 @@ def test_auto_starts_as_many_as_there_are_devices(pytester: pytest.Pytester) -> 
     done.stdout.fnmatch_lines(["2 workers *"])
 
 
+@pytest.mark.slow
 def test_fixtures(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         test_own="""

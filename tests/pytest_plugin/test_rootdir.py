@@ -26,6 +26,7 @@ def _no_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
 
 
+@pytest.mark.slow
 def test_a_model_elsewhere_leaves_the_root_directory_alone(pytester: pytest.Pytester, elsewhere: Path) -> None:
     base = f"--consistency-base={elsewhere}"
     done = pytester.runpytest_subprocess(base, "--consistency-stages=base", "test_own.py", "-k", "test_own")
@@ -50,6 +51,7 @@ def test_a_value_that_moves_the_root_directory_is_refused(pytester: pytest.Pytes
     assert not (elsewhere / ".pytest_cache").exists()
 
 
+@pytest.mark.slow
 def test_a_value_that_moves_nothing_is_taken(pytester: pytest.Pytester, elsewhere: Path) -> None:
     done = pytester.runpytest_subprocess(
         "--consistency-name", "model", "--consistency-out", str(pytester.path / "model"), "--co", "-q"

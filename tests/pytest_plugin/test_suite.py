@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("warm_pytest")]
 
 # The input of one case cannot be used.
 SUITE = """
@@ -65,6 +65,7 @@ def collected(pytester: pytest.Pytester, *arguments: str) -> list[str]:
     return [line for line in done.outlines if line.startswith("consistency::")]
 
 
+@pytest.mark.slow
 def test_items_are_by_case(suite: pytest.Pytester) -> None:
     found = collected(suite)
     assert {one.split("::")[1] for one in found} == {"plain", "other", "gone"}
@@ -76,6 +77,7 @@ def test_items_are_by_case(suite: pytest.Pytester) -> None:
     assert collected(suite, "consistency::gone") == ["consistency::gone::input"]
 
 
+@pytest.mark.slow
 def test_outcomes_of_all_cases(suite: pytest.Pytester) -> None:
     done = suite.runpytest_subprocess(*OPTIONS, "--junitxml", "out.xml", "-n", "2")
     outcomes = done.parseoutcomes()
@@ -94,6 +96,7 @@ def test_outcomes_of_all_cases(suite: pytest.Pytester) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_only_selected_cases_are_captured(suite: pytest.Pytester) -> None:
     done = suite.runpytest_subprocess(*OPTIONS, "--consistency-out", "out", "-k", "plain and v_proj and layers.1")
     assert done.parseoutcomes()["passed"] == 2
@@ -104,6 +107,7 @@ def test_only_selected_cases_are_captured(suite: pytest.Pytester) -> None:
     }
 
 
+@pytest.mark.slow
 def test_reports_by_case(suite: pytest.Pytester) -> None:
     suite.makepyfile(
         test_own="""

@@ -254,6 +254,7 @@ def test_equal_tensors_take_five_numbers() -> None:
     assert (section["bad"], section["unlike"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_two_thousand_tensors_on_64_devices_stay_below_5_mb() -> None:
     raw = as_html(computed_apart(2000, 64))
     assert len(raw.encode()) < 5_000_000

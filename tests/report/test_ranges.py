@@ -18,6 +18,7 @@ devices = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.one_of(devices, st.text(max_size=8)), max_size=40))
 @example(["node-009:cuda:0", "node-010:cuda:0", "node-10:cuda:0", "node-11:cuda:0"])
 @example(["a٣", "a٤"])

@@ -42,6 +42,7 @@ def everything(folder: Path) -> Iterator[tuple[str, bytes]]:
                     yield f"{file}!{member.filename}", text + archive.read(member) + archive.comment
 
 
+@pytest.mark.slow
 def test_no_secret_is_in_a_redacted_artefact(
     cli_here: Cli, tmp_path: Path, llama_base: Path, llama_adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,6 +78,7 @@ def test_the_search_finds_what_is_planted(tmp_path: Path) -> None:
         assert any(form in text for _, text in everything(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [("--base", "{}", "--adapter", "{}"), ("--base={}", "--adapter={}")], ids=" ".join)
 def test_no_name_of_a_folder_is_in_a_redacted_report(
     written: tuple[str, ...], cli: Cli, tmp_path: Path, llama_base: Path, llama_adapter: Path

@@ -53,6 +53,7 @@ def ran(home: Path) -> SuiteResult:
         return run_suite(plan, home / "out", watch=lambda *_: None, history=history)
 
 
+@pytest.mark.slow
 def test_one_cause_is_one_finding_with_a_command_that_works(
     home: Path, ran: SuiteResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -305,6 +305,7 @@ def test_a_torch_without_a_setting_pins_the_others(monkeypatch: pytest.MonkeyPat
         assert in_force() == before
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_products_of_the_cpu_are_pinned_whatever_a_library_set_before() -> None:
     """A global switch of torch reaches oneDNN's convolutions, which the matmul precision does not."""
@@ -388,6 +389,7 @@ def test_the_state_of_every_generator_is_put_back_after_an_error() -> None:
 # --- torch's two ways to say TF32 -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_process_that_mixed_torch_s_old_and_new_switches_is_put_back_as_far_as_it_can_be() -> None:
     # torch then refuses to read some of its own settings; in a process of its own, for this cannot be undone
@@ -409,6 +411,7 @@ assert changed(readable) == {}, changed(readable)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("name", NEWER)
 def test_a_newer_switch_that_is_set_in_mid_run_leaves_torch_able_to_read_its_older_ones(name: str) -> None:

@@ -53,11 +53,13 @@ def native() -> str:
     return found
 
 
+@pytest.mark.slow
 def test_importing_the_libraries_decides_nothing(tmp_path: Path, native: str) -> None:
     done = ran(tmp_path, IMPORT.format(then=""))
     assert done.stdout.splitlines() == ["threads 1", "DEFAULT", "AVX2"], done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_library_that_decides_is_seen(tmp_path: Path, native: str) -> None:
     """The test above can fail, by either of the two ways in which it looks."""
     assert ran(tmp_path, IMPORT.format(then=SUMS)).stdout.splitlines() == ["threads 1", native, native]
@@ -74,6 +76,7 @@ import_libraries(models=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "names"),
     [(SUMS, "aten.ones.default, aten.sum.default"), (COMPUTES, "aten.empty.memory_format, aten.mm.default")],
@@ -113,6 +116,7 @@ with open(report) as lines:
 KERNELS = "said meanwhile torch has chosen its kernels before this worker was forked: {native}, not DEFAULT\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "told", "log"),
     [

@@ -29,6 +29,8 @@ from consistency.workflows.bisect import Trial, bisect
 from consistency.workflows.candidates import candidates, smallest
 from tests.conftest import MakeCapture
 
+pytestmark = pytest.mark.slow
+
 KERNELS = [info.spec.name for info in discover() if info.spec.is_cpu]
 CHANGES = tuple(Change(name=name, environment={name: None}) for name in "ABCDEF")
 

@@ -46,6 +46,7 @@ def test_drill_of_two_faults(cli_here: Cli, tmp_path: Path) -> None:
     assert "in the way" in again.stderr
 
 
+@pytest.mark.slow
 def test_drill_of_a_case_of_ones_own(cli_here: Cli, tmp_path: Path) -> None:
     """What cannot be planted has a row with the reason, and fails nothing."""
     chosen = ("--only", "adapter-zeros", "--only", "merge-zeros", "--only", "forward-off")
@@ -150,6 +151,7 @@ def test_a_fault_of_a_load_path_that_is_not_taken_is_not_planted() -> None:
     assert _row(trial, msgspec.structs.replace(comparison(), tensors=(table, judged))).planted
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_adapter_in_a_half_type_is_known_by_its_bytes_too(tmp_path: Path, llama_adapter: Path) -> None:
     """PEFT loads it as float32, so what another tensor's file holds is not bit for bit what is in the model."""

@@ -14,7 +14,7 @@ from consistency.errors import UsageError
 from consistency.workflows import report_folder
 from tests.conftest import RunSuiteWithFaults
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 DEPLOYED: dict[str, Any] = {"profile": "deployed", "set": ["float32_matmul_precision=medium"], "threads": 1}
 FAULTY = "cpu@baseline"

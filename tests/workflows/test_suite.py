@@ -26,6 +26,8 @@ from tests.conftest import Cli
 from tests.launch.in_this_process import in_this_process
 from tests.report.made_comparisons import comparison, worker
 
+pytestmark = pytest.mark.slow
+
 SUITE_FILES = ["suite-status.json", "suite.html", "suite.json", "suite.md"]
 
 CONFIG = """

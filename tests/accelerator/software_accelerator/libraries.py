@@ -22,13 +22,23 @@ from . import NAME, device_module
 Change = Callable[[Any], None]
 
 
+_known = False
+
+
 def install() -> None:
-    """Change both libraries from the moment that they are imported."""
+    """Change both libraries from the moment that they are imported; they know no device before `know_devices`."""
     sys.meta_path.insert(0, _Finder())
 
 
+def know_devices(*, known: bool) -> None:
+    """Let both libraries see the devices, or not."""
+    global _known
+    _known = known
+
+
 def _default_device(module: Any) -> None:
-    module.infer_device = lambda: NAME
+    real = module.infer_device
+    module.infer_device = lambda: NAME if _known else real()
 
 
 def _memory(module: Any) -> None:
@@ -36,7 +46,7 @@ def _memory(module: Any) -> None:
 
     def get_max_memory(max_memory: dict[int | str, Any] | None = None) -> dict[int | str, Any]:
         found: dict[int | str, Any] = real(max_memory)
-        if max_memory is not None:
+        if max_memory is not None or not _known:
             return found
         devices = range(device_module.device_count())
         return {**{index: device_module.mem_get_info(index)[0] for index in devices}, **found}

@@ -12,6 +12,9 @@ import msgspec
 VARIABLE = "CONSISTENCY_DOUBLE"
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
+LATER = "later"
+"""In the variable: make no device until a fork of this process asks for its own."""
+
 DISCOVERY = "consistency.devices.probe"
 """The module whose process lists the devices."""
 

@@ -29,6 +29,7 @@ def test_json_has_versions_devices_and_variables(
     assert not {"uuid", "pci_bus_id"} & {*stated["devices"][0]}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_no_device_is_opened_and_no_model_library_is_imported() -> None:
     code = (

@@ -54,6 +54,7 @@ def found_in(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]
     return run_suite_with_faults(CASES, PLANTED)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_fault_passes_where_the_user_allows_it_and_nowhere_else(found_in: dict[str, Comparison]) -> None:
     found = found_in["wide"]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from consistency.comparison.findings.transfers import matrices
 from tests.accelerator.fixtures import RunsOnDouble
+
+pytestmark = pytest.mark.slow
 
 DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}, {"from": "npu:0", "to": "npu:2", "does": "drop"}]
 

@@ -362,6 +362,7 @@ def edited(draw: st.DrawFn) -> Sides:
     return actual, expected
 
 
+@pytest.mark.slow
 @hypothesis.given(edited())
 @hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 def test_what_differs_is_what_numpy_says(tmp_path: Path, sides: Sides) -> None:

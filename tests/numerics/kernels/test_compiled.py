@@ -291,6 +291,7 @@ WRONG = {  # what is planted, and the purposes for which it has to be refused
 }
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(("right", "wrong", "refused"), WRONG.values(), ids=WRONG)
 def test_a_wrong_kernel_is_refused(

@@ -76,6 +76,10 @@ NOT_IN_TWO = {Need.QUANTIZED, Need.THREE_RANKS}
 HERE = [f for f in FAULTS.values() if not f.accelerators and not NOT_IN_TWO & {*f.needs}]
 OF_A_GROUP = {f.name for f in HERE if Need.RANKS in f.needs}  # in tests/worker/stages/collectives
 WRONG = [f for f in HERE if f.name not in {*LOST, *OTHERS, *OF_A_GROUP}]
+LONG = {
+    name for stage in (Stage.ADAPTERS, Stage.TRAJECTORY) for name in [f.name for f in WRONG if f.stages[0] is stage][2:]
+}
+"""Faults of stages that take seconds, but for two of each."""
 SENTENCES = {
     "labels-changed-on-hop": "labels changed during transfer to device cpu: labels[0, 3] was",
     "ids-past-vocabulary": "ids past the vocabulary: largest id 515, embedding has 512 rows",
@@ -182,7 +186,9 @@ def look_at_fault(tmp_path: Path, two_adapters: tuple[NamedAdapter, ...]) -> Run
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
-@pytest.mark.parametrize("fault", WRONG, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, id=f.name, marks=pytest.mark.slow if f.name in LONG else ()) for f in WRONG]
+)
 def test_wrong_numbers_are_found_and_named(look_at_fault: Run, fault: Fault) -> None:
     name, stage = fault.name, fault.stages[0]
     found = look_at_fault(name, stage, ALTERNATIVE_PATHS if name in BY_LOAD_PATH else ())
@@ -251,6 +257,7 @@ def lost_in(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]:
     return run_suite_with_faults(cases, planted, processes=True, devices=("cpu", *LOSABLE), stall=STALL_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", PAIRS, ids="+".join)
 def test_lost_workers_are_named_and_the_rest_is_compared(
     lost_in: dict[str, Comparison], faults: tuple[str, str]
@@ -332,6 +339,7 @@ def test_setting_that_was_flipped_in_mid_run(found_in: dict[str, Comparison]) ->
     assert "float32_matmul_precision changed to medium during merged" in changed[0].message
 
 
+@pytest.mark.slow
 def test_equal_devices_that_differ_inside_the_bound(run_suite_with_faults: RunSuiteWithFaults) -> None:
     """Two workers of one program must agree to the bit, however small the difference."""
     devices = ("cpu", "cpu@avx512")

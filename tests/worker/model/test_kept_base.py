@@ -112,6 +112,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("kept"))
 
 
+@pytest.mark.slow
 def test_of_no_method_anything_is_left_for_the_next_one(made: Made) -> None:
     """Each adapter comes after another one, and has the rows of a process of its own, to the bit."""
     alone = {name: made.run(made.job(name))[0][1] for name in METHODS}
@@ -126,6 +127,7 @@ def test_of_no_method_anything_is_left_for_the_next_one(made: Made) -> None:
     assert not different
 
 
+@pytest.mark.slow
 def test_the_stages_that_merge_and_train_leave_nothing_either(made: Made) -> None:
     stages = ("base", "adapter", "merged", "gradient", "forward")
     names = ("dora", "saved-modules", "pissa", "lora")
@@ -145,6 +147,7 @@ def test_a_base_without_an_adapter_is_kept_too(made: Made) -> None:
 # what is left is seen
 
 
+@pytest.mark.slow
 def test_a_base_that_cannot_be_brought_back_is_loaded_anew(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = made.run(made.job("lora"))[0][1]
     monkeypatch.setattr(kept_base, "_restore", lambda *_: False)
@@ -168,6 +171,7 @@ def test_one_flipped_bit_is_seen_in_any_tensor(made: Made, monkeypatch: pytest.M
     assert found == made.run(made.job("lora"))[0][1]
 
 
+@pytest.mark.slow
 def test_a_base_that_no_file_holds_is_loaded_anew_after_it_was_rewritten(made: Made) -> None:
     factory = "python:tests.worker.model.made_models:a_model"
     first = made.run(made.job("lora", base=factory))[0][1]
@@ -179,6 +183,7 @@ def test_a_base_that_no_file_holds_is_loaded_anew_after_it_was_rewritten(made: M
     assert found == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"dtype": "bfloat16"}, {"fault": "base-bit-flip"}],

@@ -20,7 +20,7 @@ from consistency.devices.discovery import discover
 DEVICES = [info.spec.name for info in discover() if info.spec.is_cpu and info.spec.name in ("cpu", "cpu@baseline")]
 
 pytestmark = [
-    pytest.mark.process,
+    pytest.mark.slow,
     pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group"),
 ]
 

@@ -198,6 +198,7 @@ def test_what_a_worker_leaves_that_dies_in_its_soak(
     assert 10 < found.repeats < 20
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_repeats(llama: Path, adapter: Path, soak_of: SoakOf) -> None:
     found = soak_of(llama, adapter, soak_s=4500, stages=WEIGHTS)
     assert found.repeats >= 50
@@ -205,6 +206,7 @@ def test_memory_stays_flat_over_repeats(llama: Path, adapter: Path, soak_of: Soa
     assert last - middle < 2**21  # pieces of the C library; 25 repeats' activations alone are more
 
 
+@pytest.mark.slow
 def test_a_leak_shows(llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch) -> None:
     real, kept = in_mode, []
 

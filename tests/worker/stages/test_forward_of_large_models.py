@@ -36,6 +36,7 @@ def sequences(comparison: Comparison) -> dict[str, set[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_large")
 def test_it_runs_the_first_sequences_without_the_adapter(run_with_faults: Run) -> None:
     found = run_with_faults({}, stages=("forward",))
@@ -49,6 +50,7 @@ def test_it_runs_the_first_sequences_without_the_adapter(run_with_faults: Run) -
             assert all(row.ratio is not None for row in tensor.outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_large")
 def test_how_much_the_adapter_moves_the_outputs_is_of_those_sequences(run_with_faults: Run) -> None:
     found = run_with_faults({}, stages=("forward",), devices=("cpu",))
@@ -56,6 +58,7 @@ def test_how_much_the_adapter_moves_the_outputs_is_of_those_sequences(run_with_f
     assert merging.adapter is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_large")
 def test_a_fault_is_found_there(run_with_faults: Run) -> None:
     found = run_with_faults({"cpu@baseline": "forward-off"}, stages=("forward",))
@@ -64,6 +67,7 @@ def test_a_fault_is_found_there(run_with_faults: Run) -> None:
     assert ADAPTER_OFF in outside
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_large")
 def test_inputs_of_the_user_run_whole(run_with_faults: Run, tmp_path: Path) -> None:
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 90, (6, 5)))
@@ -73,6 +77,7 @@ def test_inputs_of_the_user_run_whole(run_with_faults: Run, tmp_path: Path) -> N
     assert LEFT_OUT not in found.not_checked
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_large")
 def test_a_base_alone_runs_whole(run_with_faults: Run) -> None:
     base = str(builtin_folder("llama") / "base")
@@ -80,6 +85,7 @@ def test_a_base_alone_runs_whole(run_with_faults: Run) -> None:
     assert sequences(found) == {ADAPTER_OFF: {8}}
 
 
+@pytest.mark.slow
 def test_a_small_model_runs_whole(run_with_faults: Run) -> None:
     found = run_with_faults({}, stages=("forward",), devices=("cpu",))
     assert sequences(found)[ADAPTER_OFF] == {8}

@@ -88,6 +88,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_every_node_has_a_group_of_its_own(tmp_path: Path) -> None:
     found = fleet(Processes(), tmp_path / "out", Stage.COLLECTIVES)
     assert found.verdict == "consistent"
@@ -96,6 +97,7 @@ def test_every_node_has_a_group_of_its_own(tmp_path: Path) -> None:
     assert {row.status for tensor in found.tensors for row in tensor.outcomes} == {"equal", "within", "skipped"}
 
 
+@pytest.mark.slow
 def test_the_devices_of_all_nodes_form_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # both nodes are this machine, whose name may have no address
     found = fleet(Processes(), tmp_path / "out", Stage.COLLECTIVES, Stage.REPLICAS, together=True)
@@ -107,6 +109,7 @@ def test_the_devices_of_all_nodes_form_one_group(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "out" / "captures" / "together").exists()
 
 
+@pytest.mark.slow
 def test_a_node_that_never_comes_is_named_by_the_others(tmp_path: Path) -> None:
     found = fleet(OneNodeIsDown(), tmp_path / "out", Stage.COLLECTIVES, Stage.OPERATORS, together=True)
     assert found.verdict == "incomplete"

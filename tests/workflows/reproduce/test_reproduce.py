@@ -101,6 +101,7 @@ def test_script_shows_the_wrong_bytes_of_the_finding(made: dict[str, Reproduced]
     assert "it does not happen here" in made["adapter"].output
 
 
+@pytest.mark.slow
 def test_several_adapters_of_one_model(tmp_path: Path) -> None:
     """A file that hotswap leaves a tensor of, and a weight that all adapters are merged into."""
     with several_adapters() as adapters:
@@ -130,6 +131,7 @@ def run_script(folder: Path, *arguments: str, name: str = "reproduce.py") -> sub
     )
 
 
+@pytest.mark.slow
 def test_merge_is_computed_anew_and_judged(made: dict[str, Reproduced], tmp_path: Path) -> None:
     """What the device had follows from its zeros; from the right factors this machine merges inside the bound."""
     assert "times tolerance" in made["merged"].output
@@ -144,6 +146,7 @@ def test_merge_is_computed_anew_and_judged(made: dict[str, Reproduced], tmp_path
     assert "it happens here" in done.stdout
 
 
+@pytest.mark.slow
 def test_damaged_tensors_are_refused(made: dict[str, Reproduced], tmp_path: Path) -> None:
     for file in made["adapter"].folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -154,6 +157,7 @@ def test_damaged_tensors_are_refused(made: dict[str, Reproduced], tmp_path: Path
     assert "damaged" in done.stderr
 
 
+@pytest.mark.slow
 def test_command_says_what_came_of_it(report: Path, tmp_path: Path, cli_here: Cli) -> None:
     done = cli_here(
         "reproduce", report / "report.json", "--finding", number_of(report, "adapter"), "--out", tmp_path / "r"
@@ -163,6 +167,7 @@ def test_command_says_what_came_of_it(report: Path, tmp_path: Path, cli_here: Cl
     assert (tmp_path / "r" / "load_with_peft.py").exists()
 
 
+@pytest.mark.slow
 def test_a_zip_holds_the_folder(report: Path, made: dict[str, Reproduced], tmp_path: Path) -> None:
     number = number_of(report, "adapter")
     found = reproduce(report, number, tmp_path / "case-1.zip")
@@ -177,6 +182,7 @@ def test_a_zip_holds_the_folder(report: Path, made: dict[str, Reproduced], tmp_p
     reproduce(report, number, tmp_path / "case-1.zip", replace=True)
 
 
+@pytest.mark.slow
 def test_a_redacted_one_names_no_host_and_no_folder(
     report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +208,7 @@ def test_a_redacted_one_names_no_host_and_no_folder(
     assert run_script(tmp_path / "True", "--as-recorded").returncode == 1, "it still runs"
 
 
+@pytest.mark.slow
 def test_names_of_its_command_are_taken_out_of_a_redacted_one(report: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(report, copy)
@@ -279,6 +286,7 @@ def write_report(folder: Path, finding: Finding) -> None:
     (folder / "report.json").write_bytes(as_bytes(comparison([], findings=(finding,))))
 
 
+@pytest.mark.slow
 def test_copy_between_devices_is_tried_on_the_same_two(make_capture: MakeCapture, tmp_path: Path) -> None:
     """Where no payload was kept one is made up; the script is told both ends."""
     pair = TensorRecord(rule="bitwise",
@@ -314,6 +322,7 @@ def test_fact_has_no_reproducer(make_capture: MakeCapture, tmp_path: Path) -> No
     assert caught.value.hint == "it concerns a fact, not a tensor: give torch_device"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "rule"), [("adapter", "bitwise"), ("merged", "bound")])
 def test_bits_that_changed_in_a_soak_are_shown_as_they_were_stored(
     make_capture: MakeCapture, tmp_path: Path, stage: str, rule: str
@@ -360,6 +369,7 @@ def test_a_full_disk_leaves_nothing(report: Path, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_earlier_one_stays_until_the_new_one_is_made(report: Path, tmp_path: Path) -> None:
     """Whoever is killed in between leaves the earlier one aside, which the next one puts back before its work."""
     for out in (tmp_path / "repro", tmp_path / "repro.zip"):

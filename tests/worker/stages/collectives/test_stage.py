@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from consistency.worker.stages.collectives.operations import (
     SIZES_OF_SOME,
     groups_of,
 )
+from tests.conftest import Cli
 from tests.worker.stages.collectives.made_assignments import assigned
 
 pytestmark = pytest.mark.process
@@ -40,48 +38,44 @@ OF_A_GROUP = [
 STALL_S = 16
 
 
-def consistency(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "consistency", *map(str, words)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=600
-    )  # fmt: skip
-
-
 def report(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     return found
 
 
 @pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group")
-def test_healthy_ranks_are_consistent(tmp_path: Path) -> None:
-    done = consistency("run", "--stages", "collectives", "--devices", ",".join(DEVICES), "--out", "out", cwd=tmp_path)
+@pytest.mark.parametrize("level", [Level.QUICK, pytest.param(Level.STANDARD, marks=pytest.mark.slow)])
+def test_healthy_ranks_are_consistent(tmp_path: Path, cli: Cli, level: Level) -> None:
+    words = ("run", "--stages", "collectives", "--level", level, "--devices", ",".join(DEVICES))
+    done = cli(*words, "--out", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = report(tmp_path / "out")
     assert {finding["severity"] for finding in found["findings"]} <= {"note"}
     names = {outcome["layer"] for outcome in found["outcomes"]}
     assert names == {collective.name for collective in COLLECTIVES}
     sizes = {outcome["tensor"] for outcome in found["outcomes"] if outcome["layer"] == "all_reduce.sum"}
-    assert {f"bfloat16 {size} of {len(DEVICES)} ranks" for size in SIZES[Level.STANDARD]} <= sizes
+    assert {f"bfloat16 {size} of {len(DEVICES)} ranks" for size in SIZES[level]} <= sizes
     for members in groups_of(len(DEVICES)):
         some = "+".join(DEVICES[member] for member in members)
-        assert {f"bfloat16 {size} of {some}" for size in SIZES_OF_SOME[Level.STANDARD]} <= sizes
+        assert {f"bfloat16 {size} of {some}" for size in SIZES_OF_SOME[level]} <= sizes
     (note,) = (finding["message"] for finding in found["findings"] if finding["kind"] == "skipped")
     assert "gloo adds up a tensor with gaps as if it had none" in note, "all else can be done"
 
 
-def test_one_device_forms_no_group(tmp_path: Path) -> None:
-    done = consistency("run", "--stages", "collectives", "--devices", "cpu", "--out", "out", cwd=tmp_path)
+@pytest.mark.slow
+def test_one_device_forms_no_group(tmp_path: Path, cli: Cli) -> None:
+    done = cli("run", "--stages", "collectives", "--devices", "cpu", "--out", "out", cwd=tmp_path)
     assert done.returncode == 3, "nothing was compared"
     assert "no other worker runs beside this one" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group")
-def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path) -> None:
+def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path, cli: Cli) -> None:
     only = [word for name in OF_A_GROUP for word in ("--only", name)]
-    done = consistency(
+    done = cli(
         "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only,
-        cwd=tmp_path,
+        cwd=tmp_path, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert f"{len(OF_A_GROUP)} of {len(OF_A_GROUP)} planted faults found and named" in done.stdout
@@ -91,9 +85,10 @@ def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path) -> None:
     assert note.endswith("within tolerance, when repeated: the order is not fixed (gloo)")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(DEVICES) < 3, reason="this processor has two kernel variants: no pair is a part of the group")
-def test_a_fault_of_pairs_alone_is_found(tmp_path: Path) -> None:
-    done = consistency(
+def test_a_fault_of_pairs_alone_is_found(tmp_path: Path, cli: Cli) -> None:
+    done = cli(
         "drill", "--devices", ",".join(DEVICES), "--only", "sum-wrong-in-pairs", "--out", "out", cwd=tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -103,10 +98,11 @@ def test_a_fault_of_pairs_alone_is_found(tmp_path: Path) -> None:
     assert all("+" in tensor for tensor in wrong), "it is no fault of all ranks together"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group")
-def test_a_rank_that_leaves_is_named_and_the_others_keep_what_they_have(tmp_path: Path) -> None:
+def test_a_rank_that_leaves_is_named_and_the_others_keep_what_they_have(tmp_path: Path, cli: Cli) -> None:
     only = [word for name in RANK_LEAVES for word in ("--only", name)]
-    done = consistency(
+    done = cli(
         "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only, cwd=tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -79,6 +79,7 @@ def written(engine: MadeEngine, home: Path, outputs: Mapping[str, Tensors]) -> d
     return {name: engine.write(home / f"{name}.safetensors", one) for name, one in outputs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("name", BUILTIN_CASES)
 def test_planted_mistakes_are_named_on_the_built_in_cases(name: str, tmp_path: Path) -> None:
@@ -174,6 +175,7 @@ def test_rows_are_told_apart(llama: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_resemblance_is_no_cause(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is named that does not explain the numbers within the rule, nor what is one of several explanations."""
     adapter, engine = small(llama, tmp_path)

@@ -73,6 +73,7 @@ def decisions(comparison: Comparison) -> set[tuple[str, str]]:
 PLACES = {f"{part}.block.0.layer.{layer}.DenseReluDense.act" for part, layer in (("encoder", 1), ("decoder", 2))}
 
 
+@pytest.mark.slow
 def test_undecided_units_are_no_finding(compare_with: Compare) -> None:
     found = compare_with(1e-9)
     assert found.verdict == "consistent", found.findings
@@ -86,6 +87,7 @@ def test_undecided_units_are_no_finding(compare_with: Compare) -> None:
     assert all("in place of this worker's own" in row.evidence["decisions"] for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", [0.0, 1e-9, 0.05])
 def test_a_worker_that_keeps_no_activations_decides_no_more_often(
     compare_with: Compare, monkeypatch: pytest.MonkeyPatch, off: float
@@ -116,6 +118,7 @@ def test_a_worker_that_keeps_no_activations_decides_no_more_often(
     assert found.verdict == ("consistent" if off < 0.05 else "inconsistent"), found.findings
 
 
+@pytest.mark.slow
 def test_what_decisions_take_of_the_disk_is_in_the_budget(compare_with: Compare, case: Case, tmp_path: Path) -> None:
     shape = read_shape(case)
     costs = [
@@ -127,12 +130,14 @@ def test_what_decisions_take_of_the_disk_is_in_the_budget(compare_with: Compare,
     assert taken == pytest.approx(costs[0] - costs[1], rel=0.5)  # masks decide too
 
 
+@pytest.mark.slow
 def test_without_the_track_they_are(compare_with: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Made, "is_on", lambda *_, **__: True)
     found = compare_with(1e-9)
     assert found.verdict == "inconsistent"
 
 
+@pytest.mark.slow
 def test_units_that_no_rounding_lets_through_are_a_finding_of_their_own(compare_with: Compare) -> None:
     found = compare_with(0.05)
     assert found.verdict == "inconsistent"
@@ -144,6 +149,7 @@ def test_units_that_no_rounding_lets_through_are_a_finding_of_their_own(compare_
     assert "decisions of relu in encoder.block.0.layer.1.DenseReluDense.act flipped: margin" in finding.message
 
 
+@pytest.mark.slow
 def test_a_pass_that_cannot_be_replayed_is_skipped_with_that_reason(
     compare_with: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:

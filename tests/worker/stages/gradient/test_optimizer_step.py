@@ -107,6 +107,7 @@ def test_a_step_that_divides_by_zero_on_any_device_is_not_judged(tmp_path: Path)
     assert "found" in recorded(tmp_path, parameter.bfloat16(), gradients.bfloat16())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can restart the high-water mark")
 def test_a_step_takes_no_memory_for_the_whole_parameter(tmp_path: Path) -> None:
     """Neither for its gradient, nor its exact value, nor the result."""

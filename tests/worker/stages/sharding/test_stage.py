@@ -72,6 +72,7 @@ def test_layers_from_the_disk_give_the_same_bits(look: Look, tmp_path: Path) -> 
     assert not list(tmp_path.glob("offload-*")), "what lay on the disk is gone"
 
 
+@pytest.mark.slow
 def test_another_answer_is_found_and_the_last_bits_are_not(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = sharding._outputs, []
     factor = 1.0

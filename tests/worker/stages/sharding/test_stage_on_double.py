@@ -6,7 +6,7 @@ import pytest
 
 from tests.accelerator.fixtures import RunOnDouble, RunsOnDouble
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}]
 

@@ -30,7 +30,7 @@ from consistency.worker.stages.trajectory.yardstick import FIGURES
 from tests.conftest import RunSuiteWithFaults
 from tests.worker.model.made_models import a_llama, on_llama, saved, t5_with_units_at_zero
 
-pytestmark = pytest.mark.process
+pytestmark = pytest.mark.slow
 
 STEPS = 6
 FAULTY = "cpu@baseline"
