@@ -34,7 +34,7 @@ from tests.accelerator.fixtures import Warm, double, run_on_double, shared_temp,
 from tests.launch.fleet.ray_cluster import ray_nodes  # noqa: F401 - the same
 from tests.launch.fleet.slurm_cluster import slurm  # noqa: F401 - the same
 from tests.launch.in_this_process import in_this_process
-from tests.launch.warm import ROOT, warm_process
+from tests.launch.warm import ROOT, forked_workers, warm_process
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -155,22 +155,24 @@ RunSuiteWithFaults = Callable[..., dict[str, Comparison]]
 
 
 @pytest.fixture(scope="session")
-def run_suite_with_faults() -> RunSuiteWithFaults:
+def run_suite_with_faults(warm: Warm) -> RunSuiteWithFaults:
     """Run cases in one set of workers, with faults by case and device: a process for each run costs most of its time.
 
-    The workers are in this process, unless a fault ends them or the kernels of a variant matter. That nothing of a
-    case, nor of a fault, is left for the next one is seen in test_kept_base.py and test_faults.py.
+    The workers are in this process, or `forked` where the kernels of a variant matter, or started as users have them
+    where their environment does, or a fault ends them (`processes`). That nothing of a case, nor of a fault, is left
+    for the next one is seen in test_kept_base.py and test_faults.py.
     """
 
     def run(
-        cases: dict[str, dict[str, Any]], faults: dict[str, dict[str, str]], *, processes: bool = False, **shared: Any
-    ) -> dict[str, Comparison]:
+        cases: dict[str, dict[str, Any]], faults: dict[str, dict[str, str]], *, processes: bool = False,
+        forked: bool = False, **shared: Any,
+    ) -> dict[str, Comparison]:  # fmt: skip
         shared = {"base": "builtin:llama", "devices": ("cpu", "cpu@baseline"), **shared}
         options = tuple(make_options({**shared, **own, "name": name}) for name, own in cases.items())
         plan = suite.prepare_suite(SuiteOptions(name="faults", shared=make_options(shared), cases=options))
         found: dict[str, Comparison] = {}
         plan = dataclasses.replace(plan, faults=faults)
-        with contextlib.nullcontext() if processes else in_this_process():
+        with forked_workers(warm().address) if forked else contextlib.nullcontext() if processes else in_this_process():
             result = suite.run_suite(plan, None, watch=lambda *_: None, each=found.__setitem__)
         assert {case.name: case.error for case in result.cases if case.error is not None} == {}
         return found

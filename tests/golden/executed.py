@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,14 +71,15 @@ def commands() -> list[str]:
     return [shown.command for page in EXECUTED for shown in shown_in(page.read_text(encoding="utf-8"))]
 
 
-def outputs(wanted: list[str]) -> dict[str, str]:
+def outputs(wanted: list[str], program: Sequence[str] = ()) -> dict[str, str]:
     """Run commands in a copy of the tutorial's folder; return what each prints.
 
-    Progress, which goes to the standard error, is not a part of it.
+    Progress, which goes to the standard error, is not a part of it. `program` takes the place of `consistency`.
     """
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "COLUMNS": "100",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
@@ -87,7 +89,8 @@ def outputs(wanted: list[str]) -> dict[str, str]:
         shutil.copytree(ROOT / "docs" / "tutorial", folder, ignore=shutil.ignore_patterns("__pycache__"))
         return {
             command: subprocess.run(
-                command, shell=True, cwd=folder, env=environment, check=False, timeout=600,
+                re.sub("^consistency(?= )", shlex.join(program) or r"\g<0>", command),
+                shell=True, cwd=folder, env=environment, check=False, timeout=600,
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
             ).stdout
             for command in wanted

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.accelerator.fixtures import Warm
 from tests.golden.executed import EXECUTED, README, Shown, commands, outputs, printed, refreshed, shown_in
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def by_command() -> dict[str, str]:
-    return outputs(commands())
+def by_command(warm: Warm) -> dict[str, str]:
+    return outputs(commands(), warm().command())
 
 
 @pytest.mark.parametrize("page", [*EXECUTED, README], ids=lambda page: page.stem)

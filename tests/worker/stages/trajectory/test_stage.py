@@ -91,7 +91,7 @@ def curve_of(found: Comparison, worker: str = FAULTY) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def healthy(run_suite_with_faults: RunSuiteWithFaults) -> dict[str, Comparison]:
-    return run_suite_with_faults(CASES, {}, processes=True, devices=("cpu", FAULTY))
+    return run_suite_with_faults(CASES, {}, forked=True, devices=("cpu", FAULTY))
 
 
 @pytest.mark.parametrize("case", CASES)
