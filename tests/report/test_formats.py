@@ -84,15 +84,6 @@ def test_a_row_makes_an_option_that_takes_a_file(
     assert "CONSISTENT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("row", formats.FORMATS, ids=lambda row: f"{row.subject}-{row.name}")
-def test_every_writer_is_there(row: Format, make_capture: MakeCapture) -> None:
-    from consistency.workflows.comparing import compare_folders
-
-    compared = compare_folders([make_capture("a", {"cpu": [moved()]})], None)
-    found = compared if row.subject is Subject.RUN else suite(case("one", compared))
-    assert b"".join(row.render(found, View(elapsed_s=1.0, verbose=True, folder="out")))
-
-
 def test_a_suite_is_printed_under_the_same_names() -> None:
     for chosen in (Chosen.FORMAT, Chosen.OPTION):
         of_run, of_suite = ([row.name for row in formats.formats(chosen, subject)] for subject in Subject)

@@ -61,17 +61,6 @@ from tests.report.parsed_page import Page
 STATUSES = [status for status, _, _ in KEY]
 
 
-def test_the_first_screen_comes_first_and_needs_no_script() -> None:
-    text = Page(as_html(faulty())).text
-    place = 0
-    for part in (
-        "INCONSISTENT", "adapter · cuda:1 · zeros", "Findings", "zeros in 3 of 3 lora_B tensors", "got 0, wanted 1",
-        "consistency run --devices cpu,cuda:1", "forward was skipped", "Not checked (level standard): a second run",
-        "By architecture", "Ampere sm_86", "3/3", "x86-64", "Layers by architecture",
-    ):  # fmt: skip
-        place = text.index(part, place)
-
-
 def test_one_file_that_fetches_nothing() -> None:
     raw = as_html(faulty())
     page = Page(raw)
@@ -203,14 +192,6 @@ def test_findings_can_be_linked_to_and_have_their_markdown_in_the_page() -> None
     assert text is not None
     assert "\u202e" not in text
     assert not re.search(r"(?<!\\)<img", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-
-
-def test_without_a_script_the_worst_layers_are_named() -> None:
-    raw = as_html(four_architectures())
-    static = raw.split("<noscript>")[1].split("</noscript>")[0]
-    assert static.count("<li>") == 4
-    first = static.split("<li>")[1]
-    assert first.startswith("Hopper sm_90  merged: ✗ 6.5e-05 / 2e-05  3.25  12 ULP  merged::model.layers.1")
 
 
 def test_equal_tensors_take_five_numbers() -> None:

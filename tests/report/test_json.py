@@ -5,20 +5,14 @@ from __future__ import annotations
 import datetime
 import json
 import platform
-from pathlib import Path
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.reader import read_capture
 from consistency.comparison.compare import compare
-from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison
-from consistency.numerics.real import Real
-from consistency.report.json import as_bytes
-from consistency.workflows.saved_report import read_comparison
-from tests.comparison.made_records import computed, measured, moved
+from tests.comparison.made_records import moved
 from tests.conftest import FinishedRun, MakeCapture
 from tests.report.contract import FINDING, HEAD, LAYER, LAYER_CELL, OUTCOME, SOURCE, WORKER, no_constant
-from tests.report.made_comparisons import faulty
 
 
 def test_every_field_of_the_contract_is_there(finished_run: FinishedRun) -> None:
@@ -53,23 +47,6 @@ def test_asked_for_and_in_force_are_both_there(finished_run: FinishedRun) -> Non
         assert kind["environment"]["threads"] >= 1
     named = [(name, kind["load_path"]) for kind in report["environments"] for name in kind["workers"]]
     assert sorted(named) == sorted((worker["name"], worker["load_path"]) for worker in report["workers"])
-
-
-def test_not_a_number_is_a_string(make_capture: MakeCapture) -> None:
-    broken = computed("b", 2.0, measure=measured(max_abs=Real("nan"), max_rel=Real("inf"), ratio=Real("nan")))
-    found = compare([read_capture(make_capture("a", {"cpu": [computed()], "cuda:0": [broken]}))])
-    report = json.loads(as_bytes(found), parse_constant=no_constant)
-    row = next(one for one in report["outcomes"] if report["cohorts"][one["cohort"]]["workers"] == ["cuda:0"])
-    assert (row["max_abs"], row["max_rel"], row["ratio"]) == ("nan", "inf", "nan")
-
-
-def test_a_report_is_read_as_it_was(tmp_path: Path) -> None:
-    found = faulty()
-    (tmp_path / "report.json").write_bytes(as_bytes(found))
-    again, folder = read_comparison(tmp_path)
-    assert folder == tmp_path
-    assert sorted(tensor.name for tensor in again.tensors) == sorted(tensor.name for tensor in found.tensors)
-    assert list(layers_of(again)) == list(layers_of(found))
 
 
 def test_a_comparison_survives_being_written(make_capture: MakeCapture) -> None:

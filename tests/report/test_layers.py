@@ -10,7 +10,7 @@ import pytest
 from consistency.comparison.layers import LayerFilter, layers_of
 from consistency.comparison.result import Comparison, TensorComparison
 from consistency.report.console import make_console
-from consistency.report.layers import cell_figures, render, summary_lines
+from consistency.report.layers import cell_figures, render
 from tests.report.made_comparisons import ARCHITECTURES, HOSTILE, comparison, faulty, four_architectures, hostile
 
 
@@ -65,15 +65,6 @@ def test_a_stage_with_more_rows_than_shown_says_so() -> None:
     )  # fmt: skip
     lines = printed(wide, 200, pattern="a.*")
     assert "  28 more tensors, none worse" in lines
-
-
-def test_each_architecture_and_stage_has_a_line_with_its_worst_layer() -> None:
-    found = {text.split("  ")[0]: (status, text) for status, text in summary_lines(layers_of(four_architectures()))}
-    status, text = found["Hopper sm_90"]
-    assert status == "outside"
-    assert (
-        text == "Hopper sm_90  merged: ✗ 6.5e-05 / 2e-05  3.25  12 ULP  merged::model.layers.1.self_attn.k_proj.weight"
-    )
 
 
 def test_names_of_strangers_are_shown_as_text() -> None:

@@ -15,7 +15,6 @@ from consistency.report.markdown import MOST_LINES, as_markdown, escaped
 from tests.conftest import FinishedRun
 from tests.report.made_comparisons import (
     ALL,
-    ARCHITECTURES,
     HOSTILE,
     comparison,
     computed_apart,
@@ -102,29 +101,6 @@ def test_a_screen_is_visible_and_a_tracker_takes_all_of_it_whatever_was_found() 
     assert max(map(len, visible(text))) < 2000
     assert 20_000 < len(text) < 60_000  # GitHub takes no issue of more than 65,536
     assert re.search("\nand [0-9]+ more lines: report.json has them all\n", text)
-
-
-def test_what_it_says() -> None:
-    text = as_markdown(faulty())
-    assert text.startswith("**INCONSISTENT** adapter · cuda:1 · zeros in 3 of 3 lora\\_B tensors\n")
-    assert "| Ampere sm\\_86 | cuda:1 | = | ✗ 3/3 | ≤ 0.30 |" in text
-    assert "1. ✗ **zeros** adapter · cuda:1" in text
-    assert "\\\n   Next: `consistency run --devices cpu,cuda:1`\n" in text
-    assert text.count("<details>") == text.count("</details>") == 2
-    assert "\nnote: forward was skipped\n" in text
-    assert "\nnot checked (level standard): a second run\n" in text
-    assert "SIMULATED" not in text
-    assert "SIMULATED DEVICES" in as_markdown(comparison([tensor([ALL])], simulated=True))
-
-
-def test_the_worst_layers_by_architecture() -> None:
-    lines = as_markdown(four_architectures()).splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("| mismatch in 1 tensor, the worst:"))
-    assert all(escaped(name) in lines[start] for name in ARCHITECTURES)
-    worst, *others = lines[start + 2 : start + 5]
-    assert worst.startswith("| merged::model.layers.1.self\\_attn.k\\_proj.weight | ≤ 3e-06 / 2e-05  0.15  12 ULP |")
-    assert "✗ 6.5e-05 / 2e-05  3.25  12 ULP \\{Hopper sm\\_90:0\\} \\{Hopper sm\\_90:1\\}" in worst
-    assert all("0.25" in line or "0.24" in line for line in others), "the next ones by their ratio"
 
 
 def test_environment_as_trackers_ask_for_it() -> None:

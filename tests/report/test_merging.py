@@ -66,11 +66,6 @@ def test_what_the_line_says(changes: dict[str, Any], text: str) -> None:
     assert text in merging_text(merging(**changes))
 
 
-def test_the_whole_line() -> None:
-    assert list(merging_texts([merging()])) == [f"merged against unmerged: {LINE}"]
-    assert not list(merging_texts([]))
-
-
 def test_captures_with_figures_of_their_own_have_a_line_each() -> None:
     same = [merging("a:cpu"), merging("b:cpu")]
     assert list(merging_texts(same)) == [f"merged against unmerged: {LINE}"]
@@ -106,10 +101,6 @@ def test_every_form_has_it_in_one_line() -> None:
     assert entry["advice"] == "merge"
     assert {name: entry[name] for name in FIGURES} == FIGURES
     assert "reason" not in entry
-
-
-def test_nothing_is_said_where_nothing_was_measured() -> None:
-    assert "merged against" not in printed(faulty()) + as_markdown(faulty()) + as_html(faulty())
 
 
 def test_a_screen_of_markdown_is_visible() -> None:

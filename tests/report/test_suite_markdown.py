@@ -11,15 +11,6 @@ from tests.report.made_suites import case, good, many, suite, zeros
 from tests.report.printed import suite_as_markdown, visible
 
 
-def test_what_it_says() -> None:
-    text = suite_as_markdown(suite(case("alice", good()), case("bob", zeros(3))), "run")
-    assert text.startswith("**INCONSISTENT** 1 of 2 cases is inconsistent and 1 is consistent\n")
-    assert "1. ✗ **zeros** case bob · adapter · cuda:1 · zeros" in text
-    assert "| bob | inconsistent | ✗ 3/3 | – | 1.5 s |" in text
-    assert "| alice | consistent | = | ≤ 0.31 | 1.5 s |" in text
-    assert "\\\n   Next: `consistency reproduce run/cases/bob --finding 1 --out repro`\n" in text
-
-
 @pytest.mark.parametrize("count", [1, 19, 20, 21, 300])
 def test_a_screen_is_visible_for_any_number_of_cases(count: int) -> None:
     cases = [case(f"{i}", zeros(1 + i)) if i % 2 else case(f"{i}", hostile()) for i in range(min(count, 40))]

@@ -17,18 +17,6 @@ from tests.report.made_suites import case, good, lost, many, suite, unusable, ze
 from tests.report.printed import printed, suite_as_html, suite_as_markdown
 
 
-def test_one_line_per_case() -> None:
-    text = printed(suite(case("alice", good(), 12.0), case("bob", zeros(3))))
-    heading, _, verdict, *_ = text.splitlines()
-    assert heading == "consistency · nightly · 2 cases · float32 · 4 workers · level standard · 93 s"
-    assert verdict == "  INCONSISTENT   1 of 2 cases is inconsistent and 1 is consistent"
-    (bob,) = [line.split() for line in text.splitlines() if line.startswith("  bob ")]
-    (alice,) = [line.split() for line in text.splitlines() if line.startswith("  alice ")]
-    assert bob == ["bob", "inconsistent", "✗", "3/3", "–", "1.5", "s"]
-    assert alice == ["alice", "consistent", "=", "≤", "0.31", "12", "s"]
-    assert text.index("bob ") < text.index("alice "), "what failed comes first"
-
-
 def test_one_cause_in_many_cases_is_told_once_with_its_next_command() -> None:
     text = printed(many(), folder="out dir")
     assert text.count("zeros where the file is nonzero") == 2, "among the findings, and where the report ends"
@@ -67,13 +55,6 @@ def test_more_outcomes_than_a_screen_share_lines_by_verdict() -> None:
     assert len(rows) == 20
     assert rows[-2:] == ["12 of 31 cases", "1 of 31 cases"]
     assert "and 10 more findings: -v shows all" in text
-
-
-def test_a_case_that_could_not_be_checked_says_why() -> None:
-    text = printed(suite(case("alice", good()), unusable("gone")))
-    assert "UNCHECKED   1 of 2 cases could not be checked and 1 is consistent" in text
-    assert "case gone · could not be checked: no such folder for the adapter" in text
-    assert "hint:   check the path" in text
 
 
 def test_what_cannot_be_reproduced_names_no_reproducer() -> None:

@@ -18,7 +18,7 @@ from consistency.report.formats import View
 from consistency.report.status.make import of_comparison, of_report_file, of_suite, of_suite_file, render
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor
 from tests.report.made_fleets import many as many_devices
-from tests.report.made_suites import case, good, lost, many, suite, unusable, zeros
+from tests.report.made_suites import good, lost, many
 
 
 def test_what_it_states_of_a_run() -> None:
@@ -59,16 +59,6 @@ def test_not_a_number_is_the_worst_ratio_and_a_string() -> None:
     )
     table = json.loads(b"".join(render(found, View())))
     assert table["ratio"] == "nan"
-
-
-def test_a_device_of_a_suite_is_as_in_its_worst_case() -> None:
-    made = of_suite(suite(case("a", good()), case("b", zeros(1)), case("c", lost()), unusable("gone")))
-    assert {d.name: d.verdict for d in made.devices} == {
-        "cpu": "consistent", "cuda:0": "consistent", "cuda:1": "incomplete", "cuda:2": "consistent"
-    }  # fmt: skip
-    assert made.cases == {"a": "consistent", "b": "inconsistent", "c": "incomplete", "gone": "unchecked"}
-    assert made.ratio == 0.31
-    assert (made.verdict, made.exit_status, made.elapsed_s) == ("incomplete", 3, 93.0)
 
 
 def written(path: Path, found: Comparison | SuiteResult) -> Path:
