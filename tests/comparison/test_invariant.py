@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,10 +82,9 @@ def is_named(finding: Finding, tensor: str, worker: str) -> bool:
     return tensor in finding.tensors and (of_all or worker in finding.workers)
 
 
-@pytest.mark.slow
 @given(workers=WORKERS)
 @settings(deadline=None, max_examples=300)
-def test_no_wrong_row_is_consistent(workers: Workers) -> None:
+def test_no_wrong_row_is_consistent_and_no_stage_is_named_that_was_not_compared(workers: Workers) -> None:
     found = compared(workers)
     for tensor in found.tensors:
         for worker, row in tensor.by_worker():
@@ -96,13 +94,6 @@ def test_no_wrong_row_is_consistent(workers: Workers) -> None:
                 assert any(one.severity == "error" for one in about) or (
                     "+" in tensor.load_path and any(one.severity == "warning" for one in about)
                 )
-
-
-@pytest.mark.slow
-@given(workers=WORKERS)
-@settings(deadline=None, max_examples=300)
-def test_a_verdict_names_no_stage_that_was_not_compared(workers: Workers) -> None:
-    found = compared(workers)
     if found.verdict != "consistent":
         return
     rows = [(tensor.stage, row.status) for tensor in found.tensors for row in tensor.outcomes]
