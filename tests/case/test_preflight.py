@@ -119,27 +119,43 @@ def test_a_case_is_named_after_its_folders(base: str, adapter: str | None, name:
     assert prepare_case(Options(base=str(tmp_path / base), adapter=other, name="given")).name == "given"
 
 
-@pytest.mark.parametrize("strip", ["", "model."])
-def test_layers_are_matched_where_the_base_was_saved_bare(strip: str, tmp_path: Path) -> None:
-    shapes = {f"{m.removeprefix(strip)}.weight": (12, 8) for m in MODULES}
-    check(make_base(tmp_path / "base", shapes), make_adapter(tmp_path / "adapter"))
+Q = f"{PREFIX}{MODULES[0]}"
+GATES = {f"model.layers.{n}.block_sparse_moe.gate.weight": (8, 12) for n in range(2)}
+OF_GATES: dict[str, Any] = {
+    "modules": tuple(f"model.layers.{n}.mlp.gate" for n in range(2)),
+    "target_modules": ["gate"],
+}
+EXPERTS = f"{PREFIX}model.layers.0.mlp.experts"
+
+FITS: dict[str, tuple[Shapes | None, dict[str, Any]]] = {
+    "the names of the base": (None, {}),
+    "a base that was saved bare": ({f"{m.removeprefix('model.')}.weight": (12, 8) for m in MODULES}, {}),
+    "a base that stores its weights as in × out": ({f"{m}.weight": (8, 12) for m in MODULES}, {}),
+    "weights that transformers fuses": ({f"model.layers.{i}.self_attn.qkv.weight": (36, 8) for i in range(2)}, {}),
+    "a name that fits several layers of the base": (
+        None,
+        {"shapes": {f"{PREFIX}model.layers.5.self_attn.q_proj.lora_A.weight": (2, 99),
+                    f"{PREFIX}model.layers.5.self_attn.q_proj.lora_B.weight": (99, 2),
+                    f"{Q}.lora_A.weight": (2, 8), f"{Q}.lora_B.weight": (12, 2)}},
+    ),
+    "another method, which has no rank": (None, {"peft_type": "IA3", "r": ..., "shapes": {f"{PREFIX}x.ia3_l": (8, 1)}}),
+    "target parameters, whose rank is that times experts": (
+        None,
+        {"target_modules": ..., "target_parameters": ["experts.down"], "shapes": {f"{Q}.lora_A.weight": (64, 8)}},
+    ),
+    "experts that the base's file has apart": (
+        {f"model.layers.0.block_sparse_moe.experts.{n}.w2.weight": (12, 8) for n in range(8)},
+        {"target_modules": [], "target_parameters": ["experts.down_proj"],
+         "shapes": {f"{EXPERTS}.lora_A.weight": (16, 8), f"{EXPERTS}.lora_B.weight": (12, 16)}},
+    ),
+    "a layer whose parent transformers renames": (GATES, {**OF_GATES, "features": (8, 12)}),
+    "the same, with other features": (GATES, {**OF_GATES, "features": (8, 13)}),
+}  # fmt: skip
 
 
-def test_a_base_that_stores_its_weights_as_in_out_fits(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", {f"{m}.weight": (8, 12) for m in MODULES})
-    check(base, make_adapter(tmp_path / "adapter"))
-
-
-def test_a_layer_whose_weight_transformers_fuses_is_left_to_the_worker(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", {f"model.layers.{i}.self_attn.qkv.weight": (36, 8) for i in range(2)})
-    check(base, make_adapter(tmp_path / "adapter"))
-
-
-def test_a_layer_whose_name_fits_several_of_the_base_is_left_to_the_worker(tmp_path: Path) -> None:
-    key = f"{PREFIX}model.layers.5.self_attn.q_proj"
-    shapes = {f"{key}.lora_A.weight": (2, 99), f"{key}.lora_B.weight": (99, 2)}
-    shapes |= {f"{PREFIX}{MODULES[0]}.lora_A.weight": (2, 8), f"{PREFIX}{MODULES[0]}.lora_B.weight": (12, 2)}
-    check(make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter", shapes=shapes))
+@pytest.mark.parametrize(("base", "adapter"), FITS.values(), ids=FITS)
+def test_what_fits_or_is_left_to_the_worker(base: Shapes | None, adapter: dict[str, Any], tmp_path: Path) -> None:
+    check(make_base(tmp_path / "base", base), make_adapter(tmp_path / "adapter", **adapter))
 
 
 def test_a_rank_of_its_own_is_looked_up_in_the_pattern(tmp_path: Path) -> None:
@@ -148,45 +164,6 @@ def test_a_rank_of_its_own_is_looked_up_in_the_pattern(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         check(base, make_adapter(tmp_path / "other", rank=3, rank_pattern={"q_proj": 4}))
     assert (caught.value.wanted or "").startswith("r=2 or 4 in ")
-
-
-def test_another_method_than_lora_needs_no_rank(tmp_path: Path) -> None:
-    adapter = make_adapter(tmp_path / "adapter", peft_type="IA3", r=..., shapes={"base_model.model.x.ia3_l": (8, 1)})
-    check(make_base(tmp_path / "base"), adapter)
-
-
-def test_target_parameters_stand_for_target_modules(tmp_path: Path) -> None:
-    adapter = make_adapter(
-        tmp_path / "adapter",
-        target_modules=...,
-        target_parameters=["experts.down"],
-        shapes={f"{PREFIX}{MODULES[0]}.lora_A.weight": (64, 8)},  # rank times experts
-    )
-    check(make_base(tmp_path / "base"), adapter)
-
-
-def test_experts_that_a_file_has_apart_are_left_to_the_worker(tmp_path: Path) -> None:
-    adapter = make_adapter(
-        tmp_path / "adapter",
-        target_modules=[],
-        target_parameters=["experts.down_proj"],
-        shapes={
-            f"{PREFIX}model.layers.0.mlp.experts.lora_A.weight": (16, 8),
-            f"{PREFIX}model.layers.0.mlp.experts.lora_B.weight": (12, 16),
-        },
-    )
-    base = {f"model.layers.0.block_sparse_moe.experts.{n}.w2.weight": (12, 8) for n in range(8)}
-    check(make_base(tmp_path / "base", base), adapter)
-
-
-@pytest.mark.parametrize("features", [(8, 12), (8, 13)])
-def test_a_layer_whose_parent_transformers_renames_is_left_to_the_worker(
-    tmp_path: Path, features: tuple[int, int]
-) -> None:
-    base = make_base(tmp_path / "base", {f"model.layers.{n}.block_sparse_moe.gate.weight": (8, 12) for n in range(2)})
-    gates = tuple(f"model.layers.{n}.mlp.gate" for n in range(2))
-    adapter = make_adapter(tmp_path / "adapter", features=features, modules=gates, target_modules=["gate"])
-    check(base, adapter)
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,6 @@ def drift(found: Comparison) -> list[Finding]:
     return [f for f in found.findings if f.kind == "drift" and f.severity == "error"]
 
 
-def test_first_run_knows_no_drift(run: Run) -> None:
-    assert run({"cuda:0": "m"}).exit_status == 0
-
-
 def test_as_deployed_computed_bits_may_change(run: Run) -> None:
     case = {"profile": "deployed"}
     run({"cuda:0": "m"}, case=case)
@@ -90,11 +86,6 @@ def test_as_deployed_computed_bits_may_change(run: Run) -> None:
     (finding,) = [f for f in found.findings if f.kind == "drift"]
     assert (finding.severity, found.exit_status) == ("note", 0)
     assert finding.message.endswith("same inputs, same software; the profile deployed promises no equal bits")
-
-
-def test_same_bits_are_no_drift(run: Run) -> None:
-    for _ in range(3):
-        assert run({"cuda:0": "m", "cuda:1": "n"}).exit_status == 0
 
 
 def test_other_bits_of_one_device_are_its_drift(run: Run) -> None:
@@ -108,27 +99,40 @@ def test_other_bits_of_one_device_are_its_drift(run: Run) -> None:
     assert found.exit_status == 1
 
 
-def test_drift_stays_red_until_it_is_gone(run: Run) -> None:
-    run({"cuda:0": "m"})
-    assert drift(run({"cuda:0": "x"}))
-    assert drift(run({"cuda:0": "x"}))  # as in the run before, and still not as it was
-    assert not drift(run({"cuda:0": "m"}))
+def of(bits: dict[str, str] | str, **more: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return what a run is made of: the bits of each device, or those of cuda:0."""
+    return {"cuda:0": bits} if isinstance(bits, str) else bits, more
 
 
-def test_device_is_known_under_another_number(run: Run) -> None:
-    run({"cuda:0": "m"}, info={"cuda:0": {"uuid": "GPU-a", "kernel_key": "k"}})
-    found = run({"cuda:3": "x"}, info={"cuda:3": {"uuid": "GPU-a", "kernel_key": "k"}})
-    assert drift(found)[0].workers == ("cuda:3",)
+A, B = ({"uuid": f"GPU-{name}", "kernel_key": "k"} for name in "ab")
+KILLED = {"status": "lost", "reason": "killed"}
 
 
-def test_other_device_in_the_same_place_is_no_drift(run: Run) -> None:
-    run({"cuda:0": "m"}, info={"cuda:0": {"uuid": "GPU-a"}})
-    assert run({"cuda:0": "x"}, info={"cuda:0": {"uuid": "GPU-b"}}).exit_status == 0
-
-
-def test_other_inputs_are_no_drift(run: Run) -> None:
-    run({"cuda:0": "m"}, base="b")
-    assert run({"cuda:0": "x"}, base="c").exit_status == 0
+@pytest.mark.parametrize(
+    ("runs", "drifts"),
+    [
+        ([of({"cuda:0": "m", "cuda:1": "n"})] * 3, 0),
+        ([of("m"), of("x")], 1),
+        ([of("m"), of("x"), of("x")], 1),  # as in the run before, and still not as it was
+        ([of("m"), of("x"), of("x"), of("m")], 0),
+        ([of("m", info={"cuda:0": A}), of({"cuda:3": "x"}, info={"cuda:3": A})], 1),
+        ([of("m", info={"cuda:0": A}), of("x", info={"cuda:0": B})], 0),
+        ([of("m", base="b"), of("x", base="c")], 0),
+        ([of("m"), of("x", software="torch 3"), of("y")], 1),
+        ([of("m"), of("m", stages=("base",))], 0),
+        ([of("m"), of("m", stages=("base",)), of("x")], 1),
+        ([of("x", info={"cuda:0": KILLED}), of("m")], 0),
+    ],
+    ids=[
+        "same bits", "other bits", "other bits for the second time", "the earlier bits again", "under another number",
+        "another device in its place", "other inputs", "an older run of the same software", "a stage left out",
+        "and taken again", "a lost worker before",
+    ],
+)  # fmt: skip
+def test_what_is_drift(run: Run, runs: list[tuple[dict[str, str], dict[str, Any]]], drifts: int) -> None:
+    *_, found = [run(bits, **more) for bits, more in runs]
+    assert [finding.workers for finding in drift(found)] == [tuple(runs[-1][0])] * drifts
+    assert found.exit_status == drifts
 
 
 def test_other_software_is_a_note(run: Run) -> None:
@@ -136,23 +140,6 @@ def test_other_software_is_a_note(run: Run) -> None:
     found = run({"cuda:0": "x"}, software="torch 3")
     assert found.exit_status == 0
     assert [f.kind for f in found.findings if f.severity == "note"] == ["software"]
-
-
-def test_older_run_of_the_same_software_counts(run: Run) -> None:
-    run({"cuda:0": "m"})
-    run({"cuda:0": "x"}, software="torch 3")
-    assert drift(run({"cuda:0": "y"}))
-
-
-def test_stage_that_was_not_looked_at_is_no_drift(run: Run) -> None:
-    run({"cuda:0": "m"}, stages=("base", "merged"))
-    assert run({"cuda:0": "m"}, stages=("base",)).exit_status == 0
-    assert drift(run({"cuda:0": "x"}))
-
-
-def test_lost_worker_is_no_measure_of_drift(run: Run) -> None:
-    run({"cuda:0": "x"}, info={"cuda:0": {"status": "lost", "reason": "killed"}})
-    assert not drift(run({"cuda:0": "m"}))
 
 
 def test_table_that_is_gone_still_tells_that_bits_differ(run: Run, tmp_path: Path) -> None:
