@@ -68,12 +68,6 @@ def test_every_method_of_the_installed_peft_is_known() -> None:
         assert is_method_tensor(f"{Q}.{prefix}x")
 
 
-def test_two_tensors_of_one_layer_share_its_place() -> None:
-    keys = [f"base_model.model.{Q}.lora_{side}.weight" for side in "AB"]
-    assert {adapter_place(key)[0] for key in keys} == {Q}
-    assert len({adapter_place(key) for key in keys}) == 2
-
-
 def test_a_module_of_the_adapted_model_has_the_base_s_name() -> None:
     assert module_place(f"base_model.model.{Q}") == Q
     assert module_place(Q) == Q

@@ -37,6 +37,10 @@ def save_shards(folder: Path, weight_map: object = None) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def entry(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
 def raw_safetensors(header: object, data: bytes = b"") -> bytes:
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
@@ -216,15 +220,19 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
         b"\xff" * 64,
         struct.pack("<Q", 2**40) + b"{}",
         raw_safetensors("text"),
-        raw_safetensors({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, bytes(4)),
-        raw_safetensors({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, bytes(8)),
-        raw_safetensors({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(5)),
-        raw_safetensors({"w": {"dtype": "X99", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
-        raw_safetensors({"w": {"dtype": "F32", "shape": [2**62, 8], "data_offsets": [0, 4]}}, bytes(4)),
+        raw_safetensors({"w": entry([2], 0, 4)}, bytes(4)),
+        raw_safetensors({"w": entry([1], 4, 8)}, bytes(8)),
+        raw_safetensors({"w": entry([1], 0, 4)}, bytes(5)),
+        raw_safetensors({"w": entry([1], 4, 0)}, bytes(4)),
+        raw_safetensors({"w": entry([1], -4, 0)}, bytes(4)),
+        raw_safetensors({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12)),
+        raw_safetensors({"w": entry([1], 0, 4, "X99")}, bytes(4)),
+        raw_safetensors({"w": entry([2**62, 8], 0, 4)}, bytes(4)),
         struct.pack("<Q", 8) + b"\xff\xfe{}    ",
     ],
-    ids=["ones", "huge-header", "text", "short", "hole", "trailing", "dtype", "overflow", "utf8"],
-)
+    ids=["ones", "huge-header", "text", "short", "hole", "trailing", "backwards", "negative", "overlapping", "dtype",
+         "overflow", "utf8"],
+)  # fmt: skip
 def test_a_corrupt_header_is_refused(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(raw)
     with pytest.raises(InputError, match="cut short or corrupt"):

@@ -57,12 +57,6 @@ def test_other_forms_are_refused_with_the_right_one(given: object) -> None:
     assert caught.value.wanted == "NAME=VALUE, such as float32_matmul_precision=high"
 
 
-def test_an_unknown_profile_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown profile: fast") as caught:
-        make_options({"profile": "fast"})
-    assert caught.value.wanted == "one of pinned, deployed"
-
-
 def test_a_case_with_settings_survives_json_and_its_text_is_what_the_command_line_takes() -> None:
     case = Case(name="x", base="/b", profile="deployed", settings=(HIGH, NO_CUDNN, UNSET))
     assert decode_json(encode_json(case), Case) == case

@@ -160,16 +160,6 @@ def test_a_bad_option_is_refused(table: dict[str, Any], what: str) -> None:
     assert caught.value.exit_status == 2
 
 
-def test_an_unknown_stage_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(UsageError) as caught:
-        make_options({"stages": ["forwards"]})
-    assert caught.value.wanted == "one of " + ", ".join(Stage)
-    with pytest.raises(UsageError) as caught:
-        gather_options(None, {"load_paths": "forwards"}, Edge.PYTEST)
-    assert caught.value.where == "--consistency-load-paths"
-    assert caught.value.wanted == "isolated or shared, with +cpu, +target or +transformers, with +low-memory; or all"
-
-
 def test_stages_run_in_the_order_in_which_the_numbers_depend_on_one_another() -> None:
     assert make_options({"stages": list(reversed(Stage))}).stages == tuple(Stage)
     for order in itertools.permutations(Stage, 3):
@@ -196,11 +186,6 @@ def test_options_given_on_a_command_line_win_over_those_of_the_file(tmp_path: Pa
         load_paths=(LoadPath.ISOLATED,),
         tolerance=(Override(atol=0.0, rtol=0.0), Override(atol=1.0, rtol=1.0)),
     )
-
-
-def test_options_in_python_complete_those_of_an_object() -> None:
-    base = Options(name="x", devices=("cpu",))
-    assert make_options({"stages": "base"}, base) == Options(name="x", devices=("cpu",), stages=(Stage.BASE,))
 
 
 @pytest.mark.parametrize("text", [f"timeout = {'9' * 5000}", f"stages = {'[' * 2000}{']' * 2000}"])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import pytest
 
-from consistency.comparison.by_worker import verdicts, worse, worst_error, worst_ratios
-from consistency.comparison.result import Finding, Status
-from tests.report.made_comparisons import ALL, comparison, faulty, tensor, worker
+from consistency.comparison.by_worker import verdicts, worse
+from consistency.comparison.result import Finding
+from tests.report.made_comparisons import comparison, faulty, worker
 
 
 def test_an_error_counts_against_the_workers_that_it_names() -> None:
@@ -25,20 +24,6 @@ def test_a_worker_that_was_lost_on_any_load_path_is_incomplete(order: tuple[int,
     both = [worker("cuda:0"), worker("cuda:0", load_path="shared", status="lost", reason="killed")]
     found = comparison([], verdict="incomplete", workers=tuple(both[i] for i in order))
     assert verdicts(found) == {"cuda:0": "incomplete"}
-
-
-def test_the_worst_ratio_leaves_single_operators_limits_and_equal_tensors_out() -> None:
-    within: dict[str, Status] = dict.fromkeys(ALL, "within")
-    made = [
-        tensor([ALL], stage="base", ratio=0.95),
-        tensor([ALL], stage="merged", ratio=0.3, statuses=within),
-        tensor([["cuda:1"]], stage="forward", ratio=0.7, statuses={"cuda:1": "outside"}),
-        tensor([ALL], stage="operators", ratio=1.0, statuses=within),
-        msgspec.structs.replace(tensor([ALL], stage="memory", ratio=0.9), rule="limit"),
-        tensor([["plain"]]),
-    ]
-    assert worst_error(comparison(made)) == (0.7, "forward")
-    assert worst_ratios(comparison(made)) == {"cpu": 0.3, "cuda:0": 0.3, "cuda:1": 0.7, "cuda:2": 0.3}
 
 
 def test_not_a_number_is_worse_than_any_number() -> None:

@@ -26,16 +26,6 @@ from tests.comparison.made_records import (
 from tests.conftest import MakeCapture
 
 
-def test_equal_workers_form_one_class(make_capture: MakeCapture) -> None:
-    found = compared(make_capture("a", {"cpu": [moved()], "cuda:0": [moved()]}))
-    assert found.verdict == "consistent"
-    assert found.tensors[0].classes == (("cpu", "cuda:0"),)
-    assert only_row(found, "cuda:0").status == "equal"
-    assert only_row(found, "cuda:0").mismatched == 0
-    assert found.findings == ()
-    assert found.first_divergence == ()
-
-
 def test_classes_begin_with_the_reference_and_tell_who_agrees(make_capture: MakeCapture) -> None:
     workers = {"cuda:1": [moved("x")], "cpu": [moved()], "cuda:0": [moved()], "cuda:3": [moved("x")]}
     found = compared(make_capture("a", workers))
@@ -45,26 +35,6 @@ def test_classes_begin_with_the_reference_and_tell_who_agrees(make_capture: Make
     assert finding.workers == ("cuda:1", "cuda:3")
     assert finding.tensors == ("adapter::layers.0.q.lora_B",)
     assert {name for d in found.first_divergence for name in d.workers} == {"cuda:1", "cuda:3"}
-
-
-def test_one_cause_is_one_finding(make_capture: MakeCapture) -> None:
-    def records(held: str) -> list[TensorRecord]:
-        return [moved(held, layer=f"layers.{i}.q", tensor=t) for i in range(64) for t in ("lora_A", "lora_B")]
-
-    wrong = [r if r.tensor == "lora_A" else moved("x", layer=r.layer, word=Word.ZEROS) for r in records("file")]
-    found = compared(make_capture("a", {"cpu": records("file"), "cuda:1": wrong, "cuda:3": wrong}))
-    (finding,) = errors(found)
-    assert finding.kind == "zeros"
-    assert finding.message == "adapter · cuda:1, cuda:3 · zeros where the file is nonzero in 64 of 64 lora_B tensors"
-    assert len(finding.tensors) == 64
-    assert len(finding.detail) == 5
-
-
-def test_outside_the_bound(make_capture: MakeCapture) -> None:
-    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": [computed("b", 3.0, word=Word.DIFFERS)]}))
-    assert found.verdict == "inconsistent"
-    assert errors(found)[0].message == "merged · cuda:0 · errors that exceed tolerance in weight of layers.0.q"
-    assert "3× tolerance" in errors(found)[0].detail[0]
 
 
 def test_other_bits_within_the_bound_are_fine_between_models(make_capture: MakeCapture) -> None:
@@ -86,13 +56,6 @@ def test_other_bits_within_the_bound_are_a_finding_on_one_model(make_capture: Ma
     assert found.exit_status == 1
     other = {"cuda:0": program, "cuda:1": {**program, "model": "H100"}}
     assert compared(make_capture("b", workers, info=other)).verdict == "consistent"
-
-
-def test_wrong_bytes_do_not_also_count_as_a_model_that_disagrees(make_capture: MakeCapture) -> None:
-    program = {"kernel_key": "torch 2", "model": "H200"}
-    workers = {"cuda:0": [moved(), computed()], "cuda:1": [moved("x"), computed("b")]}
-    found = compared(make_capture("a", workers, info=dict.fromkeys(workers, program)))
-    assert [f.kind for f in errors(found)] == ["bit-flip"]
 
 
 @pytest.mark.parametrize(

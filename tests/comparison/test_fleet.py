@@ -36,7 +36,7 @@ from consistency.report.html import as_html
 from consistency.report.junit import as_junit
 from consistency.report.markdown import as_markdown
 from consistency.workflows import comparing
-from tests.comparison.made_records import computed, digest, errors, forward, moved, rounding
+from tests.comparison.made_records import computed, digest, forward, moved, rounding
 from tests.conftest import MakeCapture
 from tests.report.printed import printed
 
@@ -395,11 +395,3 @@ def test_software_is_named_by_few_workers() -> None:
     (finding,) = compare(captures).findings
     assert finding.message.endswith("node-0009:cuda:0 and 45 more")
     assert len(finding.message) < 300
-
-
-def test_bits_that_do_not_repeat_on_many_workers_are_one_finding() -> None:
-    seen = [computed("a", repeats=(digest("b"),))]
-    found = compare([make_capture_of(i, make_info("cuda:0"), seen) for i in range(20)])
-    (finding,) = errors(found)
-    assert finding.kind == "not-repeatable"
-    assert len(finding.workers) == 20

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from consistency.capture.names import ADAPTER_ON
-from consistency.comparison.layers import LayerFilter, block_of, blocks_of, layers_of, worst_by_architecture
+from consistency.comparison.layers import LayerFilter, layers_of
 from consistency.comparison.result import Outcome, TensorComparison
 from consistency.numerics.real import Real
 from tests.conftest import FinishedRun
@@ -83,29 +83,6 @@ def test_a_skipped_device_hides_no_figure_of_another() -> None:
 def test_copies_and_facts_have_no_tolerance_of_a_layer() -> None:
     found = [tensor([ALL], stage="transfer"), made(row("cpu"), rule="limit"), tensor([ALL], stage="base")]
     assert [one.stage for one in layers_of(comparison(found))] == ["base"]
-
-
-def test_the_worst_layer_of_each_architecture_and_stage_is_named() -> None:
-    found = worst_by_architecture(layers_of(faulty()))
-    assert found["Ampere sm_86", "adapter"].layer == "model.layers.0.mlp"
-    assert found["Ampere sm_86", "adapter"].architectures["Ampere sm_86"].status == "outside"
-    assert found["x86-64", "adapter"].architectures["x86-64"].status == "equal"
-
-
-@pytest.mark.parametrize(
-    ("layer", "block"),
-    [("model.layers.3.self_attn.q_proj", "model.layers.3"), ("lm_head", "lm_head"), ("h.10", "h.10"), ("3.a.4", "3")],
-)
-def test_a_layer_is_in_the_block_of_its_first_number(layer: str, block: str) -> None:
-    assert block_of(layer) == block
-
-
-def test_a_block_shows_its_worst_tensor() -> None:
-    calm, worst = (made(row("cpu", ratio=Real(r)), layer=f"h.0.{r}", classes=()) for r in (0.1, 0.9))
-    other = made(row("cpu", ratio=Real(0.2)), layer="h.1.q")
-    blocks = blocks_of(layers_of(comparison([calm, worst, other])))
-    assert [(block.name, block.worst.layer) for block in blocks] == [("h.0", "h.0.0.9"), ("h.1", "h.1.q")]
-    assert blocks[0].worst_by_architecture()["x86-64"].architectures["x86-64"].ratio == 0.9
 
 
 def test_layers_are_chosen_by_stage_pattern_and_architecture() -> None:

@@ -11,7 +11,7 @@ from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.compare import compare
-from consistency.comparison.merging import Advice, judged, unexplained_change
+from consistency.comparison.merging import Advice, judged
 from consistency.numerics.real import Real
 from tests.comparison.made_records import computed
 from tests.conftest import MakeCapture
@@ -55,19 +55,6 @@ FLOAT32 = {"dtype": "float32", "float32": None, "unmerged_error": 3e-7, "merged_
 ])  # fmt: skip
 def test_every_figure_is_compared_with_another_one_of_the_case(changes: dict[str, Any], advice: Advice) -> None:
     assert judged("cpu", effect(**changes)).advice == advice
-
-
-def test_how_often_what_rounding_must() -> None:
-    assert judged("cpu", effect(moved=0.01)).ratio == pytest.approx(2.5)
-    assert judged("cpu", effect(must=0.0)).ratio == math.inf
-    assert judged("cpu", effect(moved=0.0, must=0.0)).ratio is None
-    assert judged("cpu", effect(moved=None)).ratio is None
-
-
-def test_what_a_merge_without_rounding_moves() -> None:
-    assert unexplained_change(effect()) is None
-    assert unexplained_change(effect(exact=0.25, float32=0.5)) == 0.25
-    assert unexplained_change(effect(float32=0.5)) == 0.5
 
 
 def test_it_is_a_fact_of_the_case_and_no_row(make_capture: MakeCapture) -> None:

@@ -51,12 +51,6 @@ def test_moved_bytes_repeat_in_every_profile(make_capture: MakeCapture) -> None:
     assert of_kind(found, "not-repeatable").severity == "error"
 
 
-def test_wrong_values_are_an_error_in_every_profile(make_capture: MakeCapture) -> None:
-    workers = {"cpu": [computed("a")], "cuda:0": [computed("b", ratio=3.0)]}
-    found = compared(make_capture("a", workers, case=DEPLOYED))
-    assert found.verdict == "inconsistent"
-
-
 def test_a_setting_that_nobody_asked_for_may_change(make_capture: MakeCapture) -> None:
     change: dict[str, Any] = {"setting": "matmul_allow_tf32", "in_force": True, "stage": "load base"}
     info = {"cpu": {"changes": (SettingChange(**change, asked=None),)}}

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 
 from consistency.comparison.history.cohorts import WorkerRecord
-from consistency.report.history_classes import MOST_CLASSES, Classes, class_lines, folded_names
+from consistency.report.history_classes import MOST_CLASSES, Classes, class_lines
 from consistency.report.history_page import history_as_html
 from consistency.report.history_table import nights
-from tests.comparison.history.made_fleets import BITS, GPUS, Happens, drifted, fleet_history, incidents, name
+from tests.comparison.history.made_fleets import BITS, GPUS, Happens, drifted, fleet_history, incidents
 
 
 def classes(tmp_path: Path, nodes: int, runs: int, happens: Happens = lambda _, w: w) -> Classes:
@@ -28,12 +28,6 @@ def test_devices_that_were_alike_are_one_row_and_odd_ones_come_first(tmp_path: P
         (16, "gpu-[0002-0003]:cuda:[0-7]", "AAAAAAAABBBB"),
     ]
     assert (found.devices, found.left_out) == (72, "")
-
-
-def test_few_devices_have_a_row_each(tmp_path: Path) -> None:
-    found = classes(tmp_path, 8, 2)
-    assert [(row.count, row.names) for row in found.lines] == [(1, "")] * 64
-    assert (found.devices, found.left_out) == (64, "")
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
@@ -62,14 +56,3 @@ def test_the_page_does_not_grow_with_the_fleet(tmp_path: Path) -> None:
         assert "since 2026-01-10 02:00:00 UTC · missing · 8 devices: gpu-0008:cuda:[0-7]" in page
         sizes.append(len(page))
     assert abs(sizes[1] - sizes[0]) < 100
-
-
-def test_one_device_of_a_fleet_has_its_own_row(tmp_path: Path) -> None:
-    history = fleet_history(tmp_path, 9, 12, incidents)
-    page = history_as_html(history, 0, place=tmp_path, device=name(4, 3))
-    assert page.count('<th scope="row">') == 1
-    assert "drift in merged" in page
-
-
-def test_names_are_folded_in_their_natural_order() -> None:
-    assert folded_names(["n10:cuda:1", "n9:cuda:1", "n9:cuda:0", "n10:cuda:0"]) == "n[9-10]:cuda:[0-1]"

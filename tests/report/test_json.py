@@ -6,12 +6,7 @@ import datetime
 import json
 import platform
 
-from consistency.capture.json_codec import decode_json, encode_json
-from consistency.capture.reader import read_capture
-from consistency.comparison.compare import compare
-from consistency.comparison.result import Comparison
-from tests.comparison.made_records import moved
-from tests.conftest import FinishedRun, MakeCapture
+from tests.conftest import FinishedRun
 from tests.report.contract import FINDING, HEAD, LAYER, LAYER_CELL, OUTCOME, SOURCE, WORKER, no_constant
 
 
@@ -47,9 +42,3 @@ def test_asked_for_and_in_force_are_both_there(finished_run: FinishedRun) -> Non
         assert kind["environment"]["threads"] >= 1
     named = [(name, kind["load_path"]) for kind in report["environments"] for name in kind["workers"]]
     assert sorted(named) == sorted((worker["name"], worker["load_path"]) for worker in report["workers"])
-
-
-def test_a_comparison_survives_being_written(make_capture: MakeCapture) -> None:
-    found = compare([read_capture(make_capture("a", {"cpu": [moved()], "cuda:0": [moved("x")]}))])
-    again = decode_json(encode_json(found), Comparison)
-    assert encode_json(again) == encode_json(found)

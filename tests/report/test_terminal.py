@@ -41,13 +41,6 @@ def test_long_lists_of_layers_are_cut_unless_asked_for() -> None:
     assert "layers.49" in printed(found, verbose=True)
 
 
-def test_a_nan_is_worse_than_any_ratio() -> None:
-    within: dict[str, Status] = dict.fromkeys(ALL, "within")
-    ratios = (0.5, float("nan"), 0.7)
-    found = [tensor([ALL], stage="merged", ratio=r, layer=f"l{r}", statuses=within) for r in ratios]
-    assert "nan" in printed(comparison(found))
-
-
 def test_lost_worker() -> None:
     lost = worker("cuda:1", status="lost", reason="was killed by SIGKILL")
     found = comparison(

@@ -46,11 +46,6 @@ TWO = curves(("cpu", evidence()), ("cuda:0", evidence(40)))
 LEFT = rows("hidden_states.2::forward", outcome("cpu", step=3), outcome("cuda:0", "outside", step=4))
 
 
-def test_a_run_without_a_training_has_no_curve() -> None:
-    assert trainings([LEFT]) is None
-    assert 'id="trainings"' not in as_html(comparison([]))
-
-
 def test_every_worker_has_a_line_in_both_charts() -> None:
     found = trainings([LEFT, TWO])
     assert found is not None

@@ -11,7 +11,6 @@ import pytest
 
 from consistency.case.budget.constants import START_S
 from consistency.case.budget.fit import MARGIN, Budget
-from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import HOST_STAGES, Level, Stage
@@ -81,12 +80,6 @@ def test_scratch_files_are_where_temporary_files_are(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tempfile, "tempdir", "/scratch")
     monkeypatch.setattr(planning, "is_in_memory", lambda folder: in_memory and str(folder) == "/scratch")
     assert planning.budget_of(prepare_case(OPTIONS), select(OPTIONS.devices)).scratch_in_memory is in_memory
-
-
-def test_a_case_without_a_model_has_a_budget() -> None:
-    case = Case(name="host", base="", stages=(Stage.TRANSFER, Stage.OPERATORS))
-    (worker,) = planning.budget_of(case, select(("cpu",))).workers
-    assert [stage.stage for stage in worker.stages] == ["start", "transfer", "operators"]
 
 
 def test_a_suite_has_a_budget_for_every_case_and_the_reason_where_there_is_none() -> None:

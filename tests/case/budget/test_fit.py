@@ -56,11 +56,6 @@ def test_what_fits_is_not_changed() -> None:
     assert (found.at_once, found.changes, found.not_checked, found.unknown) == (3, (), (), ())
 
 
-def test_a_host_that_reports_no_memory_is_not_fitted_to() -> None:
-    found = budget(None)
-    assert (found.case, found.at_once, found.changes) == (CASE, 3, ())
-
-
 def test_what_is_cut_first_leaves_nothing_unchecked() -> None:
     alone = budget(None).workers[0].host_private_bytes
     fewer = budget(MARGIN * alone)

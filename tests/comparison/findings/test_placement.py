@@ -98,11 +98,6 @@ def test_other_workers_owe_no_fact(make_capture: MakeCapture) -> None:
     assert note.message == "memory · 1 check skipped on cuda:0: counts no peak"
 
 
-def test_other_workers_owe_a_tensor(make_capture: MakeCapture) -> None:
-    found = compared(make_capture("a", {"cpu": [computed()], "cuda:0": []}))
-    assert [r.status for r in found.tensors[0].outcomes] == ["within", "missing"]
-
-
 def test_a_share_beyond_the_limit_is_outside_whatever_the_worker_says(make_capture: MakeCapture) -> None:
     peak = fact("merge_peak", "layers.0", status="within", limit_ratio=Real(1.5))
     assert compared(make_capture("a", {"cpu": [peak]})).verdict == "inconsistent"

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from consistency.capture.json_codec import decode_json
 from consistency.capture.soak import (
     MOST_NUMBERS,
     ChangedTensor,
@@ -22,7 +21,6 @@ from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.findings.soak import readings_text
 from consistency.comparison.result import Comparison
 from consistency.numerics.words import Word
-from consistency.report.json import as_bytes
 from consistency.report.sentences import soak_texts
 from tests.comparison.made_records import compared, computed, errors, measured, moved
 from tests.conftest import MakeCapture
@@ -260,12 +258,6 @@ def test_a_lost_worker_and_a_load_that_ended_are_said(comparison_of: Any) -> Non
 def test_what_the_soak_left_out_is_said(comparison_of: Any) -> None:
     left = (SoakedStage(stage="memory", reason="it states facts, which are checked once"),)
     assert "memory during the soak" in comparison_of(soak(stages=left)).not_checked
-
-
-def test_a_report_states_the_soak(comparison_of: Any) -> None:
-    found = comparison_of(soak(change()))
-    written = decode_json(as_bytes(found), dict)
-    assert [w["soak"]["changes"][0]["occurrences"]["numbers"] for w in written["workers"] if "soak" in w] == [[50]]
 
 
 def test_changes_after_an_operation_without_a_deterministic_version_are_a_note(make_capture: MakeCapture) -> None:

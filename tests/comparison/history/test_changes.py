@@ -27,17 +27,6 @@ def of(runs: list[RunRecord], tmp_path: Path) -> list[tuple[Any, ...]]:
     return [(c.kind, c.since, c.before, c.until, c.devices) for c in found(history)]
 
 
-def test_each_incident_has_its_date_and_its_devices(tmp_path: Path) -> None:
-    gone, update, drift = found(fleet_history(tmp_path, NODES, 12, incidents))
-    assert (drift.kind, drift.since, drift.before, drift.until) == (ChangeKind.DRIFT, at(6), at(5), None)
-    assert (drift.detail, drift.workers) == ("merged", (name(4, 3),))
-    assert (update.kind, update.since, update.before) == (ChangeKind.SOFTWARE, at(8), at(7))
-    assert (update.detail, update.devices) == ("driver 570.1 -> 580.2", 16)
-    assert set(update.workers) == {name(node, gpu) for node in (2, 3) for gpu in range(8)}
-    assert (gone.kind, gone.since, gone.before, gone.until) == (ChangeKind.GONE, at(9), at(8), None)
-    assert set(gone.workers) == {name(8, gpu) for gpu in range(8)}
-
-
 def test_nothing_is_said_of_a_healthy_fleet(tmp_path: Path) -> None:
     assert found(fleet_history(tmp_path, NODES, 12)) == []
 

@@ -157,13 +157,6 @@ def test_damaged_run_is_named_and_the_others_count(run: Run, tmp_path: Path) -> 
     assert [f.kind for f in found.findings if f.severity == "warning"] == ["damaged-run"]
 
 
-def test_history_in_memory_as_in_an_object_store(run: Run) -> None:
-    url = "memory://nights-of-a-test"
-    run({"cuda:0": "m"}, url=url)
-    assert drift(run({"cuda:0": "x"}, url=url))
-    assert len(History(url).names()) == 2
-
-
 @pytest.mark.parametrize(
     ("file", "text"),
     [
@@ -198,16 +191,6 @@ def test_rows_for_people(run: Run, tmp_path: Path) -> None:
     assert [row.change for row in rows if row.change] == ["drift in merged"]
     with pytest.raises(UsageError, match="no run has this device"):
         device_rows(history, "cuda:7", 0)
-
-
-def test_a_run_records_what_the_page_shows(run: Run, tmp_path: Path) -> None:
-    run({"cuda:0": "m", "cuda:1": "m"})
-    run({"cuda:0": "m", "cuda:1": "x"})
-    last, first = History(str(tmp_path / "history")).runs()
-    assert [worker.verdict for worker in first.workers] == ["consistent", "consistent"]
-    assert {worker.name: worker.verdict for worker in last.workers} == {
-        "cuda:0": "consistent", "cuda:1": "inconsistent",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("place", ["gone", "."])

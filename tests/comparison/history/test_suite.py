@@ -12,7 +12,6 @@ from consistency.capture.records import TensorRecord
 from consistency.comparison.history.baseline import Baseline, accept, read_baseline
 from consistency.comparison.history.cohorts import RunWorkers
 from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.comparison.history.suite import SuiteEntry
 from consistency.comparison.result import Comparison
@@ -176,11 +175,3 @@ def test_rows_for_people(night: Suite, history: str, capsys: pytest.CaptureFixtu
         device_rows(History(history), "GPU-a", 0, "z")
     print_runs(run_rows(History(history), 0), make_console())
     assert "nightly (2 cases)" in capsys.readouterr().out
-
-
-def test_cases_in_sql(night: Suite, history: str) -> None:
-    night({"a": "m", "b": "m"})
-    night({"a": "m", "b": "x"})
-    text = 'SELECT "case" FROM workers WHERE len(drift) > 0'
-    assert query(History(history), text) == [{"case": "b"}]
-    assert query(History(history), "SELECT cases FROM runs LIMIT 1")[0]["cases"].keys() == {"a", "b"}

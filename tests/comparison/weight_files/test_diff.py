@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import tracemalloc
 from importlib.metadata import version
 from pathlib import Path
@@ -237,14 +236,6 @@ def test_names_that_differ_by_a_prefix_are_told(held: Any, turned: bool) -> None
     assert not [f for f in held({"x.a": f32(1)}, {"y.b": f32(1)}).findings if f.severity == "note"]
 
 
-def test_one_cause_is_one_finding(held: Any) -> None:
-    right = {f"layers.{i}.lora_B.weight": f32(*range(1, 9)) for i in range(256)}
-    found = held({name: f32(*[0.0] * 8) for name in right}, right)
-    (finding,) = found.findings
-    assert finding.message.endswith("zeros where the file is nonzero in 256 of 256 lora_B tensors")
-    assert len(finding.tensors) == 256
-
-
 def test_no_tensor_on_either_side_is_no_agreement(held: Any) -> None:
     with pytest.raises(InputError, match="neither contains a tensor"):
         held({}, {})
@@ -265,16 +256,17 @@ def test_a_path_that_is_no_text_is_shown(tmp_path: Path) -> None:
 def test_a_difference_in_any_piece_is_seen(tmp_path: Path) -> None:
     """Files are compared in pieces of 8 MiB: the last byte, and those on both sides of each border."""
     size = 20 * 2**20 + 3
-    right = np.zeros(size, np.uint8)
+    wrong, right = (put(tmp_path / f"{n}.safetensors", {"x.w": ("U8", (size,), bytes(size))}) for n in range(2))
+    start = wrong.stat().st_size - size
     for at in (0, 2**23 - 1, 2**23, 2**24 - 1, 2**24, size - 1):
-        wrong = right.copy()
-        wrong[at] = 1
-        paths = (
-            put(tmp_path / f"{n}.safetensors", {"x.w": ("U8", (size,), raw.tobytes())})
-            for n, raw in enumerate((wrong, right))
-        )
-        row = only(diff(*paths))
+        with wrong.open("r+b") as file:
+            file.seek(start + at)
+            file.write(b"\x01")
+        row = only(diff(wrong, right))
         assert (row.mismatched, row.worst_index) == (1, (at,))
+        with wrong.open("r+b") as file:
+            file.seek(start + at)
+            file.write(b"\x00")
 
 
 @pytest.mark.parametrize("pad", [0, 1, 2, 4])
@@ -382,13 +374,6 @@ def test_what_differs_is_what_numpy_says(tmp_path: Path, sides: Sides) -> None:
             assert row.worst_index is not None
             assert np.ravel_multi_index(row.worst_index, tuple(shape)) in places if shape else row.worst_index == ()
     assert (found.verdict == "consistent") == (actual == expected)
-
-
-def test_an_adapter_is_the_same_as_its_copy(tmp_path: Path, llama_adapter: Path) -> None:
-    shutil.copytree(llama_adapter, tmp_path / "copy")
-    found = diff(tmp_path / "copy", llama_adapter)
-    assert found.verdict == "consistent"
-    assert {t.tensor for t in found.tensors} == {"lora_A", "lora_B"}
 
 
 @pytest.mark.parametrize(("dtype", "start"), [("float32", 4), ("bfloat16", 2), ("complex64", 4), ("uint8", 1)])

@@ -37,13 +37,6 @@ def test_what_it_states_of_a_run() -> None:
     assert made.ratio == 0.3
 
 
-def test_a_warning_is_the_reason_only_where_there_is_no_error() -> None:
-    software = Finding(kind="environment", severity="warning", message="torch differs")
-    error = Finding(kind="zeros", severity="error", message="zeros", workers=("cuda:1",))
-    assert of_comparison(comparison([], findings=(software,))).reason == "torch differs"
-    assert of_comparison(comparison([], findings=(software, error), verdict="inconsistent")).reason == "zeros"
-
-
 def test_what_does_not_describe_hardware_is_marked() -> None:
     planted = Finding(kind="planted", severity="note", message="a fault was planted")
     assert of_comparison(comparison([], findings=(planted,), simulated=True)).marks == ("planted fault", "simulated")

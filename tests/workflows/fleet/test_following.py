@@ -12,7 +12,6 @@ from consistency.workflows.fleet.following import FollowedNode, NodeLimits, Node
 
 RUNNING = TaskState(standing=Standing.RUNNING)
 WAITING = TaskState(standing=Standing.WAITING, reason="Resources")
-LIMITS = NodeLimits(stall_s=60.0)
 
 
 def status(beat: int, phase: str = "running", **more: object) -> NodeStatus:
