@@ -85,18 +85,22 @@ class Adapted:
                     found["safe" if safe else "plain"] = Judged(actual=weight.clone(), safe=safe)
         return found
 
-    def measure(self) -> dict[str, Measure]:
+    def shares(self, tensors: dict[str, Judged] | None = None) -> dict[str, float]:
+        """Return the largest share of the bound in each tensor: those that PEFT computes now, or others."""
         assert self.form is not None
-        tensors = self.tensors()
-        return dict(zip(tensors, self.form.measure(list(tensors.values())), strict=True))
+        tensors = self.tensors() if tensors is None else tensors
+        return dict(zip(tensors, map(_share, self.form.measure(list(tensors.values()))), strict=True))
 
-    def shares(self) -> dict[str, float]:
-        """Return the largest share of the bound in each tensor."""
-        found = {}
-        for name, measure in self.measure().items():
-            assert measure.ratio is not None
-            found[name] = float(measure.ratio)
-        return found
+    def worst(self, tested: Judged) -> tuple[float, tuple[int, ...] | None]:
+        """Return the largest share of the bound in a tensor, and its place."""
+        assert self.form is not None
+        (found,) = self.form.measure([tested])
+        return _share(found), found.worst_index
+
+
+def _share(found: Measure) -> float:
+    assert found.ratio is not None
+    return float(found.ratio)
 
 
 def adapted(
@@ -126,6 +130,11 @@ def adapted(
 
 def _values(stream: np.random.Generator, like: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.from_numpy(stream.standard_normal(tuple(like.shape)) * scale)
+
+
+def dora(*targets: str, **changes: Any) -> Any:
+    """Configure a DoRA of these layers."""
+    return peft.LoraConfig(r=4, lora_alpha=6.2, use_dora=True, target_modules=list(targets), **changes)
 
 
 def largest(tested: Judged) -> tuple[int, ...]:
