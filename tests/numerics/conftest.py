@@ -6,10 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from consistency.numerics.kernels import compiled as kernel
 from consistency.numerics.kernels import trust
 from consistency.numerics.kernels.build import compile_kernel
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: the tensors are small, and threads beyond the cores spin while they wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

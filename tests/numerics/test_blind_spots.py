@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -22,6 +22,8 @@ from consistency.numerics.measure import Measure
 from tests.numerics.perturbations import ALL, EQUAL, FLOATS, HARMLESS, PERTURBATIONS, STRUCTURE, Perturbation, cases
 from tests.numerics.references import bits_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparer:
@@ -33,14 +35,6 @@ class Comparer:
 
 
 OURS = Comparer(differs=lambda a, e: digest(a).value != digest(e).value, measure=measure, word=our_word)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, kw_only=True)

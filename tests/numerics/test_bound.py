@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,11 @@ from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 RANKS = (1, 2, 3, 8, 16, 64, 128, 256)
 LARGEST = 2.0**13  # keeps every product, delta and merged weight inside float16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def measure_one(

@@ -23,16 +23,10 @@ from consistency.numerics.precision import Precision
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROWS, COLUMNS, RANK = 96, 640, 8
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -14,15 +14,9 @@ from consistency.numerics.distance import measure
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.words import Word
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

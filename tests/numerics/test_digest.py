@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -38,15 +36,7 @@ DTYPES = (
 SHAPES = ((), (1,), (3,), (7, 1), (5, 3), (1, 1, 1), (2, 0, 3), (33, 17))
 
 
-pytestmark = pytest.mark.usefixtures("numerics_path")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("numerics_path", "one_thread")
 
 
 def random_bytes(count: int, seed: int = 0) -> bytes:

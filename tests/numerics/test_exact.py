@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,15 +11,9 @@ from torch.nn.utils import parametrize
 
 from consistency.numerics.exact import Float64Mode, in_float64
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
