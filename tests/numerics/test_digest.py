@@ -78,13 +78,8 @@ def test_any_bytes_follow_the_formula(data: bytes) -> None:
     [ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 8, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 8, 2 * BLOCK_BYTES + 13],
 )
 def test_several_blocks_follow_the_formula(count: int) -> None:
-    data = random_bytes(count)
-    assert block_digests(from_bytes(data)) == by_definition(data)
-
-
-def test_the_largest_words_wrap_and_do_not_overflow() -> None:
-    data = b"\xff" * (BLOCK_BYTES + 16)
-    assert block_digests(from_bytes(data)) == by_definition(data)
+    for data in (random_bytes(count), b"\xff" * count):  # the largest words wrap, and do not overflow
+        assert block_digests(from_bytes(data)) == by_definition(data)
 
 
 def test_the_digest_of_a_format_never_changes() -> None:
@@ -114,16 +109,13 @@ def test_the_tensor_itself_is_left_alone() -> None:
 # --- memory layout --------------------------------------------------------------------------------------------------
 
 
-def test_a_transposed_view_has_the_digest_of_its_copy() -> None:
-    tensor = tensor_of(torch.float32, (33, 17))
-    assert digest(tensor.T) == digest(tensor.T.contiguous())
-    assert digest(tensor.T) != digest(tensor.reshape(17, 33))
-
-
-def test_a_strided_and_an_expanded_view_have_the_digest_of_their_copies() -> None:
+def test_a_view_has_the_digest_of_its_copy() -> None:
     tensor = tensor_of(torch.bfloat16, (32, 16))
-    for view in (tensor[::2, ::3], tensor[:1].expand(5, 16), tensor[:, 1], tensor[5:6, 1], tensor[0, 0].expand(7)):
+    views = (tensor.T, tensor[::2, ::3], tensor[:1].expand(5, 16), tensor[:, 1], tensor[5:6, 1], tensor[0, 0].expand(7))
+    for view in views:
         assert digest(view) == digest(view.clone(memory_format=torch.contiguous_format))
+        assert digest(torch.nn.Parameter(view)) == digest(view)
+    assert digest(tensor.T) != digest(tensor.reshape(16, 32))
 
 
 @pytest.mark.parametrize("offset", range(1, 9))
@@ -148,11 +140,6 @@ def test_conjugated_and_negated_views_are_resolved() -> None:
     tensor = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
     assert digest(tensor.conj()) == digest(torch.tensor([1 - 2j, 3 + 4j], dtype=torch.complex64))
     assert digest(tensor.conj().imag) == digest(torch.tensor([-2.0, 4.0]))
-
-
-def test_a_parameter_that_needs_a_gradient_is_read() -> None:
-    tensor = tensor_of(torch.float32, (5, 3))
-    assert digest(torch.nn.Parameter(tensor)) == digest(tensor)
 
 
 def test_bytes_are_a_view_of_a_contiguous_tensor() -> None:
@@ -253,19 +240,6 @@ def test_two_swapped_blocks_change_it() -> None:
     other = from_bytes(data[BLOCK_BYTES:] + data[:BLOCK_BYTES])
     assert digest(other).blocks == digest(from_bytes(data)).blocks[::-1]
     assert digest(other).value != digest(from_bytes(data)).value
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_sign_of_a_zero_changes_it(dtype: torch.dtype) -> None:
-    plus, minus = torch.tensor([1.0, 0.0]).to(dtype), torch.tensor([1.0, -0.0]).to(dtype)
-    assert digest(plus).value != digest(minus).value
-
-
-def test_the_payload_of_a_nan_changes_it() -> None:
-    quiet = torch.tensor([0x7FC00000], dtype=torch.int32).view(torch.float32)
-    other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert bool(quiet.isnan() & other.isnan())
-    assert digest(quiet).value != digest(other).value
 
 
 def test_appended_zeros_change_it() -> None:

@@ -54,19 +54,6 @@ def test_an_exact_result_has_no_worst_element() -> None:
     assert (found.max_abs, found.worst_index, found.worst_actual) == (0.0, None, None)
 
 
-def test_overflow_where_the_exact_value_overflows_too_is_right() -> None:
-    found = measure_against_exact(tensor(INF, dtype=torch.float16), tensor(1e6, dtype=torch.float64))
-    assert (found.mismatched, found.max_abs) == (0, 0.0)
-    wrong = measure_against_exact(tensor(INF, dtype=torch.float16), tensor(100.0, dtype=torch.float64))
-    assert (wrong.mismatched, wrong.max_abs) == (1, INF)
-
-
-def test_nan_where_the_exact_value_is_a_number_is_the_worst() -> None:
-    found = measure_against_exact(tensor(9.0, NAN), tensor(1.0, 1.0, dtype=torch.float64))
-    assert math.isnan(found.max_abs)
-    assert found.worst_index == (1,)
-
-
 @pytest.mark.parametrize("place", [0, CHUNK - 1, CHUNK, CHUNK + 3])
 def test_an_error_is_found_in_whatever_chunk_it_is(place: int) -> None:
     exact = torch.ones(2, CHUNK // 2 + 2, dtype=torch.float64)
@@ -85,35 +72,6 @@ def metered(*parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> E
         meter.add(Stretch(start=start, actual=actual, value=exact.numpy(), size=size))
         start += actual.numel()
     return meter.tally()
-
-
-def worst(tally: ErrorTally) -> int | None:
-    return None if tally.worst is None else tally.worst.index
-
-
-def test_the_ratio_is_the_largest_over_all_stretches() -> None:
-    one, room = torch.ones(2, dtype=torch.float64), torch.full((2,), 0.25, dtype=torch.float64)
-    found = metered(*(((one + torch.tensor([0.0, off])).float(), one, room) for off in (0.5, 0.25)))
-    assert (found.ratio, worst(found)) == (2.0, 1)
-
-
-def test_the_worst_element_is_the_one_that_is_worst_by_what_is_allowed() -> None:
-    exact, allowed = tensor(1.0, 1.0, dtype=torch.float64), tensor(1.0, 0.125, dtype=torch.float64)
-    found = measure_against_exact(tensor(1.5, 1.25), exact, allowed)
-    assert (found.ratio, found.worst_index, found.max_abs) == (2.0, (1,), 0.5)
-
-
-def test_nothing_off_where_nothing_is_allowed_is_right() -> None:
-    exact, nothing = tensor(1.0, 2.0, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    assert metered((exact.float(), exact, nothing)).ratio == 0.0
-    assert metered((exact.float(), exact, nothing), (tensor(1.0, 2.5), exact, nothing)).ratio == INF
-
-
-def test_a_ratio_that_was_nan_stays_nan() -> None:
-    one = tensor(1.0, dtype=torch.float64)
-    found = metered((tensor(NAN), one, one), (tensor(1.0), one, one))
-    assert math.isnan(found.ratio or 0)
-    assert worst(found) == 0
 
 
 @pytest.mark.parametrize("threads", [2, 3, 9])
