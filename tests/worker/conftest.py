@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,13 @@ import pytest
 import torch
 import transformers
 
-from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorRecord
 from consistency.capture.writer import CaptureWriter
 from consistency.worker import determinism
-from consistency.worker.protocol import EventLog, Job
+from consistency.worker.protocol import EventLog
 from consistency.worker.session import Session
+from tests.capture.whole import read_records
+from tests.worker.made_jobs import job_in
 from tests.worker.model.made_models import SIZES, a_llama, case_of, saved
 
 Look = Callable[..., list[TensorRecord]]
@@ -47,17 +47,10 @@ def look(tmp_path: Path) -> Look:
     def run(base: Path, adapter: Path | None, **changes: Any) -> list[TensorRecord]:
         home = tmp_path / f"run-{next(count)}"
         with CaptureWriter(home / "capture") as writer:
-            folder = writer.worker_folder("cpu.isolated")
-            scratch = home / "scratch"
-            scratch.mkdir(parents=True)
-            job = Job(
-                case=case_of(base, adapter, **changes), name="cpu", device="cpu", load_path="isolated",
-                folder=str(folder),
-                blobs=str(writer.blobs), scratch=str(scratch), settings={}, makes_reference=True, threads=1,
-                parent_pid=os.getpid(),
-            )  # fmt: skip
+            job = job_in(writer, case_of(base, adapter, **changes), home / "scratch")
+            folder = Path(job.folder)
             with determinism.deterministic(threads=1) as asked, EventLog(folder / "events.jsonl") as events:
                 Session(job, events, asked).run()
-            return [decode_json(line, TensorRecord) for line in (folder / "records.jsonl").read_bytes().splitlines()]
+            return list(read_records(folder / "records.jsonl"))
 
     return run

@@ -15,6 +15,7 @@ from consistency.worker import cpu_error
 from consistency.worker.cpu_error import computing_with, name_of, products_in, products_of_run
 from consistency.worker.determinism import deterministic, in_force
 from consistency.worker.protocol import Job, Peer
+from tests.worker.made_jobs import job_of
 from tests.worker.model.made_models import case_of
 
 TF32 = Products(matmul=Precision.TF32, convolution=Precision.TF32)
@@ -23,10 +24,7 @@ LINEAR, CONVOLUTION = torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Conv1d
 
 
 def job(*peers: Peer) -> Job:
-    return Job(
-        case=case_of(Path("base"), None), name="cpu", device="cpu", load_path="isolated", folder="", blobs="",
-        scratch="", settings={}, makes_reference=True, threads=1, parent_pid=0, peers=peers,
-    )  # fmt: skip
+    return job_of(case_of(Path("base"), None), peers=peers)
 
 
 def peer(kind: str, **settings: Any) -> Peer:

@@ -14,15 +14,13 @@ from consistency.errors import UnusableDeviceError
 from consistency.worker.device_check import require_device
 from consistency.worker.protocol import Job
 from tests.devices.torch_properties import Uuid, mi300x
+from tests.worker.made_jobs import job_of
 
 H100 = "12345678-9abc-def0-1234-56789abcdef0"
 
 
 def job(device: str = "cuda:0", **fields: Any) -> Job:
-    return Job(
-        case=Case(name="x", base="b"), name="cuda:1", device=device, load_path="isolated", folder="", blobs="",
-        scratch="", settings={}, makes_reference=False, threads=1, parent_pid=1, **fields,
-    )  # fmt: skip
+    return job_of(Case(name="x", base="b"), name="cuda:1", device=device, makes_reference=False, **fields)
 
 
 def properties(major: int = 9, minor: int = 0, **fields: Any) -> Any:

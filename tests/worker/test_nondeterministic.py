@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from consistency.capture.json_codec import decode_json
-from consistency.capture.records import TensorRecord
 from consistency.numerics.digest import digest
 from consistency.numerics.rules import Rule
 from consistency.worker.determinism import deterministic
 from consistency.worker.nondeterministic import NondeterministicOperations
 from consistency.worker.recorder import Recorder
+from tests.capture.whole import read_records
 
 UNPOOLING = "max_unpooling2d_forward_out"
 """An operation that has no deterministic version on the CPU either."""
@@ -99,10 +98,7 @@ def test_records_of_computed_tensors_name_what_ran_before_them(tmp_path: Path) -
         compute("after")
         record.moved("adapter", "layer", "lora_A", actual=x, expected=x)
         record.fact("memory", "layer", "peak", status="equal")
-    found = {
-        r.layer: r
-        for r in (decode_json(line, TensorRecord) for line in (tmp_path / "records.jsonl").read_bytes().splitlines())
-    }
+    found = {record.layer: record for record in read_records(tmp_path / "records.jsonl")}
     assert {name for name, record in found.items() if record.nondeterministic} == {"inside", "after"}
     assert found["after"].nondeterministic == (UNPOOLING,)
     assert found["after"].promised_digest is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,10 +23,11 @@ from consistency.worker.memory.placement import Placement
 from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.kept_base import BaseKeeper
 from consistency.worker.model.weight_files import WeightFiles
-from consistency.worker.protocol import EventLog, Job
+from consistency.worker.protocol import EventLog
 from consistency.worker.stages import forward
 from tests.versions import loads_onto_mixtures
 from tests.worker.conftest import Look
+from tests.worker.made_jobs import job_of
 from tests.worker.model.made_models import SIZES, a_llama, adapter_on, case_of, on_llama, saved
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
@@ -129,22 +129,6 @@ def test_a_prompt_is_no_tensor_without_a_place(llama: Path, look: Look) -> None:
     prompt = found.pop("tensor")
     assert set(found) == {"loaded_again", "rank_and_scaling"}
     assert (prompt.status, prompt.rule, len(prompt.repeats)) == ("equal", "bitwise", 1)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True),
-        peft.LoHaConfig(r=2, target_modules=["q_proj"]),
-        peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
-    ],
-    ids=["dora", "loha", "ia3"],
-)
-def test_a_method_without_closed_form_is_held_against_a_merge(llama: Path, look: Look, config: Any) -> None:
-    """A reference that is not merged would be off by the whole delta, tens of thousands of roundings."""
-    merged = [r for r in look(llama, on_llama(llama, config), stages=("merged",)) if r.tensor != "delta"]
-    assert [r.tensor for r in merged] == ["weight", "weight_safe_merge"]
-    assert all(0 < error_in_roundoffs(r) < 16 for r in merged)
 
 
 @pytest.mark.parametrize(
@@ -334,14 +318,7 @@ def test_a_later_case_of_a_process_leaves_out_what_the_earlier_one_did(
             super().look(step)
 
     monkeypatch.setattr(session, "Placement", Noted)
-    jobs = [
-        Job(
-            case=case_of(llama, None), name="cpu", device="cpu", load_path="isolated", folder=str(tmp_path / name),
-            blobs=str(tmp_path), scratch=str(tmp_path), settings={}, makes_reference=True, threads=1,
-            parent_pid=os.getpid(),
-        )
-        for name in ("first", "second")
-    ]  # fmt: skip
+    jobs = [job_of(case_of(llama, None), tmp_path / name) for name in ("first", "second")]
     bases = BaseKeeper(jobs)
     for job in jobs:
         Path(job.folder).mkdir()

@@ -12,7 +12,6 @@ import pynvml
 import pytest
 import torch
 
-from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorRecord
 from consistency.worker.memory import placement as module
 from consistency.worker.memory.placement import (
@@ -27,6 +26,7 @@ from consistency.worker.memory.placement import (
 )
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages import memory
+from tests.capture.whole import read_records
 
 OWN, OTHER = torch.device("cuda:1"), torch.device("cuda:0")
 PID = 4711
@@ -180,8 +180,7 @@ def facts(tmp_path: Path) -> Any:
         folder.mkdir()
         with Recorder(folder, folder) as record:
             memory.devices(record, found, passing_bytes=passing_bytes)
-        lines = (folder / "records.jsonl").read_bytes().splitlines()
-        return {r.tensor: r for r in (decode_json(line, TensorRecord) for line in lines)}
+        return {r.tensor: r for r in read_records(folder / "records.jsonl")}
 
     return tell
 

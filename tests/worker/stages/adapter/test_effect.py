@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from consistency.case.stages import Level, Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.kinds import FindingKind
 from consistency.worker import session
-from consistency.worker.protocol import EventLog, Job
+from consistency.worker.protocol import EventLog
+from tests.worker.made_jobs import job_in
 
 TARGETS = ["q_proj", "v_proj"]
 STAGES = (Stage.ADAPTER, Stage.MERGED, Stage.FORWARD)
@@ -55,12 +55,8 @@ def effect(tmp_path: Path) -> Effect:
         options = Options(base=base, adapter=str(tmp_path / "adapter"), stages=stages, level=Level.QUICK)
         case = prepare_case(options)
         with CaptureWriter(tmp_path / "capture") as writer:
-            folder = writer.worker_folder("cpu.isolated")
-            job = Job(
-                case=case, name="cpu", device="cpu", load_path="isolated", folder=str(folder), blobs=str(writer.blobs),
-                scratch=str(tmp_path), settings={}, makes_reference=True, threads=1, parent_pid=os.getpid(),
-            )  # fmt: skip
-            with EventLog(folder / "events.jsonl") as events:
+            job = job_in(writer, case, tmp_path)
+            with EventLog(Path(job.folder, "events.jsonl")) as events:
                 session.run(job, events)
             info = WorkerInfo(name="cpu", load_path="isolated", architecture="x", model="chip", status="ok")
             writer.write_worker("cpu.isolated", info)

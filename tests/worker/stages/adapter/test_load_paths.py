@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, cast
 
 import peft
@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 
-from consistency.capture.json_codec import decode_json
 from consistency.capture.names import CAST_ON_THE_WAY, LOADED_AGAIN
 from consistency.capture.records import TensorRecord
 from consistency.capture.writer import CaptureWriter
@@ -24,11 +23,13 @@ from consistency.numerics.digest import digest
 from consistency.worker import session
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import as_it_was
-from consistency.worker.protocol import EventLog, Job
+from consistency.worker.protocol import EventLog
 from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.load_paths import stand_in
 from consistency.worker.stages.context import Context
+from tests.capture.whole import read_records
 from tests.versions import loads_by_transformers
+from tests.worker.made_jobs import job_in
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -42,49 +43,35 @@ def fingerprint(model: torch.nn.Module) -> Fingerprint:
     return {name: (id(tensor), tensor.data_ptr(), digest(tensor).value) for name, tensor in state.items()}
 
 
-@contextmanager
-def looking(into: list[Fingerprint], *, poisoned: list[bool]) -> Iterator[None]:
-    """Look at the model before and after its alternative load paths, and at what PEFT finds when it loads again."""
-    real, real_load = load_paths.run, peft.PeftModel.load_adapter
+@pytest.fixture(scope="module")
+def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[TensorRecord], list[Fingerprint], list[bool]]:
+    """Take every alternative load path once, in this process, with a base in bfloat16 and an adapter in float32.
 
-    def run(context: Context, by_digest: Any) -> None:
-        into.append(fingerprint(context.model))
-        peft.PeftModel.load_adapter = load
-        try:
-            real(context, by_digest)
-        finally:
-            peft.PeftModel.load_adapter = real_load
-        into.append(fingerprint(context.model))
+    Return the records, the model before and after, and whether PEFT found poison whenever it loaded again.
+    """
+    home = tmp_path_factory.mktemp("load_paths")
+    case = prepare_case(Options(base="builtin:llama", dtype="bfloat16", stages=(Stage.ADAPTER,)))
+    seen: list[Fingerprint] = []
+    poisoned: list[bool] = []
+    real, real_load = load_paths.run, peft.PeftModel.load_adapter
 
     def load(model: Any, *args: Any, **options: Any) -> Any:
         poisoned.append(all(bool(p.isnan().all()) for name, p in model.named_parameters() if "lora_" in name))
         return real_load(model, *args, **options)
 
-    load_paths.run = run
-    try:
-        yield
-    finally:
-        load_paths.run = real
+    def run(context: Context, by_digest: Any) -> None:
+        seen.append(fingerprint(context.model))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peft.PeftModel, "load_adapter", load)
+            real(context, by_digest)
+        seen.append(fingerprint(context.model))
 
-
-@pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[TensorRecord], list[Fingerprint], list[bool]]:
-    """Take every alternative load path once, in this process, with a base in bfloat16 and an adapter in float32."""
-    home = tmp_path_factory.mktemp("load_paths")
-    case = prepare_case(Options(base="builtin:llama", dtype="bfloat16", stages=(Stage.ADAPTER,)))
-    seen: list[Fingerprint] = []
-    poisoned: list[bool] = []
-    with CaptureWriter(home / "capture") as writer:
-        folder = writer.worker_folder("cpu.isolated")
-        job = Job(
-            case=case, name="cpu", device="cpu", load_path="isolated", folder=str(folder), blobs=str(writer.blobs),
-            scratch=str(home), settings={}, makes_reference=True, threads=1, parent_pid=os.getpid(),
-            alternative_paths=SIDES,
-        )  # fmt: skip
-        with looking(seen, poisoned=poisoned), EventLog(folder / "events.jsonl") as events:
+    with CaptureWriter(home / "capture") as writer, pytest.MonkeyPatch.context() as patch:
+        job = job_in(writer, case, home, alternative_paths=SIDES)
+        patch.setattr(load_paths, "run", run)
+        with EventLog(Path(job.folder, "events.jsonl")) as events:
             session.run(job, events)
-        lines = (folder / "records.jsonl").read_bytes().splitlines()
-    return [decode_json(line, TensorRecord) for line in lines], seen, poisoned
+        return list(read_records(Path(job.folder, "records.jsonl"))), seen, poisoned
 
 
 Taken = tuple[list[TensorRecord], list[Fingerprint], list[bool]]

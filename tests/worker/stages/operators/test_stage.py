@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from consistency.capture.json_codec import decode_json
 from consistency.capture.names import UNSUPPORTED
 from consistency.capture.records import TensorRecord
 from consistency.capture.writer import CaptureWriter
@@ -22,6 +21,7 @@ from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.operators import stage as operators
 from consistency.worker.stages.operators.table import Operation, operations
+from tests.capture.whole import read_records
 from tests.comparison.made_records import compared, computed, only_row
 from tests.conftest import MakeCapture
 
@@ -37,8 +37,7 @@ def look(
             Recorder(home, writer.blobs, only=only, tolerance=tolerance) as record,
         ):
             operators.try_all(trials, record, events)
-        lines = (home / "records.jsonl").read_bytes().splitlines()
-    return {(r.layer, r.tensor): r for r in (decode_json(line, TensorRecord) for line in lines)}
+        return {(r.layer, r.tensor): r for r in read_records(home / "records.jsonl")}
 
 
 def test_levels_try_more_and_more() -> None:

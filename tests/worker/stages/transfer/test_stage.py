@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +15,7 @@ from consistency.case.case import Case
 from consistency.case.stages import Level, Stage
 from consistency.numerics.digest import TensorDigest, as_bytes, digest
 from consistency.worker.faults import plant
-from consistency.worker.protocol import EventLog, Job
+from consistency.worker.protocol import EventLog
 from consistency.worker.recorder import Recorder
 from consistency.worker.stages.context import Machine
 from consistency.worker.stages.transfer import copying as copies
@@ -24,17 +23,15 @@ from consistency.worker.stages.transfer import delivery, payload
 from consistency.worker.stages.transfer import stage as transfer
 from consistency.worker.stages.transfer.delivery import DIGEST_DIFFERS, Place
 from tests.capture.whole import read_records
+from tests.worker.made_jobs import job_of
 
 CPU = torch.device("cpu")
 
 
 def look(folder: Path, *, level: Level = Level.QUICK, only: tuple[str, ...] = ()) -> dict[str, TensorRecord]:
     folder.mkdir(exist_ok=True)
-    job = Job(
-        case=Case(name="x", base="", stages=(Stage.TRANSFER,), level=level, only=only), name="cpu@baseline",
-        device="cpu", load_path="isolated", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
-        makes_reference=False, threads=1, parent_pid=os.getpid(),
-    )  # fmt: skip
+    case = Case(name="x", base="", stages=(Stage.TRANSFER,), level=level, only=only)
+    job = job_of(case, folder, name="cpu@baseline", makes_reference=False)
     with EventLog(folder / "events.jsonl") as events, Recorder(folder, folder, only=only) as record:
         transfer.run(cast("Machine", SimpleNamespace(job=job, events=events, record=record)))
     return {record.tensor: record for record in read_records(folder / "records.jsonl")}
