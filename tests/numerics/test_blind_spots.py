@@ -56,7 +56,8 @@ def truth(actual: torch.Tensor, expected: torch.Tensor) -> Truth:
         off = np.where((a == e) | (np.isnan(a) & np.isnan(e)), 0.0, np.abs(a - e))
     greatest = (np.nan if np.isnan(off).any() else off.max()) if places.size else 0.0
     worst = places[np.isnan(off) if np.isnan(greatest) else off == greatest]
-    counts = {bit: int(np.count_nonzero((x ^ y) >> bit & 1)) for bit in range(8 * x.itemsize)}
+    flipped = x[places] ^ y[places]
+    counts = {bit: int(np.count_nonzero(flipped >> bit & 1)) for bit in range(8 * x.itemsize)}
     return Truth(
         mismatched=np.unique(places // parts).size,
         max_abs=float(greatest),
@@ -82,8 +83,9 @@ def complaints(
     if "measure" in about and perturbation not in STRUCTURE:
         wanted = truth(actual, expected)
         touched = wanted.mismatched if perturbation.touched is None else perturbation.touched
-        found |= miscounted(comparer.measure(actual, expected), wanted, touched=touched)
-        if dtype in FLOATS and " 1 ULP" in perturbation.name and comparer.measure(actual, expected).max_ulp != 1:
+        measured = comparer.measure(actual, expected)
+        found |= miscounted(measured, wanted, touched=touched)
+        if dtype in FLOATS and " 1 ULP" in perturbation.name and measured.max_ulp != 1:
             found.add("ulp")
     if "word" in about and comparer.word(perturbation, dtype) != perturbation.word:
         found.add("word")

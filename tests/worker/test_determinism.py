@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -164,13 +165,6 @@ def test_the_list_of_settings_is_whole() -> None:
     }  # fmt: skip
 
 
-def test_every_setting_is_put_back() -> None:
-    before = in_force()
-    with deterministic(threads=2):
-        assert in_force() != before
-    assert in_force() == before
-
-
 def test_every_setting_is_put_back_after_an_error() -> None:
     before = in_force()
     with pytest.raises(ZeroDivisionError), deterministic(threads=2):
@@ -206,20 +200,6 @@ def test_a_setting_that_is_flipped_in_mid_run_is_seen_and_restored(name: str) ->
         assert changed(asked) == {}
         turn_by_hand(name)
     assert in_force() == before
-
-
-@pytest.mark.parametrize("value", [None, ":16:8"])
-def test_the_workspace_of_cublas_is_put_back_whether_it_was_set_or_not(
-    value: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        if value is None:
-            patch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-        else:
-            patch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
-        with deterministic():
-            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == value
 
 
 def test_a_variant_s_settings_are_asked_for() -> None:
@@ -367,23 +347,17 @@ def test_every_generator_is_seeded() -> None:
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
-def test_the_state_of_every_generator_is_put_back() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_state_of_every_generator_is_put_back(fails: bool) -> None:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     expected = draw()
     random.setstate(states[0])
     np.random.set_state(states[1])  # noqa: NPY002
     torch.set_rng_state(states[2])
-    with deterministic(seed=5):
+    with suppress(ZeroDivisionError), deterministic(seed=5):
         draw()
+        _ = 1 // (not fails)
     assert draw() == expected
-
-
-def test_the_state_of_every_generator_is_put_back_after_an_error() -> None:
-    expected = torch.get_rng_state(), random.getstate()
-    with pytest.raises(ZeroDivisionError), deterministic():
-        int(draw()[0]) // 0
-    assert torch.equal(torch.get_rng_state(), expected[0])
-    assert random.getstate() == expected[1]
 
 
 # --- torch's two ways to say TF32 -----------------------------------------------------------------------------------

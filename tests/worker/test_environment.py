@@ -14,6 +14,8 @@ FACTS: dict[str, Any] = {
     "threads": 3,
     "hip": "7.2",
     "device_name": "chip",
+    "digest_kernel": "fused",
+    "compiled_kernel": "compiled: avx2",
 }
 SETTINGS = {"threads": 3, "sdpa_math": True}
 
@@ -25,6 +27,8 @@ SETTINGS = {"threads": 3, "sdpa_math": True}
         ("cuda", "cpu_capability", "DEFAULT", False),
         ("cuda", "hip", "7.0", True),
         ("cuda", "device_name", "other", True),
+        ("cuda", "digest_kernel", "plain: no compiler", False),
+        ("cpu", "compiled_kernel", "numpy: no", False),
         ("npu", "threads", 4, False),
         ("cpu", "threads", 4, True),
         ("cpu", "cpu_capability", "DEFAULT", True),

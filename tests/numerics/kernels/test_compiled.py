@@ -345,13 +345,6 @@ def test_a_worker_tells_which_path_it_takes(monkeypatch: pytest.MonkeyPatch) -> 
     assert environment.describe(CPU)["compiled_kernel"] == "numpy: CONSISTENCY_NO_KERNEL is set"
 
 
-def test_devices_are_the_same_program_whichever_path_they_took() -> None:
-    told = {"torch": "2", "compiled_kernel": "compiled: avx2"}
-    assert environment.kernel_key("cpu", told, {}) == environment.kernel_key(
-        "cpu", {**told, "compiled_kernel": "numpy: no"}, {}
-    )
-
-
 # --- how it is built ------------------------------------------------------------------------------------------------
 
 

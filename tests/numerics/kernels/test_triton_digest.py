@@ -138,16 +138,13 @@ def with_the_weights_swapped(words: torch.Tensor, w: torch.Tensor, v: torch.Tens
 def test_a_wrong_kernel_is_never_used(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sums_by(launch, monkeypatch, large()) is None
     assert triton_digest.state(CPU).startswith("plain: ")
+    if launch is without_the_last_word:
+        assert triton_digest.state(CPU) == "plain: the kernel's sums are wrong in 1 of 5 test rows"
 
     def never(*args: Any, **kwargs: Any) -> torch.Tensor:
         raise AssertionError("a kernel that was found wrong ran again")
 
     assert sums_by(never, monkeypatch, large()) is None
-
-
-def test_the_reason_says_how_much_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    sums_by(without_the_last_word, monkeypatch, large())
-    assert triton_digest.state(CPU) == "plain: the kernel's sums are wrong in 1 of 5 test rows"
 
 
 @pytest.mark.parametrize(
@@ -270,15 +267,6 @@ def test_a_worker_tells_what_became_of_it(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(environment, "products", lambda _: {})  # of a GPU that is not here
     session._check("base")
     assert session._state.environment == {"torch": "2", "digest_kernel": "fused"}
-
-
-def test_devices_are_the_same_program_whichever_path_they_took() -> None:
-    told = {"torch": "2", "device_name": "H200", "digest_kernel": "fused"}
-    plain = {**told, "digest_kernel": "plain: no compiler"}
-    assert environment.kernel_key("cuda", told, {}) == environment.kernel_key("cuda", plain, {})
-    assert environment.kernel_key("cuda", told, {}) != environment.kernel_key(
-        "cuda", {**told, "device_name": "H100"}, {}
-    )
 
 
 # --- the kernel itself ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,44 +264,36 @@ def test_a_context_alone_is_touched(found: Placement, facts: Any, monkeypatch: p
     assert told["allocated"].status == "equal"
 
 
-def test_what_a_stage_takes_on_purpose_does_not_count(
-    found: Placement, facts: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("begin", "reason"),
+    [
+        (lambda found: found.look("transfer"), None),
+        (Placement.start_again, "an earlier case of this process may have opened it"),
+    ],
+    ids=["a stage on purpose", "an earlier case"],
+)
+def test_what_was_taken_before_does_not_count(
+    found: Placement,
+    facts: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    begin: Callable[[Placement], None],
+    reason: str | None,
 ) -> None:
+    """By a stage that copies to other devices, or by a case before it in a suite: none is blamed for another one."""
     monkeypatch.setattr(NoContexts, "seen", ContextSeen(exists=True, seen_by="the driver"))
     count(allocated=100, peak=5000, reserved=8000)
-    found.look("transfer")
-    told = facts(found)
-    assert {name: r.status for name, r in told.items()} == {
-        "allocated": "equal",
-        "reserved": "equal",
-        "context": "skipped",
-    }
-    count(allocated=100, peak=160, reserved=8000)
-    found.look("load adapter")
-    later = facts(found)["allocated"]
-    assert (later.status, later.evidence["peak_bytes"], later.evidence["resident_bytes"]) == ("within", 60, 0)
-
-
-def test_what_an_earlier_case_left_does_not_count(
-    found: Placement, facts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker takes the cases of a suite in turn; none is blamed for the one before."""
-    monkeypatch.setattr(NoContexts, "seen", ContextSeen(exists=True, seen_by="the driver"))
-    count(allocated=100, peak=5000, reserved=8000)
-    found.start_again()
+    begin(found)
     found.look("import")
     told = facts(found)
-    assert {name: r.status for name, r in told.items()} == {
-        "allocated": "equal",
-        "reserved": "equal",
-        "context": "skipped",
-    }
-    assert told["context"].reason == "an earlier case of this process may have opened it"
-    count(allocated=130, peak=150, reserved=8000)
-    found.look("load adapter")
-    later = facts(found)["allocated"]
-    assert (later.status, later.evidence["first_step"]) == ("outside", "load adapter")
-    assert (later.evidence["peak_bytes"], later.evidence["resident_bytes"]) == (50, 30)
+    statuses = {"allocated": "equal", "reserved": "equal", "context": "skipped"}
+    assert {name: r.status for name, r in told.items()} == statuses
+    assert reason is None or told["context"].reason == reason
+    for stays, status in ((0, "within"), (30, "outside")):
+        count(allocated=100 + stays, peak=160, reserved=8000)
+        found.look("load adapter")
+        later = facts(found)["allocated"]
+        assert (later.status, later.evidence["first_step"]) == (status, "load adapter")
+        assert (later.evidence["peak_bytes"], later.evidence["resident_bytes"]) == (60, stays)
 
 
 @pytest.mark.parametrize("seen", [False, None])

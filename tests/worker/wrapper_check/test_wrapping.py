@@ -9,21 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import consistency
 from consistency.case.builtin import builtin_folder
 from consistency.worker.faults.wrapping import Harmless, Hiding, HoldingTwice
 from consistency.worker.wrapper_check import WrapperReport, check_wrapped
 from consistency.worker.wrapper_check.keys import prefix_of
+from tests.worker.model.made_models import a_llama
 
 
-def llama(**options: Any) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, **options,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+def llama(**options: Any) -> Any:
+    return a_llama(num_hidden_layers=2, **options)
 
 
 def kinds(report: WrapperReport) -> list[tuple[str, str, str]]:
