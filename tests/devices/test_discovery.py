@@ -168,6 +168,8 @@ def test_gpus_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[1].architecture == "Ampere sm_86"
     assert found[1].model == "NVIDIA RTX A6000"
     assert found[1].uuid == found[1].visible_id == "GPU-111"
+    assert {info.visible_ids for info in found} == {("GPU-000", "GPU-111", "GPU-222", "GPU-333")}
+    assert {info.alone for info in found} == {""}
     assert (found[1].pci_bus_id, found[1].driver, found[1].capability) == ("0000:11:00.0", "580.65", "8.6")
     assert [i.spec.name for i in select(["auto"])] == ["cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert select(["cuda:1@tf32"])[0].uuid == "GPU-111"
@@ -325,12 +327,6 @@ def test_a_prohibited_device_cannot_be_used(
     monkeypatch.setattr(discovery, "_kernels", lambda: ("sm_80",))
     main(["devices"])
     assert "cuda:1 cannot be used: its compute mode is prohibited" in capsys.readouterr().out
-
-
-def test_a_list_of_every_device_is_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    plug_in(monkeypatch, *A6000[:2])
-    assert {info.visible_ids for info in accelerators()} == {("GPU-000", "GPU-111")}
-    assert {info.alone for info in accelerators()} == {""}
 
 
 def test_under_wsl_the_list_has_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

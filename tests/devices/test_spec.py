@@ -69,10 +69,6 @@ def test_what_is_no_workers_name_says_nothing() -> None:
     assert label_of("vLLM 0.11") is None
 
 
-def test_only_the_cpu_is_the_cpu() -> None:
-    assert [parse_device(t).is_cpu for t in ("cpu", "cpu@avx2", "cuda:0")] == [True, True, False]
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "CUDA:0", "cuda:", "cuda:-1", "cuda:0:1", "cuda 0", "cuda:0@", "@tf32", "0", "cuda:12345", "cuda\n:0"],
@@ -147,12 +143,11 @@ def test_tf32_is_a_variant_of_settings() -> None:
     assert variant.settings["cudnn_allow_tf32"] is True
 
 
-def test_every_variable_of_a_variant_is_removed_from_other_workers() -> None:
-    assert {"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"} <= kernel_variables()
-
-
-def test_every_variable_that_lowers_precision_is_removed_too() -> None:
-    assert {"NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE"} <= kernel_variables()
+def test_variables_of_a_variant_and_those_that_lower_precision_are_removed_from_other_workers() -> None:
+    assert kernel_variables() >= {
+        "ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA",
+        "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

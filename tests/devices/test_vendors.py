@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from consistency.devices.vendors import (
@@ -15,31 +17,42 @@ from consistency.devices.vendors import (
 from tests.devices.torch_properties import Uuid, a770, h100, mi300x
 
 
-def test_an_amd_gpu_is_described_as_rocm_knows_it() -> None:
-    assert described("cuda", mi300x()) == {
-        "architecture": "CDNA 3 gfx942",
-        "model": "AMD Instinct MI300X",
-        "capability": "gfx942:sramecc+:xnack-",
-        "uuid": "GPU-e044801689257fb4",
-        "pci_bus_id": "0000:05:00.0",
-        "memory_bytes": 196592 << 20,
-        "not_reported": {},
-        "asked": "torch",
-    }
-
-
-def test_an_nvidia_gpu_is_described_as_nvml_does() -> None:
-    """Where NVML does not answer, in a container or on a Jetson."""
-    assert described("cuda", h100()) == {
-        "architecture": "Hopper sm_90",
-        "model": "NVIDIA H100 80GB HBM3",
-        "capability": "9.0",
-        "uuid": "GPU-5d3f3a10-8a0f-0a4b-9d6e-3c5f6e7a8b9c",
-        "pci_bus_id": "0000:1b:00.0",
-        "memory_bytes": 81079 << 20,
-        "not_reported": {},
-        "asked": "torch",
-    }
+@pytest.mark.parametrize(
+    ("kind", "properties", "expected"),
+    [
+        pytest.param(
+            "cuda",
+            mi300x(),
+            {
+                "architecture": "CDNA 3 gfx942", "model": "AMD Instinct MI300X", "capability": "gfx942:sramecc+:xnack-",
+                "uuid": "GPU-e044801689257fb4", "pci_bus_id": "0000:05:00.0", "memory_bytes": 196592 << 20,
+            },
+            id="AMD, as ROCm knows it",
+        ),
+        pytest.param(
+            "cuda",
+            h100(),
+            {
+                "architecture": "Hopper sm_90", "model": "NVIDIA H100 80GB HBM3", "capability": "9.0",
+                "uuid": "GPU-5d3f3a10-8a0f-0a4b-9d6e-3c5f6e7a8b9c", "pci_bus_id": "0000:1b:00.0",
+                "memory_bytes": 81079 << 20,
+            },
+            id="NVIDIA, as NVML does, which does not answer in a container or on a Jetson",
+        ),
+        pytest.param(
+            "xpu",
+            a770(),
+            {
+                "architecture": "Xe-HPG 12.55.8", "model": "Intel(R) Arc(TM) A770 Graphics", "capability": "12.55.8",
+                "uuid": "8680a056-0800-0000-0300-000000000000", "pci_bus_id": "0000:03:00.0",
+                "memory_bytes": 16225243136, "driver": "23.35.27191.42",
+            },
+            id="Intel, whose PCI bus id is in its UUID",
+        ),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_described_in_its_vendors_terms(kind: str, properties: Any, expected: dict[str, object]) -> None:
+    assert described(kind, properties) == {**expected, "not_reported": {}, "asked": "torch"}
 
 
 def test_an_instance_of_mig_has_no_uuid_that_is_certain() -> None:
@@ -51,20 +64,6 @@ def test_an_instance_of_mig_has_no_uuid_that_is_certain() -> None:
 def test_a_gpu_without_memory_of_its_own_says_so() -> None:
     assert described("cuda", h100(is_integrated=1))["shares_memory"] is True
     assert "shares_memory" not in described("cuda", h100())
-
-
-def test_an_intel_gpu_is_described_and_its_pci_bus_id_is_in_its_uuid() -> None:
-    assert described("xpu", a770()) == {
-        "architecture": "Xe-HPG 12.55.8",
-        "model": "Intel(R) Arc(TM) A770 Graphics",
-        "capability": "12.55.8",
-        "uuid": "8680a056-0800-0000-0300-000000000000",
-        "pci_bus_id": "0000:03:00.0",
-        "memory_bytes": 16225243136,
-        "driver": "23.35.27191.42",
-        "not_reported": {},
-        "asked": "torch",
-    }
 
 
 def test_a_property_that_torch_lacks_is_left_out_and_said() -> None:

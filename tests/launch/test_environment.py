@@ -104,44 +104,43 @@ def test_every_worker_is_offline_and_has_its_threads() -> None:
     assert found["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-def test_cpu_worker_sees_no_accelerator() -> None:
-    """PEFT asks for the accelerator by itself, and would send the reference's adapter through it."""
-    found = worker_environment(device("cpu"), LoadPath.ISOLATED, threads=1)
-    assert found["CUDA_VISIBLE_DEVICES"] == ""
+KNOWN = device("cuda:1", visible_id="GPU-5")
+LISTED = device("cuda:1", visible_id="GPU-5", visible_ids=("GPU-3", "GPU-5"))
 
 
-def test_isolated_worker_sees_its_device_by_identity() -> None:
-    info = device("cuda:2", visible_id="GPU-1234")
-    found = worker_environment(info, LoadPath.ISOLATED, threads=1)
-    assert found["CUDA_VISIBLE_DEVICES"] == "GPU-1234"
-    assert torch_device(info, LoadPath.ISOLATED) == "cuda:0"
+@pytest.mark.parametrize(
+    ("info", "load_path", "user", "visible", "of_torch"),
+    [
+        # PEFT asks for the accelerator by itself, and would send the reference's adapter through it
+        (device("cpu"), LoadPath.ISOLATED, None, "", "cpu"),
+        (KNOWN, LoadPath.ISOLATED, None, "GPU-5", "cuda:0"),
+        (KNOWN, LoadPath.ISOLATED, "3,5", "GPU-5", "cuda:0"),
+        (KNOWN, LoadPath.SHARED, "3,5", "3,5", "cuda:1"),
+        (KNOWN, LoadPath.SHARED, None, None, "cuda:1"),
+        # by number a card that CUDA skips would give each later one the number of its neighbour
+        (LISTED, LoadPath.SHARED, "3,5", "GPU-3,GPU-5", "cuda:1"),
+        (LISTED, LoadPath.ISOLATED, "3,5", "GPU-5", "cuda:0"),
+        # without an identity it keeps its place in what is visible
+        (device("cuda:1"), LoadPath.ISOLATED, "3,5", "5", "cuda:0"),
+    ],
+)
+def test_a_worker_sees_its_device_alone_or_what_the_user_sees(
+    info: DeviceInfo,
+    load_path: LoadPath,
+    user: str | None,
+    visible: str | None,
+    of_torch: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if user is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", user)
+    assert worker_environment(info, load_path, threads=1).get("CUDA_VISIBLE_DEVICES") == visible
+    assert torch_device(info, load_path) == of_torch
 
 
-def test_shared_worker_sees_what_the_user_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = device("cuda:1", visible_id="GPU-1234")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert worker_environment(info, LoadPath.SHARED, threads=1)["CUDA_VISIBLE_DEVICES"] == "3,5"
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert "CUDA_VISIBLE_DEVICES" not in worker_environment(info, LoadPath.SHARED, threads=1)
-    assert torch_device(info, LoadPath.SHARED) == "cuda:1"
-
-
-def test_shared_worker_sees_every_listed_device_by_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By number a card that CUDA skips would give each later one the number of its neighbour."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    info = device("cuda:1", visible_id="GPU-5", visible_ids=("GPU-3", "GPU-5"))
-    assert worker_environment(info, LoadPath.SHARED, threads=1)["CUDA_VISIBLE_DEVICES"] == "GPU-3,GPU-5"
-    assert torch_device(info, LoadPath.SHARED) == "cuda:1"
-    assert worker_environment(info, LoadPath.ISOLATED, threads=1)["CUDA_VISIBLE_DEVICES"] == "GPU-5"
-
-
-def test_device_without_an_identity_keeps_its_place_in_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert worker_environment(device("cuda:1"), LoadPath.ISOLATED, threads=1)["CUDA_VISIBLE_DEVICES"] == "5"
+def test_other_backends_count_by_their_own_variables_or_hide_nothing() -> None:
     assert worker_environment(device("npu:1"), LoadPath.ISOLATED, threads=1)["ASCEND_RT_VISIBLE_DEVICES"] == "1"
-
-
-def test_backend_that_cannot_hide_devices_keeps_its_number() -> None:
     assert torch_device(device("mps"), LoadPath.ISOLATED) == "mps:0"
 
 

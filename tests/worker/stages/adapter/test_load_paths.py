@@ -186,16 +186,21 @@ class Made:
 
 
 @pytest.mark.parametrize(
-    ("load_path", "reason"),
+    ("load_path", "base", "reason"),
     [
-        (LoadPath.ISOLATED_LOW_MEMORY, "PEFT cannot load this adapter twice: "),
-        (LoadPath.ISOLATED_TRANSFORMERS, "transformers cannot load this adapter: "),
+        (LoadPath.ISOLATED_LOW_MEMORY, None, "PEFT cannot load this adapter twice: "),
+        (LoadPath.ISOLATED_TRANSFORMERS, None, "transformers cannot load this adapter: "),
+        (
+            LoadPath.ISOLATED_TRANSFORMERS,
+            type("Base", (), {"model": torch.nn.Linear(1, 1)})(),
+            "the base is not a transformers model: it has no load_adapter",
+        ),
     ],
 )
-def test_a_path_that_cannot_be_taken_says_why(tiny: Any, load_path: LoadPath, reason: str) -> None:
+def test_a_path_that_cannot_be_taken_says_why(tiny: Any, load_path: LoadPath, base: Any, reason: str) -> None:
     before = fingerprint(tiny)
     made = Made(tiny, load_path)
-    made.base = tiny.base_model  # whose `model` is what transformers made
+    made.base = base or tiny.base_model  # whose `model` is what transformers made
     (said,) = made.take()
     assert (said["tensor"], said["status"]) == (LOADED_AGAIN, "skipped")
     assert said["reason"].startswith(reason)
@@ -214,13 +219,6 @@ def test_a_method_that_rewrites_the_base_needs_its_numbers(tiny: Any, monkeypatc
     made.rewritten = frozenset({"lm_head.weight"})
     (said,) = made.take()
     assert said["reason"].endswith("its method computes from the base's values, which the stand-in for the base lacks")
-
-
-def test_transformers_loader_needs_a_transformers_model(tiny: Any) -> None:
-    made = Made(tiny, LoadPath.ISOLATED_TRANSFORMERS)
-    made.base = cast("Made", type("Base", (), {"model": torch.nn.Linear(1, 1)})())
-    (said,) = made.take()
-    assert said["reason"] == "the base is not a transformers model: it has no load_adapter"
 
 
 def test_transformers_loader_takes_no_prompt() -> None:
