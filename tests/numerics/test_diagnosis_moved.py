@@ -306,25 +306,18 @@ def named(actual: torch.Tensor, expected: torch.Tensor, known: Known) -> Diagnos
 POISON = 0x7FC0FFEE
 
 
-def test_poison_that_is_still_there_was_never_written() -> None:
+def test_poison_that_is_still_there_was_never_written_and_a_part_is_told_with_its_place() -> None:
     expected = normal(64, 32)
     actual = torch.full((2048,), POISON, dtype=torch.int32).view(torch.float32).reshape(64, 32)
     found = named(actual, expected, Known(poison=POISON))
     assert found == Diagnosis(word=Word.NEVER_WRITTEN, evidence={"elements": 2048, "of": 2048})
-
-
-def test_a_part_that_was_never_written_is_told_with_its_place() -> None:
-    expected = normal(64, 32)
     actual = expected.clone()
     actual.view(torch.int32).reshape(-1)[1024:] = POISON
     found = named(actual, expected, Known(poison=POISON))
     place = {"offset_bytes": 4096, "length_bytes": 4096, "page_aligned": True}
     assert found == Diagnosis(word=Word.NEVER_WRITTEN, evidence={"elements": 1024, "of": 2048, **place})
-
-
-def test_another_nan_is_no_poison() -> None:
-    expected = normal(64, 32)
-    assert named(torch.full_like(expected, math.nan), expected, Known(poison=POISON)).word == "non-finite"
+    another_nan = torch.full_like(expected, math.nan)
+    assert named(another_nan, expected, Known(poison=POISON)).word == "non-finite"
 
 
 def test_values_from_before_the_loading_are_fresh() -> None:

@@ -113,13 +113,10 @@ def test_the_numbers_of_a_small_example() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int64])
-def test_integers_are_measured(dtype: torch.dtype) -> None:
+def test_integers_and_booleans_are_measured(dtype: torch.dtype) -> None:
     found = measure(torch.tensor([1, 7, 3]).to(dtype), torch.tensor([1, 2, 3]).to(dtype))
     assert (found.mismatched, found.max_abs, found.worst_index, found.max_ulp) == (1, 5.0, (1,), None)
     assert found.flipped_bits == {0: 1, 2: 1}
-
-
-def test_booleans_are_measured() -> None:
     found = measure(torch.tensor([True, False]), torch.tensor([True, True]))
     assert (found.mismatched, found.max_abs, found.worst_index, found.flipped_bits) == (1, 1.0, (1,), {0: 1})
 
@@ -137,14 +134,11 @@ def test_a_complex_element_counts_once_and_keeps_its_index() -> None:
     assert (found.max_abs, found.worst_actual) == (4.0, 4.0)
 
 
-def test_a_scalar_has_the_empty_index() -> None:
-    assert measure(torch.tensor(1.0), torch.tensor(2.0)).worst_index == ()
-
-
 def test_a_view_that_is_not_contiguous_is_measured() -> None:
     x = normal(6, 4)
     y = x.clone()
     y[2, 1] += 1
+    assert measure(y[2, 1], x[2, 1]).worst_index == ()
     assert measure(y.T, x.T).worst_index == (1, 2)
     assert measure(y[:, 1], x[:, 1]).worst_index == (2,)
 
@@ -187,30 +181,27 @@ def test_one_element_is_found_wherever_it_is(place: int) -> None:
     assert (found.first_byte, found.last_byte) == (4 * place, 4 * place)
     assert found.max_abs == 2.0**-23
     assert found.mean_abs == 2.0**-23 / (2 * CHUNK + 7)
-
-
-def test_the_worst_of_several_chunks_is_kept() -> None:
-    x = torch.zeros(3, CHUNK)
-    y = x.clone()
-    y[0, 5], y[1, 6], y[2, 7] = 1.0, 3.0, 2.0
+    x, y = torch.zeros(3, CHUNK), torch.zeros(3, CHUNK)
+    y[0, 5], y[1, 6], y[2, place % CHUNK] = 1.0, 3.0, 2.0
     found = measure(y, x)
-    assert (found.mismatched, found.worst_index, found.max_abs) == (3, (1, 6), 3.0)
-    assert (found.first_byte, found.last_byte) == (4 * 5, 4 * (2 * CHUNK + 7))
+    assert (found.mismatched, found.worst_index, found.max_abs) == (3, (1, 6), 3.0), "the worst of several chunks"
+    assert (found.first_byte, found.last_byte) == (4 * 5, 4 * (2 * CHUNK + place % CHUNK))
 
 
 # --- structure ------------------------------------------------------------------------------------------------------
 
 
-def test_another_shape_is_no_number() -> None:
-    with pytest.raises(StructureError, match="shapes differ") as caught:
-        measure(torch.ones(2, 3), torch.ones(3, 2))
-    assert (caught.value.got, caught.value.wanted) == ("(2, 3)", "(3, 2)")
-
-
-def test_another_dtype_is_no_number() -> None:
-    with pytest.raises(StructureError, match="dtypes differ") as caught:
-        measure(torch.ones(2), torch.ones(2, dtype=torch.bfloat16))
-    assert (caught.value.got, caught.value.wanted) == ("float32", "bfloat16")
+@pytest.mark.parametrize(
+    ("actual", "what", "got", "wanted"),
+    [
+        (torch.ones(2, 3), "shapes", "(2, 3)", "(3, 2)"),
+        (torch.ones(3, 2, dtype=torch.bfloat16), "dtypes", "bfloat16", "float32"),
+    ],
+)
+def test_another_structure_is_no_number(actual: torch.Tensor, what: str, got: str, wanted: str) -> None:
+    with pytest.raises(StructureError, match=f"{what} differ") as caught:
+        measure(actual, torch.ones(3, 2))
+    assert (caught.value.got, caught.value.wanted) == (got, wanted)
 
 
 # --- against a plain loop over the elements -------------------------------------------------------------------------

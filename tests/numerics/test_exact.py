@@ -113,26 +113,22 @@ def test_casts_inside_a_module_do_not_narrow_it(dtype: torch.dtype) -> None:
     assert error(naive, expected) > 1e6  # `double()` alone is no float64 reference for it
 
 
-def test_parameters_and_buffers_are_left_as_they_were() -> None:
+def test_parameters_buffers_and_inputs_are_left_as_they_were() -> None:
     module = Careful()
     filled(module).to(torch.bfloat16)
     before = {name: (t.data_ptr(), t.dtype, t.detach().clone()) for name, t in [*module.named_parameters()]}
     before |= {name: (t.data_ptr(), t.dtype, t.detach().clone()) for name, t in [*module.named_buffers()]}
-    in_float64(module, normal(5, 16).bfloat16())
+    x = normal(5, 16).bfloat16()
+    kept = x.clone()
+    in_float64(module, x)
+    assert torch.equal(x, kept)
+    assert x.dtype == torch.bfloat16
     after = dict(module.named_parameters()) | dict(module.named_buffers())
     assert set(after) == set(before)
     for name, (address, dtype, values) in before.items():
         assert after[name].data_ptr() == address, name
         assert after[name].dtype == dtype, name
         assert torch.equal(after[name].detach(), values), name
-
-
-def test_inputs_are_left_as_they_were() -> None:
-    x = normal(5, 16)
-    kept = x.clone()
-    in_float64(filled(Block()), x[None])
-    assert torch.equal(x, kept)
-    assert x.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)

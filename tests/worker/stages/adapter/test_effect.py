@@ -72,54 +72,39 @@ def effect(tmp_path: Path) -> Effect:
     return of
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
-@pytest.mark.parametrize(
-    ("config", "change", "recorded", "text"),
-    [
-        (LoraConfig(target_modules=TARGETS, r=4), plain, "zero-weights", "8 of 8 lora_B tensors are zero"),
-        (LoraConfig(target_modules=TARGETS, lora_alpha=0), random, "zero-scaling", "scaling of 8 of 8 layers is zero"),
-        (LoHaConfig(target_modules=TARGETS, r=4), plain, "layers", "8 of 8 deltas are zero"),
-    ],
-    ids=["fresh LoRA", "scaling 0", "fresh LoHa"],
-)  # fmt: skip
-def test_an_adapter_of_nothing_is_named_by_its_weights(
-    effect: Effect, config: Any, change: Callable[[Any], None], recorded: str, text: str
-) -> None:
-    assert effect(config, change, OF_WEIGHTS) == (recorded, [text])
+def train_head(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+
+
+LORA = LoraConfig(target_modules=TARGETS, r=4)
+LOHA = LoHaConfig(target_modules=TARGETS, r=4)
+IA3 = IA3Config(target_modules=TARGETS, feedforward_modules=[])
+CASES = {
+    "a fresh LoRA": (LORA, plain, OF_WEIGHTS, "zero-weights", "8 of 8 lora_B tensors are zero"),
+    "a scaling of 0": (
+        LoraConfig(target_modules=TARGETS, lora_alpha=0), random, OF_WEIGHTS,
+        "zero-scaling", "scaling of 8 of 8 layers is zero",
+    ),
+    "a fresh LoHa": (LOHA, plain, OF_WEIGHTS, "layers", "8 of 8 deltas are zero"),
+    "a fresh IA³, by outputs": (IA3, plain, STAGES, "layers", "6 outputs with and without it are bitwise equal"),
+    "LoRA": (LORA, random, STAGES, "layers", None),
+    "DoRA": (LoraConfig(target_modules=TARGETS, r=4, use_dora=True), random, STAGES, "", None),
+    "LoHa": (LOHA, random, STAGES, "layers", None),
+    "IA³": (IA3, random, STAGES, "layers", None),
+    "tokens": (TrainableTokensConfig(token_indices=[1, 2]), random, STAGES, "some-tokens", None),
+    "a prompt": (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), random, STAGES, "", None),
+    # the factors are zeros, but the head is not the base's
+    "a trained head": (
+        LoraConfig(target_modules=TARGETS, r=4, modules_to_save=["lm_head"]), train_head, OF_WEIGHTS, "", None,
+    ),
+}  # fmt: skip
+"""Adapters and their training, the stages that are run, the recorded effect, and the warning if there is one."""
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
-def test_outputs_show_what_no_closed_form_does(effect: Effect) -> None:
-    recorded, (text,) = effect(IA3Config(target_modules=TARGETS, feedforward_modules=[]))
-    assert recorded == "layers"
-    assert text == "6 outputs with and without it are bitwise equal"
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
-@pytest.mark.parametrize(
-    ("config", "recorded"),
-    [
-        (LoraConfig(target_modules=TARGETS, r=4), "layers"),
-        (LoraConfig(target_modules=TARGETS, r=4, use_dora=True), ""),
-        (LoHaConfig(target_modules=TARGETS, r=4), "layers"),
-        (IA3Config(target_modules=TARGETS, feedforward_modules=[]), "layers"),
-        (TrainableTokensConfig(token_indices=[1, 2]), "some-tokens"),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), ""),
-    ],
-    ids=["LoRA", "DoRA", "LoHa", "IA3", "tokens", "prompt"],
-)  # fmt: skip
-def test_an_adapter_that_changes_something_is_no_warning(effect: Effect, config: Any, recorded: str) -> None:
-    assert effect(config, random) == (recorded, [])
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
-def test_a_layer_that_was_saved_whole_and_trained_is_an_effect(effect: Effect) -> None:
-    """The factors are zeros, but the head is not the base's."""
-
-    def train_head(model: Any) -> None:
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                torch.nn.init.normal_(parameter, std=0.02)
-
-    config = LoraConfig(target_modules=TARGETS, r=4, modules_to_save=["lm_head"])
-    assert effect(config, train_head, OF_WEIGHTS) == ("", [])
+@pytest.mark.parametrize("name", CASES)
+def test_an_adapter_of_nothing_is_a_warning_and_one_that_changes_something_is_none(effect: Effect, name: str) -> None:
+    config, change, stages, recorded, text = CASES[name]
+    assert effect(config, change, stages) == (recorded, [] if text is None else [text])
