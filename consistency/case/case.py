@@ -42,7 +42,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         None leaves the choice to the level and the devices: isolated, and shared too where there are several
         accelerators, each with the level's alternatives. An alternative includes its default path.
     inputs : str or None
-        None generates them from the model's config.
+        None makes them from the model's config and, where the base has a tokenizer, from a text that the package
+        has; a `.txt` file is a text in its place, a `.safetensors` file has the inputs themselves.
     engine_outputs : tuple of EngineFile
         Outputs of inference engines that are checked as those of a device are.
     repeat : int
@@ -101,8 +102,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     not_shared: str = ""
 
     @property
+    def makes_inputs(self) -> bool:
+        """Return whether inputs are made, in the sizes of the level; otherwise a file has them."""
+        return self.inputs is None or self.inputs.endswith(".txt")
+
+    @property
     def sequences(self) -> int:
-        """Return how many sequences are made from the model's config."""
+        """Return how many sequences are made."""
         return self.fit.sequences or self.plan.sequences
 
     @property

@@ -172,7 +172,12 @@ class Options:
     )
     load_paths: tuple[LoadPath, ...] | None = declare(None, f"{GRAMMAR} (default: by level and devices)", "LIST")
     level: Level = declare(Level.STANDARD, _levels_text(), choices=tuple(level.value for level in Level))
-    inputs: str | None = declare(None, "safetensors file with the model's keyword arguments", "FILE", is_path=True)
+    inputs: str | None = declare(
+        None,
+        "safetensors file with the model's keyword arguments, or a text for the base's tokenizer (.txt)",
+        "FILE",
+        is_path=True,
+    )
     device_map: str | None = declare(
         None, "how the stage sharding also splits the base: auto, balanced, sequential, FILE.json", "MAP", is_path=True
     )

@@ -13,9 +13,10 @@ from pathlib import Path
 from consistency.case.adapter_fit import check_files
 from consistency.case.builtin import resolve
 from consistency.case.case import Case
-from consistency.case.checkpoint import read_header, read_json
+from consistency.case.checkpoint import read_json
 from consistency.case.engine_file import EngineFile
 from consistency.case.inference.outputs import check_files_of, read_outputs
+from consistency.case.inputs_file import check_inputs_file
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Edge, Options
 from consistency.case.recognition import name_of
@@ -75,7 +76,7 @@ def _prepared(options: Options) -> Case:
         stages=stages,
         load_paths=options.load_paths,
         level=options.level,
-        inputs=None if options.inputs is None else _inputs_file(options.inputs),
+        inputs=None if options.inputs is None else check_inputs_file(options.inputs, base_folder),
         engine_outputs=_engine_files(options),
         repeat=options.repeat or LEVELS[options.level].repeat,
         steps=options.steps,
@@ -208,22 +209,6 @@ def _similar(path: Path) -> str | None:
         return None
     close = did_you_mean(path.name, names)
     return close and close.replace(" mean ", f" mean {path.parent}/", 1)
-
-
-def _inputs_file(text: str) -> str:
-    path = Path(text).expanduser()
-    if not path.is_file():
-        raise InputError("no such inputs file", where=path)
-    if path.suffix != ".safetensors":
-        raise InputError(
-            "inputs are a safetensors file with the model's keyword arguments",
-            where=path,
-            got=path.suffix or "no ending",
-            wanted=".safetensors with input_ids, attention_mask, …",
-        )
-    if not read_header(path):
-        raise InputError("the inputs file holds no tensor", where=path)
-    return str(path.resolve())
 
 
 def _stages(options: Options) -> tuple[Stage, ...]:

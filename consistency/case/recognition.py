@@ -69,7 +69,13 @@ _TOKENIZER = (
     "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "spiece.model",
     "sentencepiece*", "chat_template*", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
+_VOCABULARY = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _BESIDE = ("README*", "LICENSE*", ".gitattributes", "*.md", "generation_config.json", ".cache", ".git")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Report whether a folder has the vocabulary of a tokenizer; without one transformers makes an empty tokenizer."""
+    return any(_is(name, _VOCABULARY) for name in _names(folder) or ())
 
 
 def base_folder(folder: Path) -> None:

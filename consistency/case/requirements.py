@@ -19,7 +19,7 @@ from consistency.errors import InputError, UsageError
 
 SCHEMA = "consistency.requirements/1"
 
-_READ = (".safetensors", ".json", ".bin", ".py")
+_READ = (".safetensors", ".json", ".bin", ".py", ".model", ".txt", ".tiktoken")
 """Endings of what a case may read of a folder; a README may differ."""
 
 

@@ -49,7 +49,9 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
     """Return the report of a run, or of captures that were compared."""
     found = summary.all_groups(comparison) if view.groups is None else view.groups
     lines = [line.cells for some in found.values() for group in some for line in group.lines]
-    differing = [*agreement_texts(comparison, found), *divergence_texts(comparison)]
+    told = [worker for worker in comparison.workers if worker.environment.get("inputs")]
+    inputs = [f"inputs: {_values(told, 'inputs')}"] if told else []
+    remarks = [*agreement_texts(comparison, found), *divergence_texts(comparison), *inputs]
     return Document(
         name=comparison.case,
         facts=tuple(facts(comparison, view.elapsed_s)),
@@ -63,7 +65,7 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
         entries=numbered(findings_of(comparison, view.folder)),
         tables=tables(comparison, found),
         legend=tuple(legend(lines)),
-        remarks=(*alternative_path_texts(comparison), *(("", text) for text in differing)),
+        remarks=(*alternative_path_texts(comparison), *(("", text) for text in remarks)),
         merging=tuple(merging_texts(comparison.merging)),
         not_checked="".join(not_checked_texts(comparison)),
         layers=_layers(comparison),

@@ -35,7 +35,7 @@ from consistency.worker.memory.placement import Placement
 from consistency.worker.model.expected_adapter import expected_adapter
 from consistency.worker.model.float64_reference import FILE_OF, give_up
 from consistency.worker.model.id_checks import KernelAssertedError
-from consistency.worker.model.inputs import digest_of, fixed_inputs
+from consistency.worker.model.inputs import digest_of, sourced_inputs
 from consistency.worker.model.kept_base import BaseKeeper, Taken
 from consistency.worker.model.loading import LoadedBase, load_adapter, load_base
 from consistency.worker.model.structure import Structure
@@ -132,8 +132,12 @@ class Session:
         self._begin(spec.stage)
         try:
             if spec.feeds_inputs and isinstance(context, Context):
-                inputs, _ = fixed_inputs(self._job.case, context.base.model)
-                self._update(inputs_digest=None if inputs is None else digest_of(inputs))
+                inputs, _, source = sourced_inputs(self._job.case, context.base.model)
+                facts = {"inputs": source} if source else {}
+                self._update(
+                    inputs_digest=None if inputs is None else digest_of(inputs),
+                    environment={**self._state.environment, **facts},
+                )
             pkgutil.resolve_name(spec.worker)(context)
         except KernelAssertedError:
             raise

@@ -40,7 +40,7 @@ def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
         if path is not None and not Path(path).is_dir():
             raise InputError("the files of the capture are not on this host", where=where, got=path,
                              hint="compare where they are: the float64 reference is computed from them")  # fmt: skip
-    if case.inputs is not None:
+    if case.inputs is not None and not case.makes_inputs:
         read_header(Path(case.inputs))
     paths = tuple(EngineFile(name=one.name, path=str(Path(one.path).expanduser().resolve())) for one in files)
     found = msgspec.structs.replace(

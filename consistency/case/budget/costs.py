@@ -160,7 +160,7 @@ def forward(s: Setting) -> Cost:
 
 def _positions_off(s: Setting) -> int:
     """Return the positions that run without the adapter."""
-    made = s.case.inputs is None and not s.case.engine_outputs
+    made = s.case.makes_inputs and not s.case.engine_outputs
     few = s.case.adapter is not None and made and s.shape.matrix_elements > s.case.plan.float64_merges
     return min(s.sequences, s.case.plan.sequences_off) * s.tokens if few else s.positions
 

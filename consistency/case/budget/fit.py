@@ -167,7 +167,7 @@ def _cuts(case: Case, shape: Shape) -> Iterator[Fit]:
         least = msgspec.structs.replace(case.fit, micro_batch=1)
         for rows in _halves(-(-sequences // GRADIENT_PASSES), 1):
             yield msgspec.structs.replace(case.fit, micro_batch=rows)
-    if case.inputs is None:
+    if case.makes_inputs:
         for fewer in _halves(tokens, FEWEST_TOKENS):
             yield msgspec.structs.replace(least, tokens=fewer)
         for fewer in _halves(sequences, 1):

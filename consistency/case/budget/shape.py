@@ -164,7 +164,7 @@ def read_shape(case: Case) -> Shape:
         found |= _base(case, config, weights, base, unknown)
     if case.adapter is not None:
         found |= _adapter(case, base, unknown)
-    if case.inputs is not None:
+    if case.inputs is not None and not case.makes_inputs:
         shapes = [header.shape for header in read_header(Path(case.inputs)).values()]
         longest = max((shape for shape in shapes if len(shape) >= 2), key=math.prod, default=None)
         if longest is not None:

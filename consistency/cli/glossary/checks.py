@@ -62,8 +62,8 @@ STAGES: Mapping[Stage, Explanation] = {
     ),
     Stage.FORWARD: Explanation(
         summary="hidden states and logits, with the adapter on, off and merged",
-        meaning="Activations on inputs made by NumPy, each judged by the error that rounding makes in it. Outputs of "
-        "inference engines are judged here too.",
+        meaning="Activations on a text, or on random inputs where the base has no tokenizer, each judged by the error "
+        "that rounding makes in it. Outputs of inference engines are judged here too.",
         cause="Level standard and above, or --engine-outputs.",
         action="Look at the first layer that is outside: `consistency show DIR` names where workers diverge.",
         example="forward · cuda:0 · errors that exceed tolerance in adapter_on of model.layers.13",

@@ -81,7 +81,8 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
         summary="workers had different inputs: outputs cannot be compared",
         meaning="The digests of the inputs differ between captures, so stages that run the model on inputs compare "
         "different questions.",
-        cause="Captures with another --inputs file, --level or base, whose vocabulary and length the inputs follow.",
+        cause="Captures with another --inputs file, --level or base, whose tokenizer, vocabulary and length the inputs "
+        "follow, or versions of transformers whose tokenizers differ.",
         action="Give the same --inputs, --level and base to every capture.",
         example="forward · host-b:cpu had different inputs than host-a:cpu: outputs cannot be compared",
     ),

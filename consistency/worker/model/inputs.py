@@ -1,29 +1,51 @@
-"""The fixed inputs of the forward stage: read from a file, or made with NumPy from the model's config.
+"""The fixed inputs of the forward stage: read from a file, or made from the model's config and a text.
 
-With one seed `torch.randn` differs between kernel variants; NumPy's generators give the same values everywhere.
+Token ids are those of a text where the base has a tokenizer: on random ids a trained model is far from anything that it
+has seen, and rounding grows several times as large. What else is random comes from NumPy's generators, which give the
+same values everywhere; with one seed `torch.randn` differs between kernel variants.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from consistency.case.case import Case
-from consistency.errors import InputError
-from consistency.worker.model.id_checks import IGNORE_INDEX, LABELS, Tables, ask, text_config
+from consistency.case.inputs_file import paragraphs
+from consistency.case.recognition import has_tokenizer
+from consistency.errors import InputError, first_line
+from consistency.worker.model.id_checks import IGNORE_INDEX, LABELS, TOKEN_IDS, Tables, ask, text_config
 
 SEED = 2520
+
+TEXT = Path(__file__).with_name("inputs_text.txt")
+"""Prose in several languages, code, JSON and arithmetic: as many paragraphs as the largest level has sequences."""
 
 
 def fixed_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor] | None, str]:
     """Return the keyword arguments of the forward pass on the CPU, or None and the reason why there are none."""
+    return sourced_inputs(case, model)[:2]
+
+
+def sourced_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor] | None, str, str]:
+    """Return the same, and what the inputs are: text, tensors of a file, or random ids and why they are no text."""
+    if case.inputs is not None and not case.makes_inputs:
+        return _from_file(case.inputs), "", "tensors of the file in --inputs"
+    inputs, reason = made_inputs(model, sequences=case.sequences, tokens=case.tokens)
+    takes_ids = inputs is not None and not inputs.keys().isdisjoint(TOKEN_IDS)
+    rows, why = _text(case, model) if takes_ids else (None, "the model takes no token ids")
+    if inputs is not None and rows is not None:
+        return _with_text(inputs, rows, model), "", "text" if case.inputs is None else "the text in --inputs"
     if case.inputs is not None:
-        return _from_file(case.inputs), ""
-    return made_inputs(model, sequences=case.sequences, tokens=case.tokens)
+        return None, reason or f"the text in --inputs cannot be used: {why}", ""
+    return inputs, reason, f"random token ids: {why}" if takes_ids else ""
 
 
 def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple[dict[str, torch.Tensor] | None, str]:
@@ -58,6 +80,58 @@ def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple
         pixels, reason = _pixels(config, generator, sequences)
         return (None, reason) if pixels is None else ({**inputs, **pixels}, "")
     return _with_image(inputs, config, generator), ""
+
+
+def _text(case: Case, model: torch.nn.Module) -> tuple[npt.NDArray[np.int64] | None, str]:
+    """Return the ids of a text, a row per sequence, or None and why there are none that the model has rows for."""
+    if case.factory is not None or not has_tokenizer(Path(case.base)):
+        return None, "the base has no tokenizer"
+    rows, reason = _encoded(case.base, case.inputs, case.sequences, case.tokens)
+    tables = Tables.of(model)
+    limit = min(filter(None, (tables.vocabulary, tables.embedding_rows)), default=0)
+    if rows is not None and case.inputs is None and rows.max() >= limit:  # of a user's text it is a finding
+        return None, f"its tokenizer gives id {rows.max()}, and the vocabulary has {limit}"
+    return rows, reason
+
+
+@functools.lru_cache(maxsize=4)  # every stage asks, and a large tokenizer takes a second to load
+def _encoded(folder: str, file: str | None, sequences: int, tokens: int) -> tuple[npt.NDArray[np.int64] | None, str]:
+    """Return the ids of a text, or None and why the tokenizer of a folder gives none.
+
+    Each sequence begins with another paragraph, goes on with those after it, and is full.
+    """
+    from transformers import AutoTokenizer
+
+    parts = paragraphs(TEXT if file is None else Path(file))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        rows = []
+        for i in range(min(sequences, len(parts))):
+            text = "\n\n".join([*parts[i:], *parts[:i]])
+            ids = tokenizer(text, truncation=True, max_length=tokens)["input_ids"]
+            first = [] if tokenizer.bos_token_id in (None, *ids[:1]) else [tokenizer.bos_token_id]
+            rows.append(np.resize([*first, *ids], tokens))  # repeated where a text is short
+        return np.array(rows, dtype=np.int64), ""
+    except Exception as error:  # the code and the files of any kind of tokenizer
+        return None, f"its tokenizer does not work: {first_line(error)}"
+
+
+def _with_text(
+    inputs: dict[str, torch.Tensor], rows: npt.NDArray[np.int64], model: torch.nn.Module
+) -> dict[str, torch.Tensor]:
+    """Return the inputs with the ids of a text in place of random ones; those that stand for an image stay."""
+    config: Any = model.config
+    inputs = first_sequences(inputs, len(rows))
+    text = torch.tensor(rows)
+    if (ids := inputs.get("input_ids")) is not None:
+        mark = getattr(config, "image_token_id", None) if "pixel_values" in inputs else None
+        marks = 0 if mark is None else int((ids[0] == mark).sum())  # no random id is one
+        inputs["input_ids"] = torch.cat([ids[:, :marks], text[:, : ids.shape[1] - marks]], dim=1)
+    if (ids := inputs.get("decoder_input_ids")) is not None:
+        inputs["decoder_input_ids"] = text.roll(-1, dims=0)[:, : ids.shape[1]]  # a decoder continues with other words
+        if isinstance(start := getattr(config, "decoder_start_token_id", None), int):
+            inputs["decoder_input_ids"][:, 0] = start
+    return inputs
 
 
 def first_sequences(inputs: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:

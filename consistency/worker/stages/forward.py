@@ -339,7 +339,7 @@ def _modes(context: Context) -> list[str]:
 
 def inputs_of(case: Case, model: torch.nn.Module, inputs: Activations, mode: str) -> Activations:
     """Return the inputs of a mode: where they are made, a large model without its adapter runs the first ones alone."""
-    whole = case.adapter is None or case.inputs is not None or bool(case.engine_outputs)
+    whole = case.adapter is None or not case.makes_inputs or bool(case.engine_outputs)
     if mode != OFF or whole or matrix_elements(model) <= case.plan.float64_merges:
         return inputs
     few = first_sequences(inputs, case.plan.sequences_off)
