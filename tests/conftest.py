@@ -35,6 +35,7 @@ from tests.launch.fleet.ray_cluster import ray_nodes  # noqa: F401 - the same
 from tests.launch.fleet.slurm_cluster import slurm  # noqa: F401 - the same
 from tests.launch.in_this_process import in_this_process
 from tests.launch.warm import ROOT, forked_workers, warm_process
+from tests.trained import smollm2  # noqa: F401 - the same
 
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
