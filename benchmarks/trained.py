@@ -122,7 +122,7 @@ def _convert(parts: list[Path], folder: Path) -> None:
         with (Path(whole) / "model.gguf").open("wb") as file:
             for part in parts:
                 file.write(part.read_bytes())
-        model: Any = AutoModelForCausalLM.from_pretrained(whole, gguf_file="model.gguf", dtype=torch.bfloat16)
+        model: Any = AutoModelForCausalLM.from_pretrained(whole, gguf_file="model.gguf", dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(whole, gguf_file="model.gguf")
     plain = type(model)(model.config).to(torch.bfloat16)  # knows nothing of a quantization
     plain.load_state_dict(model.state_dict())
@@ -141,7 +141,9 @@ def _train(base: Path, folder: Path, targets: tuple[str, ...], name: str) -> Non
     generator, threads = np.random.Generator(np.random.PCG64(SEED)), torch.get_num_threads()
     words = "CausalLM" in json.loads((base / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     loaded = (AutoModelForCausalLM if words else AutoModel).from_pretrained(base, dtype=torch.float32).eval()
-    model: Any = get_peft_model(loaded, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(targets)))
+    task = "CAUSAL_LM" if words else "FEATURE_EXTRACTION"
+    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(targets), task_type=task)
+    model: Any = get_peft_model(loaded, lora)
     batch = AutoTokenizer.from_pretrained(base)(list(TEXTS), return_tensors="pt", padding=True)
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
