@@ -276,6 +276,7 @@ def test_every_pair_of_edges_measures_as_a_loop_over_the_elements_says(dtype: to
         is_as_the_loop_says(torch.cat([equal, x, left]), torch.cat([equal, y, right]))
 
 
+@pytest.mark.slow
 @given(
     dtype=st.sampled_from([*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2]),
     words=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), min_size=1, max_size=60),
