@@ -97,8 +97,13 @@ _FUNCTIONS = frozenset({
     "xlogy", "special_ndtr",
 })  # fmt: skip
 
-_ACCUMULATING = frozenset({"scatter_add", "index_add", "index_put", "embedding_dense_backward", "scatter_reduce"})
+_ACCUMULATING = frozenset(
+    {"scatter_add", "index_add", "index_put", "embedding_dense_backward", "scatter_reduce", "index_reduce"}
+)
 """Operations that add what has the same index."""
+
+_CHOOSING = frozenset({"amax", "amin"})
+"""What some of them do instead: their gradient goes where the result is equal to an element, so it must stay one."""
 
 _RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp"})
 
@@ -324,6 +329,8 @@ class RoundingNoise(TorchDispatchMode):
 
     def _accumulated(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name = operation.name
+        if _CHOOSING.intersection(value for value in (*args, *kwargs.values()) if isinstance(value, str)):
+            return operation.func(*args, **kwargs)
         if name == "index_put" and not (len(args) > 3 and args[3]) and not kwargs.get("accumulate", False):
             return operation.func(*args, **kwargs)
         indices = [t for t in _tensors(args) if not t.is_floating_point()]
@@ -362,7 +369,7 @@ class RoundingNoise(TorchDispatchMode):
     def _with_noise(self, value: Any, terms: int, kind: _Kind) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype not in _TESTED or not value.numel():
             return value
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or value._is_zerotensor():  # exact zeros, without memory to write noise to
             return value
         if terms > 1 and value.dtype == torch.float32:
             pool = self._pools.normal(math.sqrt(terms / 9 + 1 / 3))

@@ -159,6 +159,32 @@ def test_a_gradient_that_is_zero_by_invariance_is_not_zero_in_every_pass() -> No
     assert abs(gradient(None)) < 10 * largest
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("reduce", ["amax", "amin"])
+@pytest.mark.parametrize("operation", [torch.scatter_reduce, torch.index_reduce])
+def test_a_gradient_goes_to_the_element_that_was_chosen(operation: Callable[..., torch.Tensor], reduce: str) -> None:
+    """Where noise makes the result another number than each element, torch divides the gradient among none: NaN."""
+    index = torch.tensor([0, 1, 0, 1])
+    places = index if operation is torch.index_reduce else index[:, None].expand(4, 64)
+
+    def gradient() -> torch.Tensor:
+        x = normal(4, 64).requires_grad_()
+        (found,) = torch.autograd.grad(operation(torch.zeros(2, 64), 0, places, x, reduce).sum(), x)
+        return found
+
+    with RoundingNoise(0):
+        noisy = gradient()
+    assert torch.equal(noisy.round(), gradient())
+
+
+def test_zeros_without_memory_stay_as_they_are() -> None:
+    """Writing noise to them would end the process."""
+    x = normal(4, 4).requires_grad_()
+    with RoundingNoise(0):
+        (gradient,) = torch.autograd.grad(x.sgn().sum(), x)
+    assert not gradient.any()
+
+
 def test_a_part_that_is_computed_again_has_the_same_errors() -> None:
     x, w = normal(32, 32), normal(32, 32, seed=2)
     part: list[int] = []
