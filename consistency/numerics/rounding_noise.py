@@ -242,7 +242,7 @@ _kept = functools.cache(_Pools)
 class RoundingNoise(TorchDispatchMode):
     """Add rounding errors to every floating-point result on the CPU while the mode is active.
 
-    Attention has to be computed by its formula (`sdpa_math`): the steps of a fused kernel cannot be reached.
+    Attention has to be computed in steps (`sdpa_math`, or `FusedAttention`): those of a kernel cannot be reached.
 
     Parameters
     ----------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from consistency.devices.products import Products, permitted
 from consistency.devices.settings import with_implied
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.file_tensor import Readable
+from consistency.numerics.fused_attention import FusedAttention
 from consistency.numerics.precision import Precision
 from consistency.numerics.real import Real
 from consistency.numerics.reduced_products import ReducedProducts
@@ -39,7 +40,7 @@ _IN_FLOAT32 = {
     "mkldnn_conv_fp32_precision": "ieee",
 }
 _BY_FORMULA = {"sdpa_math": True, "sdpa_flash": False, "sdpa_mem_efficient": False, "sdpa_cudnn": False}
-"""Settings of attention without a fused kernel, whose steps could not be reached."""
+"""Settings of attention without a fused kernel of the CPU's, whose steps could not be reached."""
 
 PLAIN = str(Precision.FLOAT32)
 """The name of float32 products."""
@@ -102,9 +103,13 @@ def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
 
 @contextmanager
 def with_noise(products: Products, seed: int) -> Iterator[None]:
-    """Compute on the CPU as a healthy device with such products may, with other rounding errors for each seed."""
+    """Compute on the CPU as a healthy device with such products may, with other rounding errors for each seed.
+
+    A device may have attention by a fused kernel, or by its formula: every other pass is one, from the first on.
+    """
+    attention = nullcontext() if seed % 2 else FusedAttention()
     by_formula = determinism.switched(**_BY_FORMULA)
-    with computing_with(products), by_formula, RoundingNoise(seed):
+    with computing_with(products), by_formula, attention, RoundingNoise(seed):
         yield
 
 
