@@ -191,6 +191,16 @@ def test_what_the_paths_say(wrong: set[str], taken: set[str], text: str) -> None
     assert text in f"{found.where}: {found.why}"
 
 
+def test_outside_of_the_adapter_no_option_of_its_loading_is_blamed() -> None:
+    shared, isolated = (
+        judge_load_paths(Word.ZEROS, {wrong}, {"isolated", "shared"}, stage="base") for wrong in ("shared", "isolated")
+    )
+    assert (shared.where, shared.why) == (
+        " when all devices are visible, and correct when isolated", "a copy between devices",
+    )  # fmt: skip
+    assert (isolated.where, isolated.why) == (" on load path isolated", "")
+
+
 @pytest.mark.parametrize("wrong", sorted(EVERY))
 def test_one_wrong_path_of_all_is_never_blamed_on_the_device(wrong: str) -> None:
     found = judge_load_paths(Word.ZEROS, {wrong}, EVERY)
