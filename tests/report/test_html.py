@@ -202,13 +202,11 @@ def test_equal_tensors_take_five_numbers() -> None:
 
 @pytest.mark.slow
 def test_two_thousand_tensors_on_64_devices_stay_below_5_mb() -> None:
-    """Measured on fewer, for what a tensor adds is the same; and there is room for each."""
-    few, many = (as_html(computed_apart(tensors, 64)) for tensors in (50, 150))
-    assert len(few.encode()) + (2000 - 50) / 100 * (len(many.encode()) - len(few.encode())) < 5_000_000
-    data = Page(many).data
-    assert sum(len(section["rows"]) for section in data["sections"]) == 150
+    raw = as_html(computed_apart(2000, 64))
+    assert len(raw.encode()) < 5_000_000
+    data = json.loads(raw.split('id="data">')[1].split("</script>")[0])
+    assert sum(len(section["rows"]) for section in data["sections"]) == 2000
     assert len(data["columns"]["isolated"]) == 64
-    assert (cells.MOST_TENSORS >= 2000, cells.MOST_VARIANTS >= 2000 * 64) == (True, True)
 
 
 def test_a_fleet_is_shown_by_its_groups_and_says_so() -> None:
