@@ -154,6 +154,7 @@ def _serve_launcher(channel: socket.socket) -> int:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place not in sys.path]
     channel.send(str(os.getpid()).encode())
     with tempfile.TemporaryFile() as printed:
         for number in (1, 2):
