@@ -93,7 +93,7 @@ class _Blocks(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]  # torch's takes any number
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         query, key, value, output, normalizer, bias = ctx.saved_tensors
         dtype, wide, up = query.dtype, query.to(torch.float32), gradient.to(torch.float32)
         difference = (up * output.to(torch.float32)).sum(-1, keepdim=True)

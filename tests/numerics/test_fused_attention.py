@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,13 +31,12 @@ def operands(tokens: int, dtype: torch.dtype, heads: int = HEADS) -> list[torch.
     return [(2 * q).to(dtype), k.to(dtype), v.to(dtype), normal(2, HEADS, tokens, SIZE, seed=3).to(dtype)]
 
 
-def computed(given: list[torch.Tensor], context: Context = nullcontext, **options: object) -> list[torch.Tensor]:
+def computed(given: list[torch.Tensor], context: Context = nullcontext, **options: Any) -> list[torch.Tensor]:
     """Return the output, and the gradients of queries, keys and values."""
-    *leaves, up = [t.clone() for t in given]
-    for leaf in leaves:
-        leaf.requires_grad_()
+    query, key, value, up = [t.clone() for t in given]
+    leaves = [t.requires_grad_() for t in (query, key, value)]
     with context():
-        output = functional.scaled_dot_product_attention(*leaves, **options)  # type: ignore[arg-type]
+        output = functional.scaled_dot_product_attention(query, key, value, **options)
         return [output.detach(), *torch.autograd.grad(output, leaves, up)]
 
 
@@ -71,10 +71,13 @@ MASK = torch.ones(100, 100, dtype=torch.bool).tril() & (torch.arange(100) != 70)
         (1, {"attn_mask": torch.linspace(-3, 3, 100)[None, None, None], "enable_gqa": True}),
     ],
 )
-def test_it_is_the_function_of_torch(heads: int, options: dict[str, object]) -> None:
+def test_it_is_the_function_of_torch(heads: int, options: dict[str, Any]) -> None:
     assert BLOCK < 100 < 2 * BLOCK, "a block is not full"
     given = operands(100, torch.float32, heads)
-    wide = {n: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for n, t in options.items()}
+    wide = {
+        name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in options.items()
+    }
     exact = computed([t.double() for t in given], **wide)
     for found, wanted in zip(computed(given, FusedAttention, **options), exact, strict=True):
         assert found.dtype == torch.float32
@@ -103,7 +106,8 @@ def test_in_float32_it_covers_the_kernel_by_no_more_than_noise_does() -> None:
 
 
 def test_a_mask_with_a_gradient_keeps_it() -> None:
-    given, bias = operands(8, torch.float32), torch.zeros(8, 8, requires_grad=True)
+    query, key, value, _ = operands(8, torch.float32)
+    bias = torch.zeros(8, 8, requires_grad=True)
     with FusedAttention():
-        functional.scaled_dot_product_attention(*given[:3], attn_mask=bias).sum().backward()
+        functional.scaled_dot_product_attention(query, key, value, attn_mask=bias).sum().backward()
     assert bias.grad is not None
