@@ -35,7 +35,7 @@ _PROCESS_FIXTURES = frozenset(
 )  # fmt: skip
 """Fixtures that start processes, or run whole cases in this one."""
 
-_PROCESS_MARKS = ("aarch64", "cluster", "engines", "gpu", "sanitizers", "slow")
+_PROCESS_MARKS = ("aarch64", "cluster", "engines", "gpu", "large", "sanitizers", "slow")
 """Marks of tests that do, or that take long: `-m "not process"` leaves all of them out."""
 
 _MOST_S = {False: 1.0, True: 15.0}

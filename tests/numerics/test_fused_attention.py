@@ -74,7 +74,7 @@ MASK = torch.ones(100, 100, dtype=torch.bool).tril() & (torch.arange(100) != 70)
 def test_it_is_the_function_of_torch(heads: int, options: dict[str, Any]) -> None:
     assert BLOCK < 100 < 2 * BLOCK, "a block is not full"
     given = operands(100, torch.float32, heads)
-    wide = {
+    wide: dict[str, Any] = {
         name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in options.items()
     }
