@@ -118,3 +118,14 @@ def test_of_no_tensor_and_of_a_large_model_no_more_passes_are_drawn_than_at_leas
     assert counted(*[{}] * 3) == 2
     assert counted({"a": 1}, {"a": 1}, passes=range(1, 2)) == 1
     assert counted(*[{"a": 1}] * 3, passes=range(2, 3)) == 2
+
+
+@pytest.mark.parametrize(("seed", "is_fused"), [(0, True), (1, False), (2, True)])
+def test_every_other_pass_has_attention_as_a_fused_kernel_computes_it(seed: int, is_fused: bool) -> None:
+    """A token that attends to itself alone has no gradient by the formula, and one by the rounded output."""
+    one = torch.linspace(-1, 1, 64, dtype=torch.bfloat16).reshape(1, 1, 1, 64)
+    query = one.clone().requires_grad_()
+    with cpu_error.with_noise(Products(), seed):
+        output = torch.nn.functional.scaled_dot_product_attention(query, one * 1.7, one * 0.3 + 1)
+        (gradient,) = torch.autograd.grad(output, query, one * 0.9 + 2)
+    assert bool(gradient.any()) == is_fused
