@@ -18,40 +18,34 @@ MEMINFO = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 800
 GROUP = {"proc/self/cgroup": "0::/slice/job\n"}
 
 
-def test_the_kernel_counts_what_is_available(tmp_path: Path) -> None:
-    assert available_bytes(host(tmp_path, MEMINFO)) == 8000 * 1024
+JOB, SLICE, V1 = "sys/fs/cgroup/slice/job/memory.", "sys/fs/cgroup/slice/memory.", "sys/fs/cgroup/memory/memory."
+HOSTS: dict[str, tuple[dict[str, str], int | None]] = {
+    "the kernel counts what is available": (MEMINFO, 8000 * 1024),
+    "a control group leaves less": (
+        {
+            **MEMINFO, **GROUP, f"{JOB}max": "max\n", f"{JOB}current": "1000\n", f"{SLICE}max": "500000\n",
+            f"{SLICE}current": "300000\n", f"{SLICE}stat": "anon 1\nfile 90000\ninactive_file 50000\n",
+        },
+        500000 - 300000 + 50000,
+    ),
+    "a container mounts its group as the root": (
+        {**MEMINFO, **GROUP, "sys/fs/cgroup/memory.max": "70000", "sys/fs/cgroup/memory.current": "20000"}, 50000,
+    ),
+    "a group of the first version": (
+        {
+            **MEMINFO, "proc/self/cgroup": "4:cpu,cpuacct:/\n3:memory:/docker/a\n",
+            f"{V1}limit_in_bytes": "90000", f"{V1}usage_in_bytes": "95000",
+        },
+        0,
+    ),
+    "a host that reports nothing is unknown": ({}, None),
+}  # fmt: skip
 
 
-def test_a_control_group_leaves_less(tmp_path: Path) -> None:
-    files = {
-        **MEMINFO,
-        **GROUP,
-        "sys/fs/cgroup/slice/job/memory.max": "max\n",
-        "sys/fs/cgroup/slice/job/memory.current": "1000\n",
-        "sys/fs/cgroup/slice/memory.max": "500000\n",
-        "sys/fs/cgroup/slice/memory.current": "300000\n",
-        "sys/fs/cgroup/slice/memory.stat": "anon 1\nfile 90000\ninactive_file 50000\n",
-    }
-    assert available_bytes(host(tmp_path, files)) == 500000 - 300000 + 50000
-
-
-def test_a_container_mounts_its_group_as_the_root(tmp_path: Path) -> None:
-    files = {**MEMINFO, **GROUP, "sys/fs/cgroup/memory.max": "70000", "sys/fs/cgroup/memory.current": "20000"}
-    assert available_bytes(host(tmp_path, files)) == 50000
-
-
-def test_a_group_of_the_first_version(tmp_path: Path) -> None:
-    files = {
-        **MEMINFO,
-        "proc/self/cgroup": "4:cpu,cpuacct:/\n3:memory:/docker/a\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "90000",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "95000",
-    }
-    assert available_bytes(host(tmp_path, files)) == 0
-
-
-def test_a_host_that_reports_nothing_is_unknown(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path) is None
+@pytest.mark.parametrize("which", HOSTS)
+def test_memory_is_what_the_kernel_and_control_groups_leave(which: str, tmp_path: Path) -> None:
+    files, expected = HOSTS[which]
+    assert available_bytes(host(tmp_path, files)) == expected
 
 
 MOUNTS = """21 1 254:0 / / rw shared:1 - ext4 /dev/vda rw

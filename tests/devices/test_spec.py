@@ -119,23 +119,17 @@ def test_one_bad_device_spoils_the_list() -> None:
         parse_devices("cpu,gpu!")
 
 
-def test_a_variant_of_the_cpu_sets_all_three_libraries_together() -> None:
+def test_a_variant_is_of_variables_or_of_settings() -> None:
     for name in ("baseline", "avx2"):
         variant = parse_device(f"cpu@{name}").numerical_variant()
         assert variant is not None
         assert set(variant.environment) == {"ATEN_CPU_CAPABILITY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA"}
         assert variant.settings == {}
         assert variant.architecture
-
-
-def test_the_native_device_has_no_variant_and_avx512_sets_nothing() -> None:
     assert parse_device("cpu").numerical_variant() is None
     native = parse_device("cpu@avx512").numerical_variant()
     assert native is not None
     assert (dict(native.environment), native.architecture) == ({}, "AVX-512")
-
-
-def test_tf32_is_a_variant_of_settings() -> None:
     variant = parse_device("cuda:0@tf32").numerical_variant()
     assert variant is not None
     assert dict(variant.environment) == {}

@@ -22,12 +22,9 @@ def waves(case: Case, *names: str) -> list[list[tuple[str, str]]]:
     return [[(plan.name, plan.load_path.value) for plan in wave] for wave in plan_waves(case, devices(*names))]
 
 
-def test_one_accelerator_has_no_copy_between_devices_to_try() -> None:
+def test_accelerators_are_tried_alone_and_several_together_too() -> None:
     assert waves(CASE, "cpu", "cuda:0") == [[("cpu", "isolated"), ("cuda:0", "isolated")]]
     assert default_load_paths(devices("cpu", "cpu@avx2", "cuda:0", "cuda:0@tf32")) == (LoadPath.ISOLATED,)
-
-
-def test_several_accelerators_are_tried_alone_and_together() -> None:
     found = waves(CASE, "cpu", "cuda:0", "cuda:1")
     assert found == [
         [("cpu", "isolated"), ("cuda:0", "isolated"), ("cuda:1", "isolated")],
@@ -137,7 +134,7 @@ def turns(*cases: Case, names: tuple[str, ...]) -> list[list[tuple[str, list[int
     return [[(process[0][1].label, [number for number, _ in process]) for process in wave] for wave in merged]
 
 
-def test_a_process_takes_several_cases_in_turn() -> None:
+def test_a_process_takes_several_cases_in_turn_and_a_card_one_process_at_a_time() -> None:
     assert turns(CASE, CASE, names=("cpu", "cuda:0")) == [[("cpu", [0, 1]), ("cuda:0", [0, 1])]]
     alone = Case(name="x", base="base", load_paths=(LoadPath.ISOLATED,))
     shared = Case(name="x", base="base", load_paths=(LoadPath.SHARED,))
@@ -147,9 +144,6 @@ def test_a_process_takes_several_cases_in_turn() -> None:
         [("cpu", [0, 1, 2]), ("cuda:0", [1, 2]), ("cuda:1", [1, 2])],
         [("cuda:0 (shared)", [0, 2]), ("cuda:1 (shared)", [0, 2])],
     ]
-
-
-def test_a_card_has_one_process_at_a_time_whatever_its_variants() -> None:
     names = ("cpu", "cuda:0", "cuda:0@tf32")
     assert turns(CASE, CASE, names=names) == [
         [("cpu", [0, 1]), ("cuda:0", [0, 1])],

@@ -63,12 +63,9 @@ def test_zeros(dtype: torch.dtype) -> None:
     )
 
 
-def test_zeros_are_named_before_the_tensor_that_happens_to_hold_zeros() -> None:
+def test_zeros_and_other_tensors_are_named_in_that_order() -> None:
     zeros = torch.zeros(8, 16)
     assert diagnose(zeros, normal(8, 16), {digest(zeros).value: "lora_B"}).word == "zeros"
-
-
-def test_swapped_names_the_tensor_that_is_there_instead() -> None:
     expected, other = normal(8, 16), normal(8, 16, seed=1)
     others = {digest(other).value: "layers.3.lora_A", digest(normal(8, 16, seed=2)).value: "layers.4.lora_A"}
     assert diagnose(other, expected, others) == Diagnosis(word=Word.SWAPPED, evidence={"holds": "layers.3.lora_A"})
@@ -207,15 +204,12 @@ def test_wrong_scale_tells_the_ratio(dtype: torch.dtype, scale: float) -> None:
     assert found.evidence["ratio"] == pytest.approx(scale, rel=2 * torch.finfo(dtype).eps)
 
 
-def test_a_scale_that_moves_a_zero_is_none() -> None:
+def test_noise_in_the_last_place_and_what_moves_a_zero_are_no_scale() -> None:
     expected = normal(40, 50)
     expected[3, 3] = 0
     actual = expected * 2
     actual[3, 3] = 0.5
     assert diagnose(actual, expected).word == "differs"
-
-
-def test_noise_in_the_last_place_is_no_scale() -> None:
     expected = normal(40, 50)
     up = torch.nextafter(expected, torch.tensor(math.inf))
     assert diagnose(up, expected).word == "differs"
@@ -335,15 +329,11 @@ def test_bytes_from_elsewhere_are_stale_unless_they_are_another_tensors() -> Non
     assert named(held, expected, both) == Diagnosis(word=Word.SWAPPED, evidence={"holds": "lora_B"})
 
 
-def test_a_range_of_nan_is_non_finite_and_no_block() -> None:
+def test_nan_is_counted_in_a_range_and_among_other_differences() -> None:
     expected = normal(64, 32)
     actual = expected.clone()
     actual.reshape(-1)[100:300] = math.nan
     assert diagnose(actual, expected) == Diagnosis(word=Word.NON_FINITE, evidence={"nan": 200, "inf": 0})
-
-
-def test_nan_among_other_differences_is_counted() -> None:
-    expected = normal(64, 32)
     actual = expected.clone()
     actual[::2] += 7.0
     actual[5, ::4] = math.inf

@@ -162,11 +162,16 @@ def test_operations_widen_what_they_meet() -> None:
     assert torch.equal(found["sum"], x.double().sum())
 
 
-def test_integers_and_booleans_stay() -> None:
+def test_integers_booleans_and_views_stay() -> None:
     with Float64Mode():
         assert (torch.arange(4) + 1).dtype == torch.int64
         assert (torch.arange(4) > 1).dtype == torch.bool
         assert torch.zeros(2, dtype=torch.int32).dtype == torch.int32
+    weight = normal(4, 4)
+    with Float64Mode():
+        row = weight[1]
+        assert row.data_ptr() == weight[1].data_ptr()
+        assert row.dtype == torch.float32
 
 
 def test_a_write_into_a_narrower_tensor_keeps_its_storage() -> None:
@@ -189,14 +194,6 @@ def test_a_write_into_float64_takes_float64() -> None:
         total.addmm_(x, x)
         total += x
     assert torch.equal(total, x.double() @ x.double() + x.double())
-
-
-def test_a_view_is_still_a_view_of_its_parameter() -> None:
-    weight = normal(4, 4)
-    with Float64Mode():
-        row = weight[1]
-        assert row.data_ptr() == weight[1].data_ptr()
-        assert row.dtype == torch.float32
 
 
 def test_outside_the_mode_nothing_has_changed() -> None:

@@ -101,12 +101,9 @@ def test_a_file_that_asks_for_nothing_is_refused(tmp_path: Path) -> None:
         read_request(builtin_folder("llama") / "adapter" / "adapter_model.safetensors")
 
 
-def test_a_name_that_no_engine_has_is_refused() -> None:
+def test_an_engine_that_is_not_known_or_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="no inference engine is known as 'onnxruntim'"):
         make_engine("onnxruntim", "cpu")
-
-
-def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(InputError, match=r"onnx[\s\S]*pip install '\.\[onnx\]'"):
         make_engine("onnxruntime", "cpu")
