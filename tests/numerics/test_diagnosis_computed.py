@@ -242,8 +242,8 @@ def measured(ratio: float | None) -> Measure:
 def test_inside_the_bound_is_accumulation_order_and_outside_or_without_one_unknown() -> None:
     for ratio in (0.0, 0.5, 1.0):
         assert diagnose_computed(measured(ratio)) == Diagnosis(word=Word.ACCUMULATION_ORDER)
-    for ratio in (1.0000001, 1e9, math.nan, None):
-        assert diagnose_computed(measured(ratio)) == Diagnosis(word=Word.DIFFERS)
+    for beyond in (1.0000001, 1e9, math.nan, None):
+        assert diagnose_computed(measured(beyond)) == Diagnosis(word=Word.DIFFERS)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
