@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fuzz import Surface, damaged, fuzz, run
+from tests.accelerator.fixtures import Warm
+from tests.launch.warm import forked_workers
 
 pytestmark = pytest.mark.process
 
@@ -16,8 +18,9 @@ SEED = 20_261_123
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_no_damage_reads_as_consistent_and_none_is_a_traceback() -> None:
-    found = run(2000, SEED)
+def test_no_damage_reads_as_consistent_and_none_is_a_traceback(warm: Warm) -> None:
+    with forked_workers(warm().address):
+        found = run(2000, SEED)
     assert sum(one.mutations for one in found.values()) > 1500
     assert not [text for one in found.values() for text in (*one.false_consistent, *one.slow)]
     assert not {key: text for one in found.values() for key, text in one.tracebacks.items()}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import transformers
 
 from consistency.devices.discovery import discover
+from tests.conftest import Cli
 
 DEVICES = [info.spec.name for info in discover() if info.spec.is_cpu and info.spec.name in ("cpu", "cpu@baseline")]
 
@@ -25,23 +25,29 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, *words: str) -> dict[str, Any]:
-    command = [sys.executable, "-P", "-m", "consistency", "run", "--devices", ",".join(DEVICES), "--out", "out", *words]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads((folder / "out" / "report.json").read_text(encoding="utf-8"))
-    return found
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(cli: Cli, tmp_path: Path) -> Run:
+    """Run a case of the test's folder, and return its report."""
+
+    def report(*words: str) -> dict[str, Any]:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = cli("run", "--devices", ",".join(DEVICES), "--out", "out", *words, cwd=tmp_path, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found: dict[str, Any] = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+        return found
+
+    return report
 
 
 def statuses(found: dict[str, Any], stage: str, suffix: str) -> set[str]:
     return {row["status"] for row in found["outcomes"] if row["stage"] == stage and suffix in row["tensor"]}
 
 
-def test_healthy_ranks_train_and_hold_one_model(tmp_path: Path) -> None:
-    found = run(tmp_path, "--stages", "replicas,shards,tensor-parallel")
+def test_healthy_ranks_train_and_hold_one_model(run: Run) -> None:
+    found = run("--stages", "replicas,shards,tensor-parallel")
     assert {finding["severity"] for finding in found["findings"]} == {"note"}
     for stage, suffixes in {
         "replicas": ("start", "averaged", "updated"), "shards": ("held", "gathered", "gradient", "updated", "saved"),
@@ -59,7 +65,7 @@ def test_healthy_ranks_train_and_hold_one_model(tmp_path: Path) -> None:
     assert messages["healthy-split"].endswith("on one device: healthy")
 
 
-def test_a_mixture_of_experts_is_split_by_both_plans(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_split_by_both_plans(tmp_path: Path, run: Run) -> None:
     torch.manual_seed(0)
     config = transformers.DeepseekV3Config(
         vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
@@ -71,14 +77,14 @@ def test_a_mixture_of_experts_is_split_by_both_plans(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     lora = peft.LoraConfig(r=4, target_modules=["q_a_proj", "o_proj"], init_lora_weights=False)
     peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
-    found = run(tmp_path, "--base", "base", "--adapter", "adapter", "--stages", "shards,tensor-parallel")
+    found = run("--base", "base", "--adapter", "adapter", "--stages", "shards,tensor-parallel")
     assert {finding["severity"] for finding in found["findings"]} == {"note"}
     assert statuses(found, "tensor-parallel", "held") == {"equal"}
     reasons = {row["reason"] for row in found["outcomes"] if row["status"] == "skipped"}
     assert reasons == {"the model makes decisions, and those of a model in parts are not followed"}
 
 
-def test_a_rank_that_divides_no_heads_is_apart(tmp_path: Path) -> None:
+def test_a_rank_that_divides_no_heads_is_apart(tmp_path: Path, run: Run) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=97, hidden_size=48, intermediate_size=96, num_hidden_layers=1, num_attention_heads=3,
@@ -88,7 +94,7 @@ def test_a_rank_that_divides_no_heads_is_apart(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
-    found = run(tmp_path, "--base", "base", "--adapter", "adapter", "--stages", "tensor-parallel")
+    found = run("--base", "base", "--adapter", "adapter", "--stages", "tensor-parallel")
     rows = [row for row in found["outcomes"] if row["stage"] == "tensor-parallel"]
     assert {row["status"] for row in rows} == {"skipped"}
     assert {row["reason"] for row in rows} == {"no group of ranks divides the attention heads of this model"}
@@ -112,14 +118,14 @@ def make():
 """
 
 
-def test_tables_that_the_first_rank_overwrites_are_no_finding(tmp_path: Path) -> None:
+def test_tables_that_the_first_rank_overwrites_are_no_finding(tmp_path: Path, run: Run) -> None:
     """DistributedDataParallel sends buffers too: unlike devices compute rotary tables with other bits."""
     (tmp_path / "made_here.py").write_text(FACTORY, encoding="utf-8")
     namespace: dict[str, Any] = {}
     exec(FACTORY, namespace)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     peft.get_peft_model(namespace["make"](), lora).save_pretrained(tmp_path / "adapter")
-    found = run(tmp_path, "--base", "python:made_here:make", "--adapter", "adapter", "--stages", "replicas")
+    found = run("--base", "python:made_here:make", "--adapter", "adapter", "--stages", "replicas")
     assert {finding["severity"] for finding in found["findings"]} <= {"note"}
     assert statuses(found, "replicas", "updated") <= {"equal", "within"} != set()
 
@@ -127,8 +133,8 @@ def test_tables_that_the_first_rank_overwrites_are_no_finding(tmp_path: Path) ->
 @pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: it is built on the machine"
 )
-def test_healthy_ranks_train_by_zero(tmp_path: Path) -> None:
-    found = run(tmp_path, "--stages", "shards")
+def test_healthy_ranks_train_by_zero(run: Run) -> None:
+    found = run("--stages", "shards")
     assert {finding["severity"] for finding in found["findings"]} == {"note"}
     assert statuses(found, "shards", "ZeRO-3, lora_A.updated") == {"within"}
     assert statuses(found, "shards", "lora_A.gradient of 2 ranks, ZeRO-3") == {"within"}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from consistency.case.options import Options
 from consistency.case.stages import Level, Stage
 from consistency.devices.discovery import discover
 from consistency.launch.local import _form_groups
@@ -18,7 +20,10 @@ from consistency.worker.stages.collectives.operations import (
     SIZES_OF_SOME,
     groups_of,
 )
+from consistency.workflows.drill import DrillRow, choose, drill, prepare_trials
+from tests.accelerator.fixtures import Warm
 from tests.conftest import Cli
+from tests.launch.warm import forked_workers
 from tests.worker.stages.collectives.made_assignments import assigned
 
 pytestmark = pytest.mark.process
@@ -35,7 +40,7 @@ OF_A_GROUP = [
     for fault in FAULTS.values()
     if Need.RANKS in fault.needs and Need.THREE_RANKS not in fault.needs and fault.name not in RANK_LEAVES
 ]
-STALL_S = 16
+STALL_S = 12
 
 
 def report(folder: Path) -> dict[str, Any]:
@@ -69,17 +74,31 @@ def test_one_device_forms_no_group(tmp_path: Path, cli: Cli) -> None:
     assert "no other worker runs beside this one" in done.stdout
 
 
+def drilled(warm: Warm, out: Path, faults: Iterable[str], devices: Sequence[str]) -> tuple[DrillRow, ...]:
+    """Drill at the smallest sizes, which every fault is planted in: large ones take most of the time."""
+    options = Options(level=Level.QUICK, devices=tuple(devices), stall=STALL_S)
+    with forked_workers(warm().address):
+        trials = prepare_trials(choose(tuple(faults)), options, several=None, out=None, watch=lambda *_: None)
+        return drill(trials, out=out, watch=lambda *_: None)
+
+
+Drilled = tuple[Path, tuple[DrillRow, ...]]
+
+
+@pytest.fixture(scope="module")
+def of_two(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Drilled:
+    """Drill a group of two, in one set of workers: while one rank is waited for, the next fault is planted."""
+    out = tmp_path_factory.mktemp("drill") / "out"
+    return out, drilled(warm, out, (*RANK_LEAVES, *OF_A_GROUP), ("cpu", "cpu@baseline"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group")
-def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path, cli: Cli) -> None:
-    only = [word for name in OF_A_GROUP for word in ("--only", name)]
-    done = cli(
-        "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only,
-        cwd=tmp_path, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert f"{len(OF_A_GROUP)} of {len(OF_A_GROUP)} planted faults found and named" in done.stdout
-    again = report(tmp_path / "out" / "sum-other-order-again")
+def test_every_fault_of_a_group_is_found_and_named(of_two: Drilled) -> None:
+    folder, rows = of_two
+    assert {row.fault for row in rows} == {*RANK_LEAVES, *OF_A_GROUP}
+    assert [row for row in rows if not row.passed] == []
+    again = report(folder / "sum-other-order-again")
     assert again["verdict"] == "consistent"
     (note,) = (finding["message"] for finding in again["findings"] if finding["kind"] == "not-repeatable")
     assert note.endswith("within tolerance, when repeated: the order is not fixed (gloo)")
@@ -87,11 +106,9 @@ def test_every_fault_of_a_group_is_found_and_named(tmp_path: Path, cli: Cli) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(DEVICES) < 3, reason="this processor has two kernel variants: no pair is a part of the group")
-def test_a_fault_of_pairs_alone_is_found(tmp_path: Path, cli: Cli) -> None:
-    done = cli(
-        "drill", "--devices", ",".join(DEVICES), "--only", "sum-wrong-in-pairs", "--out", "out", cwd=tmp_path
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+def test_a_fault_of_pairs_alone_is_found(tmp_path: Path, warm: Warm) -> None:
+    (row,) = drilled(warm, tmp_path / "out", ["sum-wrong-in-pairs"], DEVICES)
+    assert row.passed, row
     found = report(tmp_path / "out" / "sum-wrong-in-pairs")
     wrong = {row["tensor"] for row in found["outcomes"] if row["status"] == "outside"}
     assert wrong
@@ -100,25 +117,21 @@ def test_a_fault_of_pairs_alone_is_found(tmp_path: Path, cli: Cli) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(DEVICES) < 2, reason="this processor has one kernel variant: there is no group")
-def test_a_rank_that_leaves_is_named_and_the_others_keep_what_they_have(tmp_path: Path, cli: Cli) -> None:
-    only = [word for name in RANK_LEAVES for word in ("--only", name)]
-    done = cli(
-        "drill", "--devices", "cpu,cpu@baseline", "--stall", STALL_S, "--out", "out", *only, cwd=tmp_path
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    for name, (reason, stack) in RANK_LEAVES.items():
-        found = report(tmp_path / "out" / name)
-        assert found["verdict"] == "incomplete", "a run with this verdict ends with status 3"
-        (left,) = (finding for finding in found["findings"] if finding["severity"] == "error")
-        assert left["workers"] == ["cpu@baseline"]
-        assert reason in left["message"]
-        assert any(line.endswith(stack) for line in left["detail"] or [""]), "where it was, innermost first"
-        notes = [finding["message"] for finding in found["findings"] if "skipped on cpu: " in finding["message"]]
-        (note,) = (text for text in notes if "cpu@baseline" in text)
-        assert reason in note, "the other rank says for whom it waited"
-        assert "during broadcast float32 1 of 2 ranks" in note, "and in what"
-        kept = {row["tensor"] for row in found["outcomes"] if row["layer"] == "all_reduce.sum"}
-        assert f"float32 {SIZES[Level.STANDARD][-1]} of 2 ranks" in kept, "what was done before is kept"
+@pytest.mark.parametrize("name", RANK_LEAVES)
+def test_a_rank_that_leaves_is_named_and_the_others_keep_what_they_have(of_two: Drilled, name: str) -> None:
+    reason, stack = RANK_LEAVES[name]
+    found = report(of_two[0] / name)
+    assert found["verdict"] == "incomplete", "a run with this verdict ends with status 3"
+    (left,) = (finding for finding in found["findings"] if finding["severity"] == "error")
+    assert left["workers"] == ["cpu@baseline"]
+    assert reason in left["message"]
+    assert any(line.endswith(stack) for line in left["detail"] or [""]), "where it was, innermost first"
+    notes = [finding["message"] for finding in found["findings"] if "skipped on cpu: " in finding["message"]]
+    (note,) = (text for text in notes if "cpu@baseline" in text)
+    assert reason in note, "the other rank says for whom it waited"
+    assert "during broadcast float32 1 of 2 ranks" in note, "and in what"
+    kept = {row["tensor"] for row in found["outcomes"] if row["layer"] == "all_reduce.sum"}
+    assert f"float32 {SIZES[Level.QUICK][-1]} of 2 ranks" in kept, "what was done before is kept"
 
 
 def test_ranks_are_workers_of_one_kind_that_run_side_by_side(tmp_path: Path) -> None:
