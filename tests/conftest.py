@@ -159,8 +159,8 @@ RunSuiteWithFaults = Callable[..., dict[str, Comparison]]
 def run_suite_with_faults(warm: Warm) -> RunSuiteWithFaults:
     """Run cases in one set of workers, with faults by case and device: a process for each run costs most of its time.
 
-    The workers are in this process, or `forked` where the kernels of a variant matter, or started as users have them
-    where their environment does, or a fault ends them (`processes`). That nothing of a case, nor of a fault, is left
+    The workers are in this process, or `forked` where the kernels of a variant matter or a fault ends them, or started
+    as users have them where their environment matters (`processes`). That nothing of a case, nor of a fault, is left
     for the next one is seen in test_kept_base.py and test_faults.py.
     """
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
-from consistency.case.stages import Stage
+from consistency.case.stages import Level, Stage
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, Finding, TensorComparison
 from consistency.devices.spec import DeviceInfo, parse_device
@@ -24,8 +24,10 @@ from consistency.workflows import drill, pipeline, planning
 from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy, choose
 from consistency.workflows.second_adapter import several_adapters
 from consistency.workflows.suite import PlannedCase
+from tests.accelerator.fixtures import Warm
 from tests.conftest import Cli
 from tests.launch.in_this_process import in_this_process
+from tests.launch.warm import forked_workers
 
 
 def test_drill_of_two_faults(cli_here: Cli, tmp_path: Path) -> None:
@@ -153,15 +155,16 @@ def test_a_fault_of_a_load_path_that_is_not_taken_is_not_planted() -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_an_adapter_in_a_half_type_is_known_by_its_bytes_too(tmp_path: Path, llama_adapter: Path) -> None:
+def test_an_adapter_in_a_half_type_is_known_by_its_bytes_too(tmp_path: Path, llama_adapter: Path, warm: Warm) -> None:
     """PEFT loads it as float32, so what another tensor's file holds is not bit for bit what is in the model."""
     adapter = tmp_path / "adapter"
     shutil.copytree(llama_adapter, adapter)
     file = adapter / "adapter_model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
-    options = Options(base="builtin:llama", adapter=str(adapter))
+    devices = ("cpu", "cpu@baseline")
+    options = Options(base="builtin:llama", adapter=str(adapter), devices=devices, level=Level.QUICK)
     faults = choose(["adapter-layers-swapped", "hotswap-leaves-one"])
-    with in_this_process(), several_adapters(adapter) as several:
+    with forked_workers(warm().address), several_adapters(adapter) as several:
         trials = drill.prepare_trials(faults, options, several=several, out=None, watch=lambda *_: None)
         rows = drill.drill(trials, out=None, watch=lambda *_: None)
     assert [(row.fault, row.named) for row in rows] == [
