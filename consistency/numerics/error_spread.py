@@ -1,0 +1,384 @@
+r"""The error that rounding makes in each element of a tensor, and the limit of a device's.
+
+Trained models have massive activations: one element is ten thousand times another, and one token's error a hundred
+times another's. So an error is taken in units of what rounding makes in that element, by its variance in passes with
+noise (`consistency.numerics.rounding_noise`): that of its row times that of its column, and one rounding of its value,
+
+.. math:: v_{ij} = r_i c_j + u^2 x_{ij}^2 / 3 .
+
+Of a few passes a row may have a small error by chance, so each is drawn to the median of all, with the weight of
+`_PRIOR` degrees of freedom; a column likewise. How many degrees one row of one pass has, the passes show: the shares
+of K passes in the squared error of a row sum up to 1, and each has variance
+:math:`(1/K) (1 - 1/K) / (K \nu / 2 + 1)` if these are multiples of chi-squared with :math:`\nu` degrees (Dirichlet).
+
+**Three figures** of an error d are compared with those of the passes themselves, each measured by the variance that the
+*other* passes show, as the device's is by one that it has no part in:
+
+* of each row, the root of the mean of :math:`d^2 / v`;
+* of each element, :math:`|d| / \sqrt v`;
+* of the tensor, the component along its exact values, :math:`\sum d x / v \, / \sum x^2 / v`: a wrong scale.
+
+**The limits.** If the errors of a row are those of a normal distribution, and depend on each other or not, the
+square of its figure is, in good approximation, a multiple of chi-squared with :math:`\nu` degrees of freedom
+(Satterthwaite, *Biometrics Bulletin* 2, 1946), and the figures of all rows of all passes give
+:math:`\nu = 2 (\mathrm{mean})^2 / \mathrm{variance}`: 1 where a row is off as a whole, the number of columns where each
+element is by itself. Rows that differ otherwise make the estimate smaller, and the limit wider. With F the distribution
+function of the root, the largest of n rows exceeds c times the largest of m others with probability
+
+.. math:: \int m F'(x) F(x)^{m-1} (1 - F(c x)^n) \, dx ,
+
+and the limit is that c at which it is `FALSE_ALARM`; at least `LEAST_FACTOR`, for real kernels' errors are not random.
+Of elements :math:`\nu` is 1. The component has mean zero, and is a weighted mean of one per row, whose variances add
+up; its limit is Student's for that many rows, and one rounding more: a constant that a kernel rounds is a scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import msgspec
+import torch
+
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.measure import Measure
+from consistency.numerics.real import Real
+from consistency.numerics.rules import FALSE_ALARM, LEAST_FACTOR
+from consistency.numerics.words import Word
+
+_PRIOR = 4
+_TINY = 1e-80
+"""Added to each variance: an error where no pass has one, in an element that is zero, is beyond any limit."""
+
+_KEPT = 1 << 21
+"""Errors of all passes that are kept instead of being computed three times."""
+
+_AT_ONCE = 1 << 16
+"""Elements that are measured at once: what a core's cache holds of some arrays of float64."""
+
+_ROWS_OF_COLUMNS = 64
+"""Of all passes together; of fewer, columns too are those of the other passes."""
+
+_FREEDOMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_MOST = 1 << 14
+"""Rows from which on the factor hardly depends on their number."""
+
+
+class ErrorLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest figures of a healthy device.
+
+    Attributes
+    ----------
+    row, element, scale : float
+    drawn : int
+        Rows of all passes together.
+    freedom : int
+        Degrees of freedom of a row.
+    largest : float
+        The largest error in the passes, in the tensor's own unit.
+    """
+
+    row: Real
+    element: Real
+    scale: Real
+    drawn: int
+    freedom: int
+    largest: Real
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFigures:
+    """The figures of an error over their limits."""
+
+    row: float
+    element: float
+    scale: float
+
+    @property
+    def ratio(self) -> float:
+        """The largest of all; NaN where one is."""
+        found = (self.row, self.element, self.scale)
+        return math.nan if any(map(math.isnan, found)) else max(found)
+
+    def stated(self, found: Measure) -> Measure:
+        """Return a measure whose ratio is the largest figure, and whose tolerance is the error it shows over that."""
+        error = float(found.max_abs)
+        if found.allowed is not None and found.ratio is not None:
+            error = float(found.ratio) * float(found.allowed)
+        is_known = 0 < self.ratio < math.inf and math.isfinite(error)
+        return msgspec.structs.replace(
+            found, ratio=Real(self.ratio), allowed=Real(error / self.ratio) if is_known else None
+        )
+
+    def evidence(self) -> dict[str, float]:
+        """Return each figure over its limit."""
+        return {"row_ratio": self.row, "element_ratio": self.element, "scale_ratio": self.scale}
+
+    @property
+    def word(self) -> Word | None:
+        """What the figures alone tell: a scale that is wrong where no element is."""
+        return Word.WRONG_SCALE if self.scale > 1 >= max(self.row, self.element) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """The variance of the error that rounding makes in a tensor, and the limits of what it may be.
+
+    Attributes
+    ----------
+    rows, columns : torch.Tensor
+        `(rows, 1)` and `(1, columns)`, float64: the variance of an element is the product. Columns are the last
+        dimension of the tensor.
+    limits : ErrorLimits
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    limits: ErrorLimits
+
+    @classmethod
+    def of(cls, drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
+        """Measure passes with noise, two at least, against the exact tensor (float64, of the same shape)."""
+        if len(drawn) < 2:
+            raise ValueError(f"two passes with noise at least show a spread, got {len(drawn)}")
+        passes = _Passes([_matrix(one) for one in drawn], _matrix(exact), UNIT_ROUNDOFF[drawn[0].dtype])
+        rows, columns = passes.factors(range(len(drawn)))
+        return cls(rows=rows, columns=columns, limits=passes.limits(rows, columns))
+
+    def figures(self, actual: torch.Tensor, exact: torch.Tensor) -> ErrorFigures:
+        """Return how an error stands to its limits; where exact values are not finite, equal ones are right."""
+        own, truth, unit = _matrix(actual), _matrix(exact), UNIT_ROUNDOFF[actual.dtype]
+        row = element = along = weight = 0.0
+        for part in _parts(truth):
+            x = truth[part]
+            error = _error(own[part], x)
+            weights = 1 / _variance(self.rows[part], self.columns, x, unit)
+            square, scaled = error.square(), x.nan_to_num(0.0, 0.0, 0.0) * weights
+            row = _larger(row, (square * weights).mean(1))
+            element = _larger(element, square * weights)
+            along += float(torch.linalg.vecdot(error, scaled).sum())
+            weight += float(torch.linalg.vecdot(x.nan_to_num(0.0, 0.0, 0.0), scaled).sum())
+        limits = self.limits
+        return ErrorFigures(
+            row=_over(math.sqrt(row), float(limits.row)),
+            element=_over(math.sqrt(element), float(limits.element)),
+            scale=_over(abs(along) / max(weight, 1e-300), float(limits.scale)),
+        )
+
+    def allowed(self, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the error that each element may have by itself, float64."""
+        found = _variance(self.rows, self.columns, _matrix(exact), UNIT_ROUNDOFF[dtype]).sqrt_()
+        return found.mul_(float(self.limits.element)).reshape(exact.shape)
+
+
+class _Passes:
+    """Passes with noise of a matrix, taken in parts of rows: a tensor of the size of logits is slow as a whole."""
+
+    def __init__(self, drawn: Sequence[torch.Tensor], exact: torch.Tensor, unit: float) -> None:
+        self._drawn = drawn
+        self._exact = exact
+        self._unit = unit
+        self._parts = _parts(exact)
+        is_small = len(drawn) * exact.numel() <= _KEPT
+        self._kept = [[_error(one[part], exact[part]) for one in drawn] for part in self._parts] if is_small else None
+        # a massive column would stand for its whole row, so rows are measured again in units of their columns
+        self._rows, self._freedom = self._mean_squares(None), 1.0
+        for _ in range(2):
+            columns = self.factors(range(len(drawn)))[1]
+            self._rows = self._mean_squares(columns)
+            self._freedom = _freedom_of_passes(self._rows)
+
+    def _mean_squares(self, columns: torch.Tensor | None) -> torch.Tensor:
+        """Return the mean square of each row of each pass, `(passes, rows)`."""
+        found = torch.empty(len(self._drawn), len(self._exact), dtype=torch.float64)
+        weights = torch.ones(self._exact.shape[1], dtype=torch.float64) if columns is None else 1 / columns[0]
+        for part, errors in self._errors():
+            for number, error in enumerate(errors):
+                found[number, part] = torch.mv(error.square(), weights)
+        return found / self._exact.shape[1]
+
+    def _errors(self) -> Iterator[tuple[slice, list[torch.Tensor]]]:
+        """Yield the errors of all passes, part by part."""
+        for number, part in enumerate(self._parts):
+            if self._kept is not None:
+                yield part, self._kept[number]
+            else:
+                yield part, [_error(one[part], self._exact[part]) for one in self._drawn]
+
+    def factors(self, numbers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the variance of each row, and what each column is of that, by some of the passes."""
+        rows = self._of_rows(numbers)
+        columns = torch.zeros(1, self._exact.shape[1], dtype=torch.float64)
+        for part, errors in self._errors():
+            scale = rows[part].clamp_min(_TINY).rsqrt()
+            for number in numbers:
+                columns += (errors[number] * scale).square_().sum(0, keepdim=True)
+        weight = len(numbers) * len(rows)
+        columns = (columns + _PRIOR * _median(columns / weight)) / (weight + _PRIOR)
+        mean = columns.mean()
+        return rows, columns / mean if mean > 0 else torch.ones_like(columns)
+
+    def _of_rows(self, numbers: Sequence[int]) -> torch.Tensor:
+        prior, rows = _PRIOR / self._freedom, self._rows[list(numbers)].sum(0)[:, None]
+        return (rows + prior * _median(rows) / len(numbers)) / (len(numbers) + prior)
+
+    def limits(self, rows: torch.Tensor, columns: torch.Tensor) -> ErrorLimits:
+        """Return the limits, each pass measured by the others."""
+        count, passes = len(self._exact), len(self._drawn)
+        others = [[number for number in range(passes) if number != own] for own in range(passes)]
+        if count * passes < _ROWS_OF_COLUMNS:
+            by = [self.factors(numbers) for numbers in others]
+        else:  # one pass in many rows hardly moves a column
+            by = [(self._of_rows(numbers), columns) for numbers in others]
+        of_rows, elements, largest = torch.zeros(passes, count, dtype=torch.float64), 0.0, 0.0
+        weighted, weights = torch.zeros_like(of_rows), torch.zeros(count, dtype=torch.float64)
+        for part, errors in self._errors():
+            x = self._exact[part]
+            finite = x.nan_to_num(0.0, 0.0, 0.0)
+            stored = (self._unit * finite).square_().div_(3).add_(_TINY)
+            scaled = finite / torch.addcmul(stored, rows[part], columns)
+            weights[part] = torch.linalg.vecdot(finite, scaled)
+            for number, error in enumerate(errors):
+                square = error.square().div_(torch.addcmul(stored, by[number][0][part], by[number][1]))
+                of_rows[number, part] = square.mean(1)
+                elements = _larger(elements, square)
+                largest = _larger(largest, error.abs())
+                weighted[number, part] = torch.linalg.vecdot(error, scaled)
+        found = of_rows.flatten()
+        freedom = _freedom(found)
+        per_row = min(self._exact.shape[1], freedom)
+        return ErrorLimits(
+            row=Real(error_factor(count, count * passes, freedom) * math.sqrt(_larger(0.0, found))),
+            element=Real(error_factor(count * per_row, count * passes * per_row, 1) * math.sqrt(elements)),
+            scale=Real(_scale_limit(weighted, weights) + self._unit),
+            drawn=count * passes,
+            freedom=freedom,
+            largest=Real(largest),
+        )
+
+
+def error_factor(samples: int, drawn: int, freedom: int, *, chance: float = FALSE_ALARM) -> float:
+    """Return by how much the largest of n rows may exceed the largest of m others: see above; `LEAST_FACTOR` at least.
+
+    Parameters
+    ----------
+    samples, drawn : int
+        n and m.
+    freedom : int
+        Degrees of freedom of each.
+    chance : float, optional
+        With which the largest of n exceeds it.
+    """
+    counts = [_rounded_down(min(max(1, count), _MOST)) for count in (samples, drawn)]
+    return _error_factor(*counts, max(one for one in _FREEDOMS if one <= max(1, freedom)), chance)
+
+
+def _rounded_down(count: int) -> int:
+    step = 1 << max(0, count.bit_length() - 3)
+    return count // step * step
+
+
+@functools.cache
+def _error_factor(n: int, m: int, freedom: int, chance: float) -> float:
+    half = torch.tensor(freedom / 2, dtype=torch.float64)
+    step = 0.05
+    log = torch.arange(math.log(1e-12), math.log(20 * math.sqrt(freedom)), step, dtype=torch.float64)
+    x = log.exp()
+    below = torch.special.gammainc(half, x.square() / 2)
+    density = ((freedom / 2) * (x.square() / 2).log() - x.square() / 2 - torch.lgamma(half)).exp() * 2  # by log x
+    weights = step * m * density * below.pow(m - 1)
+
+    def exceeds(c: float) -> float:
+        above = torch.special.gammaincc(half, (c * x).square() / 2).clamp(max=1 - 2**-53)
+        return float(-(weights * torch.expm1(n * torch.log1p(-above))).sum())
+
+    if exceeds(LEAST_FACTOR) <= chance:
+        return LEAST_FACTOR
+    low, high = math.log(LEAST_FACTOR), math.log(1e10)
+    for _ in range(22):
+        middle = (low + high) / 2
+        low, high = (middle, high) if exceeds(math.exp(middle)) > chance else (low, middle)
+    return math.exp(high)
+
+
+def student(freedom: float) -> float:
+    """Return the two-sided limit of Student's distribution at `FALSE_ALARM`.
+
+    Approximated after Peizer and Pratt (JASA 63, 1968), from below by 2 % at most for 3 degrees of freedom and more.
+    """
+    z = NormalDist().inv_cdf(1 - FALSE_ALARM / 2)
+    n = max(1.0, freedom)
+    return math.sqrt(n * math.expm1(min(600.0, z * z * (n - 5 / 6) / (n - 2 / 3 + 0.1 / n) ** 2)))
+
+
+def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor) -> float:
+    """Return the largest component along the exact values, from those of each row of each pass, times its weight."""
+    whole = float(weights.sum())
+    if not whole > 0 or not math.isfinite(whole):
+        return math.inf
+    of_rows = weighted.square().mean(0)  # variance of each row's, times the square of its weight
+    rows = float(of_rows.sum().square() / of_rows.square().sum().clamp_min(1e-300))
+    of_passes = float(weighted.sum(1).square().mean())
+    deviation = math.sqrt(max(float(of_rows.sum()), of_passes)) / whole
+    return student(rows * len(weighted)) * deviation
+
+
+def _freedom_of_passes(squares: torch.Tensor) -> float:
+    """Return the degrees of freedom of one row of one pass, by the squared error of each: `(passes, rows)`."""
+    count, whole = len(squares), squares.sum(0)
+    shares = (squares / whole)[:, whole > 0]
+    if not shares.numel():
+        return 1.0
+    spread = float((shares - 1 / count).square().sum(0).mean())
+    return max(1.0, 2 / count * ((1 - 1 / count) / max(spread, 1e-9) - 1))
+
+
+def _freedom(squares: torch.Tensor) -> int:
+    """Return the degrees of freedom of rows, by the variance of their mean squares."""
+    if len(squares) < 2 or not bool(squares.any()):
+        return 1
+    return int(
+        max(1.0, min(float(_FREEDOMS[-1]), float(2 * squares.mean().square() / squares.var().clamp_min(1e-300))))
+    )
+
+
+def _median(values: torch.Tensor) -> float:
+    """Return the median of what is not zero: rows that are masked have no error."""
+    some = values[values > 0]
+    return float(some.median()) if len(some) else 0.0
+
+
+def _variance(rows: torch.Tensor, columns: torch.Tensor, exact: torch.Tensor, unit: float) -> torch.Tensor:
+    return torch.addcmul((unit * exact).square_().nan_to_num_(0.0, 0.0, 0.0).div_(3).add_(_TINY), rows, columns)
+
+
+def _error(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return the error in float64: none where both are the same NaN or infinity, NaN where one alone is."""
+    wide = actual.to(torch.float64)
+    error = wide - exact
+    if math.isfinite(float(error.sum())):  # a third of the time of looking at each
+        return error
+    return torch.where((wide == exact) | (wide.isnan() & exact.isnan()), 0.0, error)
+
+
+def _parts(matrix: torch.Tensor) -> list[slice]:
+    """Return slices of rows."""
+    step = max(1, _AT_ONCE // max(1, matrix.shape[1]))
+    return [slice(start, start + step) for start in range(0, len(matrix), step)]
+
+
+def _larger(figure: float, values: torch.Tensor) -> float:
+    """Return the largest of all; NaN where one is."""
+    other = float(values.max()) if values.numel() else 0.0
+    return math.nan if math.isnan(other) or math.isnan(figure) else max(figure, other)
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+
+
+def _over(figure: float, limit: float) -> float:
+    return 0.0 if figure == 0 else figure / limit if limit else math.inf

@@ -1,0 +1,149 @@
+"""What rounding makes in each element: the derivation of its limits, and what they let through."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from consistency.numerics import error_spread, rules
+from consistency.numerics.error_spread import Spread, error_factor, student
+from consistency.numerics.words import Word
+
+ROWS, COLUMNS = 48, 96
+
+
+@pytest.mark.parametrize(("samples", "drawn"), [(1, 3), (8, 8), (8, 32), (128, 256)])
+def test_a_row_that_is_off_as_a_whole_has_the_factor_of_single_errors(samples: int, drawn: int) -> None:
+    assert error_factor(samples, drawn, 1) == pytest.approx(rules.error_factor(samples, drawn), rel=1e-3)
+
+
+@pytest.mark.parametrize(("samples", "drawn", "freedom"), [(4, 4, 1), (8, 8, 2), (4, 12, 4)])
+def test_the_factor_is_exceeded_as_often_as_it_says(
+    samples: int, drawn: int, freedom: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(error_spread, "LEAST_FACTOR", 1.0)
+    error_spread._error_factor.cache_clear()
+    factor = error_factor(samples, drawn, freedom, chance=0.02)
+    error_spread._error_factor.cache_clear()
+    figures = np.sqrt(np.random.default_rng(0).chisquare(freedom, (100_000, samples + drawn)))
+    exceeded = figures[:, :samples].max(1) > factor * figures[:, samples:].max(1)
+    assert exceeded.mean() == pytest.approx(0.02, rel=0.08)
+
+
+@pytest.mark.parametrize("freedom", [5, 20, 200])
+def test_students_limit_is_that_of_its_distribution(freedom: int) -> None:
+    limit, x = student(freedom), np.linspace(0, 400, 4_000_001)
+    log = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
+    density = np.exp(log - (freedom + 1) / 2 * np.log1p(x * x / freedom))
+    beyond = 2 * float(np.sum(density[x > limit]) * (x[1] - x[0]))
+    assert rules.FALSE_ALARM / 8 < beyond < rules.FALSE_ALARM * 1.5
+
+
+def made(seed: int, passes: int = 3, *, together: float = 0.0) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Return exact values with a massive row and column, passes with noise, and a healthy device, float32.
+
+    A share of each row's error is a common factor of the row.
+    """
+    generator = np.random.default_rng(seed)
+    rows = np.exp(generator.normal(0, 1, (ROWS, 1)))
+    columns = np.exp(generator.normal(0, 1, (1, COLUMNS)))
+    rows[0], columns[0, 3] = 1000.0, 200.0
+    exact = generator.normal(0, 1, (ROWS, COLUMNS)) * rows * columns
+
+    def one() -> torch.Tensor:
+        own = generator.normal(0, 1, exact.shape) * rows * columns
+        common = generator.normal(0, 1, (ROWS, 1)) * exact
+        return torch.from_numpy(exact + 1e-4 * ((1 - together) * own + together * common)).float()
+
+    return torch.from_numpy(exact), [one() for _ in range(passes)], one()
+
+
+@pytest.mark.parametrize("together", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("passes", [3, 8])
+def test_a_healthy_device_is_within(passes: int, together: float) -> None:
+    for seed in range(20):
+        exact, drawn, device = made(seed, passes, together=together)
+        figures = Spread.of(drawn, exact).figures(device, exact)
+        assert figures.ratio < 0.9
+        assert figures.word is None
+
+
+def test_the_freedom_of_a_row_is_what_its_errors_share() -> None:
+    alone, together = (Spread.of(made(1, together=share)[1], made(1, together=share)[0]) for share in (0.0, 1.0))
+    assert alone.limits.freedom > 8 > 3 > together.limits.freedom
+    assert alone.limits.row < together.limits.row
+
+
+@pytest.mark.parametrize(
+    ("kind", "smallest"), [("row", 5.0), ("element", 20.0), ("scale", 5e-5), ("massive element", 40.0)]
+)
+def test_each_figure_sees_its_fault(kind: str, smallest: float) -> None:
+    """In units of what rounding makes there, and of the values for a scale."""
+    exact, drawn, device = made(7)
+    device, sizes = device.double(), torch.stack([(one - exact).abs() for one in drawn]).mean(0)
+    if kind == "row":
+        device[5] += smallest * sizes.mean(0) * sizes[5].mean() / sizes.mean()
+    elif kind == "scale":
+        device *= 1 + smallest
+    else:
+        row, column = (0, 3) if kind.startswith("massive") else (9, 40)
+        device[row, column] += smallest * sizes[row].mean() * sizes[:, column].mean() / sizes.mean()
+    figures = Spread.of(drawn, exact).figures(device.float(), exact)
+    assert getattr(figures, kind.rpartition(" ")[2]) > 1
+    if kind == "scale":
+        assert figures.word == Word.WRONG_SCALE
+
+
+def test_what_is_allowed_is_the_limit_of_each_element() -> None:
+    exact, drawn, device = made(2)
+    spread = Spread.of(drawn, exact)
+    ratio = ((device.double() - exact).abs() / spread.allowed(exact, torch.float32)).max()
+    assert float(ratio) == pytest.approx(spread.figures(device, exact).element, rel=1e-6)
+
+
+def test_a_large_tensor_in_parts_has_the_same_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact, drawn, device = made(3)
+    whole = Spread.of(drawn, exact)
+    monkeypatch.setattr(error_spread, "_AT_ONCE", 5 * COLUMNS)
+    monkeypatch.setattr(error_spread, "_KEPT", 0)
+    parts = Spread.of(drawn, exact)
+    assert parts.limits.row == pytest.approx(whole.limits.row)
+    assert parts.figures(device, exact).ratio == pytest.approx(whole.figures(device, exact).ratio)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_same_nan_or_infinity_is_no_error_and_one_alone_is(value: float) -> None:
+    exact, drawn, device = made(4)
+    exact[2, 5] = value
+    for one in (*drawn, device):
+        one[2, 5] = value
+    spread = Spread.of(drawn, exact)
+    assert spread.figures(device, exact).ratio < 1
+    device[3, 6] = value
+    assert not spread.figures(device, exact).ratio <= 1
+
+
+def test_what_is_zero_in_every_pass_is_zero_on_a_device() -> None:
+    exact, drawn, device = made(5)
+    for one in (exact, *drawn, device):
+        one[10:20] = 0  # tokens that a mask leaves out
+    spread = Spread.of(drawn, exact)
+    assert spread.figures(device, exact).ratio < 1
+    device[12, 4] = 1e-2
+    assert spread.figures(device, exact).ratio > 1
+
+
+def test_values_that_no_pass_rounds_are_right_to_one_rounding() -> None:
+    exact = torch.from_numpy(np.random.default_rng(6).normal(0, 1, (8, 16)))
+    stored = exact.to(torch.bfloat16)
+    spread = Spread.of([stored, stored, stored], exact)
+    assert spread.figures(stored, exact).ratio < 1
+    assert spread.figures((exact * 1.05).to(torch.bfloat16), exact).ratio > 1
+
+
+def test_one_pass_shows_no_spread() -> None:
+    with pytest.raises(ValueError, match="two passes"):
+        Spread.of([torch.zeros(2, 2)], torch.zeros(2, 2, dtype=torch.float64))
