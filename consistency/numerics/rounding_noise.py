@@ -21,6 +21,10 @@ one rounding; of a library function four times that, for errors of up to an ULP.
 compare values round nothing. What torch has as one operation and a device computes in steps (norms, softmax) is taken
 apart by torch's own decompositions.
 
+**Norms in a half type** compute in float32 and store once on the CPU and CUDA. Torch's own code for a device without
+such a kernel (`math_native_layer_norm`) stores what is normalized, its product with the weight, and the sum with the
+bias: three roundings. Every other seed does so.
+
 **In a half type** products are exact in float32 and a store decides the error, which all devices make alike: 1.00 to
 1.01 times the CPU's on emulated tensor cores of three generations. So the CPU's own rounding is enough, and what a pass
 needs is other errors than the last one: a result is moved to a neighbour with a probability of 1/128, and all that
@@ -69,6 +73,11 @@ _IN_STEPS = frozenset({
     *([_aten._fused_rms_norm_backward.default] if hasattr(_aten, "_fused_rms_norm_backward") else []),
 })  # fmt: skip
 """What torch computes at once, and other libraries in steps that round."""
+
+_SCALED_NORMS = {_aten.native_layer_norm.default: (2, 3), _aten.native_group_norm.default: (1, 2)}
+"""Norms, and the places of their weight and bias."""
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
 
 _EXACT = frozenset({
     "alias", "clone", "contiguous", "detach", "lift", "lift_fresh", "set", "resize", "cat", "stack", "repeat",
@@ -239,6 +248,19 @@ class _Pools:
 _kept = functools.cache(_Pools)
 
 
+def _stored_between(steps: Any, args: tuple[Any, ...], weight: int, bias: int) -> Any:
+    """Compute a norm, and store what is normalized before it is scaled, and that before the bias is added."""
+    bare = tuple(None if place in (weight, bias) else value for place, value in enumerate(args))
+    found, *others = steps(*bare)
+    # along the last dimensions of a layer, along the channels of groups
+    shape = args[1] if weight == 2 else (1, -1, *[1] * (args[0].dim() - 2))
+    if args[weight] is not None:
+        found = found * args[weight].reshape(shape)
+    if args[bias] is not None:
+        found = found + args[bias].reshape(shape)
+    return (found, *others)
+
+
 class RoundingNoise(TorchDispatchMode):
     """Add rounding errors to every floating-point result on the CPU while the mode is active.
 
@@ -256,6 +278,7 @@ class RoundingNoise(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
         self._pools = (_kept if seed < _KEPT_SEEDS else _Pools)(seed)
         self._operations = 0
+        self._stores_steps = seed % 2 == 1
 
     def __enter__(self) -> RoundingNoise:
         RoundingNoise._active.append(self)
@@ -297,6 +320,8 @@ class RoundingNoise(TorchDispatchMode):
         if kind is _Kind.IN_STEPS:
             with self:
                 steps = decomposition_table.get(func, func.decompose)
+                if self._stores_steps and func in _SCALED_NORMS and args[0].dtype in _HALF:
+                    return _stored_between(steps, args, *_SCALED_NORMS[func])
                 return steps(*args, **kwargs)
         if kind is _Kind.CAST:
             return self._cast(operation, args, kwargs)
