@@ -90,7 +90,7 @@ def test_bfloat16_and_other_models(cli: Cli, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_token_is_judged_by_more_passes(cli_here: Cli, tmp_path: Path) -> None:
-    """One row has one independent error, of which a single pass would say nothing; the embeddings are exact bits."""
+    """One row has one independent error, of which a single pass would say nothing; embeddings are exact bits."""
     inputs = {"input_ids": np.array([[5]]), "attention_mask": np.array([[1]])}
     save_file(inputs, tmp_path / "one.safetensors")
     done = cli_here(
@@ -99,8 +99,9 @@ def test_one_token_is_judged_by_more_passes(cli_here: Cli, tmp_path: Path) -> No
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = read(tmp_path / "out")["outcomes"]
-    statuses = {(one["layer"] == "hidden_states.0", one["status"]) for one in found}
-    assert statuses == {(True, "equal"), (False, "within")}
+    assert {one["status"] for one in found if ".input.hidden_states" in one["tensor"]} == {"equal"}
+    assert {one["status"] for one in found if one["ratio"]} == {"within"}
+    assert {one["status"] for one in found} == {"equal", "within"}
 
 
 @pytest.mark.slow
@@ -124,7 +125,9 @@ def test_a_nan_in_the_adapter_is_no_agreement(cli: Cli, tmp_path: Path) -> None:
     assert finding["kind"] == "nothing-compared"
     judged = [row for row in rows(report, "forward") if row["status"] in ("equal", "within")]
     # the file's NaN reaches what comes after its layer, with the adapter alone
-    assert {t["tensor"] for t in judged if t["layer"] == "logits"} == {"adapter_off"}
+    assert {t["tensor"] for t in judged if t["layer"] == "logits"} == {
+        "adapter_off", "adapter_off.end_to_end",
+    }  # fmt: skip
 
 
 def flip_bit(file: Path, tensor: str, element: int, bit: int) -> tuple[str, list[int]]:
@@ -225,7 +228,8 @@ def test_pytest_says_the_same(pytester: pytest.Pytester, finished_run: FinishedR
         (f"consistency.llama.{tensor['stage']}", f"{tensor['layer']}.{tensor['tensor']}[{worker}]")
         for tensor in report["outcomes"]
         if tensor["stage"] in ("base", "adapter", "merged", "forward") and "+" not in tensor["load_path"]
-        if not tensor["layer"].endswith("rotary_emb")  # a buffer is in no header: it is part of everything else
+        # a buffer is in no header, nor is what enters a block: they are part of everything else
+        if not tensor["layer"].endswith("rotary_emb") and ".input." not in tensor["tensor"]
         for worker in workers
     }
     assert expected <= seen

@@ -33,10 +33,13 @@ PLACEMENT, MERGE_PEAK, SAFE_MERGE_PEAK = "placement", "merge_peak", "safe_merge_
 """Facts of the stage `memory`, per adapted layer; its other layers are devices."""
 
 ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_merged"
-"""Modes of the stage `forward`, per activation."""
+"""Modes of the stage `forward`, per module and output."""
 
-SEQUENCES = "sequences"
-"""Key in the evidence of a row of that stage which was compared on some of the sequences: how many of how many."""
+END_TO_END = "end_to_end"
+"""Suffix of an output in that stage which the device computed on its own activations: shown, not judged."""
+
+BY_BLOCKS = "by_blocks"
+"""Key in the evidence of such an output: false where the blocks of a large model were not compared in its mode."""
 
 BATCHES = "batch_invariance"
 """Layer name in the stage `forward` of an inference engine's outputs of one row in batches of several sizes."""

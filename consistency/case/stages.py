@@ -167,7 +167,7 @@ SPECS: dict[Stage, StageSpec] = {
             items=f"{_ITEMS}:merged_items", needs_adapter=True,
         ),
         StageSpec(
-            stage=Stage.FORWARD, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.forward:run",
+            stage=Stage.FORWARD, kind=Kind.COMPUTES, rule=Rule.BLOCK, worker=f"{_STAGES}.forward:run",
             short="fwd",
             again=f"{_SOAK}.computed:forward",
             items=f"{_ITEMS}:forward_items", levels=_FROM_STANDARD, feeds_inputs=True, option="engine_outputs",
@@ -294,9 +294,8 @@ class LevelPlan:
     sides : tuple of str
         The load paths that it checks besides each default one.
     float64_merges : int
-        Elements of all matrices of the largest model that is merged in float64.
-    sequences_off : int
-        Sequences that larger models run without their adapter.
+        Elements of all matrices of the largest model that is merged in float64, and whose blocks are compared with the
+        adapter off and merged too.
     """
 
     stages: tuple[Stage, ...]
@@ -307,7 +306,6 @@ class LevelPlan:
     tokens: int
     repeat: int
     float64_merges: int
-    sequences_off: int
     not_checked: tuple[str, ...]
 
 
@@ -324,24 +322,23 @@ LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
         stages=stages_of(lambda spec: Level.QUICK in spec.levels),
         safe_merge=False, reload=False, sides=(), sequences=1, tokens=16, repeat=1,
-        float64_merges=0, sequences_off=1,
+        float64_merges=0,
         not_checked=(
             LARGE_COPIES, "most operators", "large operators", "safe_merge", "the adapter loaded again over NaN",
             "a second run on the same device",
         ),
     ),
     # `reload` takes some tenths of a second; with the default load path, these sides separate copy path, device and
-    # dtype; a classifier answers once per sequence, and few answers allow a wide factor: `error_factor`. Without its
-    # adapter a large model multiplies the same weights by the same kernels, which takes a tenth of the time in float64
+    # dtype; a classifier answers once per sequence, and few answers allow a wide factor: `error_factor`
     Level.STANDARD: LevelPlan(
         stages=stages_of(lambda spec: Level.STANDARD in spec.levels),
         safe_merge=True, reload=True, sides=("cpu", "low-memory"), sequences=8, tokens=16, repeat=1,
-        float64_merges=_IN_SECONDS, sequences_off=4,
+        float64_merges=_IN_SECONDS,
         not_checked=(LARGE_COPIES, "large operators", "a second run on the same device"),
     ),
     Level.THOROUGH: LevelPlan(
         stages=stages_of(lambda spec: Level.THOROUGH in spec.levels),
         safe_merge=True, reload=True, sides=SIDES, sequences=16, tokens=64, repeat=2,
-        float64_merges=_ANY_SIZE, sequences_off=16, not_checked=(),
+        float64_merges=_ANY_SIZE, not_checked=(),
     ),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from consistency.capture.folder import Capture, capture_name
-from consistency.capture.names import ADAPTER_OFF, SEQUENCES
+from consistency.capture.names import BY_BLOCKS, END_TO_END
 from consistency.capture.records import WorkerFacts
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
@@ -130,11 +130,11 @@ def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:
 
 
 def _not_run(tensors: Sequence[TensorComparison]) -> Iterable[str]:
-    """Name the sequences that a large model did not run without its adapter."""
-    rows = (row for t in tensors if t.stage == Stage.FORWARD and t.tensor == ADAPTER_OFF for row in t.outcomes)
-    found = next((row.evidence[SEQUENCES] for row in rows if SEQUENCES in row.evidence), None)
-    if found is not None:
-        yield f"the model without its adapter on more than {found} sequences"
+    """Name the modes in which the blocks of a large model were not compared."""
+    ends = (t for t in tensors if t.stage == Stage.FORWARD and t.tensor.endswith(END_TO_END))
+    left = {t.tensor.partition(".")[0]: None for t in ends for row in t.outcomes if BY_BLOCKS in row.evidence}
+    if left:
+        yield f"the model's blocks with {' and '.join(left)}"
 
 
 def _not_soaked(workers: Sequence[ComparedWorker]) -> Iterable[str]:

@@ -17,7 +17,7 @@ from consistency.comparison.stored_tensors import StoredDifference, compare_stor
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from consistency.numerics.rules import LEAST_FACTOR, UNIT_ROUNDOFF, RoundingError, Rule, judge_relative, passes
+from consistency.numerics.rules import LEAST_FACTOR, UNIT_ROUNDOFF, RoundingError, Rule, judge_relative, passes, ratio
 from consistency.numerics.words import Word
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
@@ -46,6 +46,8 @@ def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Outco
             return _moved(subject, reference, record, expected)
         case Rule.RELATIVE:
             return _relative(subject, reference, record, expected)
+        case Rule.BLOCK:
+            return _block(subject, reference, record, expected)
         case Rule.BOUND | Rule.USER:
             if record.measure is not None and _is_unknown(record.measure):
                 return _skipped(subject, record, NOT_FINITE)
@@ -210,6 +212,32 @@ def _relative(
 def _is_unknown(found: Measure) -> bool:
     """Return whether a tensor has no exact value that is a number, and its own are the same NaN and infinities."""
     return found.elements == found.not_finite > 0 and float(found.max_abs) == 0
+
+
+def _block(
+    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+) -> Outcome:
+    """Return what a worker judged by rounding errors, as it or another worker of its capture measured them.
+
+    Where they are more than twice those that the reference worker measured, they are no yardstick: passes with noise on
+    a CPU whose kernels are wrong would excuse these. The ratio is as much larger then.
+    """
+    found, own = record.measure, record.rounding
+    if found is not None and _is_unknown(found):
+        return _skipped(subject, record, NOT_FINITE)
+    known = None if expected is None or expected.dtype != record.dtype else expected.rounding
+    if not (subject.is_cpu and reference.is_cpu) or subject.products or reference.products:
+        known = None
+    status, word = _status(record), None
+    if found is not None and found.ratio is not None and own is not None and known is not None:
+        excess = ratio(float(own.largest), LEAST_FACTOR * float(known.largest))
+        if excess > 1 and passes(float(found.ratio)):
+            share = float(found.ratio) * excess
+            allowed = None if found.allowed is None else Real(found.allowed / excess)
+            found = msgspec.structs.replace(found, ratio=Real(share), allowed=allowed)
+            if not passes(share):
+                status, word = "outside", Word.DIFFERS
+    return _measured(subject, record, found, status=status, reference=FLOAT64, word=word)
 
 
 def _idle(dtype: str, rounding: RoundingError, magnitude: float) -> str:

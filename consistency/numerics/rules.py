@@ -6,6 +6,9 @@
   rounding in the same dtype makes, plus the final store. What rounding makes is measured in passes on the CPU with
   random rounding errors (`consistency.numerics.rounding_noise`), so that it depends neither on the CPU's library nor on
   its luck. The largest of a few errors varies by chance: see `error_factor`.
+* `block`: no closed form; each block of a model computes on the same inputs, and its error against float64 is judged
+  by rows, by elements and along the exact values, in units of what rounding makes in each element (see
+  `consistency.numerics.error_spread`). The worker measures the worst ratio.
 * `user`: the user's tolerance per element (see `consistency.case.tolerance`) instead of one of the two above.
 * `limit`: not a tensor but a fact about a device or a process, and its limit: unexpected bytes on a device, the peak
   memory of a merge, ids beyond a vocabulary. The worker that observes it judges it.
@@ -43,6 +46,7 @@ class Rule(enum.StrEnum):
     BITWISE = "bitwise"
     BOUND = "bound"
     RELATIVE = "relative"
+    BLOCK = "block"
     USER = "user"
     PEER = "peer"
     LIMIT = "limit"

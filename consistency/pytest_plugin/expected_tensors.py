@@ -45,7 +45,7 @@ def expected_places(config: Mapping[str, Any], keys: Iterable[str], weights: Ite
     modules = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
     return [
         (layer, tensor)
-        for layer in _in_model(modules, parts)
+        for layer in in_model(modules, parts)
         if _is_target(layer, config)
         for tensor in _both_sides(of_kind.get(_NUMBER.sub("*", layer), of_any))
     ]
@@ -64,7 +64,7 @@ def _both_sides(tensors: Sequence[str]) -> Iterable[str]:
     return dict.fromkeys([*tensors, *other])
 
 
-def _in_model(modules: Iterable[str], layers: Iterable[str]) -> Iterator[str]:
+def in_model(modules: Iterable[str], layers: Iterable[str]) -> Iterator[str]:
     """Yield the names of the base's modules in the model, whose files may have them under other leading components.
 
     The layers that the adapter's file has say which: `transformer.h.0.attn` is `h.0.attn` in files of GPT-2.

@@ -20,6 +20,7 @@ from consistency.capture.names import (
     ADAPTER_OFF,
     ADAPTER_ON,
     DELTA,
+    END_TO_END,
     LOADED_AGAIN,
     RANK_AND_SCALING,
     SAFE_WEIGHT,
@@ -36,10 +37,10 @@ from consistency.case.quantized import states_settings, weights_of
 from consistency.case.stages import SPECS, Stage
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.launch.plan import WorkerPlan
-from consistency.pytest_plugin.expected_tensors import expected_places
+from consistency.pytest_plugin.expected_tensors import expected_places, in_model
 
 EVERYTHING_ELSE = "everything_else"
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_BLOCK = re.compile(r"(?P<block>.*?\.\d+)(?:\.(?P<part>[^.]+))?")
 _WITH_LOGITS = re.compile(r"For(CausalLM|MaskedLM)$|LMHeadModel$")
 
 
@@ -152,15 +153,17 @@ def _adapter(case: Case) -> tuple[Mapping[str, Any], Mapping[str, TensorHeader]]
 
 
 def forward_items(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield layer and tensor of the stage `forward`."""
+    """Yield layer and tensor of the stage `forward`: blocks and what they hold, by the names of the base's weights."""
     if case.factory is not None:
         return
     config = read_json(Path(case.base) / "config.json")
-    layers = next((config[name] for name in _LAYERS if isinstance(config.get(name), int)), None)
-    if layers is None or config.get("is_encoder_decoder"):
-        return
-    activations = [f"hidden_states.{i}" for i in range(layers + 1)]
-    if any(_WITH_LOGITS.search(str(name)) for name in config.get("architectures") or ()):
-        activations.append("logits")
+    modules = {name.rpartition(".")[0]: None for name in weights_of(_base_tensors(case))}
+    held = (adapter_place(key)[0] for key in _adapter(case)[1] if is_method_tensor(key))
+    layers: dict[str, None] = {}
+    for module in in_model(modules, held):
+        if match := _BLOCK.match(module):
+            layers |= dict.fromkeys([match["block"], match[0]])
     modes = (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if case.adapter else (ADAPTER_OFF,)
-    yield from ((activation, mode) for activation in activations for mode in modes)
+    yield from ((layer, mode) for layer in layers for mode in modes)
+    if any(_WITH_LOGITS.search(str(name)) for name in config.get("architectures") or ()):
+        yield from (("logits", f"{mode}{ending}") for mode in modes for ending in ("", f".{END_TO_END}"))

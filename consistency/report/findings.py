@@ -22,7 +22,7 @@ COMMANDS = (_AGAIN, _SETTING)
 
 _COMMAND = "consistency "
 
-_MEASURED = frozenset({Rule.BOUND, Rule.RELATIVE, Rule.USER})
+_MEASURED = frozenset({Rule.BOUND, Rule.RELATIVE, Rule.BLOCK, Rule.USER})
 _REFERENCES = {"float64": "float64 on the CPU", "file": "the file"}
 
 _Hits = Sequence[tuple[TensorComparison, Outcome]]

@@ -254,7 +254,7 @@ class Recorder(RecordStore):
             rule = Rule.PEER
         elif tolerance is not None:
             rule = Rule.USER
-        if found is not None and rule == Rule.BOUND and not failed:
+        if found is not None and rule in (Rule.BOUND, Rule.BLOCK) and not failed:
             found = found.without_values()
         self.write(
             TensorRecord(

@@ -44,5 +44,6 @@ def test_the_yardstick_is_that_of_the_variant_s_products(as_deployed: RunOnDoubl
         assert {row.status for row in found} <= {"equal", "within", "skipped"}, name
         assert len(skipped) <= 1, "the answers of a classifier alone are too few"
         assert all("few samples" in str(row.reason) for row in skipped)
-    assert {row.evidence.get("products") for row in rows["npu:0@medium"]} == {"bfloat16"}
+    judged = [row for row in rows["npu:0@medium"] if row.ratio is not None]
+    assert {row.evidence.get("products") for row in judged} == {"bfloat16"}
     assert {row.evidence.get("products") for row in rows["npu:0"]} == {None}

@@ -43,7 +43,10 @@ def test_only_what_the_operation_can_reach_is_marked(warned: RunOnDouble) -> Non
         marked = {record.layer for record in of_operators if record.nondeterministic}
         assert marked == {"mean", "rms_norm"}  # torch composes the second of the first
         assert {record.layer for record in of_operators} > marked
-        others = {record.nondeterministic for record in worker.records if record.stage in ("forward", "gradient")}
+        others = {
+            record.nondeterministic for record in worker.records
+            if record.stage in ("forward", "gradient") and record.rule != "bitwise"
+        }  # fmt: skip
         assert others == {(OPERATION,)}
 
 

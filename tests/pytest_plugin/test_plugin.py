@@ -54,7 +54,7 @@ def test_items_are_made_from_headers(pytester: pytest.Pytester) -> None:
     assert f"consistency::llama::merged::{LAYER}.weight_safe_merge[cpu]" in found
     assert f"consistency::llama::base::{LAYER}.weight[cpu]" in found
     assert "consistency::llama::forward::logits.adapter_merged[cpu]" in found
-    assert "consistency::llama::forward::hidden_states.4.adapter_off[cpu]" in found
+    assert "consistency::llama::forward::model.layers.3.mlp.adapter_off[cpu]" in found
     assert "consistency::llama::base::everything_else[cpu]" in found
     assert found[-1] == "consistency::llama::run::agreement"
     assert len(found) == len(set(found)) > 200

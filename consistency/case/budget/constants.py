@@ -65,6 +65,12 @@ DRAWN_AT_EACH_STEP = 4
 NOISE_TRAININGS = 3
 """Of the stage `trajectory`: its steps, its passes with noise at each of them, and its trainings with noise."""
 
+RESULTS_OF_BLOCK = 5
+"""Of each block: its output, and those of its attention, MLP and two norms."""
+
+NOISY_PASSES = 3
+"""Passes with noise of each mode (`LEAST_PASSES` of `block_rule`)."""
+
 PER_TENSOR_S = 0.001
 """Of Python for one record: a digest, its comparison, a line of JSON."""
 

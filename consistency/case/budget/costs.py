@@ -29,8 +29,10 @@ from consistency.case.budget.constants import (
     MERGE_S,
     MIB,
     NOISE_TRAININGS,
+    NOISY_PASSES,
     PART_BYTES,
     PER_TENSOR_S,
+    RESULTS_OF_BLOCK,
     ROOM_BYTES,
     ROOM_SHARE,
     SCORE_BYTES,
@@ -121,48 +123,45 @@ def merged(s: Setting) -> Cost:
 
 
 def forward(s: Setting) -> Cost:
-    """Run the model with the adapter on, off and merged in its dtype; on and off in float64 too, and merged in it.
+    """Run the model with the adapter on, off and merged, from end to end and, where it is not large, block by block.
 
     A token costs two operations for each element of the matrices, and with each of the earlier positions of its
-    sequence 4 hidden in attention. All hidden states are kept until they are compared, in the model's dtype by mode, in
-    float64 by two modes. Of each router's choice, the scores and their float64 values are in a scratch file.
+    sequence 4 hidden in attention. Results of blocks are kept until they are compared, in the model's dtype of one mode
+    and of the passes with noise, in float64 of two. Of each router's choice, the scores and their float64 values are in
+    a scratch file.
     """
-    modes = (1 if s.case.adapter is None else 3 if s.shape.layers else 2) * s.case.repeat
-    wide = min(2, modes) if s.makes_reference else 0
+    modes = 1 if s.case.adapter is None else 3 if s.shape.layers else 2
+    compared = modes if s.shape.matrix_elements <= s.case.plan.float64_merges else 1
+    wide = min(2, compared) if s.makes_reference else 0
     rows = s.positions
     products = _products(s, rows, parts=1)
-    not_run = _products(s, rows - _positions_off(s), parts=0).flop
-    states = rows * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + (s.shape.vocabulary or 0))
-    in_float64 = wide * states * 8 + _float64_bytes(s, rows) if wide else 0
+    ends = rows * (s.shape.vocabulary or 0)
+    states = rows * (RESULTS_OF_BLOCK * s.shape.blocks + 1) * (s.shape.hidden or 0) + ends
+    in_float64 = wide * (states + ends) * 8 + _float64_bytes(s, rows) if wide else 0
+    noisy = NOISY_PASSES if s.makes_reference else 0
     merging = s.shape.largest_layer_elements * 2 * 4
     merges, of_one = _float64_merges(s), _products(s, s.tokens, parts=1)
     in_one = s.shape.largest_layer_elements * 3 * 8 if merges else 0
     native = states * s.shape.width + rows * _of_one_token(s) * s.shape.width
     scores = wide * rows * s.shape.blocks * s.shape.experts
+    passes = modes + compared * (s.case.repeat + noisy)
     return Cost(
-        host_bytes=modes * states * s.shape.width + in_float64 + max(0 if s.on_device else merging, in_one),
+        host_bytes=(1 + noisy) * states * s.shape.width + in_float64 + max(0 if s.on_device else merging, in_one),
         device_bytes=native + merging,
         scratch_bytes=scores * SCORE_BYTES,
         kept_bytes=wide * states * 8 + scores * (8 + INDEX_BYTES),
         work=Work(
-            fixed_s=LOAD_S + PER_TENSOR_S * modes * (s.shape.blocks + 2),
-            memory_s=modes * states * MEASURE_S
+            fixed_s=LOAD_S + PER_TENSOR_S * compared * RESULTS_OF_BLOCK * (s.shape.blocks + 2),
+            memory_s=compared * (s.case.repeat + noisy) * states * MEASURE_S
             + (MERGE_ALONE_S * s.shape.adapted_elements if modes > 1 else 0)
             + merges * MERGE_IN_FLOAT64_S * s.shape.adapted_elements,
-            native=Products(weights=modes * products.weights, flop=modes * products.flop - s.case.repeat * not_run),
+            native=Products(weights=passes * products.weights, flop=passes * products.flop),
             float64=Products(
-                weights=wide * products.weights + merges * of_one.weights,
-                flop=wide * products.flop - min(1, wide) * not_run + merges * of_one.flop,
+                weights=2 * wide * products.weights + merges * of_one.weights,
+                flop=2 * wide * products.flop + merges * of_one.flop,
             ),
         ),
     )
-
-
-def _positions_off(s: Setting) -> int:
-    """Return the positions that run without the adapter."""
-    made = s.case.makes_inputs and not s.case.engine_outputs
-    few = s.case.adapter is not None and made and s.shape.matrix_elements > s.case.plan.float64_merges
-    return min(s.sequences, s.case.plan.sequences_off) * s.tokens if few else s.positions
 
 
 def _float64_merges(s: Setting) -> int:

@@ -61,12 +61,13 @@ STAGES: Mapping[Stage, Explanation] = {
         example="merged · cuda:1 · values off by one constant factor in 28 of 28 weight tensors",
     ),
     Stage.FORWARD: Explanation(
-        summary="hidden states and logits, with the adapter on, off and merged",
-        meaning="Activations on a text, or on random inputs where the base has no tokenizer, each judged by the error "
-        "that rounding makes in it. Outputs of inference engines are judged here too.",
+        summary="every block of the model on equal inputs, and the logits, with the adapter on, off and merged",
+        meaning="A float64 pass on a text, or on random inputs where the base has no tokenizer, rounds what enters "
+        "each block; every device computes the block on that, so that the module that is outside is the wrong one. The "
+        "outputs from end to end are shown beside. Outputs of inference engines are judged here too.",
         cause="Level standard and above, or --engine-outputs.",
-        action="Look at the first layer that is outside: `consistency show DIR` names where workers diverge.",
-        example="forward · cuda:0 · errors that exceed tolerance in adapter_on of model.layers.13",
+        action="Look at the first module that is outside: `consistency show DIR` names where workers diverge.",
+        example="forward · cuda:0 · errors that exceed tolerance in adapter_on of model.layers.13.self_attn",
     ),
     Stage.GRADIENT: Explanation(
         summary="the gradients of what the adapter trains, and one step of AdamW",
@@ -144,8 +145,8 @@ STAGES: Mapping[Stage, Explanation] = {
     ),
     Stage.TENSOR_PARALLEL: Explanation(
         summary="the model split by transformers' tensor parallel plan, with the adapter, against one device",
-        meaning="Each rank holds its part of the files' bytes; the adapter's parts put together are the file. Hidden "
-        "states, logits and gradients are judged as those of one device are, by what rounding makes in them. Experts "
+        meaning="Each rank holds its part of the files' bytes; the adapter's parts put together are the file. "
+        "Blocks, logits and gradients are judged as those of one device are, by what rounding makes in them. Experts "
         "are split too where the model has a plan for them.",
         cause="--stages tensor-parallel, and as many devices of one type side by side as divide the attention heads.",
         action="The note says whether the difference from one device is healthy. Where a tensor is outside, compare "
@@ -183,14 +184,24 @@ RULES: Mapping[Rule, Explanation] = {
         summary="at most about twice the error that rounding makes in the same tensor",
         meaning="For results without a closed form: what rounding makes is measured in passes on the CPU with random "
         "rounding errors, and multiplied by a factor for luck, which is at least 2.",
-        cause="Activations, gradients, logits of engines.",
+        cause="Gradients, hidden states of a training, logits of engines.",
         action="A ratio above 1 has, in healthy devices, a chance of one in 10⁹. --tolerance replaces it.",
-        example="forward · adapter_on: outside, 14.2× tolerance",
+        example="gradient · lora_A.gradient: outside, 14.2× tolerance",
+    ),
+    Rule.BLOCK: Explanation(
+        summary="the error of a block on equal inputs, in units of what rounding makes in each element",
+        meaning="For what a forward pass computes: by rows, by elements, and along the exact values, which is a wrong "
+        "scale. What rounding makes, and how much it varies, is measured in passes on the CPU with random rounding "
+        "errors; the ratio is the largest of the three figures over its limit.",
+        cause="Stages forward and tensor-parallel.",
+        action="A ratio above 1 has, in healthy devices, a chance of one in 10⁹. The evidence has the ratio of each "
+        "figure. --tolerance replaces it.",
+        example="forward · model.layers.13.self_attn · adapter_on: outside, 14.2× tolerance",
     ),
     Rule.USER: Explanation(
         summary="a user's tolerance: |actual − exact| ≤ atol + rtol·|exact|",
-        meaning="Judges a computed tensor in place of `bound` or `relative` where its pattern matches. The last match "
-        "wins; the report lists what each judged.",
+        meaning="Judges a computed tensor in place of `bound`, `relative` or `block` where its pattern matches. The "
+        "last match wins; the report lists what each judged.",
         cause="--tolerance, [[tolerance]] or --consistency-tolerance.",
         action="Prefer the derived rule; give a tolerance where you know what is acceptable.",
         example='--tolerance "stage=merged,layer=*.q_proj,atol=1e-3,rtol=1e-2"',

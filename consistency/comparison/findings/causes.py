@@ -32,7 +32,7 @@ _MOST_SENTENCES = 3
 NO_COUNTERPART = frozenset({Word.MISSING, Word.UNEXPECTED})
 """Words of tensors that nothing was stored of."""
 
-_COMPUTED = (Rule.BOUND, Rule.RELATIVE, Rule.USER)
+_COMPUTED = (Rule.BOUND, Rule.RELATIVE, Rule.BLOCK, Rule.USER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, DELTA, RANK_AND_SCALING, SETTINGS_LAYER
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, DELTA, END_TO_END, RANK_AND_SCALING, SETTINGS_LAYER
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
@@ -65,8 +65,8 @@ def _outputs(table: Mapping[Key, TensorRecord]) -> tuple[bool, int] | None:
     pairs = [
         (record, off)
         for (stage, layer, tensor), record in table.items()
-        if tensor == ADAPTER_ON and record.digest is not None
-        if (off := table.get((stage, layer, ADAPTER_OFF))) is not None and off.digest is not None
+        if tensor == f"{ADAPTER_ON}.{END_TO_END}" and record.digest is not None
+        if (off := table.get((stage, layer, f"{ADAPTER_OFF}.{END_TO_END}"))) is not None and off.digest is not None
     ]
     finite = all(on.measure is None or math.isfinite(float(on.measure.max_abs)) for on, _ in pairs)
     if not pairs or not finite:

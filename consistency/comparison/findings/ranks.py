@@ -41,7 +41,11 @@ def find_ranks(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
 def _healthy(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
     """Say of a model in parts whether its difference from one device is healthy, where no tensor is wrong."""
     split = [tensor for tensor in tensors if tensor.stage == Stage.TENSOR_PARALLEL]
-    ends = [tensor for tensor in split if tensor.tensor.startswith(ADAPTER_ON) and tensor.rule == Rule.RELATIVE]
+    ends = [
+        tensor
+        for tensor in split
+        if tensor.tensor.startswith(ADAPTER_ON) and tensor.rule in (Rule.RELATIVE, Rule.BLOCK)
+    ]
     if not ends or any(tensor.is_wrong for tensor in split):
         return
     last = ends[-1]

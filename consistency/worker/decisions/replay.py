@@ -84,9 +84,13 @@ class Replay:
 
         return follow
 
+    def watch_if_any(self, key: str) -> Watch | None:
+        """Return the same; None where the track decides nothing: watching takes some 30 µs per operation."""
+        return self.watch(key) if self._table.passes.get(key) else None
+
     def was_complete(self, key: str) -> bool:
         """Report whether a pass had the operations of the track, in its order."""
-        return key not in self._lost and next(self._left[key], None) is None
+        return key not in self._lost and next(self._left.get(key, iter(())), None) is None
 
 
 @contextmanager

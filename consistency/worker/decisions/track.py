@@ -68,7 +68,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, path: Path) -> Table:
         """Return the table of a published track."""
-        return decode_json(_table(path).read_bytes(), cls)
+        return decode_json(table_of(path).read_bytes(), cls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,15 +175,6 @@ class Track:
 
         return follow if self._steps[key] else None
 
-    def adopt(self, key: str, other: str, title: str) -> bool:
-        """Take the operands of an own pass as those of another one; return False where it decided otherwise."""
-        steps, twins = self._steps[key], self._steps.pop(other)
-        if [step.digest for step in steps] != [twin.digest for twin in twins]:
-            return False
-        for step, twin in zip(steps, twins, strict=True):
-            step.operands.setdefault(title, []).extend(twin.operands[self._title])
-        return True
-
     def exact(self, key: str) -> Watch | None:
         """Return what holds the float64 pass to the track where that is undecided, and settles what is allowed."""
         steps = iter(self._steps[key])
@@ -198,7 +189,9 @@ class Track:
             own, decided, dim = self._shared.read(step.decided), plain(decision.decided), decision.dim
             exact = decision.margins(decision.operand)
             allowed = {
-                title: Real(decision.scores * _allowed([self._operands.read(part) for part in parts], decision.operand))
+                title: Real(
+                    decision.scores * allowed_error([self._operands.read(part) for part in parts], decision.operand)
+                )
                 for title, parts in step.operands.items()
             }
             limit = float(allowed.get(self._title, math.inf))
@@ -245,7 +238,7 @@ class Track:
         self._operands.remove()
         self._shared.touch()
         table = Table(passes={key: tuple(settled) for key, settled in self._settled.items()})
-        _table(self._path).write_bytes(encode_json(table))
+        table_of(self._path).write_bytes(encode_json(table))
 
 
 def plain(decided: torch.Tensor) -> torch.Tensor:
@@ -279,7 +272,7 @@ def compared(
     return Flip(place=place, name=name, elements=int(differs.sum()), margin=margin, allowed=allowed)
 
 
-def _allowed(operands: Sequence[torch.Tensor], exact: torch.Tensor) -> float:
+def allowed_error(operands: Sequence[torch.Tensor], exact: torch.Tensor) -> float:
     """Return what the `relative` rule allows in an operand, by those of the passes on the CPU."""
     exact, largest, counts = exact.to(torch.float64), 0.0, []
     finite = exact.isfinite()
@@ -297,5 +290,6 @@ def _allowed(operands: Sequence[torch.Tensor], exact: torch.Tensor) -> float:
     return relative_allowance(rounding, magnitude, dtype)
 
 
-def _table(path: Path) -> Path:
+def table_of(path: Path) -> Path:
+    """Return the file of the table beside that of the arrays."""
     return path.with_suffix(".json")

@@ -239,8 +239,12 @@ _ROWS: tuple[Fault, ...] = (
         needs=(Need.TUNED_LAYERS, Need.ANOTHER_WORKER),
     ),
     Fault(
-        name="forward-off", plant="computed:activations_off", expected="wrong-scale", stages=_FORWARD,
-        needs=(Need.FLOAT32_MODEL, Need.ANOTHER_WORKER),
+        name="forward-off", plant="computed:results_off", expected="wrong-scale", stages=_FORWARD,
+        needs=(Need.ANOTHER_WORKER,),
+    ),
+    Fault(
+        name="forward-layer-zero", plant="computed:layer_zero", expected="differs", stages=_FORWARD,
+        needs=(Need.ANOTHER_WORKER,),
     ),
     Fault(
         name="forward-fails", plant="computed:operator_fails", expected="missing", stages=_FORWARD,

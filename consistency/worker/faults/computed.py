@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.worker.faults.planting import Install, Undo, changing, cut_to_tf32, instead, together
+from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.merging import weight_name
 
 Tensors = dict[str, torch.Tensor]
 
-_activations = changing("consistency.worker.stages.forward:activations")
+_results = changing("consistency.worker.stages.forward:results_of")
 _calls = itertools.count(1)
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -168,11 +170,35 @@ flaky_delta = together(
 kernel_fails = together(_delta(_fails), _every_merge(_fails, but=_LINEAR))
 
 
-@_activations
-def activations_off(found: Tensors) -> Tensors:
-    return {name: tensor * (1 + 1e-4) for name, tensor in found.items()}
+@_results
+def results_off(found: Tensors) -> Tensors:
+    """Multiply what modules return by a factor that is some roundings of a half type."""
+    for name, tensor in found.items():
+        if "::input." not in name and tensor.is_floating_point():
+            tensor *= 1 + max(1e-4, 16 * UNIT_ROUNDOFF.get(tensor.dtype, 0.0))
+    return found
 
 
-@_activations
+@instead("consistency.worker.stages.forward:results_of")
+def layer_zero(real: Callable[..., Tensors], model: torch.nn.Module, *given: Any) -> Tensors:
+    """Let the first part of one layer return zeros for all rows but the first."""
+    blocks = [*blocks_of(model).values()]
+    block = blocks[len(blocks) // 2] if blocks else model
+    norm = ("norm", "ln_")
+    parts = [part for name, part in block.named_children() if [*part.parameters()] and not any(n in name for n in norm)]
+
+    def zero(_: Any, __: Any, found: Any) -> Any:
+        first = found[0] if isinstance(found, tuple) else found
+        first[:, 1:] = 0
+        return found
+
+    hook = (parts or [block])[0].register_forward_hook(zero)
+    try:
+        return real(model, *given)
+    finally:
+        hook.remove()
+
+
+@_results
 def operator_fails(_: Tensors) -> Tensors:
     raise RuntimeError("an operator of this device failed")

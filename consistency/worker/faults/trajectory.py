@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from consistency.worker.faults.planting import Undo, instead
-from consistency.worker.model.blocks import lists_of_blocks
+from consistency.worker.model.blocks import blocks_of
 
 _STAGE = "consistency.worker.stages.trajectory.stage"
 _Compute = Callable[..., Any]
@@ -47,7 +47,8 @@ def forward_off(real: _Compute, passes: Any, step: int, watches: Any) -> Any:
     def scaled(_module: Any, _inputs: Any, output: Any) -> Any:
         return (half_scaled(output[0]), *output[1:]) if isinstance(output, tuple) else half_scaled(output)
 
-    hook = lists_of_blocks(passes.model)[-1][0].register_forward_hook(scaled)
+    first = [block for name, block in blocks_of(passes.model).items() if name.endswith(".0")][-1]
+    hook = first.register_forward_hook(scaled)
     try:
         return real(passes, step, watches)
     finally:

@@ -46,19 +46,27 @@ class RecomputationError(Exception):
 
 def room_for(model: torch.nn.Module) -> int:
     """Return how many bytes of activations a backward pass on the CPU may keep."""
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in repeated_blocks(model)]
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks_of(model).values()]
     return min(ROOM_BYTES, max(LEAST_ROOM_BYTES, torch.float64.itemsize * max(sizes, default=0) // ROOM_SHARE))
 
 
-def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the outermost modules that a model keeps in lists of two and more: its decoder layers, stages, blocks."""
-    return [block for blocks in lists_of_blocks(model) for block in blocks]
+def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules of the outermost lists of modules, by name: decoder layers, stages, blocks."""
+    found: dict[str, torch.nn.Module] = {}
+    left = [("", model)]
+    while left:
+        prefix, module = left.pop(0)
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if isinstance(child, torch.nn.ModuleList):
+                found.update((f"{path}.{i}", block) for i, block in child.named_children() if not _holds_alone(block))
+            else:
+                left.append((path, child))
+    return found
 
 
-def lists_of_blocks(model: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """Return the outermost lists of two modules and more: of an encoder before those of its decoder."""
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and len(m) > 1]
-    return [m for name, m in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+def _holds_alone(block: torch.nn.Module) -> bool:
+    return isinstance(block, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.ParameterList)
 
 
 class Room:
@@ -120,7 +128,7 @@ def recomputed(
     RecomputationError
         In the backward pass.
     """
-    blocks = repeated_blocks(model)
+    blocks = [*blocks_of(model).values()]
     kept = [vars(block).get("forward") for block in blocks]
     shared = Room(room, model)
     try:

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
 from consistency.case.stages import Stage
-from consistency.numerics.file_tensor import Readable, read_tensor
+from consistency.numerics.error_spread import ErrorLimits
+from consistency.numerics.file_tensor import Readable, mapped, read_tensor
 from consistency.numerics.rules import RoundingError
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE, REFERENCE_LOST, TRAJECTORY_FILE, EventLog
 
@@ -41,6 +42,8 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
         Why a mode has none, by mode.
     names : tuple of str
         Of the exact tensors.
+    limits : dict
+        Of the results of blocks, by the name of the products, then by name.
     computed_by : str
         How the CPU computed in the tested dtype, where not by its own kernels.
     """
@@ -48,6 +51,7 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
     errors: dict[str, dict[str, RoundingError]]
     failures: dict[str, str]
     names: tuple[str, ...]
+    limits: dict[str, dict[str, ErrorLimits]] = {}
     computed_by: str = ""
 
 
@@ -69,6 +73,16 @@ class Reference:
         if name in self.made:
             return self.made[name]
         return read_tensor(self.path, name) if name in self.tables.names else None
+
+    def given(self, mode: str, name: str, own: torch.Tensor) -> torch.Tensor:
+        """Return what enters or leaves a block in the exact pass of a mode, as a device has it; else its own value."""
+        value = self.read(given_name(mode, name))
+        return own if value is None or value.shape != own.shape else mapped(value).to(own.device, own.dtype)
+
+
+def given_name(mode: str, name: str) -> str:
+    """Return the name in the reference of what enters or leaves a block."""
+    return f"given::{mode}::{name}"
 
 
 def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables) -> None:

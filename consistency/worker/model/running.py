@@ -111,6 +111,11 @@ def outputs_by(
     return hidden, last
 
 
+def is_hidden(name: str) -> bool:
+    """Report whether an activation is a hidden state, and no output."""
+    return "hidden_states." in name
+
+
 @contextmanager
 def without_gradients(model: torch.nn.Module) -> Iterator[None]:
     """Let no parameter require a gradient for the duration of a `with` block.

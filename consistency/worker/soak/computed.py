@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, GRADIENT, adapter_place
+from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, END_TO_END, GRADIENT, adapter_place
 from consistency.worker.model import half_kernels
+from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.running import tokens_of
+from consistency.worker.protocol import REFERENCE_FILE
 from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.forward import in_mode, inputs_of
+from consistency.worker.stages.forward import by_blocks, in_mode, outputs_of, row_of
 from consistency.worker.stages.gradient.runs import Runs
 from consistency.worker.training.backward import as_model_takes, trained
 
 
 def forward(context: Context, compare: Compare) -> Again:
-    """Run the model again in every mode in which it ran."""
+    """Run the model again in every mode in which it ran, from end to end and by blocks."""
     inputs = _inputs(context)
     moved = _is_moved(context, inputs)
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
-    modes = [mode for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if compare.has(mode)]
+    modes = [mode for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if compare.has(f"{mode}.{END_TO_END}")]
+    path = context.scratch / REFERENCE_FILE
+    reference = Reference.of(path) if path.exists() else None
 
     def again() -> Iterator[None]:
         for mode in modes:
             with half_kernels.computing(kernels):
-                given = inputs_of(context.job.case, context.model, inputs, mode)
-                found = in_mode(context.model, given, mode, has_adapter=context.job.case.adapter is not None)
-            for name, tensor in found.items():
-                compare(name, mode, tensor, own=moved)
-            del found
+                ends = in_mode(context.model, mode, functools.partial(outputs_of, context.model, inputs))
+            for name, tensor in ends.items():
+                compare(name, f"{mode}.{END_TO_END}", tensor, own=moved)
+            if reference is not None and compare.has(mode):
+                with half_kernels.computing(kernels):
+                    results, _ = in_mode(
+                        context.model, mode, functools.partial(by_blocks, context, inputs, mode, reference)
+                    )
+                for name, result in results.items():
+                    compare(*row_of(mode, name), result, own=moved)
+                del results
             yield
 
     return again

@@ -1,44 +1,49 @@
-"""Stage `forward`: hidden states per layer and logits on fixed inputs, with the adapter on, off and merged.
+"""Stage `forward`: every block of the model on the same inputs, with the adapter on, off and merged.
 
-Each is compared with the same model run in float64 on the CPU: a device passes when its largest error is at most about
-twice the one that rounding makes in the same dtype (`worker/cpu_error.py`), plus the final store. A user's tolerance
-replaces that rule, element by element. Merged and unmerged adapters are the same function in exact arithmetic, so one
-float64 pass serves both. A large model runs a few of the sequences alone without its adapter: the same weights are
-multiplied by the same kernels with it, so what is left to see is whether it is off.
+A float64 pass on the CPU rounds what enters and leaves each block to the tested dtype; on these values each device
+computes the blocks, and what lies between them (`worker/model/block_pass.py`). Errors neither add up nor grow from
+block to block, so the module that is outside is the wrong one. Judged by the `block` rule (`numerics/error_spread.py`);
+a user's tolerance replaces it, element by element. Merged and unmerged adapters are the same function in exact
+arithmetic, so one float64 pass serves both. A large model runs a few of the sequences alone without its adapter: the
+same weights are multiplied by the same kernels with it, so what is left to see is whether it is off.
+
+The device's own pass from end to end is shown beside it: how far its outputs are from float64, and how many of the most
+likely words are others.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from consistency.capture.names import ADAPTER_MERGED as MERGED
 from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
-from consistency.capture.names import SEQUENCES, WHOLE_MODEL
+from consistency.capture.names import BY_BLOCKS, END_TO_END, WHOLE_MODEL
 from consistency.capture.records import RecordStatus
-from consistency.case.case import Case
 from consistency.case.inference.request import OUTPUT
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
-from consistency.numerics.decisions import Watch
+from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
-from consistency.numerics.exact import in_float64
-from consistency.numerics.independent_errors import independent_rows
-from consistency.numerics.rounded_products import RoundedProducts
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.error import measure_against_exact
+from consistency.numerics.exact import Float64Mode
+from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
 from consistency.worker import cpu_error
-from consistency.worker.decisions.places import Places
-from consistency.worker.decisions.replay import Made, Replay, deciding
-from consistency.worker.decisions.track import Table, Track
+from consistency.worker.decisions.exact_track import ExactTrack
+from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.model import half_kernels
+from consistency.worker.model.block_pass import Given, ResultPlace, as_exact, rounded, run_by_blocks
 from consistency.worker.model.disabling import DisableRefusedError, disabled
-from consistency.worker.model.float64_reference import Reference, Tables, publish, wait_for
+from consistency.worker.model.float64_reference import Reference, Tables, given_name, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import first_sequences, fixed_inputs
 from consistency.worker.model.loading import load_model
@@ -46,6 +51,7 @@ from consistency.worker.model.merging import MergeRefusedError, adapted_layers, 
 from consistency.worker.model.running import (
     Activations,
     activations,
+    is_hidden,
     is_of_the_model,
     matrix_elements,
     refusal,
@@ -54,264 +60,319 @@ from consistency.worker.model.running import (
 from consistency.worker.precision import products_of
 from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
+from consistency.worker.stages.block_rule import (
+    draw_enough,
+    limits_of,
+    named_factors,
+    products_here,
+    record_block,
+    rows_of,
+    spreads,
+)
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.decision_flips import NOT_REPLAYED, ON_TRACK, record_flips
+from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.merge_effect import record_merge_effect
-from consistency.worker.stages.relative_rule import Read, record_relative, rounding_errors
+
+T = TypeVar("T")
+Results = dict[str, torch.Tensor]
+"""By the names of their places, on the CPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """The results of the forward passes of one model, by mode.
+@dataclass(slots=True, kw_only=True)
+class Exact:
+    """Float64 results, what they were computed on, and passes with noise; by `mode::name`.
 
     Attributes
     ----------
-    outputs : dict of str to dict
-        Activations on the CPU by mode and name, from the first run.
-    digests : dict
-        One digest per run, by mode and name.
-    refused : dict of str to str
-        Why a mode has none: PEFT does not merge the adapter, or the model does not run on the inputs.
-    computed_by : str
-        How they were computed, where not by the device's own kernels.
-    made : Made
-        The decisions in them.
-    on_track : dict
-        Activations that were computed again with the decisions of the reference, by mode and name.
+    results : dict
+        Of each module and output on given inputs.
+    given : dict
+        What enters and leaves the blocks, in the tested dtype.
+    ends : dict
+        Outputs from end to end.
+    ends_drawn : dict of str to list of dict
+        The same of passes with noise, by mode, where engines are judged by them.
+    failures : dict of str to str
+        Why a mode has none.
     """
 
-    outputs: dict[str, Activations] = field(default_factory=dict)
-    digests: dict[tuple[str, str], list[TensorDigest]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    computed_by: str = ""
-    made: Made = field(default_factory=Made)
-    on_track: dict[str, Activations] = field(default_factory=dict)
-
-    def judged(self, mode: str) -> Activations:
-        """Return the activations to judge."""
-        return self.on_track.get(mode, self.outputs[mode])
-
-
-@dataclass(frozen=True, slots=True)
-class Exact:
-    """Float64 activations by mode and name, and why a mode has none.
-
-    `drawn` are passes with noise, by the name of their products and by mode. All are on one track of decisions.
-    """
-
-    track: Track
-    outputs: Activations = field(default_factory=dict)
+    track: ExactTrack
+    results: Results = field(default_factory=dict)
+    given: Results = field(default_factory=dict)
+    ends: Activations = field(default_factory=dict)
+    ends_drawn: dict[str, list[Activations]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-    drawn: dict[str, dict[str, list[Activations]]] = field(default_factory=dict)
-
-    def passes(self) -> dict[str, list[Read]]:
-        """Return what reads the tensors of each pass with noise by mode and name, by the name of the products."""
-
-        def read(mode: str, drawn: Activations, name: str) -> torch.Tensor | None:
-            return drawn.get(name.removeprefix(f"{mode}::")) if name.startswith(f"{mode}::") else None
-
-        return {
-            title: [functools.partial(read, mode, one) for mode, drawn in modes.items() for one in drawn]
-            for title, modes in self.drawn.items()
-        }
 
 
 def run(context: Context) -> None:
-    """Record every hidden state and the logits in every mode."""
-    inputs, reason = fixed_inputs(context.job.case, context.base.model)
+    """Record every module of a block, what enters the blocks, and the outputs in every mode."""
+    case, model = context.job.case, context.model
+    inputs, reason = fixed_inputs(case, context.base.model)
     if inputs is None or reason:
         _not_run(context, _modes(context), "skipped", reason)
         return
     if not inputs_fit(context, "forward", inputs):
         _not_run(context, _modes(context), "skipped", "ids or labels are past the end of a table")
         return
-    if not context.job.makes_reference:
-        found = _pass(context, context.model, inputs, exact=None)
-        answer = wait_for(context.scratch, context.events)
-    elif context.device.type == "cpu":
-        exact = _reference(context, context.model)
-        found = _pass(context, context.model, inputs, exact=exact)
-        answer = _publish(context, found, exact)
-        _merge_effect(context, context.model, inputs, found, exact)
-        _engines(context, context.model, inputs, exact)
-        record_flips(context, "forward", exact.track.flips)
-    else:
-        found = _pass(context, context.model, inputs, exact=None)
-        with context.events.on_cpu():
-            twin = load_model(context.job.case, "cpu")
-            exact = _reference(context, twin)
-            on_cpu = _pass(context, twin, inputs, exact=exact)
-            answer = _publish(context, on_cpu, exact)
-            _merge_effect(context, twin, inputs, on_cpu, exact)
-            _engines(context, twin, inputs, exact)
-            del twin
-    for mode, reason in found.refused.items():
+    ends, refused = _run_ends(context, inputs)
+    for mode, reason in refused.items():
         _not_run(context, [mode], "skipped", reason)
-    if isinstance(answer, str):
-        _not_run(context, list(found.outputs), "blocked", answer)
+    if not context.job.makes_reference:
+        _judge_all(context, inputs, ends, wait_for(context.scratch, context.events))
         return
-    makes = context.job.makes_reference and context.device.type == "cpu"
-    for mode in found.outputs:
-        why = "" if makes or answer.tables.failures.get(_exact(mode)) else _on_track(context, found, inputs, mode)
-        decisions = ON_TRACK if mode in found.on_track else ""
-        given = inputs_of(context.job.case, context.model, inputs, mode)
-        fewer = {} if given is inputs else {SEQUENCES: f"{_sequences(given)} of {_sequences(inputs)}"}
-        for name, tensor in found.judged(mode).items():
-            if context.record.wants("forward", name):
-                record_relative(
-                    context, "forward", name, mode, actual=tensor, digests=found.digests[mode, name], reference=answer,
-                    name=f"{mode}::{name}", exact_name=_exact(f"{mode}::{name}"), mode=_exact(mode),
-                    computed_by=found.computed_by, decisions=decisions, reason=why, more=fewer,
-                )  # fmt: skip
+    on_cpu = context.device.type == CPU
+    with nullcontext() if on_cpu else context.events.on_cpu():
+        twin = model if on_cpu else load_model(case, CPU)
+        exact, answer = _make(context, twin, inputs)
+    _judge_all(context, inputs, ends, answer)
+    with nullcontext() if on_cpu else context.events.on_cpu():
+        if not on_cpu:
+            ends = {mode: in_mode(twin, mode, functools.partial(outputs_of, twin, inputs)) for mode in ends}
+        again = functools.partial(exact.track.other, f"{ON}.{END_TO_END}")
+        record_merge_effect(context, twin, inputs, computed=ends, refused=refused, exact=exact.ends, again=again)
+        _engines(context, twin, inputs, exact)
 
 
-def _pass(context: Context, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *, exact: Exact | None) -> Passes:
-    """Run a model in every mode, merged last; fill `exact` with float64 activations where it is given."""
+def _run_ends(context: Context, inputs: Activations) -> tuple[dict[str, Activations], dict[str, str]]:
+    """Run the model from end to end in every mode; return the outputs, and why a mode has none."""
+    ends: dict[str, Activations] = {}
+    refused: dict[str, str] = {}
+    kernels = half_kernels.replacement(context.model, tokens_of(inputs))
+    for done, mode in enumerate(_modes(context)):
+        context.events.step(mode, done, len(_modes(context)))
+        try:
+            with half_kernels.computing(kernels):
+                ends[mode] = _in_mode(
+                    context, context.model, inputs, mode, functools.partial(outputs_of, context.model, inputs)
+                )
+        except _RefusedError as error:
+            refused[mode] = str(error)
+    return ends, refused
+
+
+def _judge_all(context: Context, inputs: Activations, ends: dict[str, Activations], answer: Reference | str) -> None:
+    if isinstance(answer, str):
+        _not_run(context, list(ends), "blocked", answer)
+        return
+    for mode in ends:
+        is_compared = mode in _by_blocks(context, context.model)
+        _record_ends(context, mode, ends[mode], answer, {} if is_compared else {BY_BLOCKS: False})
+        if is_compared and not answer.tables.failures.get(_exact(mode)):
+            context.events.step(f"{mode}, by blocks", 0, 1)
+            try:
+                _judge(context, inputs, mode, answer)
+            except _RefusedError as error:
+                _not_run(context, [mode], "skipped", str(error))
+
+
+class _RefusedError(Exception):
+    """Why a mode has no results: PEFT does not merge the adapter, or the model does not run on the inputs."""
+
+
+def results_of(model: torch.nn.Module, inputs: Activations, given: Given) -> Results:
+    """Return the results of the device that is checked on what is given, on the CPU: where faults are planted."""
+    found: Results = {}
+
+    def take(place: ResultPlace, result: torch.Tensor) -> None:
+        found[str(place)] = result.detach().to(CPU, copy=True)
+
+    run_by_blocks(model, inputs, given, take)
+    return found
+
+
+def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) -> None:
+    """Run the blocks of a mode on what is given, and record their results."""
+    case, model = context.job.case, context.model
     kernels = half_kernels.replacement(model, tokens_of(inputs))
-    found = Passes(computed_by=half_kernels.described(kernels))
-    modes = _modes(context)
-    watches = found.made.watch if exact is None else exact.track.own
+    digests: dict[str, list[TensorDigest]] = {}
+    with half_kernels.computing(kernels):
+        run = functools.partial(by_blocks, context, inputs, mode, answer)
+        found, replay = _in_mode(context, model, inputs, mode, run)
+        for name, result in found.items():
+            digests[name] = [digest(result)]
+        for _ in range(1, case.repeat):
+            for name, result in _in_mode(context, model, inputs, mode, run)[0].items():
+                digests[name].append(digest(result))
+    record_flips(context, "forward", replay.flips, mode=mode)
+    reason = "" if replay.was_complete(_exact(mode)) else NOT_REPLAYED
+    for name, result in found.items():
+        layer, tensor = row_of(mode, name)
+        if context.record.wants("forward", layer):
+            record_block(
+                context, "forward", layer, tensor, actual=result, digests=digests[name], reference=answer,
+                name=f"{mode}::{name}", exact_name=f"{_exact(mode)}::{name}", named=_named(mode),
+                computed_by=half_kernels.described(kernels), reason=reason,
+            )  # fmt: skip
+
+
+def by_blocks(context: Context, inputs: Activations, mode: str, answer: Reference) -> tuple[Results, Replay]:
+    """Run the blocks in a mode that the model is in, on the decisions of the exact pass; return what was decided."""
+    model = context.model
+    replay = Replay(_decisions(context), model, f"{products_here(context)}{_named(mode)}")
+    with deciding(replay.watch_if_any(_exact(mode)), gradient=False, places=replay.places):
+        return results_of(model, inputs, functools.partial(answer.given, _exact(mode))), replay
+
+
+def row_of(mode: str, name: str) -> tuple[str, str]:
+    """Return layer and tensor of a result in a mode."""
+    place = ResultPlace.of(name)
+    return place.layer, f"{mode}.{place.part}" if place.part else mode
+
+
+def _in_mode(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, run: Callable[[], T]) -> T:
+    """Run the model in a mode; say why it does not."""
+    try:
+        return in_mode(model, mode, run)
+    except MergeRefusedError as refused:
+        raise _RefusedError(f"PEFT does not merge this adapter: {refused}") from refused
+    except DisableRefusedError as refused:
+        raise _RefusedError(f"PEFT does not disable this adapter: {refused}") from refused
+    except Exception as error:  # model code of any kind may raise anything
+        if context_is_lost(error):
+            raise KernelAssertedError(asserted(inputs, context.device, error)) from error
+        if not is_of_the_model(error, model):
+            raise
+        raise _RefusedError(refusal(context.job.case, error)) from error
+
+
+def _record_ends(context: Context, mode: str, ends: Activations, reference: Reference, more: dict[str, Any]) -> None:
+    """Record the outputs of the device's own pass, and how far they are from float64: what a user allows is a limit."""
+    for name, output in ends.items():
+        if not context.record.wants("forward", name):
+            continue
+        exact = reference.read(f"{END_TO_END}::{_exact(mode)}::{name}")
+        truth = None if exact is None or exact.shape[1:] != output.shape[1:] else mapped(exact)
+        known = truth is not None and output.dtype in UNIT_ROUNDOFF
+        compared = output if truth is None else output[: len(truth)]
+        evidence = dict(more)
+        if known and truth is not None and name.endswith(OUTPUT) and output.dim() in (2, 3) and output.shape[-1] > 1:
+            evidence["positions"] = compared.shape[:-1].numel()
+            evidence["top1_changed"] = int((compared.argmax(-1) != truth.argmax(-1)).sum())
+        found, chunks = None, None
+        tolerance = context.record.tolerance(stage="forward", layer=name, dtype=output.dtype) if known else None
+        if known and truth is not None:
+            found = measure_against_exact(compared, truth, tolerance)
+            chunks = None if tolerance is None else functools.partial(exact_chunks, compared, truth, tolerance)
+        context.record.computed(
+            "forward", name, f"{mode}.{END_TO_END}", actual=output, digests=[digest(output)], found=found,
+            rule=Rule.BLOCK, status="within" if known else "measured", evidence=evidence, tolerance=tolerance,
+            chunks=chunks,
+            reason=reference.tables.failures.get(_exact(mode)) or (NOT_JUDGED if known and not tolerance else None),
+        )  # fmt: skip
+
+
+NOT_JUDGED = "shown, not judged: from end to end errors add up, and a trained model amplifies them"
+
+
+def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tuple[Exact, Reference]:
+    """Compute what all workers are judged by, on the CPU, and publish it."""
+    exact = Exact(track=ExactTrack(_decisions(context)))
+    modes, kernels = _modes(context), half_kernels.replacement(model, tokens_of(inputs))
+    # of a large model one sequence shows how far the outputs are from float64
+    is_whole = len(_by_blocks(context, model)) == len(modes) or bool(context.job.case.engine_outputs)
+    of_ends = inputs if is_whole else first_sequences(inputs, 1)
+    found: dict[str, dict[str, Any]] = {}
     for done, mode in enumerate(modes):
-        given = inputs_of(context.job.case, model, inputs, mode)
-        run = functools.partial(in_mode, model, given, mode, has_adapter=ON in modes)
+        is_compared = mode in _by_blocks(context, model)
         try:
-            for repeat in range(context.job.case.repeat):
-                context.events.step(mode, done, len(modes))
-                with half_kernels.computing(kernels):
-                    outputs = run(watch=None if repeat else watches(mode))
-                for name, tensor in outputs.items():
-                    found.digests.setdefault((mode, name), []).append(digest(tensor))
-                found.outputs.setdefault(mode, outputs)
-        except MergeRefusedError as refused:
-            found.refused[mode] = f"PEFT does not merge this adapter: {refused}"
-        except DisableRefusedError as refused:
-            found.refused[mode] = f"PEFT does not disable this adapter: {refused}"
-        except Exception as error:  # model code of any kind may raise anything
-            if context_is_lost(error):
-                raise KernelAssertedError(asserted(inputs, context.device, error)) from error
-            if not is_of_the_model(error, model):
-                raise
-            found.refused[mode] = refusal(context.job.case, error)
-        else:
-            if exact is not None:
-                _draw(context, model, given, mode, exact, found, kernels)
-    for done, mode in enumerate(mode for mode in found.outputs if exact is not None and mode != MERGED):
-        assert exact is not None
-        context.events.step(f"{mode}, float64", done, len(modes))
-        given = inputs_of(context.job.case, model, inputs, mode)
-        run = functools.partial(in_mode, model, given, mode, has_adapter=ON in modes)
-        try:
-            with exact_layers(model):
-                truth = in_float64(run, watch=exact.track.exact(mode), places=exact.track.places)
-        except Exception as error:  # code that insists on its own dtype
+            if mode != MERGED:
+                context.events.step(f"{mode}, float64", done, len(modes))
+                _in_float64(model, inputs, mode, exact, by_blocks=is_compared, of_ends=of_ends)
+            if not is_compared or _exact(mode) in exact.failures:
+                continue
+            drawn = _draw(context, model, inputs, mode, exact)
+        except (MergeRefusedError, DisableRefusedError):  # each worker says so
+            continue
+        except Exception as error:  # code that insists on its own dtype, or model code of any kind
             if not is_of_the_model(error, model):
                 raise
             exact.failures[mode] = first_line(error)
             continue
-        exact.outputs.update((f"{mode}::{name}", tensor.to(torch.float64)) for name, tensor in truth.items())
-    return found
+        truth = _of_mode(exact.results, _exact(mode))
+        for title, of_title in spreads(drawn, truth).items():
+            found.setdefault(title, {}).update({f"{mode}::{name}": one for name, one in of_title.items()})
+    exact.track.publish()
+    tensors = {
+        **exact.results, **named_factors(found),
+        **exact.given,
+        **{f"{END_TO_END}::{name}": value for name, value in exact.ends.items()},
+    }  # fmt: skip
+    tables = Tables(
+        errors={}, failures=exact.failures, names=tuple(tensors), limits=limits_of(found),
+        computed_by=half_kernels.described(kernels),
+    )  # fmt: skip
+    if context.job.others_wait or context.job.case.soak_s is not None:
+        publish(context.scratch, tensors, tables)
+    return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=tensors)
+
+
+def _in_float64(
+    model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact, *, by_blocks: bool, of_ends: Activations
+) -> None:
+    """Compute a mode in float64, on values that it rounds itself, and from end to end."""
+    dtype = next(p.dtype for p in model.parameters() if p.dtype in UNIT_ROUNDOFF)
+
+    def given(name: str, value: torch.Tensor) -> torch.Tensor:
+        kept = exact.given[given_name(mode, name)] = rounded(value, dtype)
+        return kept.to(value.dtype)
+
+    def take(place: ResultPlace, result: torch.Tensor) -> None:
+        exact.results[f"{mode}::{place}"] = as_exact(result, dtype)
+
+    def compute() -> Activations:
+        if by_blocks:
+            with deciding(exact.track.exact(mode), gradient=False):
+                run_by_blocks(model, inputs, given, take)
+        with deciding(exact.track.exact(f"{mode}.{END_TO_END}"), gradient=False):
+            return outputs_of(model, of_ends)
+
+    with torch.no_grad(), exact_layers(model), Float64Mode():
+        ends = in_mode(model, mode, compute)
+    exact.ends.update({f"{mode}::{name}": tensor.to(torch.float64) for name, tensor in ends.items()})
 
 
 def _draw(
-    context: Context,
-    model: torch.nn.Module,
-    inputs: Activations,
-    mode: str,
-    exact: Exact,
-    found: Passes,
-    kernels: RoundedProducts | None,
-) -> None:
-    """Compute a mode with noise, on the track, after the CPU's own pass of it.
+    context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact
+) -> dict[str, list[Callable[[str], torch.Tensor | None]]]:
+    """Compute a mode with noise, on the exact pass's values and decisions."""
+    kernels = half_kernels.replacement(model, tokens_of(inputs))
+    named = _named(mode)
 
-    Of a large model the merged pass is not computed again, which would merge all layers once more: what noise does to
-    the unmerged one is added to it. What merging rounds is the same on every device.
-    """
-    has_adapter = context.job.case.adapter is not None
+    def given(name: str, own: torch.Tensor) -> torch.Tensor:
+        value = exact.given.get(given_name(_exact(mode), name))
+        return own if value is None or value.shape != own.shape else value.to(own.dtype)
 
-    def computed(title: str) -> Activations:
+    def compute(title: str) -> Results:
+        found: Results = {}
+
+        def run() -> None:
+            with deciding(exact.track.other(_exact(mode), title), gradient=False):
+                run_by_blocks(model, inputs, given, lambda place, result: found.update({str(place): result.detach()}))
+
         with half_kernels.computing(kernels):
-            return in_mode(
-                model, inputs, mode, has_adapter=has_adapter, watch=exact.track.other(_exact(mode), _named(title, mode))
-            )
+            in_mode(model, mode, run)
+        return found
 
-    title = cpu_error.name_of(cpu_error.products_in(model, products_of(torch.device(CPU))))
-    if mode == MERGED and not exact.track.adopt(ON, MERGED, _named(title, mode)):
-        found.on_track[mode] = computed(title)
-    own = found.judged(mode)
-
-    def independent(drawn: Activations) -> dict[str, int]:
-        return {name: independent_rows(drawn[name], tensor) for name, tensor in own.items()}
-
-    passes = cpu_error.passes_for(matrix_elements(model) * tokens_of(inputs))
-    if mode == MERGED and ON in found.outputs and cpu_error.is_large(passes):
-        unmerged = found.judged(ON)
-        for modes in exact.drawn.values():
-            modes[mode] = [
-                {name: own[name] + (noisy[name].double() - unmerged[name]) for name in own} for noisy in modes[ON]
-            ]
-        return
-    for title, products in cpu_error.products_of_run(context.job, model).items():
-        context.events.step(f"{mode}, {title}", 0, 1)
-        drawn = cpu_error.draw(products, passes, functools.partial(computed, title), independent)
-        exact.drawn.setdefault(title, {})[mode] = drawn
+    truth = _of_mode(exact.results, _exact(mode))
+    counts = [rows_of(tensor) for tensor in truth.values() if tensor.is_floating_point()]
+    drawn = draw_enough(context, model, compute, counts, tokens=tokens_of(inputs), named=named)
+    if context.job.case.engine_outputs:
+        _draw_ends(context, model, inputs, mode, exact)
+    return {title: [one.get for one in several] for title, several in drawn.items()}
 
 
-def _reference(context: Context, model: torch.nn.Module) -> Exact:
-    return Exact(Track(_decisions(context), model, _title(model, ON)))
+def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact) -> None:
+    """Compute the outputs from end to end with noise: engines give no others."""
+    known = exact.ends.get(f"{_exact(mode)}::{OUTPUT}")
+    if known is not None:
+        run = functools.partial(in_mode, model, mode, functools.partial(outputs_of, model, inputs))
+        drawn = draw_enough(context, model, lambda _: run(), [rows_of(known)], tokens=tokens_of(inputs))
+        exact.ends_drawn[mode] = drawn[cpu_error.name_of(cpu_error.products_in(model, products_of(torch.device(CPU))))]
 
 
-def _decisions(context: Context) -> Path:
-    return context.scratch / DECISIONS_FILE.format("forward")
-
-
-def _title(model: torch.nn.Module, mode: str, device: torch.device = torch.device(CPU)) -> str:  # noqa: B008 - a value
-    """Return the name of a device's products in a mode: a merged adapter has errors of its own."""
-    return _named(cpu_error.name_of(cpu_error.products_in(model, products_of(device))), mode)
-
-
-def _named(products: str, mode: str) -> str:
-    return f"{products}, merged" if mode == MERGED else products
-
-
-def _on_track(context: Context, found: Passes, inputs: dict[str, torch.Tensor], mode: str) -> str:
-    """Compute a mode again on the track if the worker decided otherwise there; return why that is not possible."""
-    path, key, model = _decisions(context), _exact(mode), context.model
-    if found.made.is_on(Table.of(path), mode, on=key):
-        return ""
-    replay = Replay(path, model, _title(model, mode, context.device))
-    given = inputs_of(context.job.case, model, inputs, mode)
-    try:
-        with half_kernels.computing(half_kernels.replacement(model, tokens_of(inputs))):
-            outputs = in_mode(
-                model, given, mode, has_adapter=context.job.case.adapter is not None,
-                watch=replay.watch(key), places=replay.places,
-            )  # fmt: skip
-    except Exception as error:  # model code of any kind may raise anything
-        if not is_of_the_model(error, model):
-            raise
-        return NOT_REPLAYED
-    record_flips(context, "forward", replay.flips, mode=mode)
-    if not replay.was_complete(key):
-        return NOT_REPLAYED
-    found.on_track[mode] = outputs
-    return ""
-
-
-def _publish(context: Context, found: Passes, exact: Exact) -> Reference:
-    on_cpu = {f"{mode}::{name}": tensor for mode in found.outputs for name, tensor in found.judged(mode).items()}
-    exact.track.publish()
-    errors = rounding_errors(on_cpu, exact.passes(), lambda name: exact.outputs.get(_exact(name)), independent_rows)
-    tables = Tables(errors=errors, failures=exact.failures, names=tuple(exact.outputs), computed_by=found.computed_by)
-    if context.job.others_wait:
-        publish(context.scratch, exact.outputs, tables)
-    return Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=exact.outputs)
-
-
-def _merge_effect(context: Context, model: torch.nn.Module, inputs: Activations, found: Passes, exact: Exact) -> None:
-    record_merge_effect(
-        context, model, inputs, computed=found.outputs, refused=found.refused, exact=exact.outputs, track=exact.track
-    )
+def _of_mode(tensors: Results, mode: str) -> Results:
+    return {name.removeprefix(f"{mode}::"): one for name, one in tensors.items() if name.startswith(f"{mode}::")}
 
 
 def _engines(context: Context, model: torch.nn.Module, inputs: Activations, exact: Exact) -> None:
@@ -319,16 +380,24 @@ def _engines(context: Context, model: torch.nn.Module, inputs: Activations, exac
         return
     from consistency.worker.stages.engine_outputs.judging import Forward, judge_engines
 
-    own_products = cpu_error.name_of(cpu_error.products_in(model, products_of(torch.device(CPU))))
-    modes = exact.drawn.get(own_products, {})
-    drawn = {mode: [one[OUTPUT] for one in passes] for mode, passes in modes.items() if OUTPUT in passes[0]}
+    ends = {mode: exact.ends[f"{mode}::{OUTPUT}"] for mode in (ON, OFF) if f"{mode}::{OUTPUT}" in exact.ends}
+    drawn = {mode: [one[OUTPUT] for one in passes] for mode, passes in exact.ends_drawn.items()}
     judge_engines(
         context,
         Forward(
-            model=model, inputs=inputs, drawn=drawn, failures=exact.failures, track=exact.track,
-            exact={mode: t for mode in (ON, OFF) if (t := exact.outputs.get(f"{mode}::{OUTPUT}")) is not None},
+            model=model, inputs=inputs, drawn=drawn, failures=exact.failures, exact=ends,
+            again=functools.partial(exact.track.other, f"{ON}.{END_TO_END}"),
         ),
     )  # fmt: skip
+
+
+def _decisions(context: Context) -> Path:
+    return context.scratch / DECISIONS_FILE.format("forward")
+
+
+def _named(mode: str) -> str:
+    """Return what is added to the name of a device's products in a mode: a merged adapter has errors of its own."""
+    return ", merged" if mode == MERGED else ""
 
 
 def _modes(context: Context) -> list[str]:
@@ -337,45 +406,33 @@ def _modes(context: Context) -> list[str]:
     return [ON, OFF, MERGED] if any(True for _ in adapted_layers(context.model)) else [ON, OFF]
 
 
-def inputs_of(case: Case, model: torch.nn.Module, inputs: Activations, mode: str) -> Activations:
-    """Return the inputs of a mode: where they are made, a large model without its adapter runs the first ones alone."""
-    whole = case.adapter is None or not case.makes_inputs or bool(case.engine_outputs)
-    if mode != OFF or whole or matrix_elements(model) <= case.plan.float64_merges:
-        return inputs
-    few = first_sequences(inputs, case.plan.sequences_off)
-    return few if _sequences(few) < _sequences(inputs) else inputs
+def _by_blocks(context: Context, model: torch.nn.Module) -> list[str]:
+    """Return the modes whose blocks are compared: of a large model, with the adapter alone.
+
+    The same weights are multiplied by the same kernels without it, and the stage `merged` judges merged weights.
+    """
+    modes = _modes(context)
+    return modes if matrix_elements(model) <= context.job.case.plan.float64_merges else modes[:1]
 
 
-def _sequences(inputs: Activations) -> int:
-    return len(next(iter(inputs.values())))
+def outputs_of(model: torch.nn.Module, inputs: Activations) -> Activations:
+    """Return the outputs of a pass from end to end."""
+    return {name: one for name, one in activations(model, inputs).items() if not is_hidden(name)}
 
 
-def in_mode(
-    model: Any,
-    inputs: Activations,
-    mode: str,
-    *,
-    has_adapter: bool,
-    watch: Watch | None = None,
-    places: Places | None = None,
-) -> Activations:
-    """Run the model once in a mode; `watch` is called with each decision, and `places` follows the modules."""
-
-    def run() -> Activations:
-        with deciding(watch, gradient=False, places=places):
-            return activations(model, inputs)
-
+def in_mode(model: Any, mode: str, run: Callable[[], T]) -> T:
+    """Run the model in a mode."""
     if mode == MERGED:
         return in_merged(model, run)
-    with disabled(model) if mode == OFF and has_adapter else nullcontext():
+    with disabled(model) if mode == OFF and hasattr(model, "peft_config") else nullcontext():
         return run()
 
 
-def _exact(name: str) -> str:
-    """Return the mode, or the mode and name, of the float64 pass that serves it."""
-    return ON + name.removeprefix(MERGED) if name.startswith(MERGED) else name
+def _exact(mode: str) -> str:
+    """Return the mode of the float64 pass that serves one."""
+    return ON if mode == MERGED else mode
 
 
 def _not_run(context: Context, modes: list[str], status: RecordStatus, reason: str) -> None:
     for mode in modes:
-        context.record.absent("forward", WHOLE_MODEL, mode, status=status, reason=reason, rule=Rule.RELATIVE)
+        context.record.absent("forward", WHOLE_MODEL, mode, status=status, reason=reason, rule=Rule.BLOCK)

@@ -18,7 +18,7 @@ decides, all passes decide as that one did: a router that flips is no rounding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -30,12 +30,12 @@ from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, M
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import MOST_MERGED, Level
 from consistency.errors import first_line
+from consistency.numerics.decisions import Watch
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import Float64Mode, in_float64
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
 from consistency.worker.decisions.replay import deciding
-from consistency.worker.decisions.track import Track
 from consistency.worker.model.inputs import first_sequences
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import (
@@ -46,12 +46,10 @@ from consistency.worker.model.merging import (
     restored,
     weight_of,
 )
-from consistency.worker.model.running import Activations, activations, is_of_the_model, matrix_elements
+from consistency.worker.model.running import Activations, activations, is_hidden, is_of_the_model, matrix_elements
 from consistency.worker.stages.context import Context
 
 Merging = AbstractContextManager[None]
-
-_HIDDEN = "hidden_states."
 
 
 def record_merge_effect(
@@ -62,7 +60,7 @@ def record_merge_effect(
     computed: Mapping[str, Activations],
     refused: Mapping[str, str],
     exact: Activations,
-    track: Track,
+    again: Callable[[], Watch | None],
 ) -> None:
     """Record what merging does to the outputs of a model on the CPU.
 
@@ -74,6 +72,8 @@ def record_merge_effect(
         Why a mode has none.
     exact : dict of str to Tensor
         The float64 passes, by `mode::name`.
+    again : callable
+        Returns what lets a pass decide as the float64 one did.
     """
     if ADAPTER_ON not in computed or context.job.case.only:
         return
@@ -81,7 +81,7 @@ def record_merge_effect(
     try:
         effect = _of_computed(context, model, computed, refused, exact)
         if not effect.reason:
-            effect = _with_float64(context, model, inputs, effect, exact, track)
+            effect = _with_float64(context, model, inputs, effect, exact, again)
     except Exception as error:  # model code of any kind may raise anything
         if not is_of_the_model(error, model):
             raise
@@ -112,19 +112,25 @@ def _of_computed(
     fields: dict[str, Any] = {}
     if name.endswith("logits") and unmerged[name].dim() in (2, 3) and unmerged[name].shape[-1] > 1:
         fields |= {"positions": unmerged[name].shape[:-1].numel(), "top1_changed": _moves_top1(merged, unmerged, name)}
-        fields |= {} if on is None else {"top1_unmerged": _moves_top1(unmerged, {name: on}, name)}
-    if on is not None:
+        if on is not None and on.shape == unmerged[name].shape:
+            fields["top1_unmerged"] = _moves_top1(unmerged, {name: on}, name)
+    if on is not None and on.shape[1:] == unmerged[name].shape[1:]:  # of a large model the first sequence alone
         errors = {"unmerged_error": unmerged[name], "merged_error": merged[name]}
-        fields |= {field: _largest(tensor, on) for field, tensor in errors.items()}
-        if off is not None and off.shape[1:] == on.shape[1:]:
-            fields["adapter"] = _largest(off, on[: len(off)])  # the first sequences alone, of a large model
+        fields |= {field: _largest(tensor[: len(on)], on) for field, tensor in errors.items()}
+        if off is not None and off.shape == on.shape:
+            fields["adapter"] = _largest(off, on)
     dtypes = {weight_of(layer).dtype for layer in layers} & UNIT_ROUNDOFF.keys()
     dtype = name_of(max(dtypes, key=lambda one: UNIT_ROUNDOFF[one])) if dtypes else context.base.dtype
     return MergeEffect(dtype=dtype, output=name, computed=_largest(merged[name], unmerged[name]), **fields)
 
 
 def _with_float64(
-    context: Context, model: Any, inputs: Activations, effect: MergeEffect, exact: Activations, track: Track
+    context: Context,
+    model: Any,
+    inputs: Activations,
+    effect: MergeEffect,
+    exact: Activations,
+    again: Callable[[], Watch | None],
 ) -> MergeEffect:
     """Add the figures that take passes of their own."""
     whole = exact.get(f"{ADAPTER_ON}::{effect.output}")
@@ -133,7 +139,7 @@ def _with_float64(
         return replace(effect, left_out=left_out)
     # one sequence has as many logits as positions times words: more would take longer, and tell no more; but decisions
     # are those of a whole batch
-    chosen = first_sequences(inputs, 1) if track.again(ADAPTER_ON) is None else inputs
+    chosen = first_sequences(inputs, 1) if again() is None else inputs
     merges = {"as PEFT does": _in_its_dtype, "rounded once": _rounded_once, "in float64": _in_float64}
     if effect.dtype != name_of(torch.float32):
         merges["in float32"] = _in_float32
@@ -141,7 +147,7 @@ def _with_float64(
     run = functools.partial(activations, model, chosen)
     for done, (name, merge) in enumerate(merges.items()):
         context.events.step(f"merged {name}, float64", done, len(merges))
-        with torch.no_grad(), Float64Mode() as mode, deciding(track.again(ADAPTER_ON), gradient=False):
+        with torch.no_grad(), Float64Mode() as mode, deciding(again(), gradient=False):
             found[name] = in_merged(model, run, merge=functools.partial(merge, mode))[effect.output]
     merged, rounded, unrounded, *in_float32 = found.values()
     unmerged = whole[: merged.shape[0]]
@@ -227,7 +233,7 @@ def _converted(layer: Any, dtype: torch.dtype) -> Iterator[None]:
 
 def _output_of(outputs: Activations) -> str:
     """Return the name of the output that is compared: logits, or else the first that is no hidden state."""
-    names = [name for name in outputs if _HIDDEN not in name] or list(outputs)
+    names = [name for name in outputs if not is_hidden(name)] or list(outputs)
     return next((name for name in names if name.endswith("logits")), names[0])
 
 

@@ -25,7 +25,7 @@ def settings(effect: Any, **changes: Any) -> TensorRecord:
 
 def outputs(on: str, off: str, **changes: Any) -> list[TensorRecord]:
     found = []
-    for tensor, bits in (("adapter_on", on), ("adapter_off", off)):
+    for tensor, bits in (("adapter_on.end_to_end", on), ("adapter_off.end_to_end", off)):
         record = forward(bits)
         fields = {name: getattr(record, name) for name in record.__struct_fields__} | {"tensor": tensor, **changes}
         found.append(TensorRecord(**fields))

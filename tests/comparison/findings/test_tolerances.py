@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "forward": {
         "tolerance": (
             Override(stage="forward", atol=0.0, rtol=0.0),
-            Override(stage="forward", layer="hidden_states.*", atol=1e-2, rtol=1e-3),
+            Override(stage="forward", layer="model.*", atol=1e-2, rtol=1e-3),
             Override(stage="merged", atol=0.0, rtol=0.0),
         ),
         "stages": ("forward",),
@@ -117,14 +117,14 @@ def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(found_in: dict[
 @pytest.mark.process
 def test_a_forward_pass_is_judged_by_what_is_given(found_in: dict[str, Comparison]) -> None:
     found = found_in["forward"]
-    assert {t.rule for t in found.tensors} == {"user"}
-    statuses = {
-        (t.layer == "logits", row.status) for t in found.tensors for worker, row in t.by_worker() if worker == FAULTY
-    }
+    judged = [t for t in found.tensors if t.rule != "bitwise"]  # as ids and masks are
+    assert {t.rule for t in judged} == {"user"}
+    rows = [(t, row) for t in judged for worker, row in t.by_worker() if worker == FAULTY and row.status != "equal"]
+    statuses = {(t.layer == "logits", row.status) for t, row in rows}
     assert statuses == {(True, "outside"), (False, "within")}
     assert [n.message.partition(": ")[2] for n in notes(found)] == [
-        "15 tensors judged by it instead of the derived bound",
-        "3 tensors judged by it instead of the derived bound",
+        "6 tensors judged by it instead of the derived bound",
+        "69 tensors judged by it instead of the derived bound",
         "matched no tensor that was checked",
     ]
 

@@ -16,8 +16,8 @@ from consistency.worker.model.blocks import (
     ROOM_BYTES,
     RecomputationError,
     Room,
+    blocks_of,
     recomputed,
-    repeated_blocks,
     room_for,
 )
 
@@ -34,7 +34,7 @@ def test_blocks_are_the_outermost_lists_of_layers(config: dict[str, object], cou
     made = AutoConfig.for_model(**config, vocab_size=32)
     with torch.device("meta"):
         model = AutoModel.from_config(made)
-    assert len(repeated_blocks(model)) == count
+    assert len(blocks_of(model)) == count
 
 
 class Deep(nn.Module):

@@ -16,7 +16,7 @@ from consistency.capture.records import TensorRecord
 from consistency.case.stages import LEVELS, Level
 from consistency.worker.faults import plant
 from consistency.worker.soak import computed, weights
-from consistency.worker.stages.forward import in_mode
+from consistency.worker.stages.forward import by_blocks, outputs_of
 from consistency.worker.stages.gradient import runs as of_gradient
 from tests.worker.model.made_models import on_llama
 from tests.worker.soak.conftest import Left, SoakOf, of
@@ -83,18 +83,18 @@ def test_one_repeat_is_completed_however_short_the_time(llama: Path, adapter: Pa
 def test_a_repeat_of_an_activation_that_differs_is_found(
     llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = in_mode, itertools.count(1)
+    real, calls = by_blocks, itertools.count(1)
 
     def flips(*args: Any, **options: Any) -> Any:
-        found = real(*args, **options)
+        found, replay = real(*args, **options)
         if next(calls) == 7:  # the first mode of the third repeat
-            found["hidden_states.1"].view(torch.int32)[0, 0, 0] ^= 1 << 3
-        return found
+            found["model.layers.0::"].view(torch.int32)[0, 0, 0] ^= 1 << 3
+        return found, replay
 
-    monkeypatch.setattr(computed, "in_mode", flips)
+    monkeypatch.setattr(computed, "by_blocks", flips)
     found = soak_of(llama, adapter, soak_s=400, stages=("forward",))
     (change,) = found.changes
-    assert (change.layer, change.tensor) == ("hidden_states.1", "adapter_on")
+    assert (change.layer, change.tensor) == ("model.layers.0", "adapter_on")
     assert (change.occurrences.numbers, change.returned, change.word) == ((3,), True, "bit-flip")
     assert change.evidence["bits"] == [3]
     assert found.changed is not None
@@ -108,13 +108,14 @@ def test_a_result_that_the_soak_changes_for_good_is_no_agreement(
     """All repeats agree with one another: the first run is what they are compared with."""
 
     def hot(*args: Any, **options: Any) -> Any:
-        found = in_mode(*args, **options)
+        found = outputs_of(*args, **options)
         found["logits"] += 1
         return found
 
-    monkeypatch.setattr(computed, "in_mode", hot)
+    monkeypatch.setattr(computed, "outputs_of", hot)
     found = soak_of(llama, adapter, soak_s=100, stages=("forward",))
-    assert {change.tensor for change in found.changes} == {"adapter_on", "adapter_off", "adapter_merged"}
+    modes = ("adapter_on", "adapter_off", "adapter_merged")
+    assert {change.tensor for change in found.changes} == {f"{mode}.end_to_end" for mode in modes}
     assert all(change.occurrences.numbers[:2] == (1, 2) and not change.returned for change in found.changes)
 
 
@@ -208,13 +209,13 @@ def test_memory_stays_flat_over_repeats(llama: Path, adapter: Path, soak_of: Soa
 
 @pytest.mark.slow
 def test_a_leak_shows(llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, kept = in_mode, []
+    real, kept = outputs_of, []
 
     def leaks(*args: Any, **options: Any) -> Any:
         kept.append(torch.ones(2**20))  # 4 MiB in each of three modes
         return real(*args, **options)
 
-    monkeypatch.setattr(computed, "in_mode", leaks)
+    monkeypatch.setattr(computed, "outputs_of", leaks)
     found = soak_of(llama, adapter, soak_s=1000, stages=("forward",))
     assert len(found.memory_bytes) == 5
     grown = [b - a for a, b in itertools.pairwise(found.memory_bytes)]

@@ -18,7 +18,7 @@ Compute = Callable[[], Any]
 Count = Callable[[Any], Mapping[str, int]]
 
 
-@pytest.mark.parametrize("stage", ["merged", "forward", "gradient", pytest.param("trajectory", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", ["merged", "gradient", pytest.param("trajectory", marks=pytest.mark.slow)])
 def test_a_stage_counts_the_errors_of_all_tensors_that_it_judges(
     look: Look, llama: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from consistency.case.stages import Stage
 from consistency.errors import InputError, first_line
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import exact_chunks
+from consistency.numerics.decisions import Watch
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
@@ -31,7 +32,6 @@ from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import RoundingError, Rule, judge_relative, passes, relative_allowance
 from consistency.worker.cpu_error import rounding_error
-from consistency.worker.decisions.track import Track
 from consistency.worker.model.inputs import digest_of
 from consistency.worker.model.running import Activations, is_of_the_model
 from consistency.worker.recorder import Recorder
@@ -61,7 +61,7 @@ class Forward:
     drawn: Mapping[str, Sequence[torch.Tensor]]
     exact: Mapping[str, torch.Tensor]
     failures: Mapping[str, str]
-    track: Track
+    again: Callable[[], Watch | None]
 
 
 def judge_engines(context: Context, forward: Forward) -> None:
@@ -186,7 +186,7 @@ class _Engine:
         reason = None
         if not passes(share):
             evidence |= self._why(mode, actual, truth, bound).evidence()
-            if self.forward.track.again(ADAPTER_ON) is not None and "cause" not in evidence:
+            if self.forward.again() is not None and "cause" not in evidence:
                 reason = (
                     "the model decides (a router, a selection), and rounding may have an engine decide otherwise, "
                     "which cannot be replayed there"
@@ -208,7 +208,7 @@ class _Engine:
         errors = (actual.to(torch.float64) - truth).abs().amax(-1)
         rows = sorted({int(row) for row in numbers[~(errors <= allowed)]})  # NaN is outside too
         on, off = self.forward.exact.get(ADAPTER_ON), self.forward.exact.get(ADAPTER_OFF)
-        inputs, watch = self.forward.inputs, functools.partial(self.forward.track.again, ADAPTER_ON)
+        inputs, watch = self.forward.inputs, self.forward.again
         sizes = {tensor.shape[:1] for tensor in inputs.values()}
         if on is None:  # a case without an adapter
             return Answer()
@@ -255,7 +255,7 @@ class _Engine:
             inputs = {name: one if whole else one[rows] for name, one in self.forward.inputs.items()}
             self.passes[tuple(rows)] = Passes(
                 model=self.forward.model, inputs=inputs,
-                watch=functools.partial(self.forward.track.again, ADAPTER_ON),
+                watch=self.forward.again,
                 step=functools.partial(self.context.events.step, done=0, total=1),
             )  # fmt: skip
         return self.passes[tuple(rows)]

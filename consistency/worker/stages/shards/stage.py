@@ -38,7 +38,7 @@ from consistency.numerics.rules import Rule
 from consistency.numerics.sums import sum_error
 from consistency.numerics.words import Word
 from consistency.worker.memory.freed_pages import trim
-from consistency.worker.model.blocks import repeated_blocks
+from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.loading import ADAPTER_NAME, load_base, load_model
 from consistency.worker.ranks.group import Joined, RefusedError
@@ -191,7 +191,7 @@ def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, nam
 def _shard(model: torch.nn.Module, ranks: Joined) -> None:
     """Shard each repeated block, and what is outside of them, over all ranks."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    for block in repeated_blocks(model):
+    for block in blocks_of(model).values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 

@@ -20,16 +20,17 @@ from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
 from consistency.case.stages import Stage
 from consistency.numerics.digest import digest
 from consistency.numerics.file_tensor import mapped
+from consistency.worker.model.block_pass import ResultPlace, computing_on
 from consistency.worker.model.running import outputs_by, without_gradients
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.model.tensor_parallel import load_tensor_parallel, ranks_of_a_plan
 from consistency.worker.protocol import RankGroup
 from consistency.worker.ranks.group import Joined, RefusedError
 from consistency.worker.ranks.parts import gradient_held, part_of, whole
+from consistency.worker.stages.block_rule import record_block
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import float64_of, in_group, skip, to_train
 from consistency.worker.stages.parts_judging import record_gathered, record_gradient, record_held
-from consistency.worker.stages.relative_rule import record_relative
 from consistency.worker.training.backward import ONE_PASS, Tensors, go_back, of_outputs, parts_of, trainable
 
 STAGE = Stage.TENSOR_PARALLEL
@@ -70,7 +71,7 @@ def run(context: Context) -> None:
 
 
 def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inputs: Tensors) -> None:
-    """Record hidden states and logits with the adapter and without."""
+    """Record the results of blocks and the outputs with the adapter and without."""
     reference = float64_of(context, Stage.FORWARD)
     if isinstance(reference, str):
         skip(context, STAGE, reference, what="outputs")
@@ -81,22 +82,30 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
         if not exact:
             skip(context, STAGE, reference.tables.failures.get(mode, "no float64 result"), what=mode)
             continue
-        first = reference.read(next(iter(exact.values())))
-        rows = None if first is None else first.shape[0]  # a large model without its adapter runs the first ones alone
-        given = {name: tensor[:rows] for name, tensor in inputs.items()}
+        found: Tensors = {}
+
+        def given(name: str, own: torch.Tensor, mode: str = mode) -> torch.Tensor:
+            return reference.given(mode, name, own)
+
+        def take(place: ResultPlace, result: torch.Tensor, found: Tensors = found) -> None:
+            found[str(place)] = whole(result).detach().to("cpu")
+
         with (
             ranks.calling(f"a forward pass, {mode}"),
             torch.no_grad(),
             without_gradients(model),
             adapted.disable_adapter() if mode == ADAPTER_OFF else nullcontext(),
+            computing_on(model, given, take),
         ):
-            hidden, last = outputs_by(model, model, given)
-            found = {name: whole(tensor).to("cpu") for name, tensor in (hidden | last).items()}
-        for name, tensor in found.items():
-            if name in exact and context.record.wants(STAGE, name):
-                record_relative(
-                    context, STAGE, name, f"{mode}{ranks.of_so_many}", actual=tensor, digests=[digest(tensor)],
-                    reference=reference, name=exact[name], exact_name=exact[name], mode=mode,
+            for name, output in outputs_by(model, model, inputs)[1].items():
+                take(ResultPlace(name), output)
+        for name, result in found.items():
+            place = ResultPlace.of(name)
+            if name in exact and context.record.wants(STAGE, place.layer):
+                tensor = f"{mode}.{place.part}" if place.part else mode
+                record_block(
+                    context, STAGE, place.layer, f"{tensor}{ranks.of_so_many}", actual=result,
+                    digests=[digest(result)], reference=reference, name=exact[name], exact_name=exact[name],
                 )  # fmt: skip
 
 

@@ -88,7 +88,7 @@ CASES = {
         "zero-scaling", "scaling of 8 of 8 layers is zero",
     ),
     "a fresh LoHa": (LOHA, plain, OF_WEIGHTS, "layers", "8 of 8 deltas are zero"),
-    "a fresh IA³, by outputs": (IA3, plain, STAGES, "layers", "6 outputs with and without it are bitwise equal"),
+    "a fresh IA³, by outputs": (IA3, plain, STAGES, "layers", "1 output with and without it is bitwise equal"),
     "LoRA": (LORA, random, STAGES, "layers", None),
     "DoRA": (LoraConfig(target_modules=TARGETS, r=4, use_dora=True), random, STAGES, "", None),
     "LoHa": (LOHA, random, STAGES, "layers", None),

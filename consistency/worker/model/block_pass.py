@@ -1,0 +1,156 @@
+"""A pass of a model in which every block computes on given values: the same for every device.
+
+From end to end errors accumulate, and a trained model amplifies them until nothing is sharp. So a pass in float64
+rounds what enters and what leaves each block to the tested dtype, and keeps it; every other pass goes on with these
+values at the same places. Then each block is a function by itself, the first wrong one is the only wrong one, and what
+lies outside of the blocks (embeddings, masks, rotary tables, the final norm, the head) is one more: its results are
+what enters the blocks, and the model's outputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from consistency.capture.names import module_place
+from consistency.worker.model.blocks import blocks_of
+from consistency.worker.model.running import Activations, outputs, without_gradients
+
+
+class ResultPlace(NamedTuple):
+    """A result of a pass.
+
+    Attributes
+    ----------
+    layer : str
+        The module by its name in the base, or an output of the model.
+    part : str
+        Empty for its first output; `output.1` for another, `input.attention_mask` for what enters a block, with the
+        number of the call where it is not the first.
+    """
+
+    layer: str
+    part: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.layer}::{self.part}"
+
+    @classmethod
+    def of(cls, name: str) -> ResultPlace:
+        return cls(*name.split("::"))
+
+
+Given = Callable[[str, torch.Tensor], torch.Tensor]
+"""Called with the name of a value that enters or leaves a block, and the value; returns that to go on with."""
+
+Take = Callable[[ResultPlace, torch.Tensor], None]
+
+
+def run_by_blocks(model: torch.nn.Module, inputs: Activations, given: Given, take: Take) -> None:
+    """Run a model on inputs, each block on what is given, and hand over every result, on its device."""
+    with torch.no_grad(), without_gradients(model), computing_on(model, given, take):
+        for name, output in outputs(model, inputs)[1].items():
+            take(ResultPlace(name), output)
+
+
+@contextmanager
+def computing_on(model: torch.nn.Module, given: Given, take: Take) -> Iterator[None]:
+    """Let the blocks of a model compute on what is given."""
+    with ExitStack() as hooks:
+        shared = _BlockPass(given, take)
+        for name, block in blocks_of(model).items():
+            shared.follow(module_place(name), block, hooks)
+        yield
+
+
+class _BlockPass:
+    def __init__(self, given: Given, take: Take) -> None:
+        self._given = given
+        self._take = take
+        self._calls: dict[str, int] = {}
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def follow(self, name: str, block: torch.nn.Module, hooks: ExitStack) -> None:
+        """Let a block compute on what is given, and watch the modules in it."""
+        try:
+            parameters = [*inspect.signature(block.forward).parameters]
+        except (TypeError, ValueError):
+            parameters = []
+
+        def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            self._calls[name] = self._calls.get(name, 0) + 1
+            named = {parameters[i] if i < len(parameters) else str(i): value for i, value in enumerate(args)}
+            new = [self._entering(name, key, value) for key, value in named.items()]
+            return tuple(new), {key: self._entering(name, key, value) for key, value in kwargs.items()}
+
+        def end(_: Any, __: Any, found: Any) -> Any:
+            return self._leaving(name, found)
+
+        hooks.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        for part, child in block.named_children():
+            if any(True for _ in child.parameters()):
+                hooks.callback(child.register_forward_hook(self._inside(name, f"{name}.{part}")).remove)
+        hooks.callback(block.register_forward_hook(end).remove)
+
+    def _entering(self, block: str, key: str, value: Any) -> Any:
+        leaves, structure = _pytree.tree_flatten(value)
+        several = sum(isinstance(leaf, torch.Tensor) for leaf in leaves) > 1
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                leaves[i] = self._passed_on(block, f"input.{key}.{i}" if several else f"input.{key}", leaf)
+        return _pytree.tree_unflatten(leaves, structure)
+
+    def _leaving(self, block: str, value: Any) -> Any:
+        leaves, structure = _pytree.tree_flatten(value)
+        number = 0
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                leaves[i] = self._passed_on(block, f"output.{number}" if number else "", leaf)
+                number += 1
+        return _pytree.tree_unflatten(leaves, structure)
+
+    def _inside(self, block: str, layer: str) -> Callable[..., None]:
+        def note(_: Any, __: Any, found: Any) -> None:
+            first = next((leaf for leaf in _pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)), None)
+            if first is not None and first.is_floating_point():
+                self._take(self._place(block, layer, ""), first)
+
+        return note
+
+    def _passed_on(self, block: str, part: str, value: torch.Tensor) -> torch.Tensor:
+        """Return what a block goes on with: of a tensor that several get, and of what another block left, the same."""
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        place = self._place(block, block, part)
+        self._take(place, value)
+        result = self._given(str(place), value) if value.is_floating_point() else value
+        for one in (value, result):  # kept, so that no other tensor gets its identity
+            self._known[id(one)] = one, result
+        return result
+
+    def _place(self, block: str, layer: str, part: str) -> ResultPlace:
+        call = self._calls.get(block, 1)
+        return ResultPlace(layer, part if call == 1 else f"{part}@{call}")
+
+
+def rounded(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a value in a dtype; what is finite stays so, as the smallest number in a mask."""
+    with _disable_current_modes():
+        limits, value = torch.finfo(dtype), value.detach()
+        return torch.where(value.isinf(), value, value.clamp(limits.min, limits.max)).to(dtype)
+
+
+def as_exact(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of a result of a float64 pass; the smallest number of float64, as in a mask, is that of `dtype`."""
+    with _disable_current_modes():
+        if not result.is_floating_point():
+            return result.detach().to("cpu", copy=True)
+        found, ends = result.detach().to("cpu", torch.float64, copy=True), torch.finfo(torch.float64)
+        found[found == ends.min], found[found == ends.max] = torch.finfo(dtype).min, torch.finfo(dtype).max
+        return found

@@ -1,0 +1,217 @@
+"""The `block` rule: results of blocks on equal inputs, in units of what rounding makes in each element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from consistency.numerics.chunks import exact_chunks
+from consistency.numerics.digest import TensorDigest
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.error import measure_against_exact
+from consistency.numerics.error_spread import ErrorLimits, Spread
+from consistency.numerics.file_tensor import Readable, mapped
+from consistency.numerics.rules import RoundingError, Rule, passes
+from consistency.worker import cpu_error
+from consistency.worker.model.float64_reference import Reference
+from consistency.worker.model.running import matrix_elements
+from consistency.worker.precision import products_of
+from consistency.worker.stages.context import Context
+
+LEAST_PASSES, MOST_PASSES = 3, 8
+"""With noise. Three show how one row of one pass varies; more are for tensors of a few rows, one less is enough for
+large models, whose rows are wide."""
+
+ROWS = 32
+"""Of all passes together, for which more are computed."""
+
+Read = Callable[[str], Readable | None]
+"""Return a tensor by name, None where there is none."""
+
+
+def draw_enough(
+    context: Context,
+    model: torch.nn.Module,
+    compute: Callable[[str], Any],
+    rows: Iterable[int],
+    *,
+    tokens: int,
+    named: str = "",
+) -> dict[str, list[Any]]:
+    """Compute passes with noise, by the name of the products of each worker's; `rows` of a result says how many.
+
+    Parameters
+    ----------
+    tokens : int
+        That pass through the model.
+    named : str
+        Added to the names.
+    """
+    fewest = min(rows, default=ROWS)
+    is_large = cpu_error.is_large(cpu_error.passes_for(matrix_elements(model) * tokens))
+    least = LEAST_PASSES - 1 if is_large else LEAST_PASSES
+    count = max(least, min(MOST_PASSES, -(-ROWS // max(1, fewest))))
+    found: dict[str, list[Any]] = {}
+    for products_name, products in cpu_error.products_of_run(context.job, model).items():
+        title = f"{products_name}{named}"
+        for seed in range(count):
+            context.events.step(f"with noise, {title}", seed, count)
+            with cpu_error.with_noise(products, seed):
+                found.setdefault(title, []).append(compute(title))
+    return found
+
+
+def rows_of(tensor: torch.Tensor) -> int:
+    """Return how many rows a tensor has; one is a vector."""
+    return tensor[..., 0].numel() if tensor.dim() > 1 else 1
+
+
+def spreads(drawn: Mapping[str, Sequence[Read]], exact: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Spread]]:
+    """Return what rounding makes in each exact tensor, by the name of the products and by name."""
+    found: dict[str, dict[str, Spread]] = {}
+    for title, reads in drawn.items():
+        found[title] = {}
+        for name, truth in exact.items():
+            tensors = [mapped(tensor) for read in reads if (tensor := read(name)) is not None]
+            fits = len(tensors) > 1 and all(one.shape == truth.shape for one in tensors)
+            if fits and truth.numel() and tensors[0].dtype in UNIT_ROUNDOFF:
+                found[title][name] = Spread.of(tensors, truth)
+    return found
+
+
+def named_factors(found: Mapping[str, Mapping[str, Spread]]) -> dict[str, torch.Tensor]:
+    """Return the variances of rows and columns by names for a file: see `spread_in`."""
+    return {
+        f"{title}|{kind}|{name}": factor
+        for title, of_title in found.items()
+        for name, spread in of_title.items()
+        for kind, factor in (("rows", spread.rows), ("columns", spread.columns))
+    }
+
+
+def limits_of(found: Mapping[str, Mapping[str, Spread]]) -> dict[str, dict[str, ErrorLimits]]:
+    """Return the limits by the name of the products and by name."""
+    return {title: {name: one.limits for name, one in of.items()} for title, of in found.items()}
+
+
+def spread_in(reference: Reference, title: str, name: str) -> Spread | None:
+    """Return what rounding makes in a tensor, of a published reference."""
+    limits = reference.tables.limits.get(title, {}).get(name)
+    if limits is None:
+        return None
+    rows, columns = (reference.read(f"{title}|{kind}|{name}") for kind in ("rows", "columns"))
+    assert rows is not None
+    assert columns is not None
+    return Spread(rows=mapped(rows), columns=mapped(columns), limits=limits)
+
+
+def products_here(context: Context, model: torch.nn.Module | None = None) -> str:
+    """Return the name of the products that this device may compute with."""
+    return cpu_error.name_of(cpu_error.products_in(model or context.model, products_of(context.device)))
+
+
+def record_block(
+    context: Context,
+    stage: str,
+    layer: str,
+    tensor: str,
+    *,
+    actual: torch.Tensor,
+    digests: Sequence[TensorDigest],
+    reference: Reference,
+    name: str,
+    exact_name: str,
+    named: str = "",
+    computed_by: str = "",
+    reason: str = "",
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Record a result by the `block` rule or the user's tolerance; without an exact value by the other workers.
+
+    Parameters
+    ----------
+    actual : torch.Tensor
+        On the CPU.
+    name, exact_name : str
+        Of what rounding makes, and of the exact tensor, in the reference.
+    named : str
+        Added to the name of this device's products.
+    computed_by : str
+        How this device computed, where not by its own kernels.
+    reason : str
+        Why it cannot be compared with the exact tensor.
+    """
+    products = products_here(context)
+    exact = reference.read(exact_name)
+    tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
+    spread = spread_in(reference, f"{products}{named}", name)
+    evidence = {**({"products": products} if products != cpu_error.PLAIN else {}), **(more or {})}
+    if computed_by:
+        evidence["computed_by"] = computed_by
+    if exact is not None and exact.shape == actual.shape and not actual.is_floating_point():
+        _record_whole_numbers(context, stage, layer, tensor, actual, mapped(exact), digests)
+        return
+    known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
+    if not known or reason or (tolerance is None and spread is None):
+        context.record.computed(
+            stage, layer, tensor, actual=actual, digests=digests, chunks=tuple, reason=reason or None, evidence=evidence
+        )
+        return
+    assert exact is not None
+    truth = mapped(exact)
+    if tolerance is not None or spread is None:
+        context.record.computed(
+            stage, layer, tensor, actual=actual, digests=digests, rule=Rule.BLOCK, tolerance=tolerance, exact=truth,
+            found=measure_against_exact(actual, truth, tolerance), evidence=evidence,
+            chunks=lambda: exact_chunks(actual, truth, tolerance),
+        )  # fmt: skip
+        return
+    if why := _overflow(truth, actual.dtype, spread):
+        context.record.absent(
+            stage, layer, tensor, status="skipped", reason=why, rule=Rule.BLOCK, dtype=name_of(actual.dtype)
+        )  # fmt: skip
+        return
+    figures = spread.figures(actual, truth)
+    is_within = passes(figures.ratio)
+    allowed = None if is_within else spread.allowed(truth, actual.dtype)
+    found = figures.stated(measure_against_exact(actual, truth, allowed))
+    context.record.computed(
+        stage, layer, tensor, actual=actual, digests=digests, found=found, rule=Rule.BLOCK,
+        chunks=lambda: exact_chunks(actual, truth, allowed), exact=truth, word=figures.word,
+        ingredients={} if allowed is None else {"allowed": allowed}, evidence=evidence,
+        rounding=RoundingError(
+            largest=spread.limits.largest, samples=rows_of(truth), drawn=spread.limits.drawn
+        ),
+        outside=figures.evidence,
+    )  # fmt: skip
+
+
+def _record_whole_numbers(
+    context: Context,
+    stage: str,
+    layer: str,
+    tensor: str,
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    digests: Sequence[TensorDigest],
+) -> None:
+    """Record ids, positions or a mask, which no rounding changes."""
+    exact = exact.to(actual.dtype)
+    context.record.moved(
+        stage, layer, tensor, actual=actual, expected=exact, repeats=tuple(d.value for d in digests[1:])
+    )
+
+
+def _overflow(exact: torch.Tensor, dtype: torch.dtype, spread: Spread) -> str:
+    """Return why a tensor is not judged whose exact values the dtype has not, or not what they are made from."""
+    if not math.isfinite(spread.limits.row):
+        return f"passes in {name_of(dtype)} on the CPU are NaN or infinite too: there is no error to compare with"
+    largest = max(abs(float(exact.min())), abs(float(exact.max())))
+    if not math.isfinite(largest):
+        largest = float(torch.where(exact.isfinite(), exact, 0.0).abs().max())
+    if largest <= torch.finfo(dtype).max:
+        return ""
+    return f"exact values up to {largest:.3g} overflow {name_of(dtype)}, whose largest is {torch.finfo(dtype).max:.6g}"
