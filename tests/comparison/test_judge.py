@@ -22,6 +22,25 @@ def relative(bits: str, error: float, made: float, dtype: str = "float32", shape
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("worker", "largest", "status"),
+    [
+        ("cpu@baseline", 1e-7, "within"), ("cpu@baseline", 1.9e-7, "within"), ("cpu@baseline", 1e-4, "outside"),
+        ("cuda:0", 1e-4, "within"),
+    ],
+)  # fmt: skip
+def test_a_block_is_not_excused_by_noise_of_wrong_kernels(
+    make_capture: MakeCapture, worker: str, largest: float, status: str
+) -> None:
+    """Passes with noise on this worker's own CPU were a thousand times as wrong as those of the reference worker."""
+    fields = {"stage": "forward", "layer": "model.layers.0", "tensor": "adapter_on", "rule": "block"}
+    here = computed(bits="b", rounding=rounding(largest), **fields)
+    found = compared(make_capture("a", {"cpu": [computed(rounding=rounding(1e-7), **fields)], worker: [here]}))
+    row = only_row(found, worker)
+    assert row.status == status
+    assert float(row.ratio) == pytest.approx(0.5 if status == "within" else 250)
+
+
 def test_a_kernel_variant_is_not_excused_by_its_own_error(make_capture: MakeCapture) -> None:
     records = {"cpu": [relative("a", 1e-7, 1e-7)], "cpu@baseline": [relative("b", 1e-3, 1e-3)]}
     assert only_row(compared(make_capture("a", records)), "cpu@baseline").status == "outside"
