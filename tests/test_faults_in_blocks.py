@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.faults_in_blocks import FAULTS, Reference, layers_of, outside, reference_of
 
-LAYERS = (0, 15, 29)
+LAYERS = (0, 15)
 
 BELOW_ROUNDING = {("bfloat16", "one element × 1.5")}
 """What one rounding of the dtype hides in some places: an element that is small beside the others of its row."""
@@ -40,7 +40,6 @@ def test_a_fault_is_found_in_its_layer_alone(reference: Reference, name: str) ->
         if (dtype_of(reference), name) not in BELOW_ROUNDING:
             assert wrong, f"layer {number}"
         assert {module.split(".")[2] for module in wrong} <= {str(number)}
-    assert not outside(reference.figures()), "what was planted is taken away"
 
 
 @pytest.mark.slow
