@@ -33,7 +33,7 @@ def test_a_block_is_not_excused_by_noise_of_wrong_kernels(
     make_capture: MakeCapture, worker: str, largest: float, status: str
 ) -> None:
     """Passes with noise on this worker's own CPU were a thousand times as wrong as those of the reference worker."""
-    fields = {"stage": "forward", "layer": "model.layers.0", "tensor": "adapter_on", "rule": "block"}
+    fields: dict[str, Any] = {"stage": "forward", "layer": "model.layers.0", "tensor": "adapter_on", "rule": "block"}
     here = computed(bits="b", rounding=rounding(largest), **fields)
     found = compared(make_capture("a", {"cpu": [computed(rounding=rounding(1e-7), **fields)], worker: [here]}))
     row = only_row(found, worker)
