@@ -60,7 +60,8 @@ def test_computed_stages_differ_in_bits_and_stay_within(finished_run: FinishedRu
     for stage in ("operators", "merged", "forward", "gradient"):
         assert {row["status"] for row in rows(report, stage)} <= {"within", "equal"}
         assert any(row["bits"] for row in rows(report, stage))
-        ratios = [row["ratio"] for row in rows(report, stage)]
+        # outputs from end to end, and whole numbers, have none
+        ratios = [row["ratio"] for row in rows(report, stage) if row["ratio"] is not None]
         assert 0 < max(ratios) <= 1
 
 

@@ -14,6 +14,7 @@ likely words are others.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -254,9 +255,10 @@ def _record_ends(context: Context, mode: str, ends: Activations, reference: Refe
         if known and truth is not None:
             found = measure_against_exact(compared, truth, tolerance)
             chunks = None if tolerance is None else functools.partial(exact_chunks, compared, truth, tolerance)
+        is_finite = found is not None and math.isfinite(float(found.max_abs))
         context.record.computed(
             "forward", name, f"{mode}.{END_TO_END}", actual=output, digests=[digest(output)], found=found,
-            rule=Rule.BLOCK, status="within" if known else "measured", evidence=evidence, tolerance=tolerance,
+            rule=Rule.BLOCK, status="within" if is_finite else "measured", evidence=evidence, tolerance=tolerance,
             chunks=chunks,
             reason=reference.tables.failures.get(_exact(mode)) or (NOT_JUDGED if known and not tolerance else None),
         )  # fmt: skip
