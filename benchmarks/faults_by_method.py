@@ -145,7 +145,7 @@ def run(home: Path, methods: Sequence[str], *, only: Iterable[str] = ()) -> list
 def _why_missed(report: Path, fault: Fault) -> str:
     """Return how much of what is allowed the rows of the faulty worker took, and why others were not judged."""
     found = json.loads(report.read_text(encoding="utf-8"))
-    rows = [row for row in found["outcomes"] if row["stage"] == fault.stages[0] and row["rule"] == "relative"
+    rows = [row for row in found["outcomes"] if row["stage"] == fault.stages[0] and row["rule"] in ("relative", "block")
             if DEVICES[-1] in found["cohorts"][row["cohort"]]["workers"]]  # fmt: skip
     shares = [float(row["ratio"]) for row in rows if row["ratio"] is not None]
     skipped = {row["reason"] for row in rows if row["status"] == "skipped" and row["reason"]}

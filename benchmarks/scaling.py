@@ -284,7 +284,7 @@ def records(tensors: int, bits: str, *, is_faulty: bool) -> Iterator[TensorRecor
     names += [("adapter", layer, tensor) for layer in attention for tensor in ("lora_A", "lora_B")]
     names += [("merged", layer, tensor) for layer in attention for tensor in ("delta", "weight")]
     modes = ("adapter_on", "adapter_off", "adapter_merged")
-    names += [("forward", f"hidden_states.{i}", mode) for i in range(layers) for mode in modes]
+    names += [("forward", f"model.layers.{i}", mode) for i in range(layers) for mode in modes]
     make: dict[str, Callable[..., TensorRecord]] = {"merged": _bounded, "forward": _relative}
     for order, (stage, layer, tensor) in enumerate(names, start=1):
         where = {"stage": stage, "layer": layer, "tensor": tensor, "order": order}

@@ -237,7 +237,8 @@ def _block(
             found = msgspec.structs.replace(found, ratio=Real(share), allowed=allowed)
             if not passes(share):
                 status, word = "outside", Word.DIFFERS
-    return _measured(subject, record, found, status=status, reference=FLOAT64, word=word)
+    row = _measured(subject, record, found, status=status, reference=FLOAT64, word=word)
+    return row if record.reason is None else msgspec.structs.replace(row, reason=record.reason)
 
 
 def _idle(dtype: str, rounding: RoundingError, magnitude: float) -> str:

@@ -23,11 +23,7 @@ square of its figure is, in good approximation, a multiple of chi-squared with :
 (Satterthwaite, *Biometrics Bulletin* 2, 1946), and the figures of all rows of all passes give
 :math:`\nu = 2 (\mathrm{mean})^2 / \mathrm{variance}`: 1 where a row is off as a whole, the number of columns where each
 element is by itself. Rows that differ otherwise make the estimate smaller, and the limit wider. With F the distribution
-function of the root, the largest of n rows exceeds c times the largest of m others with probability
-
-.. math:: \int m F'(x) F(x)^{m-1} (1 - F(c x)^n) \, dx ,
-
-and the limit is that c at which it is `FALSE_ALARM`; at least `LEAST_FACTOR`, for real kernels' errors are not random.
+function of the root, the limit is `error_factor` times the largest figure of the passes.
 Of elements :math:`\nu` is 1. The component has mean zero, and is a weighted mean of one per row, whose variances add
 up; its limit is Student's for that many rows, and one rounding more: a constant that a kernel rounds is a scale.
 """
@@ -38,7 +34,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import msgspec
 import torch
@@ -46,10 +41,13 @@ import torch
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from consistency.numerics.rules import FALSE_ALARM, LEAST_FACTOR
+from consistency.numerics.rules import FALSE_ALARM, error_factor
 from consistency.numerics.words import Word
 
 _PRIOR = 4
+"""Degrees of freedom of the median of all rows, or columns, in the variance of one. The limits hold for any number, for
+they are of passes that are measured so; with 4 a row whose own error is small by chance has half of the median's."""
+
 _TINY = 1e-80
 """Added to each variance: an error where no pass has one, in an element that is zero, is beyond any limit."""
 
@@ -62,9 +60,8 @@ _AT_ONCE = 1 << 16
 _ROWS_OF_COLUMNS = 64
 """Of all passes together; of fewer, columns too are those of the other passes."""
 
-_FREEDOMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_MOST = 1 << 14
-"""Rows from which on the factor hardly depends on their number."""
+_MOST_FREEDOM = 64.0
+"""From here on the factor is the least one for three passes of a few rows."""
 
 
 class ErrorLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,58 +257,24 @@ class _Passes:
         )
 
 
-def error_factor(samples: int, drawn: int, freedom: int, *, chance: float = FALSE_ALARM) -> float:
-    """Return by how much the largest of n rows may exceed the largest of m others: see above; `LEAST_FACTOR` at least.
-
-    Parameters
-    ----------
-    samples, drawn : int
-        n and m.
-    freedom : int
-        Degrees of freedom of each.
-    chance : float, optional
-        With which the largest of n exceeds it.
-    """
-    counts = [_rounded_down(min(max(1, count), _MOST)) for count in (samples, drawn)]
-    return _error_factor(*counts, max(one for one in _FREEDOMS if one <= max(1, freedom)), chance)
-
-
-def _rounded_down(count: int) -> int:
-    step = 1 << max(0, count.bit_length() - 3)
-    return count // step * step
-
-
 @functools.cache
-def _error_factor(n: int, m: int, freedom: int, chance: float) -> float:
-    half = torch.tensor(freedom / 2, dtype=torch.float64)
-    step = 0.05
-    log = torch.arange(math.log(1e-12), math.log(20 * math.sqrt(freedom)), step, dtype=torch.float64)
-    x = log.exp()
-    below = torch.special.gammainc(half, x.square() / 2)
-    density = ((freedom / 2) * (x.square() / 2).log() - x.square() / 2 - torch.lgamma(half)).exp() * 2  # by log x
-    weights = step * m * density * below.pow(m - 1)
+def student(freedom: int) -> float:
+    """Return the two-sided limit of Student's distribution at `FALSE_ALARM`; from 4096 degrees of freedom on, of that.
 
-    def exceeds(c: float) -> float:
-        above = torch.special.gammaincc(half, (c * x).square() / 2).clamp(max=1 - 2**-53)
-        return float(-(weights * torch.expm1(n * torch.log1p(-above))).sum())
-
-    if exceeds(LEAST_FACTOR) <= chance:
-        return LEAST_FACTOR
-    low, high = math.log(LEAST_FACTOR), math.log(1e10)
-    for _ in range(22):
-        middle = (low + high) / 2
-        low, high = (middle, high) if exceeds(math.exp(middle)) > chance else (low, middle)
-    return math.exp(high)
-
-
-def student(freedom: float) -> float:
-    """Return the two-sided limit of Student's distribution at `FALSE_ALARM`.
-
-    Approximated after Peizer and Pratt (JASA 63, 1968), from below by 2 % at most for 3 degrees of freedom and more.
+    It is a normal deviate over the root of the mean of chi-squared: the chance that it exceeds t is the mean of that
+    for one deviate, erfc, over the distribution of the root.
     """
-    z = NormalDist().inv_cdf(1 - FALSE_ALARM / 2)
-    n = max(1.0, freedom)
-    return math.sqrt(n * math.expm1(min(600.0, z * z * (n - 5 / 6) / (n - 2 / 3 + 0.1 / n) ** 2)))
+    freedom = min(freedom, 1 << 12)
+    step = 0.5 / math.sqrt(2 * freedom)  # half the deviation of the logarithm
+    x = torch.arange(-20.0, 1.0 + 5 / math.sqrt(freedom), step, dtype=torch.float64).exp() * math.sqrt(freedom)
+    half = torch.tensor(freedom / 2, dtype=torch.float64)
+    weights = 2 * step * (half * (x.square() / 2).log() - x.square() / 2 - torch.lgamma(half)).exp()
+    low, high = 0.0, math.log(1e10)
+    for _ in range(30):
+        middle = (low + high) / 2
+        beyond = torch.special.erfc(math.exp(middle) * x / math.sqrt(2 * freedom))
+        low, high = (middle, high) if float((weights * beyond).sum()) > FALSE_ALARM else (low, middle)
+    return math.exp(high)
 
 
 def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor) -> float:
@@ -323,7 +286,7 @@ def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor) -> float:
     rows = float(of_rows.sum().square() / of_rows.square().sum().clamp_min(1e-300))
     of_passes = float(weighted.sum(1).square().mean())
     deviation = math.sqrt(max(float(of_rows.sum()), of_passes)) / whole
-    return student(rows * len(weighted)) * deviation
+    return student(max(1, int(rows * len(weighted)))) * deviation
 
 
 def _freedom_of_passes(squares: torch.Tensor) -> float:
@@ -340,9 +303,7 @@ def _freedom(squares: torch.Tensor) -> int:
     """Return the degrees of freedom of rows, by the variance of their mean squares."""
     if len(squares) < 2 or not bool(squares.any()):
         return 1
-    return int(
-        max(1.0, min(float(_FREEDOMS[-1]), float(2 * squares.mean().square() / squares.var().clamp_min(1e-300))))
-    )
+    return int(max(1.0, min(_MOST_FREEDOM, float(2 * squares.mean().square() / squares.var().clamp_min(1e-300)))))
 
 
 def _median(values: torch.Tensor) -> float:

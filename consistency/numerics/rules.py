@@ -90,15 +90,21 @@ class RoundingError:
         return error_factor(self.samples, self.drawn) * self.largest
 
 
-def error_factor(samples: int, drawn: int) -> float:
+_FREEDOMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Degrees of freedom for which `error_factor` is computed; another number is rounded down, which makes it larger."""
+
+
+def error_factor(samples: int, drawn: int, freedom: int = 1, *, chance: float = FALSE_ALARM) -> float:
     r"""Return by how much the largest of n errors may exceed the largest of m others of the same kind; 2 at least.
 
-    Two healthy devices round in different orders. Model their errors as independent samples of one normal distribution,
-    with :math:`F(x) = \mathrm{erf}(x / \sqrt 2)` for their magnitudes. Then the largest of n exceeds c times the
-    largest of m with probability :math:`\int m F'(x) F(x)^{m-1} (1 - F(cx)^n)\,dx`, and the
-    result is the c at which that is `FALSE_ALARM`: for 128 of a device 3.2 times the largest of as many, 2.7 times that
-    of 256. A few values carry little information, which more passes make up for: for 8 of a device 24 times the largest
-    of 8, 4.6 times that of 32, 2.9 times that of 128. From 16 on both are rounded down to four significant bits.
+    Two healthy devices round in different orders. Model their errors as independent samples of one distribution with
+    the function F, of the root of chi-squared with :math:`\nu` degrees of freedom: of single normal errors, that is
+    :math:`F(x) = \mathrm{erf}(x / \sqrt 2)`, with :math:`\nu = 1`; of the root mean square of several, see
+    `consistency.numerics.error_spread`. Then the largest of n exceeds c times the largest of m with probability
+    :math:`\int m F'(x) F(x)^{m-1} (1 - F(cx)^n)\,dx`, and the result is the c at which that is `chance`: for 128 single
+    errors 3.2 times the largest of as many, 2.7 times that of 256. A few values carry little information, which more
+    passes make up for: for 8 of a device 24 times the largest of 8, 4.6 times that of 32, 2.9 times that of 128. From
+    16 on both are rounded down to four significant bits.
 
     Parameters
     ----------
@@ -106,9 +112,11 @@ def error_factor(samples: int, drawn: int) -> float:
         Errors of the device that is judged: n.
     drawn : int
         Errors of which the largest is known: m.
+    freedom : int, optional
+        Degrees of freedom of each.
     """
     n, m = (_rounded_down(min(max(1, count), _MOST_SAMPLES)) for count in (samples, drawn))
-    return _error_factor(n, m)
+    return _error_factor(n, m, max(one for one in _FREEDOMS if one <= max(1, freedom)), chance)
 
 
 def _rounded_down(count: int) -> int:
@@ -117,34 +125,46 @@ def _rounded_down(count: int) -> int:
 
 
 @functools.cache
-def _error_factor(n: int, m: int) -> float:
-    nodes = _nodes(m)
-    if _exceeds(LEAST_FACTOR, n, nodes) <= FALSE_ALARM:
+def _error_factor(n: int, m: int, freedom: int, chance: float) -> float:
+    nodes = _nodes(m, freedom)
+
+    def is_exceeded(c: float) -> bool:  # by the trapezoidal rule
+        above = ((weight, min(_above(c * x, freedom), 1 - 2**-53)) for x, weight in nodes)
+        return -math.fsum(weight * math.expm1(n * math.log1p(-one)) for weight, one in above) > chance
+
+    if not is_exceeded(LEAST_FACTOR):
         return LEAST_FACTOR
     low, high = math.log(LEAST_FACTOR), math.log(1e10)
     for _ in range(22):  # to 6 of 10⁶
         middle = (low + high) / 2
-        low, high = (middle, high) if _exceeds(math.exp(middle), n, nodes) > FALSE_ALARM else (low, middle)
+        low, high = (middle, high) if is_exceeded(math.exp(middle)) else (low, middle)
     return math.exp(high)
 
 
-def _nodes(m: int) -> list[tuple[float, float]]:
+def _nodes(m: int, freedom: int) -> list[tuple[float, float]]:
     """Return the nodes of the integral of `error_factor` and their weights; it is taken over the logarithm of x."""
-    nodes, step = [], 0.05
-    for i in range(int(math.log(1e12 * 12) / step)):
+    nodes, step, scale = [], 0.05, 2 / math.gamma(freedom / 2)
+    for i in range(int(math.log(1e12 * (12 + math.sqrt(freedom))) / step)):
         x = 1e-12 * math.exp(i * step)
-        density = m * math.sqrt(2 / math.pi) * math.exp(-x * x / 2) * math.erf(x / math.sqrt(2)) ** (m - 1)
-        if density * x * step > FALSE_ALARM * 1e-7:  # all other nodes together contribute less than a thousandth of it
-            nodes.append((x, density * x * step))
+        below = math.erf(x / math.sqrt(2)) if freedom == 1 else max(0.0, 1 - _above(x, freedom))
+        density = m * scale * (x * x / 2) ** (freedom / 2) * math.exp(-x * x / 2) * below ** (m - 1)
+        if density * step > FALSE_ALARM * 1e-7:  # all other nodes together contribute less than a thousandth of it
+            nodes.append((x, density * step))
     return nodes
 
 
-def _exceeds(c: float, n: int, nodes: list[tuple[float, float]]) -> float:
-    """Return the probability in `error_factor`, by the trapezoidal rule."""
-    total = 0.0
-    for x, weight in nodes:
-        total -= weight * math.expm1(n * math.log1p(-min(math.erfc(c * x / math.sqrt(2)), 1 - 2**-53)))
-    return total
+def _above(x: float, freedom: int) -> float:
+    """Return with which probability the root of chi-squared exceeds x: a finite sum for whole degrees of freedom."""
+    half = x * x / 2
+    if freedom % 2:
+        found, power = math.erfc(x / math.sqrt(2)), 0.5
+    else:
+        found, power = 0.0, 0.0
+    term = math.exp(-half) * half**power / math.gamma(power + 1)
+    for _ in range(freedom // 2):
+        found, power = found + term, power + 1
+        term *= half / power
+    return found
 
 
 def relative_allowance(error: RoundingError, magnitude: float, dtype: str) -> float:

@@ -92,6 +92,11 @@ def name_of(products: Products) -> str:
     return f"{products.matmul}, convolutions {products.convolution}"
 
 
+def products_on(model: torch.nn.Module, device: torch.device | str) -> str:
+    """Return the name of the products that a device may compute a model with."""
+    return name_of(products_in(model, products_of(torch.device(device))))
+
+
 def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
     """Return, by name, the products with which the workers of a run compute, and those in float32."""
     settings, variables = determinism.did_you_mean()

@@ -41,6 +41,13 @@ def test_a_block_is_not_excused_by_noise_of_wrong_kernels(
     assert float(row.ratio) == pytest.approx(0.5 if status == "within" else 250)
 
 
+def test_what_is_shown_and_not_judged_says_so(make_capture: MakeCapture) -> None:
+    fields: dict[str, Any] = {"stage": "forward", "layer": "logits", "tensor": "adapter_on.end_to_end", "rule": "block"}
+    shown = computed(measure=measured(ratio=None), word=None, reason="shown, not judged", **fields)
+    row = only_row(compared(make_capture("a", {"cpu": [shown], "cuda:0": [shown]})), "cuda:0")
+    assert (row.status, row.ratio, row.reason) == ("within", None, "shown, not judged")
+
+
 def test_a_kernel_variant_is_not_excused_by_its_own_error(make_capture: MakeCapture) -> None:
     records = {"cpu": [relative("a", 1e-7, 1e-7)], "cpu@baseline": [relative("b", 1e-3, 1e-3)]}
     assert only_row(compared(make_capture("a", records)), "cpu@baseline").status == "outside"

@@ -139,6 +139,24 @@ def test_an_operation_in_steps_rounds_in_each() -> None:
     assert rms(per_row) > 5 * U, "all weights of a row share the error of its sum"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("norm", ["layer", "group"])
+def test_every_other_pass_stores_a_norm_in_a_half_type_between_its_steps(dtype: torch.dtype, norm: str) -> None:
+    """As torch's own code for a device without such a kernel does: three roundings, where the CPU makes one."""
+    x, weight, bias = (normal(*shape, seed=seed).to(dtype) for seed, shape in enumerate([(64, 32, 16), (32,), (32,)]))
+
+    def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        if norm == "group":
+            return functional.group_norm(x, 4, weight, bias)
+        return functional.layer_norm(x.transpose(1, 2), (32,), weight, bias)
+
+    exact, errors = compute(x.double(), weight.double(), bias.double()), []
+    for seed in (0, 1):
+        with RoundingNoise(seed):
+            errors.append(rms(compute(x, weight, bias) - exact))
+    assert 1.2 < errors[1] / errors[0] < math.sqrt(3)
+
+
 def test_a_gradient_that_is_zero_by_invariance_is_not_zero_in_every_pass() -> None:
     """A constant that is added to all scores changes no weight: CPU and float64 may have exactly 0, by luck."""
     values = normal(16, 8)

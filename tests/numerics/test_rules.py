@@ -70,13 +70,16 @@ def test_luck_is_the_ratio_that_healthy_errors_exceed_as_rarely_as_it_says(sampl
     )
 
 
-@pytest.mark.parametrize("drawn", [4, 16, 48])
-def test_luck_is_the_quantile_of_simulated_errors(drawn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "FALSE_ALARM", 1e-2)
+@pytest.mark.parametrize(
+    ("samples", "drawn", "freedom"), [(16, 4, 1), (16, 16, 1), (16, 48, 1), (8, 8, 2), (4, 12, 3), (4, 12, 24)]
+)
+def test_luck_is_the_quantile_of_simulated_errors(
+    samples: int, drawn: int, freedom: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rules, "LEAST_FACTOR", 0.5)
-    generator = np.random.default_rng(0)
-    ours, theirs = (np.abs(generator.standard_normal((100_000, n), dtype=np.float32)).max(-1) for n in (16, drawn))
-    assert rules._error_factor.__wrapped__(16, drawn) == pytest.approx(np.quantile(ours / theirs, 0.99), rel=0.02)
+    errors = np.sqrt(np.random.default_rng(0).chisquare(freedom, (100_000, samples + drawn)))
+    ratios = errors[:, :samples].max(-1) / errors[:, samples:].max(-1)
+    assert error_factor(samples, drawn, freedom, chance=1e-2) == pytest.approx(np.quantile(ratios, 0.99), rel=0.02)
 
 
 def test_an_unknown_dtype_has_no_allowance() -> None:

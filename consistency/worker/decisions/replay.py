@@ -40,9 +40,9 @@ class Made:
         """Return the names of the passes."""
         return list(self._digests)
 
-    def is_on(self, table: Table, key: str, *, on: str = "") -> bool:
-        """Return whether a pass made the decisions of the reference, or a recorded alternative."""
-        return self._digests[key] == [settled.digest for settled in table.passes.get(on or key, ())]
+    def is_on(self, table: Table, key: str) -> bool:
+        """Return whether a pass made the decisions of the reference."""
+        return self._digests[key] == [settled.digest for settled in table.passes.get(key, ())]
 
 
 class Replay:

@@ -88,7 +88,7 @@ def given_name(mode: str, name: str) -> str:
 def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables) -> None:
     """Write exact tensors and their tables, so that a worker that finds the file of the tensors can read both."""
     partial = scratch / f"{REFERENCE_FILE}.tmp"
-    save_file({name: t.contiguous().clone() for name, t in exact.items()}, partial)
+    save_file({name: t.contiguous() for name, t in exact.items()}, partial)
     publish_file(partial, scratch / REFERENCE_FILE, tables)
 
 

@@ -18,7 +18,6 @@ from consistency.numerics.rules import RoundingError, Rule, passes
 from consistency.worker import cpu_error
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.running import matrix_elements
-from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 
 LEAST_PASSES, MOST_PASSES = 3, 8
@@ -108,11 +107,6 @@ def spread_in(reference: Reference, title: str, name: str) -> Spread | None:
     return Spread(rows=mapped(rows), columns=mapped(columns), limits=limits)
 
 
-def products_here(context: Context, model: torch.nn.Module | None = None) -> str:
-    """Return the name of the products that this device may compute with."""
-    return cpu_error.name_of(cpu_error.products_in(model or context.model, products_of(context.device)))
-
-
 def record_block(
     context: Context,
     stage: str,
@@ -127,7 +121,6 @@ def record_block(
     named: str = "",
     computed_by: str = "",
     reason: str = "",
-    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Record a result by the `block` rule or the user's tolerance; without an exact value by the other workers.
 
@@ -144,11 +137,11 @@ def record_block(
     reason : str
         Why it cannot be compared with the exact tensor.
     """
-    products = products_here(context)
+    products = cpu_error.products_on(context.model, context.device)
     exact = reference.read(exact_name)
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     spread = spread_in(reference, f"{products}{named}", name)
-    evidence = {**({"products": products} if products != cpu_error.PLAIN else {}), **(more or {})}
+    evidence = {} if products == cpu_error.PLAIN else {"products": products}
     if computed_by:
         evidence["computed_by"] = computed_by
     if exact is not None and exact.shape == actual.shape and not actual.is_floating_point():

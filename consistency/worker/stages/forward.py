@@ -4,8 +4,8 @@ A float64 pass on the CPU rounds what enters and leaves each block to the tested
 computes the blocks, and what lies between them (`worker/model/block_pass.py`). Errors neither add up nor grow from
 block to block, so the module that is outside is the wrong one. Judged by the `block` rule (`numerics/error_spread.py`);
 a user's tolerance replaces it, element by element. Merged and unmerged adapters are the same function in exact
-arithmetic, so one float64 pass serves both. A large model runs a few of the sequences alone without its adapter: the
-same weights are multiplied by the same kernels with it, so what is left to see is whether it is off.
+arithmetic, so one float64 pass serves both. Of a large model the blocks are compared with the adapter on alone: the
+same weights are multiplied by the same kernels without it, and the stage `merged` judges merged weights.
 
 The device's own pass from end to end is shown beside it: how far its outputs are from float64, and how many of the most
 likely words are others.
@@ -58,14 +58,12 @@ from consistency.worker.model.running import (
     refusal,
     tokens_of,
 )
-from consistency.worker.precision import products_of
 from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.block_rule import (
     draw_enough,
     limits_of,
     named_factors,
-    products_here,
     record_block,
     rows_of,
     spreads,
@@ -210,7 +208,7 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
 def by_blocks(context: Context, inputs: Activations, mode: str, answer: Reference) -> tuple[Results, Replay]:
     """Run the blocks in a mode that the model is in, on the decisions of the exact pass; return what was decided."""
     model = context.model
-    replay = Replay(_decisions(context), model, f"{products_here(context)}{_named(mode)}")
+    replay = Replay(_decisions(context), model, f"{cpu_error.products_on(model, context.device)}{_named(mode)}")
     with deciding(replay.watch_if_any(_exact(mode)), gradient=False, places=replay.places):
         return results_of(model, inputs, functools.partial(answer.given, _exact(mode))), replay
 
@@ -370,7 +368,7 @@ def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mo
     if known is not None:
         run = functools.partial(in_mode, model, mode, functools.partial(outputs_of, model, inputs))
         drawn = draw_enough(context, model, lambda _: run(), [rows_of(known)], tokens=tokens_of(inputs))
-        exact.ends_drawn[mode] = drawn[cpu_error.name_of(cpu_error.products_in(model, products_of(torch.device(CPU))))]
+        exact.ends_drawn[mode] = drawn[cpu_error.products_on(model, CPU)]
 
 
 def _of_mode(tensors: Results, mode: str) -> Results:

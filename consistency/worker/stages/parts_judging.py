@@ -172,8 +172,8 @@ def record_gradient(
     place = f"{tensor}.{GRADIENT}{ending}"
     if part.dim is None:
         record_relative(
-            context, stage, layer, place, actual=actual, digests=[digest(actual)], name=name, exact_name=name,
-            mode=ADAPTER_ON, reference=dataclasses.replace(reference, made={**reference.made, name: exact}),
+            context, stage, layer, place, actual=actual, digests=[digest(actual)], name=name, mode=ADAPTER_ON,
+            reference=dataclasses.replace(reference, made={**reference.made, name: exact}),
         )  # fmt: skip
         return
     if 0 in part.shape:

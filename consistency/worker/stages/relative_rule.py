@@ -14,7 +14,6 @@ from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.rules import RoundingError, Rule, Verdict, judge_relative, passes
 from consistency.worker import cpu_error
 from consistency.worker.model.float64_reference import Reference
-from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
 
 Read = Callable[[str], Readable | None]
@@ -60,7 +59,6 @@ def record_relative(
     digests: Sequence[TensorDigest],
     reference: Reference,
     name: str,
-    exact_name: str,
     mode: str,
     computed_by: str = "",
     decisions: str = "",
@@ -69,13 +67,13 @@ def record_relative(
 ) -> None:
     """Record a tensor by the `relative` rule or the user's tolerance; without an exact value by the other workers.
 
-    `reference` has the error of rounding by `name`, the exact tensor by `exact_name`, and by `mode` why there is none;
+    `reference` has the error of rounding and the exact tensor by `name`, and by `mode` why there is none;
     `computed_by` is how this device computed, where not by its own kernels; `decisions` says whose are in it, where not
     its own, and `reason` why it cannot be compared with the exact tensor; `more` is added to the evidence.
     """
     tables = reference.tables
-    exact, whole = reference.read(exact_name), mapped(actual)
-    products = _products(context)
+    exact, whole = reference.read(name), mapped(actual)
+    products = cpu_error.products_on(context.model, context.device)
     plain, error = (tables.errors.get(title, {}).get(name) for title in (cpu_error.PLAIN, products))
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
@@ -125,8 +123,4 @@ def record_relative(
 
 def error_in(context: Context, reference: Reference, name: str) -> RoundingError | None:
     """Return the error that rounding makes in a tensor with the products that this device may compute with."""
-    return reference.tables.errors.get(_products(context), {}).get(name)
-
-
-def _products(context: Context) -> str:
-    return cpu_error.name_of(cpu_error.products_in(context.model, products_of(context.device)))
+    return reference.tables.errors.get(cpu_error.products_on(context.model, context.device), {}).get(name)

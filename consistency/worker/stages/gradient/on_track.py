@@ -6,15 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from consistency.worker import cpu_error
 from consistency.worker.decisions.places import Places
 from consistency.worker.decisions.replay import Made, Replay
 from consistency.worker.decisions.track import Table
 from consistency.worker.model.running import is_of_the_model
 from consistency.worker.model.tensor_file import TensorFile
-from consistency.worker.precision import products_of
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import NOT_REPLAYED, ON_TRACK, record_flips
@@ -47,7 +44,7 @@ def judged(context: Context, own: TensorFile, made: Made, again: Again) -> Judge
     table = Table.of(path)
     if all(made.is_on(table, key) for key in made.passes()):
         return Judged(gradients=own)
-    replay = Replay(path, context.model, products_on(context.model, context.device))
+    replay = Replay(path, context.model, cpu_error.products_on(context.model, context.device))
     try:
         gradients = again(replay.watch, replay.places)
     except Exception as error:  # model code of any kind may raise anything
@@ -63,8 +60,3 @@ def judged(context: Context, own: TensorFile, made: Made, again: Again) -> Judge
 def decisions_file(context: Context) -> Path:
     """Return the file of the track."""
     return context.scratch / DECISIONS_FILE.format("gradient")
-
-
-def products_on(model: torch.nn.Module, device: torch.device) -> str:
-    """Return the name of the products that a device computes a model with."""
-    return cpu_error.name_of(cpu_error.products_in(model, products_of(device)))

@@ -42,7 +42,7 @@ from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import record_flips
-from consistency.worker.stages.gradient.on_track import Again, Judged, decisions_file, judged, products_on
+from consistency.worker.stages.gradient.on_track import Again, Judged, decisions_file, judged
 from consistency.worker.stages.gradient.optimizer_step import record_step
 from consistency.worker.stages.gradient.runs import Runs, Watches
 from consistency.worker.stages.relative_rule import record_relative, rounding_errors
@@ -147,7 +147,7 @@ def _backward(
     kernels = half_kernels.replacement(model, tokens_of(inputs))
     found = Backward(gradients=own, computed_by=half_kernels.described(kernels))
     if exact:
-        found.track = Track(decisions_file(context), model, products_on(model, torch.device(CPU)))
+        found.track = Track(decisions_file(context), model, cpu_error.products_on(model, CPU))
 
     def again(watches: Watches, places: Places) -> TensorFile:
         found.on_track = TensorFile(stem.with_suffix(".track.safetensors"), layout)
@@ -283,7 +283,7 @@ def _judge(
         return
     record_relative(
         context, "gradient", layer, f"{tensor}.{GRADIENT}", actual=compared,
-        digests=[run[name] for run in found.digests], reference=reference, name=name, exact_name=name, mode=ADAPTER_ON,
+        digests=[run[name] for run in found.digests], reference=reference, name=name, mode=ADAPTER_ON,
         computed_by=found.computed_by, decisions=what.decisions, reason=what.reason,
     )  # fmt: skip
     record_step(context, name, layer, f"{tensor}.{UPDATED}", gradient)

@@ -23,7 +23,6 @@ from consistency.worker.model.float64_reference import Reference, give_up, wait_
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import is_of_the_model
 from consistency.worker.model.tensor_file import TensorFile
-from consistency.worker.precision import products_of
 from consistency.worker.protocol import TRAJECTORY_FILE
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import skip, to_train
@@ -106,7 +105,7 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
     parameters = passes.parameters
     file = StepFile(stem.with_suffix(".safetensors"), parameters, steps=steps, kinds=(AVERAGED, UPDATED))
     start = {name: parameter.detach().to(CPU, copy=True) for name, parameter in parameters.items()}
-    title = cpu_error.name_of(cpu_error.products_in(context.model, products_of(context.device)))
+    title = cpu_error.products_on(context.model, context.device)
     found = _Trained(file=file, start=start, decisions=DeviceDecisions(stem, context.model, title))
     try:
         optimizer = own_optimizer(parameters.values())
@@ -177,7 +176,7 @@ def _record_curve(context: Context, own: _Trained) -> None:
             distance_from(((name, own.file.of_step(UPDATED, name, step)) for name in own.start), answer, step)
             for step in range(own.file.steps)
         ]
-        products = cpu_error.name_of(cpu_error.products_in(context.model, products_of(context.device)))
+        products = cpu_error.products_on(context.model, context.device)
         evidence |= known_figures(answer, products)
     evidence |= {name: finite(values) for name, values in zip(FIGURES, (own.losses, own.norms, distances), strict=True)}
     same = bool(distances) and not any(distances)

@@ -223,7 +223,7 @@ class StepChecks:
             record_relative(
                 self._context, STAGE, layer, tensor, actual=actual, digests=[digest(actual)],
                 reference=Reference(path=self._exact.path, tables=tables, made={name: exact}), name=name,
-                exact_name=name, mode=FORWARD, computed_by=computed_by, more={"step": kept.step + 1},
+                mode=FORWARD, computed_by=computed_by, more={"step": kept.step + 1},
             )  # fmt: skip
         step, flips = self._flips
         record_flips(self._context, STAGE, flips, more={"step": step + 1})
