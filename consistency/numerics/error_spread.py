@@ -22,9 +22,11 @@ of K passes in the squared error of a row sum up to 1, and each has variance
 square of its figure is, in good approximation, a multiple of chi-squared with :math:`\nu` degrees of freedom
 (Satterthwaite, *Biometrics Bulletin* 2, 1946), and the figures of all rows of all passes give
 :math:`\nu = 2 (\mathrm{mean})^2 / \mathrm{variance}`: 1 where a row is off as a whole, the number of columns where each
-element is by itself. Rows that differ otherwise make the estimate smaller, and the limit wider. With F the distribution
-function of the root, the limit is `error_factor` times the largest figure of the passes.
-Of elements :math:`\nu` is 1. The component has mean zero, and is a weighted mean of one per row, whose variances add
+element is by itself. Rows that differ otherwise make the estimate smaller, and the limit wider. Of a few rows it is
+uncertain, so fewer degrees count too, by their likelihood. With F the distribution function of the root, the limit is
+`error_factor` times the largest figure of the passes.
+Of elements :math:`\nu` is 1. Rows that are sums over the same tokens, as those of a gradient, are as many as their
+errors have independent parts. The component has mean zero, and is a weighted mean of one per row, whose variances add
 up; its limit is Student's for that many rows, and one rounding more: a constant that a kernel rounds is a scale.
 """
 
@@ -32,16 +34,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import torch
 
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from consistency.numerics.rules import FALSE_ALARM, error_factor
+from consistency.numerics.rules import FALSE_ALARM, FREEDOMS, error_factor
 from consistency.numerics.words import Word
 
 _PRIOR = 4
@@ -59,6 +62,9 @@ _AT_ONCE = 1 << 16
 
 _ROWS_OF_COLUMNS = 64
 """Of all passes together; of fewer, columns too are those of the other passes."""
+
+_SIGNS = 8
+"""Vectors of random signs: an estimate by them is off by a third at most, where it is below ten."""
 
 _MOST_FREEDOM = 64.0
 """From here on the factor is the least one for three passes of a few rows."""
@@ -137,13 +143,22 @@ class Spread:
     limits: ErrorLimits
 
     @classmethod
-    def of(cls, drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
-        """Measure passes with noise, two at least, against the exact tensor (float64, of the same shape)."""
+    def of(cls, drawn: Sequence[torch.Tensor], exact: torch.Tensor, *, of_a_sum: bool = False) -> Spread:
+        """Measure passes with noise, two at least, against the exact tensor (float64, of the same shape).
+
+        Rows are taken for independent, as tokens are; but not those `of_a_sum` over tokens, as a gradient is.
+        """
         if len(drawn) < 2:
             raise ValueError(f"two passes with noise at least show a spread, got {len(drawn)}")
         passes = _Passes([_matrix(one) for one in drawn], _matrix(exact), UNIT_ROUNDOFF[drawn[0].dtype])
         rows, columns = passes.factors(range(len(drawn)))
-        return cls(rows=rows, columns=columns, limits=passes.limits(rows, columns))
+        return cls(rows=rows, columns=columns, limits=passes.limits(rows, columns, of_a_sum=of_a_sum))
+
+    def of_part(self, part: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int]) -> Spread:
+        """Return that of a part of the tensor, whose shape is `shape`; `part` takes it of any such tensor."""
+        size = len(self.rows), self.columns.shape[1]
+        rows, columns = (_matrix(part(one.expand(size).reshape(shape))) for one in (self.rows, self.columns))
+        return Spread(rows=rows[:, :1], columns=columns[:1], limits=self.limits)
 
     def figures(self, actual: torch.Tensor, exact: torch.Tensor) -> ErrorFigures:
         """Return how an error stands to its limits; where exact values are not finite, equal ones are right."""
@@ -222,7 +237,7 @@ class _Passes:
         prior, rows = _PRIOR / self._freedom, self._rows[list(numbers)].sum(0)[:, None]
         return (rows + prior * _median(rows) / len(numbers)) / (len(numbers) + prior)
 
-    def limits(self, rows: torch.Tensor, columns: torch.Tensor) -> ErrorLimits:
+    def limits(self, rows: torch.Tensor, columns: torch.Tensor, *, of_a_sum: bool) -> ErrorLimits:
         """Return the limits, each pass measured by the others."""
         count, passes = len(self._exact), len(self._drawn)
         others = [[number for number in range(passes) if number != own] for own in range(passes)]
@@ -232,6 +247,7 @@ class _Passes:
             by = [(self._of_rows(numbers), columns) for numbers in others]
         of_rows, elements, largest = torch.zeros(passes, count, dtype=torch.float64), 0.0, 0.0
         weighted, weights = torch.zeros_like(of_rows), torch.zeros(count, dtype=torch.float64)
+        together = [_Together(self._exact.shape[1]) for _ in self._drawn]
         for part, errors in self._errors():
             x = self._exact[part]
             finite = x.nan_to_num(0.0, 0.0, 0.0)
@@ -239,22 +255,56 @@ class _Passes:
             scaled = finite / torch.addcmul(stored, rows[part], columns)
             weights[part] = torch.linalg.vecdot(finite, scaled)
             for number, error in enumerate(errors):
-                square = error.square().div_(torch.addcmul(stored, by[number][0][part], by[number][1]))
+                variance = torch.addcmul(stored, by[number][0][part], by[number][1])
+                square = error.square().div_(variance)
                 of_rows[number, part] = square.mean(1)
                 elements = _larger(elements, square)
                 largest = _larger(largest, error.abs())
                 weighted[number, part] = torch.linalg.vecdot(error, scaled)
+                if of_a_sum:
+                    together[number].add(error / variance.sqrt_())
         found = of_rows.flatten()
-        freedom = _freedom(found)
-        per_row = min(self._exact.shape[1], freedom)
+        independent = sum(min(count, one.independent) for one in together) if of_a_sum else count * passes
+        samples, freedom = -(-independent // passes), _freedom(found)
+        of_row = of_element = 0.0
+        for degrees, chance in _chances(found, independent, freedom):
+            per_row = min(self._exact.shape[1], degrees)
+            of_row = max(of_row, error_factor(samples, independent, degrees, chance=chance))
+            of_element = max(of_element, error_factor(samples * per_row, independent * per_row, chance=chance))
         return ErrorLimits(
-            row=Real(error_factor(count, count * passes, freedom) * math.sqrt(_larger(0.0, found))),
-            element=Real(error_factor(count * per_row, count * passes * per_row, 1) * math.sqrt(elements)),
-            scale=Real(_scale_limit(weighted, weights) + self._unit),
-            drawn=count * passes,
+            row=Real(of_row * math.sqrt(_larger(0.0, found))),
+            element=Real(of_element * math.sqrt(elements)),
+            scale=Real(_scale_limit(weighted, weights, independent) + self._unit),
+            drawn=independent,
             freedom=freedom,
             largest=Real(largest),
         )
+
+
+class _Together:
+    r"""Count the independent errors of the rows of one pass, in units of what rounding makes.
+
+    The errors of rows that are sums over the same tokens are combinations of fewer. With Gram matrix G of the rows it
+    is the participation number of its eigenvalues, :math:`(\mathrm{tr}\,G)^2 / \mathrm{tr}\,G^2`: that of the rows, if
+    these are independent and long, 1 if they are multiples of one. The trace of the square is estimated by random signs
+    (Hutchinson, *Communications in Statistics* 19, 1990).
+    """
+
+    def __init__(self, columns: int) -> None:
+        signs = np.random.default_rng(0).integers(0, 2, (columns, _SIGNS)) * 2.0 - 1
+        self._signs = torch.from_numpy(signs)
+        self._back = torch.zeros(columns, _SIGNS, dtype=torch.float64)
+        self._trace = 0.0
+
+    def add(self, errors: torch.Tensor) -> None:
+        """Add some rows."""
+        self._trace += float(errors.square().sum())
+        self._back += errors.T @ (errors @ self._signs)
+
+    @property
+    def independent(self) -> int:
+        square = float(self._back.square().sum()) / _SIGNS
+        return max(1, int(self._trace**2 / square)) if square > 0 and math.isfinite(square) else 1
 
 
 @functools.cache
@@ -277,8 +327,14 @@ def student(freedom: int) -> float:
     return math.exp(high)
 
 
-def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor) -> float:
-    """Return the largest component along the exact values, from those of each row of each pass, times its weight."""
+def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor, independent: int) -> float:
+    """Return the largest component along the exact values, from those of each row of each pass, times its weight.
+
+    Parameters
+    ----------
+    independent : int
+        Errors of all passes.
+    """
     whole = float(weights.sum())
     if not whole > 0 or not math.isfinite(whole):
         return math.inf
@@ -286,7 +342,7 @@ def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor) -> float:
     rows = float(of_rows.sum().square() / of_rows.square().sum().clamp_min(1e-300))
     of_passes = float(weighted.sum(1).square().mean())
     deviation = math.sqrt(max(float(of_rows.sum()), of_passes)) / whole
-    return student(max(1, int(rows * len(weighted)))) * deviation
+    return student(max(1, min(independent, int(rows * len(weighted))))) * deviation
 
 
 def _freedom_of_passes(squares: torch.Tensor) -> float:
@@ -304,6 +360,32 @@ def _freedom(squares: torch.Tensor) -> int:
     if len(squares) < 2 or not bool(squares.any()):
         return 1
     return int(max(1.0, min(_MOST_FREEDOM, float(2 * squares.mean().square() / squares.var().clamp_min(1e-300)))))
+
+
+def _chances(squares: torch.Tensor, independent: int, freedom: int) -> list[tuple[int, float]]:
+    """Return the degrees of freedom that rows may have, `freedom` at most, and the chance at which each has its limit.
+
+    A few figures may be alike by chance. So fewer degrees count too, at `FALSE_ALARM` over their likelihood, which is
+    that of multiples of chi-squared whose scale is unknown, over the largest of all.
+    """
+    some = squares[squares > 0]
+    if len(some) < 2 or not bool(some.isfinite().all()):
+        return [(freedom, FALSE_ALARM)]
+    logs, whole, weight = float(some.log().sum()), math.log(float(some.sum())), independent / len(squares)
+    count, known = len(some), [one for one in FREEDOMS if one < freedom] + [freedom]
+
+    def likelihood(degrees: int) -> float:
+        half = degrees / 2
+        found = math.lgamma(count * half) - count * math.lgamma(half) + (half - 1) * logs - count * half * whole
+        return weight * found
+
+    found = {degrees: likelihood(degrees) for degrees in known}
+    best = max(found.values())
+    # in whole powers of ten, for which factors are known
+    shares = {degrees: 10.0 ** math.ceil((one - best) / math.log(10)) for degrees, one in found.items()}
+    return [(freedom, FALSE_ALARM)] + [
+        (degrees, FALSE_ALARM / share) for degrees, share in shares.items() if share > FALSE_ALARM and degrees < freedom
+    ]
 
 
 def _median(values: torch.Tensor) -> float:

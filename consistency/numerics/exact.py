@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -102,13 +102,6 @@ class Float64Mode(TorchDispatchMode):
                 parameter.data = data
             for parameter in large:
                 parameter.grad_dtype = parameter.dtype
-
-    def in_backward(self) -> AbstractContextManager[Any]:
-        """Return a context for code that runs again in the backward pass of this mode.
-
-        torch hands `backward` to the modes for functions, and takes them off for the time that it runs.
-        """
-        return _WidenEarly()
 
     def __enter__(self) -> Float64Mode:
         # PEFT parametrizes expert weights for a pass; torch refuses a parametrization that changes the dtype

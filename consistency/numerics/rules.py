@@ -90,7 +90,7 @@ class RoundingError:
         return error_factor(self.samples, self.drawn) * self.largest
 
 
-_FREEDOMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+FREEDOMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Degrees of freedom for which `error_factor` is computed; another number is rounded down, which makes it larger."""
 
 
@@ -116,7 +116,7 @@ def error_factor(samples: int, drawn: int, freedom: int = 1, *, chance: float = 
         Degrees of freedom of each.
     """
     n, m = (_rounded_down(min(max(1, count), _MOST_SAMPLES)) for count in (samples, drawn))
-    return _error_factor(n, m, max(one for one in _FREEDOMS if one <= max(1, freedom)), chance)
+    return _error_factor(n, m, max(one for one in FREEDOMS if one <= max(1, freedom)), chance)
 
 
 def _rounded_down(count: int) -> int:

@@ -31,6 +31,9 @@ GRADIENT_FILE = "gradient.safetensors"
 TRAJECTORY_FILE = "trajectory.safetensors"
 """Name of the float64 trajectory of the adapter there."""
 
+STEP_FILE = "trajectory-{}.safetensors"
+"""Name of the float64 gradients of one of its steps there."""
+
 DECISIONS_FILE = "decisions-{}.bin"
 """Name of the decisions of a stage there, that all workers are compared on."""
 

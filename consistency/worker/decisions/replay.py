@@ -1,4 +1,4 @@
-"""Passes of a worker: which decisions it made, and the pass again with the decisions of the track in their place."""
+"""Passes of a worker with the decisions of the track in place of its own, which are compared with them."""
 
 from __future__ import annotations
 
@@ -13,36 +13,7 @@ from consistency.numerics.decision import Decision
 from consistency.numerics.decisions import DecisionMode, Watch
 from consistency.worker.decisions.array_file import ArrayFile
 from consistency.worker.decisions.places import Places
-from consistency.worker.decisions.track import Flip, Settled, Table, compared, digest_of, is_same, plain
-
-
-class Made:
-    """The digests of a worker's decisions, by pass and in order."""
-
-    def __init__(self) -> None:
-        self._digests: dict[str, list[str]] = {}
-
-    def watch(self, key: str) -> Watch | None:
-        """Return what records a pass from its start; None after passes in which the model decided nothing.
-
-        Watching takes some 30 µs of processor time per operation.
-        """
-        nothing = len(self._digests.keys() - {key}) > 0 and not any(self._digests.values())
-        found: list[str] = []
-        self._digests[key] = found
-
-        def record(decision: Decision) -> None:
-            found.append(digest_of(decision.decided))
-
-        return None if nothing else record
-
-    def passes(self) -> list[str]:
-        """Return the names of the passes."""
-        return list(self._digests)
-
-    def is_on(self, table: Table, key: str) -> bool:
-        """Return whether a pass made the decisions of the reference."""
-        return self._digests[key] == [settled.digest for settled in table.passes.get(key, ())]
+from consistency.worker.decisions.track import Flip, Settled, Table, compared, is_same, plain
 
 
 class Replay:
@@ -87,6 +58,15 @@ class Replay:
     def watch_if_any(self, key: str) -> Watch | None:
         """Return the same; None where the track decides nothing: watching takes some 30 µs per operation."""
         return self.watch(key) if self._table.passes.get(key) else None
+
+    @property
+    def decides(self) -> bool:
+        """Whether the track decides anything."""
+        return any(self._table.passes.values())
+
+    def is_complete(self) -> bool:
+        """Report whether all passes had the operations of the track, in its order."""
+        return all(map(self.was_complete, self._table.passes))
 
     def was_complete(self, key: str) -> bool:
         """Report whether a pass had the operations of the track, in its order."""

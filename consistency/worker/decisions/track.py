@@ -8,9 +8,8 @@ There is no new threshold: e is what the `relative` rule allows in v, by the err
 does not explain another one.
 
 **What follows an undecided decision** may jump on a healthy device: a unit's gradient comes or goes, a token takes
-another expert. So all is compared on one *track*: what the CPU decided in the tested dtype. The float64 pass follows it
-as far as it is undecided; where the CPU's own decision is beyond that, float64 keeps its own. A worker that decided as
-the track, by digests, is compared as it is. Another computes the pass again on the track (`replay`).
+another expert. So all is compared on one *track*: what the float64 pass decides, on values that are the same for all.
+Passes with noise and those of devices follow it; what a device would have decided itself is compared with it.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ import torch
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.numerics.decision import Decision, gaps
 from consistency.numerics.decisions import Watch
-from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.real import Real
 from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, relative_allowance
 from consistency.worker.decisions.array_file import ArrayFile, Part
-from consistency.worker.decisions.places import Places
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +39,6 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     ----------
     name : str
         Of the operation.
-    digest : str
-        Of what was decided.
     decided, exact : Part
         What was decided; and the exact margins, or of a selection the exact scores.
     dim : int or None
@@ -53,7 +48,6 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    digest: str
     decided: Part
     exact: Part
     dim: int | None
@@ -94,151 +88,92 @@ class Flip:
         return self.margin <= self.allowed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Step:
     name: str
-    digest: str
     decided: Part
+    operand: Part
+    margins: Part
+    dim: int | None
+    scores: int
     operands: dict[str, list[Part]] = field(default_factory=dict)
-    """Those of each pass with noise, and the CPU's own, by the name of the products."""
-
-    def add(self, title: str, operand: Part) -> None:
-        self.operands.setdefault(title, []).append(operand)
+    """Of each pass with noise, by the name of its products."""
 
 
 class Track:
-    """Record what the CPU decides in the tested dtype, and hold other passes to it.
+    """Record the decisions of float64 passes, and hold passes with noise to them, which show what rounding may turn.
 
     Parameters
     ----------
     path : Path
         The file of arrays that all workers read. Operands are in another beside it until `publish`.
-    model : torch.nn.Module
-    title : str
-        Name of the products of the pass whose decisions are the track: the CPU's own ones, or those of a device.
-
-    Attributes
-    ----------
-    flips : list of Flip
-        Where that pass itself decided otherwise than the float64 pass, and rounding does not explain it.
-    places : Places
-        Of the model that runs in float64.
     """
 
-    def __init__(self, path: Path, model: torch.nn.Module, title: str) -> None:
-        self.flips: list[Flip] = []
-        self.places = Places(model)
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._title = title
         operands = path.with_suffix(".operands")
         for old in (path, operands):  # of the case before
             old.unlink(missing_ok=True)
         self._shared, self._operands = ArrayFile(path), ArrayFile(operands)
         self._steps: dict[str, list[_Step]] = {}
-        self._settled: dict[str, list[Settled]] = {}
-        self._lost: set[str] = set()
+
+    def exact(self, key: str) -> Watch:
+        """Return what records a float64 pass."""
+        steps = self._steps[key] = []
+
+        def record(decision: Decision) -> None:
+            decided, margins = plain(decision.decided), decision.margins(decision.operand)
+            if decision.dim is None:
+                margins = margins.to(torch.float32)
+            steps.append(
+                _Step(
+                    name=decision.name, decided=self._shared.append(decided),
+                    operand=self._operands.append(decision.operand), margins=self._shared.append(margins),
+                    dim=decision.dim, scores=decision.scores,
+                )
+            )  # fmt: skip
+
+        return record
+
+    def other(self, key: str, title: str = "") -> Watch | None:
+        """Return what lets another pass decide as the float64 one did; a title is for the errors of its operands.
+
+        None where nothing is decided: watching takes some 30 µs of processor time per operation.
+        """
+        left = iter(self._steps.get(key, ()))
+
+        def follow(decision: Decision) -> torch.Tensor | None:
+            step = next(left, None)
+            if step is None or not is_same(step.name, step.decided, decision):
+                return None
+            if title:
+                step.operands.setdefault(title, []).append(self._operands.append(decision.operand))
+            return self._shared.read(step.decided)
+
+        return follow if self._steps.get(key) else None
 
     @property
     def decides(self) -> bool:
-        """Whether anything was decided in the passes that were recorded."""
+        """Whether any pass decides something."""
         return any(self._steps.values())
-
-    def own(self, key: str, *, is_judged: bool = False) -> Watch | None:
-        """Return what records the pass that is the track; None as in `replay.Made.watch`.
-
-        Its operands say what rounding makes of them, but those of a device that is judged by the track.
-        """
-        nothing = len(self._steps.keys() - {key}) > 0 and not any(self._steps.values())
-        steps: list[_Step] = []
-        self._steps[key] = steps
-
-        def record(decision: Decision) -> None:
-            decided = plain(decision.decided)
-            step = _Step(name=decision.name, digest=digest_of(decided), decided=self._shared.append(decided))
-            if not is_judged:
-                step.add(self._title, self._operands.append(decision.operand))
-            steps.append(step)
-
-        return None if nothing else record
-
-    def other(self, key: str, title: str) -> Watch | None:
-        """Return what holds a pass with noise, or with a merged adapter, to the track, for the errors it makes."""
-        steps = iter(self._steps[key])
-
-        def follow(decision: Decision) -> torch.Tensor | None:
-            step = next(steps, None)
-            if step is None or not is_same(step.name, step.decided, decision):
-                self._lost.add(key)
-                return None
-            step.add(title, self._operands.append(decision.operand))
-            return self._shared.read(step.decided)
-
-        return follow if self._steps[key] else None
-
-    def exact(self, key: str) -> Watch | None:
-        """Return what holds the float64 pass to the track where that is undecided, and settles what is allowed."""
-        steps = iter(self._steps[key])
-        settled: list[Settled] = []
-        self._settled[key] = settled
-
-        def settle(decision: Decision) -> torch.Tensor | None:
-            step = next(steps, None)
-            if step is None or not is_same(step.name, step.decided, decision):
-                self._lost.add(key)
-                return None
-            own, decided, dim = self._shared.read(step.decided), plain(decision.decided), decision.dim
-            exact = decision.margins(decision.operand)
-            allowed = {
-                title: Real(
-                    decision.scores * allowed_error([self._operands.read(part) for part in parts], decision.operand)
-                )
-                for title, parts in step.operands.items()
-            }
-            limit = float(allowed.get(self._title, math.inf))
-            flip = compared(step.name, self.places.now, exact, dim, own, decided, limit)
-            follows = flip is None or flip.is_undecided
-            if flip is not None and not follows:
-                self.flips.append(flip)
-            if dim is None:
-                exact = exact.to(torch.float32)
-            settled.append(
-                Settled(
-                    name=step.name, dim=dim, allowed=allowed, exact=self._shared.append(exact),
-                    digest=step.digest if follows else digest_of(decided),
-                    decided=step.decided if follows else self._shared.append(decided),
-                )
-            )  # fmt: skip
-            return own if follows else None
-
-        return settle if self._steps[key] else None
-
-    def again(self, key: str) -> Watch | None:
-        """Return what makes a further float64 pass decide as the first one did; None where it decided nothing."""
-        steps = iter(self._settled.get(key, ()))
-
-        def follow(decision: Decision) -> torch.Tensor | None:
-            settled = next(steps, None)
-            if settled is None or not is_same(settled.name, settled.decided, decision):
-                return None
-            return self._shared.read(settled.decided)
-
-        return follow if self._settled.get(key) else None
-
-    def was_complete(self, key: str) -> bool:
-        """Report whether the passes with noise and in float64 had the operations of the track, in its order."""
-        return key not in self._lost and len(self._settled.get(key, ())) == len(self._steps[key])
-
-    def remove(self) -> None:
-        """Remove the files of a track that is not published."""
-        self._operands.remove()
-        self._shared.remove()
 
     def publish(self) -> None:
         """Write the table, and remove the operands."""
+        table = Table(passes={key: tuple(map(self._settled, steps)) for key, steps in self._steps.items()})
         self._operands.remove()
         self._shared.touch()
-        table = Table(passes={key: tuple(settled) for key, settled in self._settled.items()})
         table_of(self._path).write_bytes(encode_json(table))
+
+    def _settled(self, step: _Step) -> Settled:
+        exact = self._operands.read(step.operand)
+        allowed = {
+            title: Real(step.scores * allowed_error([self._operands.read(part) for part in parts], exact))
+            for title, parts in step.operands.items()
+        }
+        return Settled(
+            name=step.name, decided=step.decided, exact=step.margins, dim=step.dim,
+            allowed=allowed or {"": Real(math.inf)},
+        )  # fmt: skip
 
 
 def plain(decided: torch.Tensor) -> torch.Tensor:
@@ -247,12 +182,6 @@ def plain(decided: torch.Tensor) -> torch.Tensor:
         return decided
     # Metal has no float64; the value is the same number on the host
     return (decided.to("cpu") if decided.device.type == "mps" else decided).to(torch.float64)
-
-
-def digest_of(decided: torch.Tensor) -> str:
-    """Return a digest of what was decided, computed on its device."""
-    decided = plain(decided)
-    return digest(decided.to(torch.uint8) if decided.dtype == torch.bool else decided).value
 
 
 def is_same(name: str, decided: Part, decision: Decision) -> bool:

@@ -14,7 +14,7 @@ from consistency.worker.training import adamw
 Compute = Callable[..., torch.Tensor]
 
 _operator = instead("consistency.worker.stages.operators.stage:compute")
-_gradient = instead("consistency.worker.stages.gradient.runs:computed")
+_gradient = instead("consistency.worker.stages.gradient.stage:computed")
 
 
 @_operator

@@ -11,7 +11,7 @@ import torch
 from consistency.worker.faults.planting import Undo, instead
 from consistency.worker.model.blocks import blocks_of
 
-_STAGE = "consistency.worker.stages.trajectory.stage"
+_STAGE = "consistency.worker.stages.trajectory"
 _Compute = Callable[..., Any]
 
 
@@ -19,7 +19,7 @@ def gradient_scaled() -> Undo:
     """Let the fifth backward pass and all after it scale the gradient of LoRA's factor B in one layer."""
     first: list[str] = []
 
-    @instead(f"{_STAGE}:computed")
+    @instead(f"{_STAGE}.passes:computed")
     def computed(real: _Compute, step: int, name: str, gradient: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = real(step, name, gradient)
         if "lora_B" in name and not first:
@@ -29,15 +29,15 @@ def gradient_scaled() -> Undo:
     return computed()
 
 
-@instead(f"{_STAGE}:own_pass")
-def forward_off(real: _Compute, passes: Any, step: int, watches: Any) -> Any:
+@instead(f"{_STAGE}.passes:own_pass")
+def forward_off(real: _Compute, passes: Any, step: int, run: Any) -> Any:
     """Let the first block of the last list answer a hundredth too much in half of its elements from the fourth step on.
 
     A norm, as follows the last block at the latest, takes a factor of all elements out again; a tower for images before
     the list may not run on what is read.
     """
     if step < 3:
-        return real(passes, step, watches)
+        return real(passes, step, run)
 
     def half_scaled(states: torch.Tensor) -> torch.Tensor:
         factors = torch.ones_like(states)
@@ -50,12 +50,12 @@ def forward_off(real: _Compute, passes: Any, step: int, watches: Any) -> Any:
     first = [block for name, block in blocks_of(passes.model).items() if name.endswith(".0")][-1]
     hook = first.register_forward_hook(scaled)
     try:
-        return real(passes, step, watches)
+        return real(passes, step, run)
     finally:
         hook.remove()
 
 
-@instead(f"{_STAGE}:own_optimizer")
+@instead(f"{_STAGE}.stage:own_optimizer")
 def optimizer_off(real: _Compute, parameters: Any) -> Any:
     """Let AdamW take another decay of its second moment from the third step on."""
     optimizer = real(parameters)

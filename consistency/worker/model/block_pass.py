@@ -19,6 +19,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.capture.names import module_place
+from consistency.numerics.decision import is_real
 from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.running import Activations, outputs, without_gradients
 
@@ -62,41 +63,71 @@ def run_by_blocks(model: torch.nn.Module, inputs: Activations, given: Given, tak
 @contextmanager
 def computing_on(model: torch.nn.Module, given: Given, take: Take) -> Iterator[None]:
     """Let the blocks of a model compute on what is given."""
-    with ExitStack() as hooks:
-        shared = _BlockPass(given, take)
-        for name, block in blocks_of(model).items():
-            shared.follow(module_place(name), block, hooks)
+    with BlockPass(given, take).following(model):
         yield
 
 
-class _BlockPass:
+class BlockPass:
+    """A pass in which hooks replace what enters and leaves each block, and hand over every result."""
+
     def __init__(self, given: Given, take: Take) -> None:
         self._given = given
         self._take = take
         self._calls: dict[str, int] = {}
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def follow(self, name: str, block: torch.nn.Module, hooks: ExitStack) -> None:
-        """Let a block compute on what is given, and watch the modules in it."""
+    @contextmanager
+    def following(self, model: torch.nn.Module) -> Iterator[None]:
+        """Follow the blocks of a model."""
+        with ExitStack() as hooks:
+            for name, block in blocks_of(model).items():
+                self._follow(module_place(name), block, hooks)
+            yield
+
+    def _follow(self, name: str, block: torch.nn.Module, hooks: ExitStack) -> None:
         try:
             parameters = [*inspect.signature(block.forward).parameters]
         except (TypeError, ValueError):
             parameters = []
 
         def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            self._calls[name] = self._calls.get(name, 0) + 1
-            named = {parameters[i] if i < len(parameters) else str(i): value for i, value in enumerate(args)}
-            new = [self._entering(name, key, value) for key, value in named.items()]
-            return tuple(new), {key: self._entering(name, key, value) for key, value in kwargs.items()}
+            keys = [parameters[i] if i < len(parameters) else str(i) for i in range(len(args))]
+            return self._begin(name, block, list(zip(keys, args, strict=True)), kwargs)
 
         def end(_: Any, __: Any, found: Any) -> Any:
-            return self._leaving(name, found)
+            return self._end(name, found)
 
         hooks.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        self._follow_children(name, block, hooks)
+        hooks.callback(block.register_forward_hook(end).remove)
+
+    def _follow_children(self, name: str, block: torch.nn.Module, hooks: ExitStack) -> None:
+        """Watch the modules in a block."""
         for part, child in block.named_children():
             if any(True for _ in child.parameters()):
                 hooks.callback(child.register_forward_hook(self._inside(name, f"{name}.{part}")).remove)
-        hooks.callback(block.register_forward_hook(end).remove)
+
+    def _begin(
+        self,
+        name: str,
+        block: torch.nn.Module,  # noqa: ARG002 - for a pass that goes back
+        args: list[tuple[str, Any]],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what a block gets in place of its arguments."""
+        self._calls[name] = self._calls.get(name, 0) + 1
+        new = [self._entering(name, key, value) for key, value in args]
+        return tuple(new), {key: self._entering(name, key, value) for key, value in kwargs.items()}
+
+    def _end(self, name: str, found: Any) -> Any:
+        """Return what others get in place of a block's output."""
+        leaves, structure = _pytree.tree_flatten(found)
+        number = 0
+        for i, leaf in enumerate(leaves):
+            if is_real(leaf):
+                leaves[i] = self._passed_on(name, f"output.{number}" if number else "", leaf)
+                number += 1
+        return _pytree.tree_unflatten(leaves, structure)
 
     def _entering(self, block: str, key: str, value: Any) -> Any:
         leaves, structure = _pytree.tree_flatten(value)
@@ -104,15 +135,6 @@ class _BlockPass:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaves[i] = self._passed_on(block, f"input.{key}.{i}" if several else f"input.{key}", leaf)
-        return _pytree.tree_unflatten(leaves, structure)
-
-    def _leaving(self, block: str, value: Any) -> Any:
-        leaves, structure = _pytree.tree_flatten(value)
-        number = 0
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                leaves[i] = self._passed_on(block, f"output.{number}" if number else "", leaf)
-                number += 1
         return _pytree.tree_unflatten(leaves, structure)
 
     def _inside(self, block: str, layer: str) -> Callable[..., None]:
@@ -129,7 +151,8 @@ class _BlockPass:
             return self._known[id(value)][1]
         place = self._place(block, block, part)
         self._take(place, value)
-        result = self._given(str(place), value) if value.is_floating_point() else value
+        # a copy: a block may write into what it gets
+        result = self._given(str(place), value).clone() if value.is_floating_point() else value
         for one in (value, result):  # kept, so that no other tensor gets its identity
             self._known[id(one)] = one, result
         return result

@@ -68,6 +68,11 @@ class Reference:
     def of(cls, path: Path) -> Reference:
         return cls(path=path, tables=decode_json(_tables(path).read_bytes(), Tables))
 
+    @classmethod
+    def of_this_process(cls, made: Mapping[str, torch.Tensor]) -> Reference:
+        """Return one that is not published."""
+        return cls(path=Path(), tables=Tables(errors={}, failures={}, names=()), made=made)
+
     def read(self, name: str) -> Readable | None:
         """Return an exact tensor on the CPU; None where the reference has none of that name."""
         if name in self.made:
@@ -76,8 +81,13 @@ class Reference:
 
     def given(self, mode: str, name: str, own: torch.Tensor) -> torch.Tensor:
         """Return what enters or leaves a block in the exact pass of a mode, as a device has it; else its own value."""
+        value = self.incoming(mode, name, own)
+        return own if value is None else value
+
+    def incoming(self, mode: str, name: str, own: torch.Tensor) -> torch.Tensor | None:
+        """Return the same, or the gradient that comes in; None where there is none."""
         value = self.read(given_name(mode, name))
-        return own if value is None or value.shape != own.shape else mapped(value).to(own.device, own.dtype)
+        return None if value is None or value.shape != own.shape else mapped(value).to(own.device, own.dtype)
 
 
 def given_name(mode: str, name: str) -> str:
@@ -85,11 +95,11 @@ def given_name(mode: str, name: str) -> str:
     return f"given::{mode}::{name}"
 
 
-def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables) -> None:
+def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables, file: str = REFERENCE_FILE) -> None:
     """Write exact tensors and their tables, so that a worker that finds the file of the tensors can read both."""
-    partial = scratch / f"{REFERENCE_FILE}.tmp"
+    partial = scratch / f"{file}.tmp"
     save_file({name: t.contiguous() for name, t in exact.items()}, partial)
-    publish_file(partial, scratch / REFERENCE_FILE, tables)
+    publish_file(partial, scratch / file, tables)
 
 
 def publish_file(partial: Path, path: Path, tables: Tables) -> Reference:
@@ -116,13 +126,12 @@ def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Ref
 
 
 def give_up(scratch: Path, file: str, reason: str) -> None:
-    """Tell the workers that wait for a file that it will not come, where it is not there yet."""
-    if not (scratch / file).exists():
-        write_whole(_failed(scratch / file), [reason.encode()])
+    """Tell the workers that wait for a file that it will not come, nor one of its steps."""
+    write_whole(_failed(scratch / file), [reason.encode()])
 
 
 def _failed(path: Path) -> Path:
-    return path.with_suffix(".failed")
+    return path.with_name(f"{path.stem.partition('-')[0]}.failed")
 
 
 def _tables(path: Path) -> Path:

@@ -86,29 +86,31 @@ def activations(model: torch.nn.Module, inputs: Activations) -> Activations:
     return {name: t.detach().to("cpu") for name, t in (hidden | last).items()}
 
 
-def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Activations, Activations]:
-    """Run the model and return, on its device, its hidden states and its other outputs, by name."""
+def outputs(
+    model: torch.nn.Module, inputs: dict[str, torch.Tensor], *, hidden: bool = True
+) -> tuple[Activations, Activations]:
+    """Run the model and return, on its device, its hidden states, where asked for, and its other outputs, by name."""
     with parameters_kept(model), as_loaded(model):
-        return outputs_by(model, model, inputs)
+        return outputs_by(model, model, inputs, hidden=hidden)
 
 
 def outputs_by(
-    call: Callable[..., Any], model: torch.nn.Module, inputs: dict[str, torch.Tensor]
+    call: Callable[..., Any], model: torch.nn.Module, inputs: dict[str, torch.Tensor], *, hidden: bool = True
 ) -> tuple[Activations, Activations]:
     """Do the same by a wrapper of the model, or by a model whose parameters change places while it runs."""
     device, dtype = device_of(model), next(model.parameters()).dtype
     moved = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in inputs.items()}
-    output = call(**moved, **_extras(model), **_tasks(model, moved))
+    output = call(**moved, **_extras(model, hidden=hidden), **_tasks(model, moved))
     if isinstance(output, torch.Tensor):
         return {}, {"output": output}
-    hidden: Activations = {}
+    states: Activations = {}
     last: Activations = {}
     for key, value in dict(output).items():
         if key.endswith("hidden_states") and isinstance(value, (tuple, list)):
-            hidden.update((f"{key}.{i}", t) for i, t in enumerate(value) if isinstance(t, torch.Tensor))
+            states.update((f"{key}.{i}", t) for i, t in enumerate(value) if isinstance(t, torch.Tensor))
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
             last[key] = value
-    return hidden, last
+    return states, last
 
 
 def is_hidden(name: str) -> bool:
@@ -161,12 +163,12 @@ def tokens_of(inputs: Activations) -> int:
     return max((t.numel() if t.dim() < 3 else t.shape[0] for t in inputs.values()), default=1)
 
 
-def _extras(model: torch.nn.Module) -> dict[str, Any]:
-    """Ask transformers models for every hidden state and no cache; a user's own model takes its inputs alone."""
+def _extras(model: torch.nn.Module, *, hidden: bool) -> dict[str, Any]:
+    """Ask transformers models for hidden states, or none, and for no cache; another takes its inputs alone."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return {}
-    extras: dict[str, Any] = {"output_hidden_states": True, "return_dict": True}
+    extras: dict[str, Any] = {"output_hidden_states": hidden, "return_dict": True}
     if hasattr(config, "use_cache"):
         extras["use_cache"] = False
     return extras

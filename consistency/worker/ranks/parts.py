@@ -65,10 +65,8 @@ def held(tensor: torch.Tensor) -> torch.Tensor:
     return found.to_local() if isinstance(found, DTensor) else found
 
 
-def gradient_held(parameter: torch.Tensor) -> torch.Tensor:
+def gradient_held(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient of what this rank holds of a parameter, which a library may leave split in another way."""
-    gradient = parameter.grad
-    assert gradient is not None
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)
     return held(gradient)

@@ -7,17 +7,20 @@ from collections.abc import Iterator
 
 import torch
 
-from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, END_TO_END, GRADIENT, adapter_place
+from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, END_TO_END
+from consistency.worker import cpu_error
+from consistency.worker.decisions.replay import Replay
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.running import tokens_of
-from consistency.worker.protocol import REFERENCE_FILE
+from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
 from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.forward import by_blocks, in_mode, outputs_of, row_of
-from consistency.worker.stages.gradient.runs import Runs
-from consistency.worker.training.backward import as_model_takes, trained
+from consistency.worker.stages.gradient.stage import backward_of, decisions_file, gradients_of
+from consistency.worker.stages.gradient.stage import row_of as row_of_gradient
+from consistency.worker.training.backward import trained
 
 
 def forward(context: Context, compare: Compare) -> Again:
@@ -49,35 +52,24 @@ def forward(context: Context, compare: Compare) -> Again:
 
 
 def gradient(context: Context, compare: Compare) -> Again:
-    """Compute the gradients again; each pass is compared by itself too, so that a wrong one need not be held."""
-    inputs = as_model_takes(context.model, _inputs(context))
-    names = trained(context.model, context.expected)
+    """Compute the gradients again, by blocks."""
+    inputs = _inputs(context)
+    of = backward_of(context.model, trained(context.model, context.expected), inputs)
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
-    runs = Runs(context, context.model, names, inputs, tells=False)
     moved = _is_moved(context, inputs)
+    path = context.scratch / GRADIENT_FILE
+    reference = Reference.of(path) if path.exists() else None
 
     def again() -> Iterator[None]:
-        for name, whole in runs.in_dtype(kernels, _Passes(context, compare)).items():
-            compare(*_gradient_of(context, name), whole, own=moved)
+        if reference is not None:
+            title = cpu_error.products_on(context.model, context.device)
+            with half_kernels.computing(kernels):
+                found = gradients_of(of, reference, Replay(decisions_file(context), context.model, title))
+            for name, gradient in found.items():
+                compare(*row_of_gradient(context, name), gradient, own=moved)
         yield
 
     return again
-
-
-class _Passes:
-    """Compare the gradients of single passes, as they are computed."""
-
-    def __init__(self, context: Context, compare: Compare) -> None:
-        self._context = context
-        self._compare = compare
-
-    def write(self, name: str, index: int, tensor: torch.Tensor) -> None:
-        self._compare(*_gradient_of(self._context, name), tensor, part=index)
-
-
-def _gradient_of(context: Context, name: str) -> tuple[str, str]:
-    layer, tensor = adapter_place(context.expected[name][0])
-    return layer, f"{tensor}.{GRADIENT}"
 
 
 def _is_moved(context: Context, inputs: dict[str, torch.Tensor]) -> bool:

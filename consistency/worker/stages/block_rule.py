@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,8 +68,13 @@ def rows_of(tensor: torch.Tensor) -> int:
     return tensor[..., 0].numel() if tensor.dim() > 1 else 1
 
 
-def spreads(drawn: Mapping[str, Sequence[Read]], exact: Mapping[str, torch.Tensor]) -> dict[str, dict[str, Spread]]:
-    """Return what rounding makes in each exact tensor, by the name of the products and by name."""
+def spreads(
+    drawn: Mapping[str, Sequence[Read]], exact: Mapping[str, torch.Tensor], sums: Collection[str] = ()
+) -> dict[str, dict[str, Spread]]:
+    """Return what rounding makes in each exact tensor, by the name of the products and by name.
+
+    `sums` are those whose rows are sums over tokens.
+    """
     found: dict[str, dict[str, Spread]] = {}
     for title, reads in drawn.items():
         found[title] = {}
@@ -77,7 +82,7 @@ def spreads(drawn: Mapping[str, Sequence[Read]], exact: Mapping[str, torch.Tenso
             tensors = [mapped(tensor) for read in reads if (tensor := read(name)) is not None]
             fits = len(tensors) > 1 and all(one.shape == truth.shape for one in tensors)
             if fits and truth.numel() and tensors[0].dtype in UNIT_ROUNDOFF:
-                found[title][name] = Spread.of(tensors, truth)
+                found[title][name] = Spread.of(tensors, truth, of_a_sum=name in sums)
     return found
 
 
@@ -107,6 +112,28 @@ def spread_in(reference: Reference, title: str, name: str) -> Spread | None:
     return Spread(rows=mapped(rows), columns=mapped(columns), limits=limits)
 
 
+def spread_of(context: Context, reference: Reference, name: str) -> Spread | None:
+    """Return the same with the products that this device may compute with."""
+    return spread_in(reference, cpu_error.products_on(context.model, context.device), name)
+
+
+def block_ratio(
+    context: Context, stage: str, layer: str, actual: torch.Tensor, reference: Reference, name: str
+) -> float | None:
+    """Return the figures of a result over their limits, or its error over the user's; None where it is not judged."""
+    exact = reference.read(name)
+    if exact is None or exact.shape != actual.shape or actual.dtype not in UNIT_ROUNDOFF:
+        return None
+    truth = mapped(exact)
+    tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
+    if tolerance is not None:
+        return float(measure_against_exact(actual, truth, tolerance).ratio or 0)
+    spread = spread_of(context, reference, name)
+    if spread is None or _overflow(truth, actual.dtype, spread):
+        return None
+    return spread.figures(actual, truth).ratio
+
+
 def record_block(
     context: Context,
     stage: str,
@@ -121,6 +148,7 @@ def record_block(
     named: str = "",
     computed_by: str = "",
     reason: str = "",
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Record a result by the `block` rule or the user's tolerance; without an exact value by the other workers.
 
@@ -136,12 +164,14 @@ def record_block(
         How this device computed, where not by its own kernels.
     reason : str
         Why it cannot be compared with the exact tensor.
+    more : mapping, optional
+        Added to the evidence.
     """
     products = cpu_error.products_on(context.model, context.device)
     exact = reference.read(exact_name)
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     spread = spread_in(reference, f"{products}{named}", name)
-    evidence = {} if products == cpu_error.PLAIN else {"products": products}
+    evidence = {**({} if products == cpu_error.PLAIN else {"products": products}), **(more or {})}
     if computed_by:
         evidence["computed_by"] = computed_by
     if exact is not None and exact.shape == actual.shape and not actual.is_floating_point():

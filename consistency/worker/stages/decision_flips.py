@@ -11,9 +11,6 @@ from consistency.numerics.words import Word
 from consistency.worker.decisions.track import Flip
 from consistency.worker.stages.context import Context
 
-ON_TRACK = "the reference's, in place of this worker's own"
-"""Evidence of a tensor that was computed again with the decisions of the track."""
-
 NOT_REPLAYED = "this worker decided otherwise, and its pass cannot be computed again with the reference's decisions"
 
 

@@ -39,8 +39,8 @@ from consistency.numerics.exact import Float64Mode
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
 from consistency.worker import cpu_error
-from consistency.worker.decisions.exact_track import ExactTrack
 from consistency.worker.decisions.replay import Replay, deciding
+from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import Given, ResultPlace, as_exact, rounded, run_by_blocks
 from consistency.worker.model.disabling import DisableRefusedError, disabled
@@ -96,7 +96,7 @@ class Exact:
         Why a mode has none.
     """
 
-    track: ExactTrack
+    track: Track
     results: Results = field(default_factory=dict)
     given: Results = field(default_factory=dict)
     ends: Activations = field(default_factory=dict)
@@ -267,7 +267,7 @@ NOT_JUDGED = "shown, not judged: from end to end errors add up, and a trained mo
 
 def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tuple[Exact, Reference]:
     """Compute what all workers are judged by, on the CPU, and publish it."""
-    exact = Exact(track=ExactTrack(_decisions(context)))
+    exact = Exact(track=Track(_decisions(context)))
     modes, kernels = _modes(context), half_kernels.replacement(model, tokens_of(inputs))
     # of a large model one sequence shows how far the outputs are from float64
     is_whole = len(_by_blocks(context, model)) == len(modes) or bool(context.job.case.engine_outputs)
@@ -339,9 +339,7 @@ def _draw(
     kernels = half_kernels.replacement(model, tokens_of(inputs))
     named = _named(mode)
 
-    def given(name: str, own: torch.Tensor) -> torch.Tensor:
-        value = exact.given.get(given_name(_exact(mode), name))
-        return own if value is None or value.shape != own.shape else value.to(own.dtype)
+    given = functools.partial(Reference.of_this_process(exact.given).given, _exact(mode))
 
     def compute(title: str) -> Results:
         found: Results = {}

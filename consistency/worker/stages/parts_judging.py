@@ -5,15 +5,12 @@ A rank is wrong about its own part alone, so each judges what it holds: who is n
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 
 from consistency.capture.names import (
-    ADAPTER_ON,
-    GRADIENT,
     RANK_AND_SCALING,
     WHOLE_MODEL,
     adapter_place,
@@ -26,16 +23,17 @@ from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
-from consistency.numerics.dtype import name_of
 from consistency.numerics.error import measure_against_exact
-from consistency.numerics.rules import Rule, judge_relative
+from consistency.numerics.file_tensor import mapped
+from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.model.adapter_settings import rank_and_scaling
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.ranks.group import Joined
 from consistency.worker.ranks.parts import RankPart, held, part_of, whole
+from consistency.worker.stages.block_rule import record_block, spread_of
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.relative_rule import error_in, record_relative
+from consistency.worker.stages.gradient.stage import row_of
 from consistency.worker.stages.step_judging import record_part
 
 HELD, GATHERED = "held", "gathered"
@@ -150,7 +148,6 @@ def record_gradient(
     name: str,
     actual: torch.Tensor,
     *,
-    exact: torch.Tensor,
     reference: Reference,
     part: RankPart,
     ending: str,
@@ -160,36 +157,36 @@ def record_gradient(
     Parameters
     ----------
     actual : torch.Tensor
-        `(passes, *part.shape)`, or without passes.
-    exact : torch.Tensor
-        The whole one in float64.
+        On the CPU, of `part.shape`.
     reference : Reference
-        What rounding makes in it.
+        The whole one in float64, and what rounding makes in it.
     ending : str
         See `Joined.of_so_many`.
     """
-    layer, tensor = adapter_place(context.expected[name][0])
-    place = f"{tensor}.{GRADIENT}{ending}"
+    layer, tensor = row_of(context, name)
+    place = f"{tensor}{ending}"
+    if not context.record.wants(stage, layer):
+        return
     if part.dim is None:
-        record_relative(
-            context, stage, layer, place, actual=actual, digests=[digest(actual)], name=name, mode=ADAPTER_ON,
-            reference=dataclasses.replace(reference, made={**reference.made, name: exact}),
+        record_block(
+            context, stage, layer, place, actual=actual, digests=[digest(actual)], name=name, exact_name=name,
+            reference=reference,
         )  # fmt: skip
         return
-    if 0 in part.shape:
-        return
-    mine = part.of(exact, after=exact.ndim - len(part.whole))
-    error = error_in(context, reference, name)
+    exact, spread = reference.read(name), spread_of(context, reference, name)
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
-    if error is None and tolerance is None:
+    if 0 in part.shape or exact is None:
+        return
+    if spread is None and tolerance is None:
         context.record.absent(
             stage, layer, place, status="skipped", reason="what rounding makes in it is unknown", rule=Rule.LIMIT
         )
         return
-    found = measure_against_exact(actual, mine, tolerance)
-    verdict = None if error is None or tolerance is not None else judge_relative(found, name_of(actual.dtype), error)
-    limit = tolerance if verdict is None else verdict.allowed
+    truth = part.of(mapped(exact))
+    mine = None if spread is None or tolerance is not None else spread.of_part(part.of, part.whole)
+    limit = tolerance if mine is None else mine.allowed(truth, actual.dtype)
+    found = measure_against_exact(actual, truth, limit)
     record_part(
-        context, stage, layer, place, found=found, chunks=lambda: exact_chunks(actual, mine, limit),
-        share=float(found.ratio or 0) if verdict is None else verdict.ratio,
+        context, stage, layer, place, found=found, chunks=lambda: exact_chunks(actual, truth, limit),
+        share=float(found.ratio or 0) if mine is None else mine.figures(actual, truth).ratio,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""One backward pass after the other: each gradient is handed over as it is computed, and freed.
+"""What goes backward: parameters of an adapter, parts of a batch, and the loss.
 
 The loss is a sum of the model's outputs, each element with a fixed sign and one power of two as its weight. Such a loss
 exists for any model; it is linear, so the gradient that enters the model is exact and the same everywhere, and only the
@@ -9,42 +9,20 @@ cross-entropy needs targets, and a confident model has near-zero gradients.)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 
-from consistency.devices.backends import CPU
-from consistency.numerics.exact import Float64Mode
-from consistency.worker.model.blocks import Room, recomputed, room_for
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.running import device_of, outputs, parameters_kept
-from consistency.worker.quantized.exact import as_loaded, exact_layers
 
 Tensors = dict[str, torch.Tensor]
 
-Take = Callable[[str, torch.Tensor], None]
-"""Called with a parameter's name and its gradient, which is freed afterwards."""
-
-Loss = Callable[[Tensors, Tensors], Sequence[tuple[torch.Tensor, torch.Tensor]]]
-"""Called with the hidden states and the outputs of a pass, returns what goes backward, each tensor with its weights."""
-
 PASSES = 4
-"""Backward passes over as many parts of the batch.
-
-The gradient of a LoRA factor of rank r has at most r independent errors, often one or two that carry all, and the
-largest of so few varies widely (`rules.error_factor`). Passes over other sequences have independent errors.
-"""
-
-ONE_PASS = 1 << 22
-"""Elements from which the first pass alone is compared.
-
-A whole matrix of that size, of an embedding or a head, has up to thousands of independent errors in one pass, and its
-float64 gradients of every pass would take more room than the model.
-"""
+"""Parts of the batch, for as many steps or ranks."""
 
 
 def trained(model: Any, held: Mapping[str, object]) -> list[str]:
@@ -85,86 +63,6 @@ def parts_of(inputs: Tensors, *, rows: int | None = None) -> list[Tensors]:
         count = min(max(PASSES, -(-sequences // (rows or sequences))), sequences)
     split = {name: torch.tensor_split(tensor, count) if count > 1 else [tensor] for name, tensor in inputs.items()}
     return [{name: parts[i] for name, parts in split.items()} for i in range(count)]
-
-
-def backward(
-    model: torch.nn.Module,
-    names: list[str],
-    inputs: Tensors,
-    take: Take,
-    *,
-    recompute: bool = True,
-    exact: bool = False,
-    watched: AbstractContextManager[None] | None = None,
-    loss: Loss | None = None,
-) -> None:
-    """Run the model forward and backward on one part of the batch: see `backward_passes`."""
-    with backward_passes(model, names, recompute=recompute, exact=exact, loss=loss) as run:
-        run(inputs, take, watched)
-
-
-class Pass(Protocol):
-    """Runs the model forward and backward on one part of the batch, and hands over the gradients.
-
-    `watched` watches the decisions, forward and backward: see `consistency.worker.decisions.replay`.
-    """
-
-    def __call__(self, inputs: Tensors, take: Take, watched: AbstractContextManager[None] | None = None) -> None: ...
-
-
-@contextmanager
-def backward_passes(
-    model: torch.nn.Module,
-    names: list[str],
-    *,
-    recompute: bool = True,
-    exact: bool = False,
-    loss: Loss | None = None,
-) -> Iterator[Pass]:
-    """Yield what runs the model forward and backward, and hands over the gradients of its parameters.
-
-    A parameter that no output depends on has none.
-
-    Parameters
-    ----------
-    recompute : bool
-        Compute the activations of blocks again instead of keeping them: on a device of all, on the CPU of those for
-        which there is no room. See `blocks.recomputed`.
-    exact : bool
-        Compute in float64: the gradients are float64.
-    loss : callable, optional
-        Instead of the weighted sum of all outputs, `of_outputs`.
-    """
-    wanted = {name: model.get_parameter(name) for name in names}
-    taking: list[Take] = []
-    with ExitStack() as stack:
-        stack.enter_context(trainable(model, wanted.values()))
-        mode = Float64Mode() if exact else None
-        if mode is not None:
-            stack.enter_context(exact_layers(model))
-            stack.enter_context(mode.with_gradients(wanted.values()))
-        for name, parameter in wanted.items():
-            stack.enter_context(_handed_over(name, parameter, lambda name, gradient: taking[-1](name, gradient)))
-        room: Room | None = None
-        if recompute:
-            again = nullcontext if mode is None else mode.in_backward
-            size = room_for(model) if device_of(model).type == CPU else 0
-            room = stack.enter_context(recomputed(model, room=size, again=again))
-
-        def run(inputs: Tensors, take: Take, watched: AbstractContextManager[None] | None = None) -> None:
-            taking[:] = [take]
-            if room is not None:
-                room.begin()
-            with (
-                parameters_kept(model),  # blocks run once more in the backward pass
-                as_loaded(model),
-                mode or nullcontext(),
-                torch.enable_grad(),
-                watched or nullcontext(),
-            ):
-                go_back((loss or of_outputs)(*outputs(model, inputs)))
-
-        yield run
 
 
 def go_back(terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -214,24 +112,6 @@ def put_back(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
             for name, tensor in tensors.items():
                 tensor.copy_(kept[name])
                 tensor.grad = gradients[name]
-
-
-@contextmanager
-def _handed_over(name: str, parameter: torch.nn.Parameter, take: Take) -> Iterator[None]:
-    """Hand a parameter's gradient over once it is accumulated; what it held before is put back at the end."""
-    kept, parameter.grad = parameter.grad, None
-
-    def hand_over(parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        take(name, gradient.detach())
-
-    hook = parameter.register_post_accumulate_grad_hook(hand_over)
-    try:
-        yield
-    finally:
-        hook.remove()
-        parameter.grad = kept
 
 
 @contextmanager

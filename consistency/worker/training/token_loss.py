@@ -13,7 +13,7 @@ from consistency.worker.training.backward import Tensors, of_outputs
 
 
 class TokenLoss:
-    """Computes the loss of one pass, and keeps its value, hidden states and outputs on the CPU.
+    """Computes the loss of one pass, and keeps its value.
 
     Logits are taken in float32 as trainers do; in a float64 pass that cast gives float64.
     """
@@ -21,10 +21,8 @@ class TokenLoss:
     def __init__(self, inputs: Tensors) -> None:
         self._ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         self.value = 0.0
-        self.states: Tensors = {}
 
     def __call__(self, hidden: Tensors, ends: Tensors) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        self.states = {name: tensor.detach().to("cpu") for name, tensor in (hidden | ends).items()}
         loss = self._of_tokens(ends.get("logits"))
         if loss is not None:
             self.value = float(loss.detach())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import os
 from collections.abc import Iterator
 
@@ -20,7 +19,7 @@ from consistency.numerics.chunks import Chunk, Stretch
 from consistency.numerics.digest import TensorDigest, block_digests, combine
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_stretches
-from consistency.numerics.file_tensor import Elements, Readable, elements_of, mapped
+from consistency.numerics.file_tensor import Elements, elements_of, mapped
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic
 from consistency.worker.model.tensor_file import TensorFile
@@ -41,10 +40,10 @@ def stepped(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return adamw.step(parameter, gradient)
 
 
-def record_step(context: Context, name: str, layer: str, tensor: str, gradients: Readable) -> None:
-    """Record a parameter after a step by its gradients `(passes, *shape)`, which are added up: of the whole batch."""
+def record_step(context: Context, name: str, layer: str, tensor: str, found: torch.Tensor) -> None:
+    """Record a parameter after a step by its gradient, on the CPU."""
     parameter = context.model.get_parameter(name)
-    gradient, elements = added(gradients), parameter.numel()
+    gradient, elements = elements_of(found), parameter.numel()
     unknown = parameter.dtype not in UNIT_ROUNDOFF
     if unknown or not _is_finite(gradient, elements):
         reason = f"no bound is derived in {name_of(parameter.dtype)}" if unknown else "the gradient is NaN or infinite"
@@ -83,18 +82,6 @@ def record_step(context: Context, name: str, layer: str, tensor: str, gradients:
         )  # fmt: skip
     finally:
         file.close(remove=True)
-
-
-def added(gradients: Readable) -> Elements:
-    """Return a function that gives elements of the sum of all passes."""
-    passes, elements = gradients.shape[0], math.prod(gradients.shape[1:])
-    read = elements_of(gradients)
-
-    def of_all(part: slice) -> torch.Tensor:
-        starts = [index * elements for index in range(passes)]
-        return torch.stack([read(slice(start + part.start, start + part.stop)) for start in starts]).sum(0)
-
-    return of_all
 
 
 def _is_finite(gradient: Elements, elements: int) -> bool:

@@ -11,14 +11,12 @@ trains one too, and says so where it finds the ranks with different adapters.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from peft import PeftModel
@@ -26,25 +24,34 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from consistency.capture.names import ADAPTER_ON, GRADIENT, WHOLE_MODEL, adapter_place
+from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.wording import counted
 from consistency.case.stages import Stage
+from consistency.devices.backends import CPU
+from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
-from consistency.numerics.dtype import name_of
-from consistency.numerics.file_tensor import mapped
-from consistency.numerics.real import Real
-from consistency.numerics.rules import Rule
-from consistency.numerics.sums import sum_error
 from consistency.numerics.words import Word
 from consistency.worker.memory.freed_pages import trim
 from consistency.worker.model.blocks import blocks_of
-from consistency.worker.model.float64_reference import Reference
+from consistency.worker.model.float64_reference import Reference, publish
 from consistency.worker.model.loading import ADAPTER_NAME, load_base, load_model
+from consistency.worker.model.running import is_of_the_model, tokens_of
+from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.ranks.group import Joined, RefusedError
 from consistency.worker.ranks.parts import held
+from consistency.worker.stages.block_rule import draw_enough
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.group_stage import float64_of, in_group, skip, to_train
+from consistency.worker.stages.gradient.by_blocks import (
+    Backward,
+    Exact,
+    Gradients,
+    as_it_is,
+    from_end_to_end,
+    lines,
+)
+from consistency.worker.stages.gradient.stage import backward_of
+from consistency.worker.stages.group_stage import UNFOLLOWED, in_group, skip, to_train
 from consistency.worker.stages.parts_judging import (
     GATHERED,
     record_difference,
@@ -81,7 +88,8 @@ def run(context: Context) -> None:
     parts = parts_of(inputs, rows=context.job.case.fit.micro_batch)
 
     def train(ranks: Joined) -> None:
-        _before(context, ranks, names, parts)
+        answer = _exact_average(context, ranks, names, parts)
+        _before(context, ranks, names, parts, answer)
         _free()
         try:
             _afterwards(context, ranks, parts)
@@ -90,7 +98,7 @@ def run(context: Context) -> None:
         if is_installed():
             _free()
             try:
-                _by_zero(context, ranks, names, parts)
+                _by_zero(context, ranks, names, parts, answer)
             except RefusedError as error:
                 skip(context, STAGE, str(error), what=ZERO)
 
@@ -103,7 +111,9 @@ def _free() -> None:
     trim()
 
 
-def _before(context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors]) -> None:
+def _before(
+    context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
+) -> None:
     """Train with the adapter there before the model is sharded, and judge it."""
     model = load_model(context.job.case, str(context.device))
     with trainable(model, [model.get_parameter(name) for name in names]):
@@ -126,7 +136,6 @@ def _before(context: Context, ranks: Joined, names: Sequence[str], parts: Sequen
                 evidence={"tensors": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
             )  # fmt: skip
             judge = StepJudge(context, ranks, STAGE, files)
-            answer = float64_of(context, Stage.GRADIENT)
             if _adds_up_averages(ranks):
                 answer = (
                     f"gloo of torch {torch.__version__} gives the sum where FSDP2 asks for the average of gradients: "
@@ -137,7 +146,7 @@ def _before(context: Context, ranks: Joined, names: Sequence[str], parts: Sequen
             )
             for name in with_gradient:
                 if not isinstance(answer, str):
-                    _record_first_gradient(context, ranks, name, own, answer, passes=len(parts))
+                    _record_first_gradient(context, ranks, name, own, answer)
                 judge.updated(name, start[name])
             if isinstance(answer, str):
                 skip(context, STAGE, answer, what="gradients")
@@ -205,47 +214,61 @@ def _adds_up_averages(ranks: Joined) -> bool:
     return ranks.world > 1 and float(part) == ranks.world
 
 
+def _exact_average(context: Context, ranks: Joined, names: list[str], parts: Sequence[Tensors]) -> Reference | str:
+    """Return the average of the ranks' first gradients in float64, and what rounding makes in it; the first computes.
+
+    Or why there is none.
+    """
+    why = ""
+    if not ranks.rank:
+        twin = context.model if context.device.type == CPU else load_model(context.job.case, CPU)
+        try:
+            with nullcontext() if context.device.type == CPU else context.events.on_cpu():
+                why = _publish_average(context, ranks, twin, names, parts)
+        except Exception as error:  # code that insists on its own dtype
+            if not is_of_the_model(error, twin):
+                raise
+            why = first_line(error)
+    why = ranks.answers("float64 gradients", why)[0]
+    return why or Reference.of(ranks.folder / GRADIENT_FILE)
+
+
+def _publish_average(
+    context: Context, ranks: Joined, twin: torch.nn.Module, names: list[str], parts: Sequence[Tensors]
+) -> str:
+    first_batches = [batches_of(parts, rank=rank, world=ranks.world)[0] for rank in range(ranks.world)]
+    of_ranks = [backward_of(twin, names, part) for part in first_batches]
+    decided: list[str] = []
+
+    def average(of_rank: Callable[[Backward], Gradients]) -> Gradients:
+        found = [of_rank(of) for of in of_ranks]
+        return {name: functools.reduce(torch.add, [one[name] for one in found]) / len(found) for name in found[0]}
+
+    exact = Exact(gradients=average(lambda of: from_end_to_end(of, as_it_is, exact=True, watch=decided.append)))
+    if decided:
+        return UNFOLLOWED
+    counts = [lines(gradient) for gradient in exact.gradients.values()]
+    drawn = draw_enough(
+        context, twin, lambda _: average(lambda of: from_end_to_end(of, as_it_is)), counts,
+        tokens=3 * sum(tokens_of(of.inputs) for of in of_ranks),
+    )  # fmt: skip
+    publish(ranks.folder, *exact.tensors_with(drawn, of_ranks[0].wanted), GRADIENT_FILE)
+    return ""
+
+
 def _record_first_gradient(
-    context: Context, ranks: Joined, name: str, file: StepFile, reference: Reference, *, passes: int, title: str = ""
+    context: Context, ranks: Joined, name: str, file: StepFile, reference: Reference, *, title: str = ""
 ) -> None:
     """Record the averaged gradient of the first step against the average of the float64 gradients of the batches."""
-    exact = reference.read(name)
-    if exact is None or exact.shape[0] < passes:  # of a large tensor the first part of the batch alone
-        layer, part = adapter_place(context.expected[name][0])
-        why = reference.tables.failures.get(ADAPTER_ON, "its float64 gradient is of a part of the batch")
-        context.record.absent(STAGE, layer, f"{part}.{GRADIENT}", status="skipped", reason=why, rule=Rule.LIMIT)
-        return
-    actual = file.of_step(AVERAGED, name, 0)
-    terms = mapped(exact)[[rank % passes for rank in range(ranks.world)]]
     record_gradient(
-        context, STAGE, name, actual, exact=terms.mean(0), part=file.parts[name],
+        context, STAGE, name, file.of_step(AVERAGED, name, 0), part=file.parts[name], reference=reference,
         ending=f"{ranks.of_so_many}{title}",
-        reference=averaged_reference(reference, name, terms, actual.dtype),
     )  # fmt: skip
 
 
-def averaged_reference(reference: Reference, name: str, terms: torch.Tensor, dtype: torch.dtype) -> Reference:
-    """Return a reference whose errors are those of the average of several gradients.
-
-    The error of an average is at most the largest of its terms'; adding them up in the dtype makes that of `exact_sum`.
-
-    Parameters
-    ----------
-    terms : torch.Tensor
-        `(ranks, *shape)` in float64.
-    """
-    sizes = terms.abs().mean(0).numpy()
-    adding = float(sum_error(sizes, len(terms), name_of(dtype), average=True).max(initial=0))
-    errors = {
-        title: {name: dataclasses.replace(of[name], largest=Real(of[name].largest + adding))}
-        for title, of in reference.tables.errors.items()
-        if name in of
-    }
-    tables = msgspec.structs.replace(reference.tables, errors=errors)
-    return dataclasses.replace(reference, tables=tables)
-
-
-def _by_zero(context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors]) -> None:
+def _by_zero(
+    context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
+) -> None:
     """Train by ZeRO-3 with the adapter there before, and judge it."""
     with trained_by_zero(context, ranks, STAGE, names, parts) as trained_so:
         if isinstance(trained_so, str):
@@ -256,10 +279,9 @@ def _by_zero(context: Context, ranks: Joined, names: Sequence[str], parts: Seque
         with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
         judge.compare(AVERAGED, with_gradient, "averaged gradients")
         judge.compare(UPDATED, with_gradient, "updated parameters")
-        answer = float64_of(context, Stage.GRADIENT)
         for name in with_gradient:
             if not isinstance(answer, str):
-                _record_first_gradient(context, ranks, name, own, answer, passes=len(parts), title=f", {ZERO}")
+                _record_first_gradient(context, ranks, name, own, answer, title=f", {ZERO}")
             judge.updated(name, start[name])
 
 

@@ -10,28 +10,30 @@ does, side by side. A mixture of experts that has a plan for these is loaded by 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, GRADIENT
 from consistency.case.stages import Stage
 from consistency.numerics.digest import digest
 from consistency.numerics.file_tensor import mapped
+from consistency.worker.model.block_backward import backward_by_blocks
 from consistency.worker.model.block_pass import ResultPlace, computing_on
 from consistency.worker.model.running import outputs_by, without_gradients
-from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.model.tensor_parallel import load_tensor_parallel, ranks_of_a_plan
 from consistency.worker.protocol import RankGroup
 from consistency.worker.ranks.group import Joined, RefusedError
 from consistency.worker.ranks.parts import gradient_held, part_of, whole
 from consistency.worker.stages.block_rule import record_block
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.gradient.stage import backward_of
 from consistency.worker.stages.group_stage import float64_of, in_group, skip, to_train
 from consistency.worker.stages.parts_judging import record_gathered, record_gradient, record_held
-from consistency.worker.training.backward import ONE_PASS, Tensors, go_back, of_outputs, parts_of, trainable
+from consistency.worker.training.backward import Tensors, trainable
 
 STAGE = Stage.TENSOR_PARALLEL
 
@@ -112,32 +114,23 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
 def _record_gradients(
     context: Context, ranks: Joined, model: torch.nn.Module, names: Sequence[str], inputs: Tensors
 ) -> None:
-    """Record the gradients of the adapter over the parts of the batch."""
+    """Record the gradients, by blocks."""
     reference = float64_of(context, Stage.GRADIENT)
     if isinstance(reference, str):
         skip(context, STAGE, reference, what="gradients")
         return
-    parts = parts_of(inputs, rows=context.job.case.fit.micro_batch)
-    parameters = {name: model.get_parameter(name) for name in names}
-    counts = {name: 1 if parameter.numel() >= ONE_PASS else len(parts) for name, parameter in parameters.items()}
-    held_here = {name: part_of(p, rank=ranks.rank, world=ranks.world) for name, p in parameters.items()}
-    layout = {name: (p.dtype, (counts[name], *held_here[name].shape)) for name, p in parameters.items()}
-    file = TensorFile(ranks.folder / f"gradients-{ranks.rank}.safetensors", layout)
-    try:
-        with ranks.calling("a backward pass"), trainable(model, parameters.values()):
-            for index, part in enumerate(parts):
-                context.events.step("backward", index, len(parts))
-                go_back(of_outputs(*outputs_by(model, model, part)))
-                for name, parameter in parameters.items():
-                    if parameter.grad is not None and index < counts[name]:
-                        file.write(name, index, gradient_held(parameter).to("cpu").contiguous())
-                    parameter.grad = None
-        for name in names:
-            gradient, exact = file.read(name), reference.read(name)
-            if gradient is not None and exact is not None:
-                record_gradient(
-                    context, STAGE, name, mapped(gradient), exact=mapped(exact), reference=reference,
-                    part=held_here[name], ending=ranks.of_so_many,
-                )  # fmt: skip
-    finally:
-        file.close()
+    of, found = backward_of(model, list(names), inputs), dict[str, torch.Tensor]()
+    with ranks.calling("a backward pass"), trainable(model, of.wanted.values()):
+        backward_by_blocks(
+            model, of.wanted, of.inputs, loss=of.loss, given=functools.partial(reference.given, ADAPTER_ON),
+            incoming=functools.partial(reference.incoming, GRADIENT), take=found.__setitem__,
+        )  # fmt: skip
+    for name, gradient in found.items():
+        exact = reference.read(name)
+        if exact is not None:
+            parameter = of.wanted.get(name)
+            own = whole(gradient) if parameter is None else gradient_held(parameter, gradient)
+            record_gradient(
+                context, STAGE, name, own.to("cpu").contiguous(), reference=reference, ending=ranks.of_so_many,
+                part=part_of(mapped(exact) if parameter is None else parameter, rank=ranks.rank, world=ranks.world),
+            )  # fmt: skip

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from consistency.numerics.decisions import Watch
-from consistency.worker.decisions.places import Places
-from consistency.worker.decisions.replay import deciding
+from consistency.worker.decisions.replay import Replay
 from consistency.worker.model import half_kernels
-from consistency.worker.model.blocks import RecomputationError
+from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.running import matrix_elements, tokens_of
+from consistency.worker.stages.gradient.by_blocks import (
+    Backward,
+    Computed,
+    Gradients,
+    as_it_is,
+    from_end_to_end,
+    on_what_is_given,
+)
 from consistency.worker.training import adamw
-from consistency.worker.training.backward import Tensors, as_model_takes, backward, put_back, trainable
+from consistency.worker.training.backward import Tensors, as_model_takes, put_back, trainable
 from consistency.worker.training.token_loss import TokenLoss
 
-Watches = Callable[[], Watch | None]
-"""Called at the start of a pass, again where one is begun anew, returns what watches its decisions."""
-
-
-def _unwatched() -> None: ...
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPass:
-    """What one pass gives: the loss, hidden states and outputs on the CPU, and the gradients by parameter."""
+    """What one pass gives: the loss, and the gradients by parameter on the CPU."""
 
     loss: float
-    states: Tensors
     gradients: Tensors
 
     @property
@@ -47,6 +50,8 @@ class TrainingPasses:
     ----------
     parameters : dict
         That are trained, by name.
+    kernels : RoundedProducts or None
+        By which the model computes in its dtype, where not by the device's own.
     multiplications : int
         Of one pass, backward included.
     """
@@ -56,38 +61,37 @@ class TrainingPasses:
         self.parameters = {name: model.get_parameter(name) for name in names}
         # rounded once, before float64: the model casts its inputs to its own dtype
         self._parts = [as_model_takes(model, part) for part in parts]
-        self._kernels = half_kernels.replacement(model, tokens_of(parts[0]))
-        self._recompute = True
+        self.kernels = half_kernels.replacement(model, tokens_of(parts[0]))
         # forward, and backward for inputs and factors
         self.multiplications = 3 * matrix_elements(model) * max(tokens_of(part) for part in parts)
 
-    @property
-    def computed_by(self) -> str:
-        """How the model computes in its dtype, where not by the device's own kernels."""
-        return half_kernels.described(self._kernels)
-
-    def take(
-        self, step: int, *, exact: bool = False, watches: Watches = _unwatched, places: Places | None = None
-    ) -> TrainingPass:
-        """Run one pass with the parameters as they are; where no output depends on one, its gradient is zero."""
-        try:
-            return self._take(step, exact=exact, watch=watches(), places=places)
-        except RecomputationError:
-            self._recompute = False
-            return self._take(step, exact=exact, watch=watches(), places=places)
-
-    def _take(self, step: int, *, exact: bool, watch: Watch | None, places: Places | None) -> TrainingPass:
+    def backward(self, step: int) -> tuple[Backward, TokenLoss]:
+        """Return the pass of a step, with the parameters as they are, and its loss."""
         part = self._parts[step % len(self._parts)]
-        loss, gradients = TokenLoss(part), dict[str, torch.Tensor]()
-        with half_kernels.computing(None if exact else self._kernels):
-            backward(
-                self.model, list(self.parameters), part, gradients.__setitem__, recompute=self._recompute, exact=exact,
-                watched=deciding(watch, gradient=True, places=places), loss=loss,
-            )  # fmt: skip
+        loss = TokenLoss(part)
+        return Backward(model=self.model, wanted=self.parameters, inputs=part, loss=loss), loss
+
+    def take(self, step: int, *, exact: bool = False, computed: Computed = as_it_is) -> TrainingPass:
+        """Run one pass from end to end; where no output depends on a parameter, its gradient is zero."""
+        of, loss = self.backward(step)
+        with half_kernels.computing(None if exact else self.kernels):
+            gradients = from_end_to_end(of, computed, exact=exact)
         for name, parameter in self.parameters.items():
             if name not in gradients:  # as in a step that no token of a batch takes to an expert
-                gradients[name] = torch.zeros_like(parameter, dtype=torch.float64 if exact else None)
-        return TrainingPass(loss=loss.value, states=loss.states, gradients=gradients)
+                gradients[name] = torch.zeros(parameter.shape, dtype=torch.float64 if exact else parameter.dtype)
+        return TrainingPass(loss=loss.value, gradients=gradients)
+
+    def take_own(self, step: int) -> TrainingPass:
+        """Run the same on the device that is checked."""
+        return own_pass(self, step, lambda: self.take(step, computed=functools.partial(computed, step)))
+
+    def own_by_blocks(self, step: int, reference: Reference, replay: Replay) -> Gradients:
+        """Return the gradients of the device that is checked on what a reference gives."""
+        of, _ = self.backward(step)
+        with half_kernels.computing(self.kernels):
+            return own_pass(
+                self, step, lambda: on_what_is_given(of, reference, replay, functools.partial(computed, step))
+            )
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -96,15 +100,15 @@ class TrainingPasses:
             yield
 
     def begin(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Give the parameters these values, rounded into their dtype."""
+        """Give the parameters these values on the CPU, rounded into their dtype."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(values[name])
+                parameter.copy_(values[name].to(parameter.dtype))
 
 
-def own_pass(passes: TrainingPasses, step: int, watches: Watches) -> TrainingPass:
-    """Run a pass on the device that is checked: where a fault of its forward pass is planted."""
-    return passes.take(step, watches=watches)
+def own_pass(passes: TrainingPasses, step: int, run: Callable[[], T]) -> T:  # noqa: ARG001 - for a planted fault
+    """Run a pass of a step on the device that is checked: where a fault of its forward pass is planted."""
+    return run()
 
 
 def computed(step: int, name: str, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - for a planted fault

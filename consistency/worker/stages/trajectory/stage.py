@@ -1,14 +1,14 @@
 """Stage `trajectory`: some steps of training on each device alone, all with the same data and from the same bytes.
 
-Each step is judged by itself, from the bytes that this device had before it (`step_checks`): hidden states and
-gradients by the `relative` rule, the parameters afterwards by the bound of the optimizer's exact step from these
-gradients. Beside that stands the curve of the whole: loss, norm of the gradients, and the adapter's distance from a
-training in float64, against those of trainings with noise (`yardstick`). The adapter is put back afterwards.
+Each step is judged by itself: its gradients, by blocks, at the parameters of a training in float64 (`step_checks`); the
+parameters after each step of the device's own training, by the bound of the optimizer's exact step from the gradients
+that this device computed. Beside that stands the curve of its own training: loss, norm of the gradients, and the
+adapter's distance from the training in float64, against those of trainings with noise (`yardstick`). The adapter is put
+back afterwards.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,14 +22,12 @@ from consistency.worker import cpu_error
 from consistency.worker.model.float64_reference import Reference, give_up, wait_for
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import is_of_the_model
-from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.protocol import TRAJECTORY_FILE
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import skip, to_train
 from consistency.worker.stages.step_judging import StepJudge
-from consistency.worker.stages.trajectory.device_decisions import DeviceDecisions
-from consistency.worker.stages.trajectory.passes import TrainingPasses, computed, own_optimizer, own_pass
-from consistency.worker.stages.trajectory.step_checks import StepChecks
+from consistency.worker.stages.trajectory.passes import TrainingPasses, own_optimizer
+from consistency.worker.stages.trajectory.step_checks import STEPWISE, StepChecks
 from consistency.worker.stages.trajectory.yardstick import (
     FIGURES,
     distance_from,
@@ -44,12 +42,6 @@ STAGE = Stage.TRAJECTORY
 STEPS = 20
 """Where `--steps` does not say how many."""
 
-OTHER_DECISIONS = (
-    "at {} of {} steps the device decides by other operations than float64: states and gradients are not judged there"
-)
-STEPWISE = "steps"
-"""Tensor of the row that says why hidden states and gradients are not judged."""
-
 
 @dataclass(slots=True, kw_only=True)
 class _Trained:
@@ -57,8 +49,6 @@ class _Trained:
 
     file: StepFile
     start: Tensors
-    decisions: DeviceDecisions
-    states: list[TensorFile] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -83,19 +73,27 @@ def run(context: Context) -> None:
             _no_reference(context, reason)
             skip(context, STAGE, reason)
             return
-        on_cpu = context.device.type == CPU
-        with nullcontext() if on_cpu else context.events.on_cpu(), ExitStack() as of_twin:
-            twin = passes
-            if not on_cpu:
-                twin = TrainingPasses(load_model(context.job.case, CPU), names, parts)
+        makes, on_cpu = context.job.makes_reference, context.device.type == CPU
+        twin = passes if makes else None
+        with ExitStack() as of_twin:
+            if makes and not on_cpu:
+                with context.events.on_cpu():
+                    twin = TrainingPasses(load_model(context.job.case, CPU), names, parts)
                 of_twin.enter_context(twin.training())
-            if context.job.makes_reference:
-                _publish(context, twin, own.start, steps)
-            _judge_passes(context, twin, own, computed_by=passes.computed_by)
+            if twin is not None:
+                with nullcontext() if on_cpu else context.events.on_cpu():
+                    _publish(context, twin, own.start, steps)
+            answer = wait_for(context.scratch, context.events, TRAJECTORY_FILE)
+            if isinstance(answer, Reference):
+                StepChecks(context, passes, twin, own.start, answer).check(steps)
+            else:
+                context.record.absent(
+                    STAGE, WHOLE_MODEL, STEPWISE, status="skipped", reason=answer, rule=SPECS[STAGE].rule
+                )  # fmt: skip
         judge = StepJudge(context, None, STAGE, [own.file])
         for name in names:
             judge.updated(name, own.start[name])
-        _record_curve(context, own)
+        _record_curve(context, own, answer)
 
 
 @contextmanager
@@ -105,21 +103,16 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
     parameters = passes.parameters
     file = StepFile(stem.with_suffix(".safetensors"), parameters, steps=steps, kinds=(AVERAGED, UPDATED))
     start = {name: parameter.detach().to(CPU, copy=True) for name, parameter in parameters.items()}
-    title = cpu_error.products_on(context.model, context.device)
-    found = _Trained(file=file, start=start, decisions=DeviceDecisions(stem, context.model, title))
+    found = _Trained(file=file, start=start)
     try:
         optimizer = own_optimizer(parameters.values())
         for step in range(steps):
             context.events.step(f"step {step + 1}", step, steps)
-            taken = own_pass(passes, step, functools.partial(found.decisions.watch, step))
+            taken = passes.take_own(step)
             found.losses.append(taken.loss)
             found.norms.append(taken.norm)
-            layout = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in taken.states.items()}
-            found.states.append(TensorFile(stem.with_suffix(f".states-{step}.safetensors"), layout))
-            for name, tensor in taken.states.items():
-                found.states[-1].write_elements(name, 0, tensor.contiguous())
             for name, parameter in parameters.items():
-                parameter.grad = computed(step, name, taken.gradients[name])
+                parameter.grad = taken.gradients[name].to(parameter.device)
                 file.write(AVERAGED, step, name, parameter.grad)
             optimizer.step()
             for name, parameter in parameters.items():
@@ -128,9 +121,6 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
         yield found
     finally:
         file.close(remove=True)
-        found.decisions.remove()
-        for of_step in found.states:
-            of_step.close(remove=True)
 
 
 def _publish(context: Context, twin: TrainingPasses, start: Tensors, steps: int) -> None:
@@ -149,26 +139,8 @@ def _no_reference(context: Context, reason: str) -> None:
         give_up(context.scratch, TRAJECTORY_FILE, f"{context.job.name}, which computes it, gives none: {reason}")
 
 
-def _judge_passes(context: Context, twin: TrainingPasses, own: _Trained, *, computed_by: str) -> None:
-    """Judge hidden states and gradients of each step."""
-    checks = StepChecks(context, twin, own.file, own.start, states=own.states, decisions=own.decisions)
-    try:
-        reason = checks.check()
-        if not reason:
-            checks.record(computed_by)
-        if checks.left_out:
-            reason = OTHER_DECISIONS.format(checks.left_out, own.file.steps)
-    finally:
-        checks.close()
-    if reason:
-        context.record.absent(
-            STAGE, WHOLE_MODEL, STEPWISE, status="skipped", reason=reason, rule=SPECS[STAGE].rule
-        )  # fmt: skip
-
-
-def _record_curve(context: Context, own: _Trained) -> None:
+def _record_curve(context: Context, own: _Trained, answer: Reference | str) -> None:
     """Record the figures of every step, with those that rounding makes of them; no limit applies to them."""
-    answer = wait_for(context.scratch, context.events, TRAJECTORY_FILE)
     evidence: dict[str, object] = {"steps": own.file.steps}
     distances: Sequence[float] = ()
     if isinstance(answer, Reference):

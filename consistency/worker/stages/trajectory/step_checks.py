@@ -1,235 +1,152 @@
-"""Judge each step of a training from the bytes that the device itself had before it.
+"""Judge the gradients of each step, by blocks, at the parameters of a training in float64.
 
 A trajectory as a whole cannot be judged: near a gradient of zero the optimizer goes either way, so healthy trainings
-part by any multiple of what rounding makes. One step can: its hidden states and gradients are compared with a float64
-pass at the device's own parameters, by the `relative` rule and the error that passes with noise make at these
-parameters. Nothing that an earlier step did is held against a later one, so the first step outside is where it began.
-
-Where a model decides (routers, ReLU), rounding may turn a decision, and what follows jumps. So passes with noise decide
-as the device did, and float64 as far as rounding explains it (`decisions.track`); what it does not explain has a row.
+part by any multiple of what rounding makes. One step can: every device computes its gradients at the same parameters,
+those that a training in float64 has before it, on what its blocks are given (`stages/gradient/by_blocks.py`). Nothing
+that an earlier step did is held against a later one, so the first step outside is where it began.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
-from consistency.capture.names import GRADIENT, adapter_place
-from consistency.case.stages import Stage
+from consistency.capture.names import WHOLE_MODEL
+from consistency.case.stages import SPECS, Stage
+from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.numerics.digest import digest
-from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
-from consistency.numerics.error import measure_against_exact
-from consistency.numerics.file_tensor import Readable, mapped
-from consistency.numerics.independent_errors import independent_lines, independent_rows
-from consistency.numerics.rules import RoundingError, judge_relative, passes
+from consistency.numerics.file_tensor import mapped
+from consistency.numerics.rules import passes as is_within
 from consistency.worker import cpu_error
-from consistency.worker.decisions.places import Places
-from consistency.worker.decisions.track import Flip
-from consistency.worker.model.float64_reference import Reference, Tables
+from consistency.worker.decisions.replay import Replay
+from consistency.worker.decisions.track import Track
+from consistency.worker.model import half_kernels
+from consistency.worker.model.float64_reference import Reference, give_up, publish, wait_for
 from consistency.worker.model.running import is_of_the_model
-from consistency.worker.model.tensor_file import TensorFile
-from consistency.worker.precision import products_of
+from consistency.worker.protocol import DECISIONS_FILE, STEP_FILE
+from consistency.worker.stages.block_rule import block_ratio, record_block
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import record_flips
-from consistency.worker.stages.relative_rule import record_relative
-from consistency.worker.stages.trajectory.device_decisions import PASS, DeviceDecisions
-from consistency.worker.stages.trajectory.passes import TrainingPass, TrainingPasses, Watches
+from consistency.worker.stages.gradient.by_blocks import in_float64, with_noise
+from consistency.worker.stages.gradient.stage import row_of
+from consistency.worker.stages.trajectory.passes import TrainingPasses
 from consistency.worker.training.backward import Tensors
-from consistency.worker.training.steps import AVERAGED, UPDATED, StepFile
 
 STAGE = Stage.TRAJECTORY
-FORWARD = "forward"
-"""Tensor of the rows of hidden states and outputs."""
+STEPWISE = "steps"
+"""Tensor of the row that says why gradients are not judged."""
 
-MOST_DRAWN = 4
-"""Passes with noise at each step, at most.
-
-Few of them know less of what rounding makes, which widens the factor that is allowed (`rules.error_factor`): the chance
-of a false alarm stays the same. Every step draws at its own parameters.
-"""
-
-Samples = Callable[[Readable, Readable], int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    """The step at which a tensor is recorded."""
-
-    step: int
-    ratio: float
-    actual: Readable
-    error: RoundingError
-    exact: torch.Tensor | None = None
+OTHER_DECISIONS = "at {} of {} steps the device decides by other operations than float64: not judged there"
 
 
 class StepChecks:
-    """Finds, for every hidden state and gradient, the first step that is outside, or the one nearest to it.
+    """Judges the gradients of each step; of every tensor it records the first that is outside, or the last one.
 
     Parameters
     ----------
-    twin : TrainingPasses
-        Of the same model on the CPU.
+    twin : TrainingPasses or None
+        Of the same model on the CPU, where this worker makes what all are judged by.
     start : dict
         The parameters before the first step, on the CPU.
-    states : sequence of TensorFile
-        Hidden states and outputs of each step.
-    decisions : DeviceDecisions
-
-    Attributes
-    ----------
-    left_out : int
-        Steps in which the device decides by other operations than float64, as kernels of its own may.
+    exact : Reference
+        Has the parameters of the training in float64 after each step.
     """
 
     def __init__(
-        self,
-        context: Context,
-        twin: TrainingPasses,
-        file: StepFile,
-        start: Tensors,
-        *,
-        states: Sequence[TensorFile],
-        decisions: DeviceDecisions,
+        self, context: Context, own: TrainingPasses, twin: TrainingPasses | None, start: Tensors, exact: Reference
     ) -> None:
-        self.left_out = 0
-        self._decisions = decisions
-        self._flips: tuple[int, list[Flip]] = (0, [])
         self._context = context
+        self._own = own
         self._twin = twin
-        self._file = file
         self._start = start
-        self._states = states
-        self._products = cpu_error.products_in(context.model, products_of(context.device))
-        self._title = cpu_error.name_of(self._products)
-        self._kept: dict[tuple[str, str], _Kept] = {}
-        layout = {name: (torch.float64, tuple(tensor.shape)) for name, tensor in start.items()}
-        self._exact = TensorFile(context.scratch / f"trajectory-exact-{os.getpid()}.safetensors", layout)
+        self._exact = exact
+        self._recorded: set[str] = set()
+        self._has_flipped = False
 
-    def close(self) -> None:
-        self._exact.close(remove=True)
-
-    def check(self) -> str:
-        """Compute every step again in float64 and with noise; return why that is not possible."""
-        steps = self._file.steps
+    def check(self, steps: int) -> None:
+        """Judge every step, and record why one is not."""
+        left_out, reason = 0, ""
         for step in range(steps):
-            self._context.events.step(f"step {step + 1}, float64", step, steps)
-            before = {n: self._file.of_step(UPDATED, n, step - 1) for n in self._start} if step else self._start
-            self._twin.begin(before)
+            self._context.events.step(f"step {step + 1}, by blocks", step, steps)
+            values = self._before(step)
+            answer = self._answer(step, values)
+            if isinstance(answer, str):
+                reason = answer
+                break
+            left_out += not self._judge(step, values, answer, is_last=step == steps - 1)
+        if reason or left_out:
+            self._context.record.absent(
+                STAGE, WHOLE_MODEL, STEPWISE, status="skipped", rule=SPECS[STAGE].rule,
+                reason=reason or OTHER_DECISIONS.format(left_out, steps),
+            )  # fmt: skip
+
+    def _before(self, step: int) -> Mapping[str, torch.Tensor]:
+        """Return the parameters before a step."""
+        if not step:
+            return self._start
+        found = {name: self._exact.read(name) for name in self._start}
+        return {name: mapped(values)[step - 1] for name, values in found.items() if values is not None}
+
+    def _answer(self, step: int, values: Mapping[str, torch.Tensor]) -> Reference | str:
+        """Return what all are judged by at a step, or why nothing is."""
+        context, file = self._context, STEP_FILE.format(step)
+        if self._twin is None:
+            return wait_for(context.scratch, context.events, file)
+        on_cpu = context.device.type == CPU
+        with nullcontext() if on_cpu else context.events.on_cpu():
+            self._twin.begin(values)
             try:
-                found = self._of_one_track(step)
+                return self._make(step, self._twin)
             except Exception as error:  # code that insists on its own dtype
                 if not is_of_the_model(error, self._twin.model):
                     raise
+                give_up(context.scratch, file, first_line(error))
                 return first_line(error)
-            if found is None:
-                self.left_out += 1
-            else:
-                self._check(step, *found)
-        return ""
 
-    def _of_one_track(self, step: int) -> tuple[TrainingPass, list[TrainingPass]] | None:
-        """Return a pass in float64 and those with noise, all with the same decisions; None where that cannot be."""
-        track = self._decisions.of(step)
-        if track is None:
-            unexpected: list[str] = []
-            # watching takes some 30 µs per operation: the first step shows whether there is something to watch
-            watch = None if step else lambda decision: unexpected.append(decision.name)
-            exact = self._twin.take(step, exact=True, watches=lambda: watch)
-            return None if unexpected else (exact, self._draw(step, lambda: None))
-        track.places = Places(self._twin.model)
-        drawn = self._draw(step, lambda: track.other(PASS, self._title))
-        exact = self._twin.take(step, exact=True, watches=lambda: track.exact(PASS), places=track.places)
-        if not track.was_complete(PASS):
-            return None
-        if track.flips:
-            self._flips = self._flips if self._flips[1] else (step, track.flips)
-            drawn = self._draw(step, lambda: track.again(PASS))
-        track.remove()
-        return exact, drawn
+    def _make(self, step: int, twin: TrainingPasses) -> Reference:
+        context, (of, _) = self._context, twin.backward(step)
+        track = Track(_decisions(context, step))
+        exact = in_float64(of, track)
+        tensors, tables = exact.tensors_with(with_noise(context, of, exact, track), of.wanted)
+        track.publish()
+        file = STEP_FILE.format(step)
+        if context.job.others_wait:
+            publish(context.scratch, tensors, tables, file)
+        return Reference(path=context.scratch / file, tables=tables, made=tensors)
 
-    def _draw(self, step: int, watches: Watches) -> list[TrainingPass]:
-        file = self._states[step]
-        states = {name: own for name in file.written if (own := file.read(name)) is not None}
-        gradients = {name: self._file.of_step(AVERAGED, name, step) for name in self._start}
-
-        def independent(drawn: TrainingPass) -> dict[str, int]:
-            names = states.keys() & drawn.states.keys()
-            of_states = {name: independent_rows(drawn.states[name], mapped(states[name])) for name in names}
-            return of_states | {
-                f"gradient of {name}": independent_lines(drawn.gradients[name][None], own[None])
-                for name, own in gradients.items()
-            }
-
-        wanted = cpu_error.passes_for(self._twin.multiplications)
-        wanted = range(wanted.start, min(wanted.stop, MOST_DRAWN + 1))
-        return cpu_error.draw(self._products, wanted, lambda: self._twin.take(step, watches=watches), independent)
-
-    def _check(self, step: int, exact: TrainingPass, drawn: Sequence[TrainingPass]) -> None:
-        states = {name: s for name in exact.states if (s := self._states[step].read(name)) is not None}
-        for name, actual in states.items():
-            of_name = [one.states[name] for one in drawn]
-            self._keep(FORWARD, name, step, actual, exact.states[name], of_name, independent_rows)
-        for name in self._start:
-            own = self._file.of_step(AVERAGED, name, step)
-            of_name = [one.gradients[name][None] for one in drawn]
-            self._keep(GRADIENT, name, step, own[None], exact.gradients[name][None], of_name, independent_lines)
-
-    def _keep(
-        self, kind: str, name: str, step: int, actual: Readable, exact: torch.Tensor, drawn: Sequence[torch.Tensor],
-        samples: Samples,
-    ) -> None:  # fmt: skip
-        """Keep a step in the place of an earlier one that was within, if it is outside or nearer to that."""
-        kept = self._kept.get((kind, name))
-        if (kept is not None and not passes(kept.ratio)) or actual.shape != exact.shape or 0 in exact.shape:
-            return
-        if actual.dtype not in UNIT_ROUNDOFF:
-            return
-        exact = exact.to(torch.float64)
-        tolerance = self._context.record.tolerance(
-            stage=STAGE, layer=self._place(kind, name)[0], dtype=actual.dtype
-        )  # fmt: skip
-        error = cpu_error.rounding_error(drawn, exact, samples)
-        found = measure_against_exact(actual, exact, tolerance)
-        ratio = judge_relative(found, name_of(actual.dtype), error).ratio
-        if tolerance is not None:
-            ratio = float(found.ratio or 0)
-        if kept is not None and ratio <= kept.ratio:
-            return
-        if kind == GRADIENT:
-            self._exact.write(name, 0, exact[0].contiguous())
-        self._kept[kind, name] = _Kept(
-            step=step, ratio=ratio, actual=actual, error=error, exact=None if kind == GRADIENT else exact
-        )
-
-    def record(self, computed_by: str) -> None:
-        """Record one row for each hidden state, output and gradient, and the first decisions beyond rounding."""
-        for (kind, name), kept in self._kept.items():
-            layer, tensor = self._place(kind, name)
-            if not self._context.record.wants(STAGE, layer):
+    def _judge(self, step: int, values: Mapping[str, torch.Tensor], answer: Reference, *, is_last: bool) -> bool:
+        """Judge the gradients of one step; return whether they can be."""
+        context = self._context
+        self._own.begin(values)
+        title = cpu_error.products_on(context.model, context.device)
+        replay = Replay(_decisions(context, step), context.model, title)
+        found = self._own.own_by_blocks(step, answer, replay)
+        beyond = [flip for flip in replay.flips if not flip.is_undecided]
+        if beyond and not self._has_flipped:
+            self._has_flipped = True
+            record_flips(context, STAGE, beyond, more={"step": step + 1})
+        if not replay.is_complete():
+            return False
+        for name, gradient in found.items():
+            layer, tensor = row_of(context, name)
+            if name in self._recorded or 0 in gradient.shape or not context.record.wants(STAGE, layer):
                 continue
-            exact, actual = kept.exact, mapped(kept.actual)
-            if kind == GRADIENT:
-                of_file = self._exact.read(name)
-                assert of_file is not None
-                exact, actual = mapped(of_file), actual[0]
-            assert exact is not None
-            tables = Tables(
-                errors={self._title: {name: kept.error}}, failures={}, names=(), computed_by=self._twin.computed_by
-            )
-            record_relative(
-                self._context, STAGE, layer, tensor, actual=actual, digests=[digest(actual)],
-                reference=Reference(path=self._exact.path, tables=tables, made={name: exact}), name=name,
-                mode=FORWARD, computed_by=computed_by, more={"step": kept.step + 1},
-            )  # fmt: skip
-        step, flips = self._flips
-        record_flips(self._context, STAGE, flips, more={"step": step + 1})
+            if answer.read(name) is None:
+                continue
+            ratio = block_ratio(context, STAGE, layer, gradient, answer, name)
+            if is_last or (ratio is not None and not is_within(ratio)):
+                self._recorded.add(name)
+                record_block(
+                    context, STAGE, layer, tensor, actual=gradient, digests=[digest(gradient)], reference=answer,
+                    name=name, exact_name=name, computed_by=half_kernels.described(self._own.kernels),
+                    more={"step": step + 1},
+                )  # fmt: skip
+        return True
 
-    def _place(self, kind: str, name: str) -> tuple[str, str]:
-        if kind == FORWARD:
-            return name, FORWARD
-        layer, tensor = adapter_place(self._context.expected[name][0])
-        return layer, f"{tensor}.{GRADIENT}"
+
+def _decisions(context: Context, step: int) -> Path:
+    return context.scratch / DECISIONS_FILE.format(f"{STAGE}-{step}")

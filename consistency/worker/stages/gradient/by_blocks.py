@@ -1,0 +1,159 @@
+"""Backward passes by blocks: in float64, with noise, and on the device that is checked."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from consistency.capture.names import ADAPTER_ON, GRADIENT
+from consistency.devices.backends import CPU
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.exact import Float64Mode
+from consistency.worker.decisions.replay import Replay, deciding
+from consistency.worker.decisions.track import Track
+from consistency.worker.model import half_kernels
+from consistency.worker.model.block_backward import Loss, Sections, backward_by_blocks
+from consistency.worker.model.block_pass import rounded
+from consistency.worker.model.float64_reference import Reference, Tables, given_name
+from consistency.worker.model.running import tokens_of
+from consistency.worker.quantized.exact import exact_layers
+from consistency.worker.stages.block_rule import draw_enough, limits_of, named_factors, spreads
+from consistency.worker.stages.context import Context
+from consistency.worker.training.backward import Tensors, trainable
+
+Gradients = dict[str, torch.Tensor]
+"""Of parameters by name, and of what enters and leaves blocks by the names of the places; on the CPU."""
+
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+@dataclass(slots=True, kw_only=True)
+class Backward:
+    """What a backward pass is of.
+
+    Attributes
+    ----------
+    wanted : mapping of str to torch.nn.Parameter
+        By name.
+    """
+
+    model: torch.nn.Module
+    wanted: Parameters
+    inputs: Tensors
+    loss: Loss
+
+
+@dataclass(slots=True, kw_only=True)
+class Exact:
+    """A float64 backward pass: its gradients, and what it gives to others, in the tested dtype."""
+
+    gradients: Gradients = field(default_factory=dict)
+    given: Tensors = field(default_factory=dict)
+
+    def tensors_with(self, drawn: Mapping[str, list[Gradients]], wanted: Parameters) -> tuple[Tensors, Tables]:
+        """Return what is published: these, and what rounding makes by passes with noise."""
+        found = spreads(
+            {title: [one.get for one in passes] for title, passes in drawn.items()}, self.gradients, sums=wanted
+        )
+        tensors = {**self.gradients, **self.given, **named_factors(found)}
+        return tensors, Tables(errors={}, failures={}, names=tuple(tensors), limits=limits_of(found))
+
+
+def in_float64(of: Backward, track: Track) -> Exact:
+    """Compute the exact gradients, on values and gradients that the pass rounds itself."""
+    dtype = next(p.dtype for p in of.model.parameters() if p.dtype in UNIT_ROUNDOFF)
+    exact, sections = Exact(), Sections(track.exact)
+
+    def keep(what: str, name: str, value: torch.Tensor) -> torch.Tensor:
+        kept = exact.given[given_name(what, name)] = rounded(value, dtype).to(CPU)
+        return kept.to(value.dtype)
+
+    def take(name: str, gradient: torch.Tensor) -> None:
+        exact.gradients[name] = gradient.detach().to(CPU, torch.float64).contiguous()
+
+    with trainable(of.model, of.wanted.values()), computing_exactly(of), deciding(sections, gradient=True):
+        backward_by_blocks(
+            of.model, of.wanted, of.inputs, loss=of.loss, given=functools.partial(keep, ADAPTER_ON), take=take,
+            come_in=functools.partial(keep, GRADIENT), sections=sections,
+        )  # fmt: skip
+    return exact
+
+
+def with_noise(context: Context, of: Backward, exact: Exact, track: Track) -> dict[str, list[Gradients]]:
+    """Compute the gradients with noise, on the exact pass's values, gradients and decisions."""
+    kernels, reference = (
+        half_kernels.replacement(of.model, tokens_of(of.inputs)),
+        Reference.of_this_process(exact.given),
+    )
+
+    def compute(title: str) -> Gradients:
+        sections = Sections(functools.partial(track.other, title=title))
+        with half_kernels.computing(kernels), deciding(sections if track.decides else None, gradient=True):
+            return _taken(of, as_it_is, reference, sections)
+
+    counts = [lines(exact.gradients[name]) for name in of.wanted if name in exact.gradients]
+    return draw_enough(context, of.model, compute, counts, tokens=3 * tokens_of(of.inputs))
+
+
+def lines(gradient: torch.Tensor) -> int:
+    """Return how many rows or columns a gradient has, whichever are fewer: its errors are no more."""
+    return 1 if gradient.dim() < 2 else min(len(gradient), math.prod(gradient.shape[1:]))
+
+
+Computed = Callable[[str, torch.Tensor], torch.Tensor]
+"""Called with the name of a gradient and what the device computed: where a fault is planted."""
+
+
+def on_what_is_given(of: Backward, reference: Reference, replay: Replay, computed: Computed) -> Gradients:
+    """Return the gradients by blocks on what a reference gives, with its decisions."""
+    sections = Sections(replay.watch_if_any)
+    with deciding(sections if replay.decides else None, gradient=True, places=replay.places):
+        return _taken(of, computed, reference, sections)
+
+
+def from_end_to_end(
+    of: Backward, computed: Computed, *, exact: bool = False, watch: Callable[[str], None] | None = None
+) -> Gradients:
+    """Return the gradients of the parameters on the model's own values, in its dtype or in float64.
+
+    `watch` gets the name of each operation that decides.
+    """
+    watched = None if watch is None else lambda decision: watch(decision.name)
+    with computing_exactly(of) if exact else nullcontext(), deciding(watched, gradient=True):
+        return {name: gradient for name, gradient in _taken(of, computed).items() if name in of.wanted}
+
+
+@contextmanager
+def computing_exactly(of: Backward) -> Iterator[None]:
+    """Compute in float64, gradients of parameters too."""
+    mode = Float64Mode()
+    with exact_layers(of.model), mode.with_gradients(of.wanted.values()), mode:
+        yield
+
+
+def as_it_is(_: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a gradient, or what a block goes on with."""
+    return value
+
+
+def _taken(
+    of: Backward, computed: Computed, reference: Reference | None = None, sections: Sections | None = None
+) -> Gradients:
+    found: Gradients = {}
+
+    def take(name: str, gradient: torch.Tensor) -> None:
+        found[name] = computed(name, gradient).detach().to(CPU, copy=True).contiguous()
+
+    with trainable(of.model, of.wanted.values()):
+        backward_by_blocks(
+            of.model, of.wanted, of.inputs, loss=of.loss, take=take, sections=sections,
+            given=as_it_is if reference is None else functools.partial(reference.given, ADAPTER_ON),
+            incoming=None if reference is None else functools.partial(reference.incoming, GRADIENT),
+            come_in=as_it_is,
+        )  # fmt: skip
+    return found
