@@ -82,6 +82,8 @@ class ErrorLimits(msgspec.Struct, frozen=True, kw_only=True):
         Degrees of freedom of a row.
     largest : float
         The largest error in the passes, in the tensor's own unit.
+    by_columns : bool
+        Whether rows are the columns of the tensor.
     """
 
     row: Real
@@ -90,6 +92,7 @@ class ErrorLimits(msgspec.Struct, frozen=True, kw_only=True):
     drawn: int
     freedom: int
     largest: Real
+    by_columns: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +137,7 @@ class Spread:
     ----------
     rows, columns : torch.Tensor
         `(rows, 1)` and `(1, columns)`, float64: the variance of an element is the product. Columns are the last
-        dimension of the tensor.
+        dimension of the tensor, or its rows by `limits.by_columns`.
     limits : ErrorLimits
     """
 
@@ -146,23 +149,30 @@ class Spread:
     def of(cls, drawn: Sequence[torch.Tensor], exact: torch.Tensor, *, of_a_sum: bool = False) -> Spread:
         """Measure passes with noise, two at least, against the exact tensor (float64, of the same shape).
 
-        Rows are taken for independent, as tokens are; but not those `of_a_sum` over tokens, as a gradient is.
+        Rows are taken for independent, as tokens are; but not those `of_a_sum` over tokens, as a gradient is. Of such a
+        one the columns are taken instead, where they are longer: a mean of more elements varies less.
         """
         if len(drawn) < 2:
             raise ValueError(f"two passes with noise at least show a spread, got {len(drawn)}")
-        passes = _Passes([_matrix(one) for one in drawn], _matrix(exact), UNIT_ROUNDOFF[drawn[0].dtype])
+        by_columns = of_a_sum and len(_matrix(exact)) > _matrix(exact).shape[1]
+        matrices = [_matrix(one, by_columns=by_columns) for one in (exact, *drawn)]
+        passes = _Passes(matrices[1:], matrices[0], UNIT_ROUNDOFF[drawn[0].dtype])
         rows, columns = passes.factors(range(len(drawn)))
-        return cls(rows=rows, columns=columns, limits=passes.limits(rows, columns, of_a_sum=of_a_sum))
+        limits = passes.limits(rows, columns, of_a_sum=of_a_sum)
+        return cls(rows=rows, columns=columns, limits=msgspec.structs.replace(limits, by_columns=by_columns))
 
     def of_part(self, part: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int]) -> Spread:
         """Return that of a part of the tensor, whose shape is `shape`; `part` takes it of any such tensor."""
-        size = len(self.rows), self.columns.shape[1]
-        rows, columns = (_matrix(part(one.expand(size).reshape(shape))) for one in (self.rows, self.columns))
+        size, by_columns = (len(self.rows), self.columns.shape[1]), self.limits.by_columns
+        whole = [one.expand(size) for one in (self.rows, self.columns)]
+        parts = [part((one.T if by_columns else one).reshape(shape)) for one in whole]
+        rows, columns = (_matrix(one, by_columns=by_columns) for one in parts)
         return Spread(rows=rows[:, :1], columns=columns[:1], limits=self.limits)
 
     def figures(self, actual: torch.Tensor, exact: torch.Tensor) -> ErrorFigures:
         """Return how an error stands to its limits; where exact values are not finite, equal ones are right."""
-        own, truth, unit = _matrix(actual), _matrix(exact), UNIT_ROUNDOFF[actual.dtype]
+        own, truth = (_matrix(one, by_columns=self.limits.by_columns) for one in (actual, exact))
+        unit = UNIT_ROUNDOFF[actual.dtype]
         row = element = along = weight = 0.0
         for part in _parts(truth):
             x = truth[part]
@@ -182,8 +192,9 @@ class Spread:
 
     def allowed(self, exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the error that each element may have by itself, float64."""
-        found = _variance(self.rows, self.columns, _matrix(exact), UNIT_ROUNDOFF[dtype]).sqrt_()
-        return found.mul_(float(self.limits.element)).reshape(exact.shape)
+        by_columns = self.limits.by_columns
+        found = _variance(self.rows, self.columns, _matrix(exact, by_columns=by_columns), UNIT_ROUNDOFF[dtype]).sqrt_()
+        return (found.T if by_columns else found).mul_(float(self.limits.element)).reshape(exact.shape)
 
 
 class _Passes:
@@ -264,7 +275,9 @@ class _Passes:
                 if of_a_sum:
                     together[number].add(error / variance.sqrt_())
         found = of_rows.flatten()
-        independent = sum(min(count, one.independent) for one in together) if of_a_sum else count * passes
+        independent = count * passes
+        if of_a_sum:
+            independent = sum(min(count, one.independent) for one in together)
         samples, freedom = -(-independent // passes), _freedom(found)
         of_row = of_element = 0.0
         for degrees, chance in _chances(found, independent, freedom):
@@ -419,8 +432,9 @@ def _larger(figure: float, values: torch.Tensor) -> float:
     return math.nan if math.isnan(other) or math.isnan(figure) else max(figure, other)
 
 
-def _matrix(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+def _matrix(tensor: torch.Tensor, *, by_columns: bool = False) -> torch.Tensor:
+    found = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    return found.T if by_columns else found
 
 
 def _over(figure: float, limit: float) -> float:

@@ -39,6 +39,8 @@ def draw_enough(
     *,
     tokens: int,
     named: str = "",
+    enough: int = ROWS,
+    most: int = MOST_PASSES,
 ) -> dict[str, list[Any]]:
     """Compute passes with noise, by the name of the products of each worker's; `rows` of a result says how many.
 
@@ -48,11 +50,13 @@ def draw_enough(
         That pass through the model.
     named : str
         Added to the names.
+    enough, most : int
+        Rows of all passes together, and passes at most.
     """
-    fewest = min(rows, default=ROWS)
+    fewest = min(rows, default=enough)
     is_large = cpu_error.is_large(cpu_error.passes_for(matrix_elements(model) * tokens))
     least = LEAST_PASSES - 1 if is_large else LEAST_PASSES
-    count = max(least, min(MOST_PASSES, -(-ROWS // max(1, fewest))))
+    count = min(most, max(least, -(-enough // max(1, fewest))))
     found: dict[str, list[Any]] = {}
     for products_name, products in cpu_error.products_of_run(context.job, model).items():
         title = f"{products_name}{named}"

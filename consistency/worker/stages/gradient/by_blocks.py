@@ -14,6 +14,7 @@ from consistency.capture.names import ADAPTER_ON, GRADIENT
 from consistency.devices.backends import CPU
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
+from consistency.worker import cpu_error
 from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
@@ -22,7 +23,7 @@ from consistency.worker.model.block_pass import rounded
 from consistency.worker.model.float64_reference import Reference, Tables, given_name
 from consistency.worker.model.running import tokens_of
 from consistency.worker.quantized.exact import exact_layers
-from consistency.worker.stages.block_rule import draw_enough, limits_of, named_factors, spreads
+from consistency.worker.stages.block_rule import MOST_PASSES, draw_enough, limits_of, named_factors, spreads
 from consistency.worker.stages.context import Context
 from consistency.worker.training.backward import Tensors, trainable
 
@@ -84,7 +85,9 @@ def in_float64(of: Backward, track: Track) -> Exact:
     return exact
 
 
-def with_noise(context: Context, of: Backward, exact: Exact, track: Track) -> dict[str, list[Gradients]]:
+def with_noise(
+    context: Context, of: Backward, exact: Exact, track: Track, *, most: int = MOST_PASSES
+) -> dict[str, list[Gradients]]:
     """Compute the gradients with noise, on the exact pass's values, gradients and decisions."""
     kernels, reference = (
         half_kernels.replacement(of.model, tokens_of(of.inputs)),
@@ -97,7 +100,8 @@ def with_noise(context: Context, of: Backward, exact: Exact, track: Track) -> di
             return _taken(of, as_it_is, reference, sections)
 
     counts = [lines(exact.gradients[name]) for name in of.wanted if name in exact.gradients]
-    return draw_enough(context, of.model, compute, counts, tokens=3 * tokens_of(of.inputs))
+    tokens = 3 * tokens_of(of.inputs)
+    return draw_enough(context, of.model, compute, counts, tokens=tokens, enough=cpu_error.ENOUGH, most=most)
 
 
 def lines(gradient: torch.Tensor) -> int:

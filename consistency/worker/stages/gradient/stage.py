@@ -25,7 +25,6 @@ from consistency.worker import cpu_error
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
-from consistency.worker.model.block_backward import NoGradientError
 from consistency.worker.model.block_pass import ResultPlace
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.inputs import fixed_inputs
@@ -91,7 +90,7 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
             try:
                 again = gradients_of(of, answer, follows)
             except Exception as error:  # model code of any kind may raise anything
-                if not is_of_the_model(error, of.model) and not isinstance(error, NoGradientError):
+                if not is_of_the_model(error, of.model):
                     raise
                 raise _RefusedError(_refusal(context, of, error)) from error
         found = found or again
@@ -150,7 +149,7 @@ def _make(context: Context, of: Backward) -> Reference:
         exact = in_float64(of, track)
         drawn = with_noise(context, of, exact, track)
     except Exception as error:  # code that insists on its own dtype, or model code of any kind
-        if not is_of_the_model(error, of.model) and not isinstance(error, NoGradientError):
+        if not is_of_the_model(error, of.model):
             raise
         failure, exact = _refusal(context, of, error), Exact()
     track.publish()

@@ -1,4 +1,4 @@
-"""Steps of training by one model: in its dtype, in float64, or with noise."""
+"""Steps of training by one model."""
 
 from __future__ import annotations
 
@@ -71,19 +71,26 @@ class TrainingPasses:
         loss = TokenLoss(part)
         return Backward(model=self.model, wanted=self.parameters, inputs=part, loss=loss), loss
 
-    def take(self, step: int, *, exact: bool = False, computed: Computed = as_it_is) -> TrainingPass:
-        """Run one pass from end to end; where no output depends on a parameter, its gradient is zero."""
+    def take(self, step: int, computed: Computed = as_it_is) -> TrainingPass:
+        """Run one pass from end to end."""
         of, loss = self.backward(step)
-        with half_kernels.computing(None if exact else self.kernels):
-            gradients = from_end_to_end(of, computed, exact=exact)
-        for name, parameter in self.parameters.items():
-            if name not in gradients:  # as in a step that no token of a batch takes to an expert
-                gradients[name] = torch.zeros(parameter.shape, dtype=torch.float64 if exact else parameter.dtype)
-        return TrainingPass(loss=loss.value, gradients=gradients)
+        with half_kernels.computing(self.kernels):
+            return self.taken(loss, from_end_to_end(of, computed))
+
+    def taken(self, loss: TokenLoss, gradients: Gradients, dtype: torch.dtype | None = None) -> TrainingPass:
+        """Return what a pass gave; where no output depends on a parameter, its gradient is zero.
+
+        So it is in a step that no token of a batch takes to an expert.
+        """
+        found = {
+            name: gradients[name] if name in gradients else torch.zeros(p.shape, dtype=dtype or p.dtype)
+            for name, p in self.parameters.items()
+        }
+        return TrainingPass(loss=loss.value, gradients=found)
 
     def take_own(self, step: int) -> TrainingPass:
         """Run the same on the device that is checked."""
-        return own_pass(self, step, lambda: self.take(step, computed=functools.partial(computed, step)))
+        return own_pass(self, step, lambda: self.take(step, functools.partial(computed, step)))
 
     def own_by_blocks(self, step: int, reference: Reference, replay: Replay) -> Gradients:
         """Return the gradients of the device that is checked on what a reference gives."""

@@ -1,9 +1,9 @@
 """Stage `trajectory`: some steps of training on each device alone, all with the same data and from the same bytes.
 
-Each step is judged by itself: its gradients, by blocks, at the parameters of a training in float64 (`step_checks`); the
+Each step is judged by itself: its gradients, by blocks, at the parameters of an exact training (`step_checks`); the
 parameters after each step of the device's own training, by the bound of the optimizer's exact step from the gradients
 that this device computed. Beside that stands the curve of its own training: loss, norm of the gradients, and the
-adapter's distance from the training in float64, against those of trainings with noise (`yardstick`). The adapter is put
+adapter's distance from the exact training, against those of trainings with noise (`yardstick`). The adapter is put
 back afterwards.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from consistency.capture.names import WHOLE_MODEL
@@ -27,13 +27,12 @@ from consistency.worker.stages.context import Context
 from consistency.worker.stages.group_stage import skip, to_train
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.stages.trajectory.passes import TrainingPasses, own_optimizer
-from consistency.worker.stages.trajectory.step_checks import STEPWISE, StepChecks
+from consistency.worker.stages.trajectory.step_checks import StepChecks
 from consistency.worker.stages.trajectory.yardstick import (
     FIGURES,
     distance_from,
     finite,
     known_figures,
-    publish_trajectory,
 )
 from consistency.worker.training.backward import Tensors, parts_of
 from consistency.worker.training.steps import AVERAGED, UPDATED, StepFile
@@ -73,27 +72,17 @@ def run(context: Context) -> None:
             _no_reference(context, reason)
             skip(context, STAGE, reason)
             return
-        makes, on_cpu = context.job.makes_reference, context.device.type == CPU
-        twin = passes if makes else None
+        twin = passes if context.job.makes_reference else None
         with ExitStack() as of_twin:
-            if makes and not on_cpu:
+            if twin is not None and context.device.type != CPU:
                 with context.events.on_cpu():
                     twin = TrainingPasses(load_model(context.job.case, CPU), names, parts)
                 of_twin.enter_context(twin.training())
-            if twin is not None:
-                with nullcontext() if on_cpu else context.events.on_cpu():
-                    _publish(context, twin, own.start, steps)
-            answer = wait_for(context.scratch, context.events, TRAJECTORY_FILE)
-            if isinstance(answer, Reference):
-                StepChecks(context, passes, twin, own.start, answer).check(steps)
-            else:
-                context.record.absent(
-                    STAGE, WHOLE_MODEL, STEPWISE, status="skipped", reason=answer, rule=SPECS[STAGE].rule
-                )  # fmt: skip
+            StepChecks(context, passes, twin, own.start, steps).check()
         judge = StepJudge(context, None, STAGE, [own.file])
         for name in names:
             judge.updated(name, own.start[name])
-        _record_curve(context, own, answer)
+        _record_curve(context, own)
 
 
 @contextmanager
@@ -123,24 +112,14 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
         file.close(remove=True)
 
 
-def _publish(context: Context, twin: TrainingPasses, start: Tensors, steps: int) -> None:
-    """Make the trajectories that all workers are shown against, or say why there are none."""
-    twin.begin(start)
-    try:
-        publish_trajectory(context, twin, steps)
-    except Exception as error:  # code that insists on its own dtype
-        if not is_of_the_model(error, twin.model):
-            raise
-        give_up(context.scratch, TRAJECTORY_FILE, first_line(error))
-
-
 def _no_reference(context: Context, reason: str) -> None:
     if context.job.makes_reference:
         give_up(context.scratch, TRAJECTORY_FILE, f"{context.job.name}, which computes it, gives none: {reason}")
 
 
-def _record_curve(context: Context, own: _Trained, answer: Reference | str) -> None:
+def _record_curve(context: Context, own: _Trained) -> None:
     """Record the figures of every step, with those that rounding makes of them; no limit applies to them."""
+    answer = wait_for(context.scratch, context.events, TRAJECTORY_FILE)
     evidence: dict[str, object] = {"steps": own.file.steps}
     distances: Sequence[float] = ()
     if isinstance(answer, Reference):

@@ -1,17 +1,17 @@
-"""Judge the gradients of each step, by blocks, at the parameters of a training in float64.
+"""Judge the gradients of each step, by blocks, at the parameters of an exact training.
 
 A trajectory as a whole cannot be judged: near a gradient of zero the optimizer goes either way, so healthy trainings
 part by any multiple of what rounding makes. One step can: every device computes its gradients at the same parameters,
-those that a training in float64 has before it, on what its blocks are given (`stages/gradient/by_blocks.py`). Nothing
-that an earlier step did is held against a later one, so the first step outside is where it began.
+those of a training by exact gradients, on what its blocks are given (`stages/gradient/by_blocks.py`). Nothing that an
+earlier step did is held against a later one, so the first step outside is where it began.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import msgspec
 import torch
 
 from consistency.capture.names import WHOLE_MODEL
@@ -27,16 +27,20 @@ from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference, give_up, publish, wait_for
 from consistency.worker.model.running import is_of_the_model
-from consistency.worker.protocol import DECISIONS_FILE, STEP_FILE
+from consistency.worker.protocol import DECISIONS_FILE, STEP_FILE, TRAJECTORY_FILE
 from consistency.worker.stages.block_rule import block_ratio, record_block
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import record_flips
 from consistency.worker.stages.gradient.by_blocks import in_float64, with_noise
 from consistency.worker.stages.gradient.stage import row_of
 from consistency.worker.stages.trajectory.passes import TrainingPasses
+from consistency.worker.stages.trajectory.yardstick import ExactTraining
 from consistency.worker.training.backward import Tensors
 
 STAGE = Stage.TRAJECTORY
+DRAWN = 2
+"""Passes with noise at each step, whose blocks have a row for each token."""
+
 STEPWISE = "steps"
 """Tensor of the row that says why gradients are not judged."""
 
@@ -52,76 +56,78 @@ class StepChecks:
         Of the same model on the CPU, where this worker makes what all are judged by.
     start : dict
         The parameters before the first step, on the CPU.
-    exact : Reference
-        Has the parameters of the training in float64 after each step.
     """
 
     def __init__(
-        self, context: Context, own: TrainingPasses, twin: TrainingPasses | None, start: Tensors, exact: Reference
+        self, context: Context, own: TrainingPasses, twin: TrainingPasses | None, start: Tensors, steps: int
     ) -> None:
         self._context = context
         self._own = own
         self._twin = twin
-        self._start = start
-        self._exact = exact
+        self._steps = steps
+        self._training = None if twin is None else ExactTraining(context, twin, start, steps)
         self._recorded: set[str] = set()
         self._has_flipped = False
 
-    def check(self, steps: int) -> None:
+    def check(self) -> None:
         """Judge every step, and record why one is not."""
         left_out, reason = 0, ""
-        for step in range(steps):
-            self._context.events.step(f"step {step + 1}, by blocks", step, steps)
-            values = self._before(step)
-            answer = self._answer(step, values)
+        for step in range(self._steps):
+            self._context.events.step(f"step {step + 1}, by blocks", step, self._steps)
+            answer = self._answer(step)
             if isinstance(answer, str):
                 reason = answer
                 break
-            left_out += not self._judge(step, values, answer, is_last=step == steps - 1)
+            left_out += not self._judge(step, answer)
+        if self._training is not None and not reason:
+            with self._on_cpu():
+                self._training.publish()
         if reason or left_out:
             self._context.record.absent(
                 STAGE, WHOLE_MODEL, STEPWISE, status="skipped", rule=SPECS[STAGE].rule,
-                reason=reason or OTHER_DECISIONS.format(left_out, steps),
+                reason=reason or OTHER_DECISIONS.format(left_out, self._steps),
             )  # fmt: skip
 
-    def _before(self, step: int) -> Mapping[str, torch.Tensor]:
-        """Return the parameters before a step."""
-        if not step:
-            return self._start
-        found = {name: self._exact.read(name) for name in self._start}
-        return {name: mapped(values)[step - 1] for name, values in found.items() if values is not None}
+    def _on_cpu(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._context.device.type == CPU else self._context.events.on_cpu()
 
-    def _answer(self, step: int, values: Mapping[str, torch.Tensor]) -> Reference | str:
+    def _answer(self, step: int) -> Reference | str:
         """Return what all are judged by at a step, or why nothing is."""
-        context, file = self._context, STEP_FILE.format(step)
-        if self._twin is None:
-            return wait_for(context.scratch, context.events, file)
-        on_cpu = context.device.type == CPU
-        with nullcontext() if on_cpu else context.events.on_cpu():
-            self._twin.begin(values)
+        context = self._context
+        if self._twin is None or self._training is None:
+            return wait_for(context.scratch, context.events, STEP_FILE.format(step))
+        with self._on_cpu():
             try:
-                return self._make(step, self._twin)
+                return self._make(step, self._twin, self._training)
             except Exception as error:  # code that insists on its own dtype
                 if not is_of_the_model(error, self._twin.model):
                     raise
-                give_up(context.scratch, file, first_line(error))
+                self._training.close()
+                give_up(context.scratch, TRAJECTORY_FILE, first_line(error))
                 return first_line(error)
 
-    def _make(self, step: int, twin: TrainingPasses) -> Reference:
-        context, (of, _) = self._context, twin.backward(step)
+    def _make(self, step: int, twin: TrainingPasses, training: ExactTraining) -> Reference:
+        context, parameters = self._context, training.parameters
+        twin.begin(parameters)
+        of, loss = twin.backward(step)
         track = Track(_decisions(context, step))
         exact = in_float64(of, track)
-        tensors, tables = exact.tensors_with(with_noise(context, of, exact, track), of.wanted)
+        taken = twin.taken(loss, exact.gradients, torch.float64)
+        tensors, tables = exact.tensors_with(with_noise(context, of, exact, track, most=DRAWN), of.wanted)
         track.publish()
+        training.take(step, taken)
+        tensors |= {_before(name): tensor for name, tensor in parameters.items()}
+        tables = msgspec.structs.replace(tables, names=tuple(tensors))
         file = STEP_FILE.format(step)
         if context.job.others_wait:
             publish(context.scratch, tensors, tables, file)
         return Reference(path=context.scratch / file, tables=tables, made=tensors)
 
-    def _judge(self, step: int, values: Mapping[str, torch.Tensor], answer: Reference, *, is_last: bool) -> bool:
+    def _judge(self, step: int, answer: Reference) -> bool:
         """Judge the gradients of one step; return whether they can be."""
-        context = self._context
-        self._own.begin(values)
+        context, is_last = self._context, step == self._steps - 1
+        before = {name: answer.read(_before(name)) for name in self._own.parameters}
+        self._own.begin({name: mapped(tensor) for name, tensor in before.items() if tensor is not None})
         title = cpu_error.products_on(context.model, context.device)
         replay = Replay(_decisions(context, step), context.model, title)
         found = self._own.own_by_blocks(step, answer, replay)
@@ -146,6 +152,11 @@ class StepChecks:
                     more={"step": step + 1},
                 )  # fmt: skip
         return True
+
+
+def _before(name: str) -> str:
+    """Return the name in the file of a step of a parameter before it."""
+    return f"before::{name}"
 
 
 def _decisions(context: Context, step: int) -> Path:

@@ -1,4 +1,4 @@
-"""The float64 trajectory of the adapter, and those that rounding makes of it: the yardstick of every device's own.
+"""The exact trajectory of the adapter, and those that rounding makes of it: the yardstick of every device's own.
 
 The optimizer divides a gradient by its own magnitude, so an element whose gradient is nearly zero goes either way by a
 whole step, and from there on two healthy trainings part. How far is no multiple of one step's rounding: it is seen in
@@ -19,7 +19,7 @@ from consistency.worker.model.float64_reference import Reference, Tables, publis
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.protocol import TRAJECTORY_FILE
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.trajectory.passes import TrainingPasses
+from consistency.worker.stages.trajectory.passes import TrainingPass, TrainingPasses
 from consistency.worker.training import adamw
 from consistency.worker.training.backward import Tensors
 
@@ -35,47 +35,55 @@ def noise(products: str) -> str:
     return f"noise/{products}"
 
 
-def publish_trajectory(context: Context, passes: TrainingPasses, steps: int) -> Reference:
-    """Train in float64 and with noise, from the parameters as they are, and write both for all workers."""
-    start = {name: p.detach().to("cpu", copy=True) for name, p in passes.parameters.items()}
-    titles = cpu_error.products_of_run(context.job, passes.model)
-    trainings = 2 if cpu_error.is_large(cpu_error.passes_for(passes.multiplications)) else 3
-    layout = {name: (torch.float64, (steps, *p.shape)) for name, p in start.items()}
-    layout |= dict.fromkeys(FIGURES[:2], (torch.float64, (1, steps)))
-    layout |= {noise(title): (torch.float64, (trainings, len(FIGURES), steps)) for title in titles}
-    partial = context.scratch / f"{TRAJECTORY_FILE}.tmp"
-    file = TensorFile(partial, layout)
-    try:
-        _train_in_float64(context, passes, file, start, steps)
-        for title, products in titles.items():
-            for seed in range(trainings):
-                passes.begin(start)
-                file.write(noise(title), seed, _train_with_noise(context, passes, file, products, seed, steps))
-    except BaseException:
-        file.close(remove=True)
-        raise
-    file.close()
-    tables = Tables(errors={}, failures={}, names=tuple(layout))
-    return publish_file(partial, context.scratch / TRAJECTORY_FILE, tables)
+class ExactTraining:
+    """A training of float64 parameters by exact gradients, by blocks, which each step takes rounded into the dtype."""
 
+    def __init__(self, context: Context, passes: TrainingPasses, start: Tensors, steps: int) -> None:
+        self._context = context
+        self._passes = passes
+        self._start = start
+        self._steps = steps
+        self._titles = cpu_error.products_of_run(context.job, passes.model)
+        is_large = cpu_error.is_large(cpu_error.passes_for(passes.multiplications))
+        self._trainings = 1 if is_large else 2  # with attention by one kernel, and by its formula
+        layout = {name: (torch.float64, (steps, *tensor.shape)) for name, tensor in start.items()}
+        layout |= dict.fromkeys(FIGURES[:2], (torch.float64, (1, steps)))
+        layout |= {noise(title): (torch.float64, (self._trainings, len(FIGURES), steps)) for title in self._titles}
+        self._names = tuple(layout)
+        self._file = TensorFile(context.scratch / f"{TRAJECTORY_FILE}.tmp", layout)
+        self._masters = {name: torch.nn.Parameter(tensor.to(torch.float64)) for name, tensor in start.items()}
+        self._optimizer = adamw.optimizer_of(self._masters.values())
+        self._figures = torch.zeros(2, steps, dtype=torch.float64)
 
-def _train_in_float64(context: Context, passes: TrainingPasses, file: TensorFile, start: Tensors, steps: int) -> None:
-    """Train float64 parameters, which each pass takes rounded into the model's dtype."""
-    masters = {name: torch.nn.Parameter(tensor.to(torch.float64)) for name, tensor in start.items()}
-    optimizer = adamw.optimizer_of(masters.values())
-    figures = torch.zeros(2, steps, dtype=torch.float64)
-    for step in range(steps):
-        context.events.step("training, float64", step, steps)
-        passes.begin(masters)
-        taken = passes.take(step, exact=True)
-        figures[:, step] = torch.tensor([taken.loss, taken.norm])
-        for name, master in masters.items():
-            master.grad = taken.gradients[name].to(torch.float64)
-        optimizer.step()
-        for name, master in masters.items():
-            file.write(name, step, master.detach())
-    for figure, values in zip(FIGURES, figures, strict=False):
-        file.write(figure, 0, values)
+    @property
+    def parameters(self) -> Tensors:
+        """The parameters before the next step, in the model's dtype."""
+        return {name: master.detach().to(self._passes.parameters[name].dtype) for name, master in self._masters.items()}
+
+    def take(self, step: int, taken: TrainingPass) -> None:
+        """Take a step by exact gradients."""
+        self._figures[:, step] = torch.tensor([taken.loss, taken.norm])
+        for name, master in self._masters.items():
+            master.grad = taken.gradients[name]
+        self._optimizer.step()
+        for name, master in self._masters.items():
+            self._file.write(name, step, master.detach())
+
+    def publish(self) -> None:
+        """Train with noise too, and write all for all workers."""
+        for figure, values in zip(FIGURES, self._figures, strict=False):
+            self._file.write(figure, 0, values)
+        for title, products in self._titles.items():
+            for seed in range(self._trainings):
+                self._passes.begin(self._start)
+                found = _train_with_noise(self._context, self._passes, self._file, products, seed, self._steps)
+                self._file.write(noise(title), seed, found)
+        self.close()
+        tables = Tables(errors={}, failures={}, names=self._names)
+        publish_file(self._file.path, self._context.scratch / TRAJECTORY_FILE, tables)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _train_with_noise(
