@@ -12,10 +12,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ----------
     sequences, tokens : int or None
         Inputs that are made: fewer than those of the level. The rest is not checked.
-    micro_batch : int or None
-        Sequences of one backward pass at most.
     """
 
     sequences: int | None = None
     tokens: int | None = None
-    micro_batch: int | None = None

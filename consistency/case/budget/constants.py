@@ -19,20 +19,8 @@ GRADIENT_BYTES = 10 * 8
 GRADIENT_PART = 1 << 20
 """Elements of a gradient that are measured at once (`PART` of `numerics.file_tensor`)."""
 
-GRADIENT_LINES = 1 << 22
-"""Elements that are mapped at once to count its independent errors (`numerics.independent_errors`)."""
-
-ROOM_BYTES = 1 << 30
-"""Of activations that a backward pass on the CPU keeps (`ROOM_BYTES` of `worker.model.blocks`)."""
-
-ROOM_SHARE = 4
-"""Of the largest block in float64, one part in so many of which is kept (`ROOM_SHARE` of `worker.model.blocks`)."""
-
-LEAST_ROOM_BYTES = 1 << 24
-"""Of activations that are kept however small the blocks are (`LEAST_ROOM_BYTES` of `worker.model.blocks`)."""
-
-GRADIENT_PASSES = 4
-"""Parts of the batch, each with a backward pass of its own (`PASSES` of the stage `gradient`)."""
+TRAINING_PARTS = 4
+"""Parts of the batch, one for each step of a training (`PASSES` of `worker.training.backward`)."""
 
 SCORE_BYTES, INDEX_BYTES = 4, 8
 """Of a router's choice: a score in float32, and the index of an expert; as many are chosen as there are, at most."""
@@ -61,8 +49,8 @@ TRAINING_STEPS = 3
 """Of the stages that train by a group of ranks."""
 
 TRAJECTORY_STEPS = 20
-DRAWN_AT_EACH_STEP = 4
-NOISE_TRAININGS = 3
+DRAWN_AT_EACH_STEP = 2
+NOISE_TRAININGS = 2
 """Of the stage `trajectory`: its steps, its passes with noise at each of them, and its trainings with noise."""
 
 RESULTS_OF_BLOCK = 5

@@ -5,7 +5,6 @@ Bytes are peaks above what the worker holds already; `Work` is what a stage does
 
 from __future__ import annotations
 
-import math
 import pkgutil
 
 from consistency.case.budget.constants import (
@@ -16,10 +15,8 @@ from consistency.case.budget.constants import (
     DIGEST_S,
     DRAWN_AT_EACH_STEP,
     GRADIENT_BYTES,
-    GRADIENT_LINES,
     GRADIENT_PART,
     INDEX_BYTES,
-    LEAST_ROOM_BYTES,
     LOAD_S,
     MAP_S,
     MEASURE_GRADIENT_S,
@@ -33,8 +30,6 @@ from consistency.case.budget.constants import (
     PART_BYTES,
     PER_TENSOR_S,
     RESULTS_OF_BLOCK,
-    ROOM_BYTES,
-    ROOM_SHARE,
     SCORE_BYTES,
     STAGE_S,
     TRAINING_STEPS,
@@ -42,7 +37,6 @@ from consistency.case.budget.constants import (
     WINDOW_BYTES,
 )
 from consistency.case.budget.setting import Cost, Setting
-from consistency.case.budget.shape import ONE_PASS
 from consistency.case.budget.work import Products, Work
 from consistency.case.stages import MOST_MERGED, SPECS, Level, Stage
 
@@ -173,76 +167,63 @@ def _float64_merges(s: Setting) -> int:
 
 
 def gradient(s: Setting) -> Cost:
-    """Make gradients of what the adapter trains, part by part of the batch, in the dtype and in float64.
+    """Run forward and backward by blocks: in the dtype, and for the reference with noise and in float64.
 
     A backward pass through frozen weights costs as many operations as the forward pass: two products with each weight,
-    and a third in the blocks that are computed again. Of these only the states between blocks are kept, and what one
-    block keeps.
-    The gradients of all parts, of a large tensor those of one, are in scratch files: in float32, and those of the
-    reference in float64, which a device's worker makes beside its own. They are mapped from there a part at a time to
-    be compared: no more than one gradient is in memory as a whole, while it is made. The result of the optimizer's step
-    has a file too, one tensor at a time.
+    and in float64 a third, for each block runs again. In memory are the activations of one block; what enters and
+    leaves the blocks, and the gradients that come in there; and the gradients of what is trained, of all passes. The
+    result of the optimizer's step has a file, one tensor at a time.
 
     Of each decision in a forward pass, the reference's operand is in a scratch file until the stage ends; its margin in
     float32, and a bit for what was decided, stay.
     """
-    rows, at_a_time = s.positions, s.of_backward
-    passes = math.ceil(rows / max(1, at_a_time))
-    states = at_a_time * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
-    one_block = at_a_time * _of_one_token(s)
-    compared = passes * (s.shape.trained_elements - s.shape.trained_once_elements) + s.shape.trained_once_elements
-    largest = s.shape.largest_trained_elements * (1 if s.shape.largest_trained_elements >= ONE_PASS else passes)
-    wide_room, room = (_room(s, one_block, width) for width in (8, s.shape.width))
-    wide = (states + one_block) * 8 + wide_room + _float64_bytes(s, at_a_time) if s.makes_reference else 0
-    native = (states + one_block) * s.shape.width
-    products = _products(s, rows, parts=passes)
-    if s.on_device:
-        room = 0
-    stepped = s.shape.largest_trained_elements
+    rows, trained = s.positions, s.shape.trained_elements
+    states = rows * (s.shape.blocks + 1) * (s.shape.hidden or 0)
+    one_block = rows * (_of_one_token(s) + 3 * (s.shape.vocabulary or 0))
+    noisy = NOISY_PASSES if s.makes_reference else 0
+    native = (2 * states + one_block + trained) * s.shape.width
+    given = (2 * states * s.shape.width + (states + trained) * 8) if s.makes_reference else 0
+    wide = 12 * states + one_block * 8 + given + _float64_bytes(s, rows) if s.makes_reference else 0
+    products = _products(s, rows, parts=1)
     kinks = rows * s.shape.blocks * s.shape.kinked_units if s.makes_reference else 0
     scores = rows * s.shape.blocks * s.shape.experts if s.makes_reference else 0
-    one_gradient = s.shape.largest_trained_elements * (8 if s.makes_reference else 4)
+    compared = s.case.repeat + 3 * noisy  # one with noise takes three times as long
     return Cost(
-        host_bytes=max(wide, 0 if s.on_device else native + room)
-        + max(one_gradient, min(largest, GRADIENT_PART) * GRADIENT_BYTES),
-        device_bytes=native + 4 * s.shape.largest_trained_elements,
-        window_bytes=min(compared * (4 + 8), WINDOW_BYTES + min(largest, GRADIENT_LINES) * (4 + 8)),
-        scratch_bytes=4 * (compared * (2 if s.on_device and s.makes_reference else 1) + stepped)
-        + kinks * s.shape.width
-        + scores * SCORE_BYTES,
-        kept_bytes=(8 * compared if s.makes_reference else 0) + kinks * 4 + kinks // 8 + scores * (8 + INDEX_BYTES),
+        host_bytes=max(wide, given + noisy * (states + trained) * s.shape.width + (0 if s.on_device else native))
+        + min(s.shape.largest_trained_elements, GRADIENT_PART) * GRADIENT_BYTES,
+        device_bytes=native,
+        scratch_bytes=4 * s.shape.largest_trained_elements + kinks * s.shape.width + scores * SCORE_BYTES,
+        kept_bytes=given + kinks * 4 + kinks // 8 + scores * (8 + INDEX_BYTES),
         work=Work(
             fixed_s=4 * PER_TENSOR_S * s.shape.adapter_tensors,
-            memory_s=compared * MEASURE_GRADIENT_S,
-            native=products.times(s.case.repeat * _products_per_weight(s, one_block, room, s.shape.width)),
-            float64=products.times(_products_per_weight(s, one_block, wide_room, 8) if s.makes_reference else 0),
+            memory_s=(1 + noisy) * (trained + states) * MEASURE_GRADIENT_S,
+            native=products.times(2 * compared),
+            float64=products.times(3 if s.makes_reference else 0),
         ),
     )
 
 
 def trajectory(s: Setting) -> Cost:
-    """Train some steps alone, and compute each again on the CPU: in float64, with noise, and as further trainings.
+    """Train some steps alone, and compute the gradients of each by blocks; for the reference as further trainings too.
 
     Gradients and parameters of each step are in files, and all trained tensors at once are in memory: with the
-    optimizer's two moments, in float64 and as often as noise is drawn. A pass with noise takes about three times as
-    long as one without.
+    optimizer's two moments, in float64 and as often as noise is drawn. What each step gives to all is in a file.
     """
     steps, trained = s.case.steps or TRAJECTORY_STEPS, s.shape.trained_elements
     once = gradient(s)
-    passes, trainings = steps * DRAWN_AT_EACH_STEP, steps * NOISE_TRAININGS if s.makes_reference else 0
-    products = _products(s, s.of_backward, parts=1).times(3)
-    twin = s.shape.loaded_bytes if s.on_device else 0
-    per_element = 8 + 4 * DRAWN_AT_EACH_STEP + (3 * 8 if s.makes_reference else 0)
+    passes = steps * (3 * DRAWN_AT_EACH_STEP + 3 * NOISE_TRAININGS) if s.makes_reference else 0
+    products = _products(s, s.of_a_step, parts=1)
+    twin = s.shape.loaded_bytes if s.on_device and s.makes_reference else 0
     return Cost(
-        host_bytes=once.host_bytes + twin + trained * per_element,
+        host_bytes=once.host_bytes + twin + trained * (8 + (3 * 8 if s.makes_reference else 0)),
         device_bytes=once.device_bytes + 4 * 4 * trained,
-        scratch_bytes=once.scratch_bytes + 2 * 4 * steps * trained + 8 * trained,
-        kept_bytes=8 * steps * trained if s.makes_reference else 0,
+        scratch_bytes=once.scratch_bytes + 2 * 4 * steps * trained,
+        kept_bytes=steps * (8 * trained + once.kept_bytes) if s.makes_reference else 0,
         work=Work(
-            fixed_s=(LOAD_S if s.on_device else 0) + 4 * PER_TENSOR_S * s.shape.adapter_tensors * (steps + passes),
-            memory_s=(2 * steps + passes) * trained * MEASURE_GRADIENT_S,
-            native=products.times(steps + 3 * (passes + trainings)),
-            float64=products.times(steps * (2 if s.makes_reference else 1)),
+            fixed_s=(LOAD_S if twin else 0) + 4 * PER_TENSOR_S * s.shape.adapter_tensors * steps,
+            memory_s=3 * steps * trained * MEASURE_GRADIENT_S,
+            native=products.times(2 * (2 * steps + passes)),
+            float64=products.times(3 * steps if s.makes_reference else 0),
         ),
     )
 
@@ -323,9 +304,9 @@ def collectives(s: Setting) -> Cost:
 
 def replicas(s: Setting) -> Cost:
     """Train a few steps: gradients and parameters of each step are in files, one of each rank."""
-    kept, rows = s.shape.trained_elements * TRAINING_STEPS, s.of_backward * TRAINING_STEPS
-    states = s.of_backward * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
-    native = (states + s.of_backward * s.shape.blocks * _of_one_token(s)) * s.shape.width
+    kept, rows = s.shape.trained_elements * TRAINING_STEPS, s.of_a_step * TRAINING_STEPS
+    states = s.of_a_step * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
+    native = (states + s.of_a_step * s.shape.blocks * _of_one_token(s)) * s.shape.width
     optimizer = 4 * 4 * s.shape.trained_elements
     return Cost(
         host_bytes=optimizer + (0 if s.on_device else native),
@@ -392,19 +373,6 @@ def _products(s: Setting, rows: int, *, parts: int) -> Products:
 def _of_one_token(s: Setting) -> int:
     """Return the elements that one block keeps of a token: inputs and outputs of its matrices, and its attention."""
     return s.shape.block_features + 2 * (s.shape.heads or 0) * s.tokens
-
-
-def _room(s: Setting, one_block: int, width: int) -> int:
-    """Return the bytes of activations that a backward pass on the CPU keeps, where one block has so many elements."""
-    room = min(ROOM_BYTES, max(LEAST_ROOM_BYTES, s.shape.block_elements * 8 // ROOM_SHARE))
-    blocks = math.ceil(room / (one_block * width)) if one_block else 0  # the last one is kept whole
-    return min(s.shape.blocks, blocks) * one_block * width
-
-
-def _products_per_weight(s: Setting, one_block: int, kept: int, width: int) -> float:
-    """Return two, and a third for the share of the blocks whose activations are not kept."""
-    all_blocks = s.shape.blocks * one_block * width
-    return 3 - (kept / all_blocks if all_blocks else 0)
 
 
 def _float64_bytes(s: Setting, rows: int) -> int:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from consistency.case.budget.constants import GRADIENT_PASSES
 from consistency.case.budget.estimate import SOAK, PlannedWorker, WorkerEstimate, estimate_worker, together
 from consistency.case.budget.placement import is_offloaded
 from consistency.case.budget.shape import Shape, read_shape
 from consistency.case.budget.speed import Speed
 from consistency.case.case import Case
 from consistency.case.fit import Fit
-from consistency.case.stages import Stage, stages_of
+from consistency.case.stages import stages_of
 from consistency.devices.cores import threads_per_worker
 from consistency.errors import InputError
 
@@ -162,16 +161,11 @@ def _cuts(case: Case, shape: Shape) -> Iterator[Fit]:
     if not set(CUT) & set(case.stages):
         return
     sequences, tokens = shape.sequences or case.sequences, case.tokens
-    least = case.fit
-    if Stage.GRADIENT in case.stages:
-        least = msgspec.structs.replace(case.fit, micro_batch=1)
-        for rows in _halves(-(-sequences // GRADIENT_PASSES), 1):
-            yield msgspec.structs.replace(case.fit, micro_batch=rows)
     if case.makes_inputs:
         for fewer in _halves(tokens, FEWEST_TOKENS):
-            yield msgspec.structs.replace(least, tokens=fewer)
+            yield msgspec.structs.replace(case.fit, tokens=fewer)
         for fewer in _halves(sequences, 1):
-            yield msgspec.structs.replace(least, tokens=min(tokens, FEWEST_TOKENS), sequences=fewer)
+            yield msgspec.structs.replace(case.fit, tokens=min(tokens, FEWEST_TOKENS), sequences=fewer)
 
 
 def _halves(count: int, least: int) -> Iterator[int]:
@@ -252,9 +246,6 @@ def _changes(case: Case, fitted: Case, workers: Sequence[WorkerEstimate], at_onc
     most = max(map(len, _waves(workers)))
     if at_once < most:
         yield f"{at_once} of {most} workers at a time"
-    if fitted.fit.micro_batch is not None and fitted.fit != case.fit:
-        rows = fitted.fit.micro_batch
-        yield f"gradient: {rows} {'sequence' if rows == 1 else 'sequences'} in one backward pass"
     if fitted.tokens < case.tokens:
         yield f"forward and gradient: {fitted.tokens} of {case.tokens} tokens"
     if fitted.sequences < case.sequences:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from consistency.case.budget.constants import GRADIENT_PASSES
+from consistency.case.budget.constants import TRAINING_PARTS
 from consistency.case.budget.shape import Shape
 from consistency.case.budget.work import Work
 from consistency.case.case import Case
@@ -72,7 +72,6 @@ class Setting:
         return self.sequences * self.tokens
 
     @property
-    def of_backward(self) -> int:
-        """Return the positions of one backward pass."""
-        rows = math.ceil(self.sequences / min(GRADIENT_PASSES, self.sequences))
-        return min(rows, self.case.fit.micro_batch or rows) * self.tokens
+    def of_a_step(self) -> int:
+        """Return the positions of one step of a training."""
+        return math.ceil(self.sequences / min(TRAINING_PARTS, self.sequences)) * self.tokens

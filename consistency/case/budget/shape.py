@@ -35,10 +35,6 @@ _KINKED = re.compile("relu|selu|hard")  # GELU, SiLU and ELU are smooth
 _TEXT = ("text_config", "llm_config", "decoder")
 
 
-ONE_PASS = 1 << 22
-"""Elements from which the gradient of the first pass alone is compared (`ONE_PASS` of the stage `gradient`)."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One adapted layer: elements of its weight, and the rank of its low-rank update, None for other methods."""
@@ -85,8 +81,6 @@ class Shape:
         As PEFT loads them.
     trained_elements, largest_trained_elements : int
         Of the adapter's tensors that have a gradient, and of the largest of them.
-    trained_once_elements : int
-        Of those with a gradient of one pass alone.
     layers : tuple of Layer
         What the adapter changes.
     unknown : tuple of str
@@ -118,7 +112,6 @@ class Shape:
     adapter_tensors: int = 0
     trained_elements: int = 0
     largest_trained_elements: int = 0
-    trained_once_elements: int = 0
     method: str = ""
     layers: tuple[Layer, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -308,7 +301,6 @@ def _adapter(case: Case, base: Mapping[str, TensorHeader], unknown: list[str]) -
         "adapter_tensors": len(counts),
         "trained_elements": sum(trained),
         "largest_trained_elements": max(trained, default=0),
-        "trained_once_elements": sum(count for count in trained if count >= ONE_PASS),
         "method": str(config["peft_type"]),
         "layers": tuple(layers.values()),
     }

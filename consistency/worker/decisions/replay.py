@@ -13,7 +13,7 @@ from consistency.numerics.decision import Decision
 from consistency.numerics.decisions import DecisionMode, Watch
 from consistency.worker.decisions.array_file import ArrayFile
 from consistency.worker.decisions.places import Places
-from consistency.worker.decisions.track import Flip, Settled, Table, compared, is_same, plain
+from consistency.worker.decisions.track import Flip, Table, compared, is_same, plain
 
 
 class Replay:
@@ -30,13 +30,13 @@ class Replay:
         self.places = Places(model)
         self._table, self._file = Table.of(path), ArrayFile(path)
         self._title = title
-        self._left: dict[str, Iterator[Settled]] = {}
+        self._followed: dict[str, int] = {}
         self._lost: set[str] = set()
 
     def watch(self, key: str) -> Watch:
         """Return what replays a pass of the track from its start."""
         left = iter(self._table.passes.get(key, ()))
-        self._left[key] = left
+        self._followed[key] = 0
         self._lost.discard(key)
 
         def follow(decision: Decision) -> torch.Tensor | None:
@@ -44,6 +44,7 @@ class Replay:
             if settled is None or not is_same(settled.name, settled.decided, decision):
                 self._lost.add(key)
                 return None
+            self._followed[key] += 1
             wanted, own = self._file.read(settled.decided), plain(decision.decided).to("cpu")
             flip = compared(
                 settled.name, self.places.now, self._file.read(settled.exact), settled.dim, own, wanted,
@@ -70,7 +71,7 @@ class Replay:
 
     def was_complete(self, key: str) -> bool:
         """Report whether a pass had the operations of the track, in its order."""
-        return key not in self._lost and next(self._left.get(key, iter(())), None) is None
+        return key not in self._lost and self._followed.get(key, 0) == len(self._table.passes.get(key, ()))
 
 
 @contextmanager

@@ -42,6 +42,9 @@ OUTSIDE, OUTSIDE_BACKWARD = "outside", "outside, backward"
 """Sections of a pass: see `Sections`."""
 
 
+_COPY_OF = "_consistency_copy_of"
+"""Attribute of a copy of what is given."""
+
 _SAME = 1e-6
 """Of the values: in float64 a thousand sums in another order are far below it, another function is not."""
 
@@ -206,6 +209,7 @@ class _BackwardPass(BlockPass):
         self._again = again
         self._made: list[_Call] = []
         self._boundaries: dict[int, tuple[torch.Tensor, _Boundary]] = {}
+        """Of what the outside makes, and of what is given, by identity."""
         self._left: list[_Boundary] = []
         self._of_parameters: dict[str, torch.Tensor] = {}
         self._entered: _Call | None = None
@@ -241,7 +245,7 @@ class _BackwardPass(BlockPass):
         call = self._made[-1]
         call.contexts.close()
         own = [leaf for leaf in _pytree.tree_leaves(found) if is_real(leaf)]
-        passed = [self._boundaries.get(id(leaf)) for leaf in own]
+        passed = [self._boundary_of(leaf) for leaf in own]
         new = super()._end(name, found)
         made = [self._boundaries[id(leaf)][1] for leaf in _pytree.tree_leaves(new) if is_real(leaf)]
         keeps = self._incoming is not None or self._keeps(call)
@@ -263,7 +267,7 @@ class _BackwardPass(BlockPass):
         elif keeps:
             call.results = own
         elif own:
-            call.answer = own[0]
+            call.answer = own[0].to(torch.float32)
         return self._copies(new)
 
     def _passed_on(self, block: str, part: str, value: torch.Tensor) -> torch.Tensor:
@@ -271,7 +275,7 @@ class _BackwardPass(BlockPass):
         if not is_real(value):
             return value
         call = self._entered
-        _, boundary = self._boundaries.get(id(value), (value, None))
+        boundary = self._boundary_of(value)
         if boundary is None:
             place = self._place(block, block, part)
             boundary = _Boundary(place=place, given=self._given(str(place), value).detach())
@@ -285,13 +289,18 @@ class _BackwardPass(BlockPass):
             call.inputs.append((part, boundary))
         return boundary.given
 
+    def _boundary_of(self, value: torch.Tensor) -> _Boundary | None:
+        """Return what a tensor is a copy of, or what it is itself."""
+        _, boundary = self._boundaries.get(id(value), (value, None))
+        return boundary or getattr(value, _COPY_OF, None)
+
     def _copies(self, values: Any) -> Any:
         """Return what a module may write into: a leaf that requires a gradient refuses that."""
         leaves, structure = _pytree.tree_flatten(values)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and id(leaf) in self._boundaries:
                 leaves[i] = leaf.clone()
-                self._boundaries[id(leaves[i])] = leaves[i], self._boundaries[id(leaf)][1]
+                setattr(leaves[i], _COPY_OF, self._boundaries[id(leaf)][1])  # not kept: it is as large as the original
         return _pytree.tree_unflatten(leaves, structure)
 
     def go_back(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -309,8 +318,9 @@ class _BackwardPass(BlockPass):
         for boundary in self._left:
             if boundary.outside is not None:
                 self._take_gradient(_of_place(boundary.place), boundary.outside)
-        for name, gradient in self._of_parameters.items():
-            self._take_gradient(name, gradient)
+        for name in self._wanted:
+            if name in self._of_parameters:
+                self._take_gradient(name, self._of_parameters[name])
 
     def _that_comes_in(self, boundary: _Boundary, own: torch.Tensor) -> torch.Tensor | None:
         if self._incoming is not None:

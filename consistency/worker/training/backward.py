@@ -54,13 +54,13 @@ def trained(model: Any, held: Mapping[str, object]) -> list[str]:
     return list({parameter: name for name, parameter in reversed(names.items())}.values())[::-1]
 
 
-def parts_of(inputs: Tensors, *, rows: int | None = None) -> list[Tensors]:
-    """Distribute the sequences over passes, at most `rows` in each; inputs that are no batch are one."""
+def parts_of(inputs: Tensors) -> list[Tensors]:
+    """Distribute the sequences over parts; inputs that are no batch are one."""
     sizes = {tensor.shape[:1] for tensor in inputs.values()}
     count = 1
     if len(sizes) == 1 and () not in sizes:
         sequences = next(iter(sizes))[0]
-        count = min(max(PASSES, -(-sequences // (rows or sequences))), sequences)
+        count = min(PASSES, sequences)
     split = {name: torch.tensor_split(tensor, count) if count > 1 else [tensor] for name, tensor in inputs.items()}
     return [{name: parts[i] for name, parts in split.items()} for i in range(count)]
 

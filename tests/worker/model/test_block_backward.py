@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from consistency.numerics.exact import Float64Mode
+from consistency.worker.model import block_backward
 from consistency.worker.model.block_backward import backward_by_blocks
 from consistency.worker.model.block_pass import rounded
 from consistency.worker.training.backward import of_outputs
@@ -18,26 +19,21 @@ from tests.worker.model.test_block_pass import GIVEN, IDS, t5, two_layers
 Tensors = dict[str, torch.Tensor]
 
 
-def of_all(_: Any, ends: Tensors) -> Any:
-    return [(tensor, torch.ones_like(tensor)) for tensor in ends.values() if tensor.requires_grad]
-
-
 class Passes:
     """An exact backward pass of a model, and others on what it gives."""
 
-    def __init__(self, model: torch.nn.Module, inputs: Tensors) -> None:
+    def __init__(self, model: Any, inputs: Tensors) -> None:
         self.model, self.inputs = model.eval(), inputs
         self.wanted = {name: one for name, one in model.named_parameters() if one.requires_grad}
         self.given: Tensors = {}
         self.gradients: Tensors = {}
 
-    def exact(self, dtype: torch.dtype | None = torch.float32, *, again: bool = True) -> Tensors:
+    def exact(self, dtype: torch.dtype | None = torch.float32) -> Tensors:
         """Compute in float64, on values rounded to a dtype, or as they are."""
         found: Tensors = {}
 
         def keep(into: Tensors) -> Callable[[str, torch.Tensor], torch.Tensor]:
             def given(name: str, own: torch.Tensor) -> torch.Tensor:
-                assert name not in into, f"{name} twice"
                 into[name] = own.detach().clone() if dtype is None else rounded(own, dtype)
                 return into[name].to(own.dtype)
 
@@ -49,7 +45,7 @@ class Passes:
         with mode.with_gradients(self.wanted.values()), mode:
             backward_by_blocks(
                 self.model, self.wanted, self.inputs, loss=of_outputs, given=keep(self.given),
-                come_in=keep(self.gradients), take=found.__setitem__, again=again,
+                come_in=keep(self.gradients), take=found.__setitem__,
             )  # fmt: skip
         return {name: gradient.to(torch.float64) for name, gradient in found.items()}
 
@@ -123,15 +119,31 @@ def plain(passes: Passes) -> Tensors:
     return {name: one for name, one in zip(passes.wanted, found, strict=True) if one is not None}
 
 
+def fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no block run a second time."""
+    real = block_backward._BackwardPass._run_again
+
+    def run_again(self: Any, call: Any) -> Any:
+        real(self, call)
+        raise block_backward._NotAgainError("another result")
+
+    monkeypatch.setattr(block_backward._BackwardPass, "_run_again", run_again)
+
+
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one.double(), other.double(), rtol=1e-9, atol=1e-12 + 1e-9 * float(other.abs().max()))
 
 
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("again", [True, False])
-def test_on_its_own_values_a_model_has_the_gradients_of_autograd(name: str, again: bool) -> None:
+def test_on_its_own_values_a_model_has_the_gradients_of_autograd(
+    name: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks that run again for their backward pass, and with such that refuse it."""
     passes = made(name)
-    found, wanted = passes.exact(None, again=again), plain(passes)
+    if not again:
+        fails_again(monkeypatch)
+    found, wanted = passes.exact(None), plain(passes)
     assert wanted.keys() == found.keys() & passes.wanted.keys()
     assert wanted
     for parameter, gradient in wanted.items():
@@ -151,3 +163,76 @@ def test_blocks_that_go_back_at_once_give_the_same(name: str) -> None:
         assert close(found[place], gradient), place
         error = float((in_float32[place].double() - gradient).abs().max())
         assert error <= 1e-4 * float(gradient.abs().max()) + 1e-7, place
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls, and answers otherwise each time, as a method that sets up its layers for one pass does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.weight + self.calls
+
+
+def test_a_block_that_answers_otherwise_the_second_time_keeps_its_activations() -> None:
+    passes = Passes(Stack(Counting), {"x": torch.linspace(0, 1, 8).reshape(2, 4)})
+    found = passes.exact(None)
+    calls = [layer.calls for layer in passes.model.layers]
+    assert calls == [2, 3], "the last is the first to run again, and once more in a pass that keeps its activations"
+    assert {"layers.0.weight", "layers.1.weight", "first.weight"} <= found.keys()
+
+
+class InPlace(torch.nn.Module):
+    """Writes into what it gets, as a residual connection may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.add_(self.linear(x))
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, kind: Callable[[], torch.nn.Module]) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.layers = torch.nn.ModuleList([kind(), kind()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_block_may_write_into_what_it_gets() -> None:
+    torch.manual_seed(0)
+    passes = Passes(Stack(InPlace), {"x": torch.linspace(0, 1, 8).reshape(2, 4)})
+    exact = passes.exact()
+    given = {name: value.clone() for name, value in passes.given.items()}
+    found = passes.other(exact=False)
+    assert all(torch.equal(value, passes.given[name]) for name, value in given.items())
+    assert exact.keys() == found.keys()
+
+
+def test_what_a_fault_in_one_block_changes_is_of_that_block() -> None:
+    """Of its module, of what enters it, and of nothing above or below."""
+    torch.manual_seed(0)
+    passes = Passes(Stack(lambda: torch.nn.Linear(4, 4)), {"x": torch.linspace(0, 1, 8).reshape(2, 4)})
+    passes.exact()
+    healthy = passes.other(exact=False)
+    hook = passes.model.layers[0].register_forward_hook(twice)
+    wrong = passes.other(exact=False)
+    hook.remove()
+    changed = {name for name in healthy if not torch.equal(healthy[name], wrong[name])}
+    assert changed == {"layers.0::input.input.gradient", "layers.0.weight", "layers.0.bias"}
+
+
+def twice(_: Any, __: Any, output: torch.Tensor) -> None:
+    """Double the gradient that comes in."""
+    output.register_hook(lambda gradient: 2 * gradient)

@@ -15,8 +15,9 @@ from consistency.numerics.exact import HAS_GRAD_DTYPE
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.widening import PART_BYTES
 from consistency.worker.memory.peak import ProfilerMeter
-from consistency.worker.model.blocks import RecomputationError
-from consistency.worker.training.backward import PASSES, backward, loss_weights, parts_of, trained
+from consistency.worker.model.block_backward import NoGradientError
+from consistency.worker.stages.gradient.by_blocks import Backward, as_it_is, from_end_to_end
+from consistency.worker.training.backward import PASSES, loss_weights, of_outputs, parts_of, trained
 from tests.versions import needs_method
 from tests.worker.model.made_models import on_llama
 
@@ -55,21 +56,15 @@ class Careful(torch.nn.Module):
 NAMES = ["layers.0.first.weight", "layers.1.first.bias", "last.weight", "unused"]
 
 
-@pytest.fixture(autouse=True)
-def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the blocks of these small models computed again, as those of a large one."""
-    monkeypatch.setattr("consistency.worker.training.backward.room_for", lambda _: 0)
-
-
 @pytest.fixture
 def inputs() -> Tensors:
     return {"x": torch.linspace(-2, 2, 8 * 3 * 6).reshape(8, 3, 6).sin()}
 
 
-def gradients(model: torch.nn.Module, inputs: Tensors, names: list[str] = NAMES, **options: Any) -> Tensors:
-    found: Tensors = {}
-    backward(model, names, inputs, lambda name, gradient: found.update({name: gradient}), **options)
-    return found
+def gradients(model: torch.nn.Module, inputs: Tensors, names: list[str] = NAMES, *, exact: bool = False) -> Tensors:
+    wanted = {name: model.get_parameter(name) for name in names}
+    of = Backward(model=model, wanted=wanted, inputs=inputs, loss=of_outputs)
+    return from_end_to_end(of, as_it_is, exact=exact)
 
 
 def plain(model: torch.nn.Module, inputs: Tensors) -> Tensors:
@@ -79,21 +74,18 @@ def plain(model: torch.nn.Module, inputs: Tensors) -> Tensors:
     return {name: p.grad for name, p in twin.named_parameters() if name in NAMES and p.grad is not None}
 
 
-def test_gradients_are_those_of_torch_with_and_without_recomputation(inputs: Tensors) -> None:
+def test_gradients_are_those_of_torch(inputs: Tensors) -> None:
     expected = plain(Careful(), inputs)
     assert set(expected) == set(NAMES) - {"unused"}
-    for recompute in (True, False):
-        found = gradients(Careful(), inputs, recompute=recompute)
-        assert set(found) == set(expected), "nothing depends on one of them"
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    found = gradients(Careful(), inputs)
+    assert set(found) == set(expected), "nothing depends on one of them"
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_passes_are_parts_of_the_batch(inputs: Tensors) -> None:
     parts = parts_of(inputs)
     assert [part["x"].shape[0] for part in parts] == [2] * PASSES
     assert torch.equal(torch.cat([part["x"] for part in parts]), inputs["x"])
-    assert [part["x"].shape[0] for part in parts_of(inputs, rows=1)] == [1] * 8
-    assert [part["x"].shape[0] for part in parts_of(inputs, rows=4)] == [2] * PASSES
 
 
 def test_inputs_that_are_no_batch_are_one_pass() -> None:
@@ -229,18 +221,10 @@ def test_the_model_is_left_as_it_was(inputs: Tensors) -> None:
     assert not any("forward" in vars(layer) for layer in model.layers)
 
 
-def test_a_block_that_is_computed_otherwise_the_second_time_is_noticed(inputs: Tensors) -> None:
-    model = Careful()
-    calls = iter([0.0, 1.0, 2.0])
-    model.layers[1].first.register_forward_hook(lambda *found: found[2] + next(calls))  # type: ignore[union-attr]
-    with pytest.raises(RecomputationError, match="Layer gives another result when it is computed again"):
-        gradients(model, inputs)
-
-
 def test_a_model_that_ends_with_nothing_of_the_adapter_says_so(inputs: Tensors) -> None:
     model = Careful()
     model.register_forward_hook(lambda *found: found[2].detach())
-    with pytest.raises(ValueError, match="no output of the model depends on the adapter"):
+    with pytest.raises(NoGradientError, match="no output of the model depends on the adapter"):
         gradients(model, inputs)
 
 
@@ -295,8 +279,7 @@ def test_a_vector_that_layers_share_is_trained_by_its_name_in_the_file(tmp_path:
     model, bank = loaded(tmp_path, config), "base_model.vblora_vector_bank.default"
     found = trained(model, {bank: None})
     assert found == [bank]
-    taken: Tensors = {}
-    backward(model, found, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, taken.__setitem__)
+    taken = gradients(model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}, found)
     assert taken[bank].shape == (8, 64)
     assert bool(taken[bank].any())
 

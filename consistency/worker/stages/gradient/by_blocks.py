@@ -151,7 +151,7 @@ def _taken(
     found: Gradients = {}
 
     def take(name: str, gradient: torch.Tensor) -> None:
-        found[name] = computed(name, gradient).detach().to(CPU, copy=True).contiguous()
+        found[name] = computed(name, gradient).detach().to(CPU).contiguous()
 
     with trainable(of.model, of.wanted.values()):
         backward_by_blocks(

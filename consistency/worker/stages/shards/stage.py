@@ -85,7 +85,7 @@ def run(context: Context) -> None:
     if found is None:
         return
     inputs, names = found
-    parts = parts_of(inputs, rows=context.job.case.fit.micro_batch)
+    parts = parts_of(inputs)
 
     def train(ranks: Joined) -> None:
         answer = _exact_average(context, ranks, names, parts)

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from consistency.numerics.file_tensor import FileTensor, Readable, elements_of
+from consistency.numerics.file_tensor import elements_of
 from consistency.numerics.kernels.numpy_digest import BLOCK_BYTES
 from consistency.worker.memory.host_memory import peak_bytes, reset_peak
-from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.stages.gradient import optimizer_step
 from consistency.worker.training import adamw
 
@@ -23,14 +22,14 @@ def test_pieces_are_whole_blocks_of_a_digest_in_every_dtype() -> None:
 
 
 def test_a_step_in_pieces_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameter, gradients = torch.randn(7, 31), torch.randn(3, 7, 31)
+    parameter, gradients = torch.randn(7, 31), torch.randn(7, 31)
     monkeypatch.setattr(optimizer_step, "PIECE", 50)
     monkeypatch.setattr(optimizer_step, "PART", 20)
-    gradient = optimizer_step.added(gradients)
+    gradient = elements_of(gradients)
     pieces = list(optimizer_step.pieces(parameter.numel()))
     assert [piece.stop - piece.start for piece in pieces] == [50, 50, 50, 50, 17]
     found = torch.cat([optimizer_step.stepped(parameter.view(-1)[p], gradient(p)) for p in pieces])
-    assert torch.equal(found.view(7, 31), adamw.step(parameter, gradients.sum(0)))
+    assert torch.equal(found.view(7, 31), adamw.step(parameter, gradients))
     elements = elements_of(found), elements_of(parameter), gradient
     stretches = list(optimizer_step._exact(*elements, parameter.numel(), None))
     assert [stretch.start for stretch in stretches] == [0, 20, 40, 50, 70, 90, 100, 120, 140, 150, 170, 190, 200]
@@ -58,13 +57,13 @@ class Recorded:
         self.given.append(given)
 
 
-def recorded(tmp_path: Path, parameter: torch.Tensor, gradients: Readable, *, reads: bool = True) -> dict[str, Any]:
+def recorded(tmp_path: Path, parameter: torch.Tensor, gradient: torch.Tensor, *, reads: bool = True) -> dict[str, Any]:
     record, case = Recorded(reads=reads), SimpleNamespace(repeat=2)
     context: Any = SimpleNamespace(
         model=SimpleNamespace(get_parameter=lambda _: parameter), record=record, job=SimpleNamespace(case=case),
         scratch=tmp_path,
     )  # fmt: skip
-    optimizer_step.record_step(context, "x", "layer", "x.updated", gradients)
+    optimizer_step.record_step(context, "x", "layer", "x.updated", gradient)
     (given,) = record.given
     return given
 
@@ -74,9 +73,9 @@ def test_the_parameter_after_the_step_is_recorded(
     tmp_path: Path, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optimizer_step, "PIECE", 50)
-    parameter, gradients = torch.randn(shape), torch.randn(4, *shape)
-    given = recorded(tmp_path, parameter, gradients)
-    expected = adamw.step(parameter, gradients.sum(0))
+    parameter, gradient = torch.randn(shape), torch.randn(shape)
+    given = recorded(tmp_path, parameter, gradient)
+    expected = adamw.step(parameter, gradient)
     assert torch.equal(given["actual"], expected)
     # blocks of a digest end where pieces do, which are shorter here
     assert given["digests"][0].value == given["digests"][1].value
@@ -89,17 +88,17 @@ def test_the_parameter_after_the_step_is_recorded(
 
 def test_a_gradient_that_is_not_finite_anywhere_gives_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer_step, "PIECE", 50)
-    gradients = torch.ones(2, 200)
-    gradients[1, 170] = torch.inf
-    assert recorded(tmp_path, torch.ones(200), gradients)["status"] == "skipped"
+    gradient = torch.ones(200)
+    gradient[170] = torch.inf
+    assert recorded(tmp_path, torch.ones(200), gradient)["status"] == "skipped"
 
 
 def test_a_step_that_divides_by_zero_on_any_device_is_not_judged(tmp_path: Path) -> None:
     """In float16 AdamW's ε is zero, and so are the squares of small gradients."""
-    parameter, gradients = torch.ones(3, dtype=torch.float16), torch.tensor([[0.5, -0.5, 1.0]], dtype=torch.float16)
+    parameter, gradients = torch.ones(3, dtype=torch.float16), torch.tensor([0.5, -0.5, 1.0], dtype=torch.float16)
     assert "found" in recorded(tmp_path, parameter, gradients)
-    gradients[0, 1] = 0.0
-    assert not adamw.step(parameter, gradients[0]).isfinite().all()
+    gradients[1] = 0.0
+    assert not adamw.step(parameter, gradients).isfinite().all()
     given = recorded(tmp_path, parameter, gradients)
     assert (given["status"], given["reason"]) == (
         "skipped", "AdamW's ε is 0 in float16: its step divides small gradients by zero"
@@ -110,19 +109,15 @@ def test_a_step_that_divides_by_zero_on_any_device_is_not_judged(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can restart the high-water mark")
 def test_a_step_takes_no_memory_for_the_whole_parameter(tmp_path: Path) -> None:
-    """Neither for its gradient, nor its exact value, nor the result."""
+    """Neither for its exact value, nor the result."""
 
     def taken(rows: int) -> int:
-        file = TensorFile(tmp_path / "gradients.safetensors", {"x": (torch.float32, (1, rows, 1 << 10))})
-        file.write("x", 0, torch.ones(rows, 1 << 10))
-        gradients, parameter = file.read("x"), torch.ones(rows, 1 << 10)
-        assert isinstance(gradients, FileTensor)
+        gradient, parameter = torch.ones(rows, 1 << 10), torch.ones(rows, 1 << 10)
         reset_peak()
         before = peak_bytes()
-        given = recorded(tmp_path, parameter, gradients, reads=False)
-        file.close(remove=True)
+        given = recorded(tmp_path, parameter, gradient, reads=False)
         assert given["found"].elements == parameter.numel()
         return peak_bytes() - before
 
     taken(1 << 11)  # the first step reads code of libraries, which counts as resident
-    assert taken(1 << 14) < 64 * 2**20, "less than the parameter: any of the three takes as much, beside the pieces"
+    assert taken(1 << 14) < 64 * 2**20, "less than the parameter: either takes as much, beside the pieces"

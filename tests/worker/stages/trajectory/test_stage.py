@@ -22,8 +22,9 @@ from consistency.case.stages import Level, Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.worker import session
-from consistency.worker.decisions.track import Track, plain
-from consistency.worker.protocol import TRAJECTORY_FILE, EventLog, Job
+from consistency.worker.decisions.replay import Replay
+from consistency.worker.decisions.track import Flip
+from consistency.worker.protocol import STEP_FILE, TRAJECTORY_FILE, EventLog, Job
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.stages.trajectory import passes, stage, step_checks
 from consistency.worker.stages.trajectory.yardstick import FIGURES
@@ -103,7 +104,7 @@ def test_healthy_devices_are_right_in_every_step(healthy: dict[str, Comparison],
     assert note.workers == ("cpu", FAULTY)
     assert f"{STEPS} steps: every step is what rounding makes" in note.message
     kinds = {tensor.tensor.rpartition(".")[2] for tensor in found.tensors}
-    assert kinds == {"curve", "forward", "gradient", "updated"}
+    assert kinds == {"curve", "gradient", "updated"}
     for worker in ("cpu", FAULTY):
         curve = curve_of(found, worker)
         assert {len(curve[figure]) for figure in FIGURES} == {STEPS}
@@ -122,7 +123,7 @@ def test_two_devices_with_other_kernels_part_and_stay_healthy(healthy: dict[str,
     ("fault", "place"),
     [
         (FAULTS[0], "at step 5, in the gradient of lora_B of model.layers.0.self_attn.q_proj: "),
-        (FAULTS[1], "at step 4, in hidden_states."),
+        (FAULTS[1], "at step 4, in the gradient of "),
         (FAULTS[2], "at step 3, in lora_A of model.layers.0.self_attn.q_proj after the optimizer's step: "),
     ],
 )
@@ -141,7 +142,8 @@ def test_before_a_fault_begins_nothing_is_found(train: Train, fault: str) -> Non
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_without_the_detection_a_fault_is_missed(train: Train, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_checks.StepChecks, "record", lambda *_: None)
+    monkeypatch.setattr(step_checks, "block_ratio", lambda *_: None)
+    monkeypatch.setattr(step_checks, "record_block", lambda *_, **__: None)
     monkeypatch.setattr(StepJudge, "updated", lambda *_: None)
     assert errors(train(fault)) == []
 
@@ -173,20 +175,22 @@ def test_the_adapter_is_put_back(train: Train, monkeypatch: pytest.MonkeyPatch) 
     assert seen == [True, True]
 
 
-def test_only_the_published_file_stays_in_the_scratch_folder(train: Train, tmp_path: Path) -> None:
+def test_only_published_files_stay_in_the_scratch_folder(train: Train, tmp_path: Path) -> None:
     train(steps=2)
     left = {path.name for path in tmp_path.iterdir() if path.is_file()}
-    assert left == {TRAJECTORY_FILE, TRAJECTORY_FILE.replace(".safetensors", ".json")}
+    of_decisions = {f"decisions-trajectory-{step}.bin" for step in range(2)}
+    files = {TRAJECTORY_FILE, *(STEP_FILE.format(step) for step in range(2)), *of_decisions}
+    assert left == files | {f"{Path(file).stem}.json" for file in files}
 
 
 def test_with_other_operations_that_decide_the_optimizer_alone_is_judged(
     train: Train, relu: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Track, "was_complete", lambda *_: False)
+    monkeypatch.setattr(Replay, "is_complete", lambda _: False)
     found = train(steps=2, **relu)
     assert found.verdict == "consistent"
     (skipped,) = (finding for finding in found.findings if finding.kind == "skipped")
-    assert stage.OTHER_DECISIONS.format(2, 2) in skipped.message
+    assert step_checks.OTHER_DECISIONS.format(2, 2) in skipped.message
     (note,) = (finding for finding in found.findings if finding.kind == "kept-trajectory")
     assert "every step of the optimizer is what rounding makes" in note.message
     assert {tensor.tensor.rpartition(".")[2] for tensor in found.tensors} == {"curve", "steps", "updated"}
@@ -196,12 +200,14 @@ def test_a_reference_that_fails_leaves_the_steps_judged(train: Train, monkeypatc
     def fails(*_: Any) -> None:
         raise RuntimeError("it insists on float32")
 
-    monkeypatch.setattr(stage, "publish_trajectory", fails)
+    monkeypatch.setattr(step_checks, "in_float64", fails)
     found = train(steps=2)
     assert errors(found) == []
     assert "distance" not in {name for name, values in curve_of(found).items() if values}
+    (skipped,) = (finding for finding in found.findings if finding.kind == "skipped")
+    assert "it insists on float32" in skipped.message
     (note,) = (finding for finding in found.findings if finding.kind == "kept-trajectory")
-    assert note.message.endswith("every step is what rounding makes")
+    assert "every step of the optimizer is what rounding makes" in note.message
 
 
 def test_twenty_steps_are_trained_where_nobody_says_how_many(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +225,7 @@ def relu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_fault_that_turns_decisions_is_found_from_its_first_step_on(train: Train, relu: dict[str, str]) -> None:
     found = train(FAULTS[1], **relu, steps=5)
     (finding,) = errors(found)
-    assert "leaves the float64 trajectory at step 4, in decoder_hidden_states." in finding.message
+    assert "leaves the float64 trajectory at step 4, in the gradient of " in finding.message
     assert not [one for one in found.findings if one.kind == "skipped"], "every step is judged"
 
 
@@ -227,37 +233,31 @@ def _relus_off_by(value: float, monkeypatch: pytest.MonkeyPatch, *, begin: int) 
     """Let the device's own passes add to the values before each ReLU, from a step on."""
     real = passes.own_pass
 
-    def own_pass(of_device: Any, step: int, watches: Any) -> Any:
+    def own_pass(of_device: Any, step: int, run: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             if step >= begin:
                 patch.setattr(torch.nn.ReLU, "forward", lambda _, x: torch.relu(x + value))
-            return real(of_device, step, watches)
+            return real(of_device, step, run)
 
-    monkeypatch.setattr(stage, "own_pass", own_pass)
+    monkeypatch.setattr(passes, "own_pass", own_pass)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_with_undecided_units_are_judged_and_no_finding(
     train: Train, relu: dict[str, str], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    seen: list[int] = []
-    real = Track.exact
+    seen: list[Flip] = []
+    real = Replay.is_complete
 
-    def exact(track: Track, key: str) -> Any:
-        settle = real(track, key)
-        assert settle is not None
+    def is_complete(replay: Replay) -> bool:
+        seen.extend(replay.flips)
+        return real(replay)
 
-        def counted(decision: Any) -> Any:
-            decided = settle(decision)
-            seen.append(0 if decided is None else int((plain(decision.decided) != decided).sum()))
-            return decided
-
-        return counted
-
-    monkeypatch.setattr(Track, "exact", exact)
+    monkeypatch.setattr(Replay, "is_complete", is_complete)
     _relus_off_by(1e-9, monkeypatch, begin=0)
     found = train(**relu, dtype=dtype, steps=3)
-    assert sum(seen) > 0, "float64 decided otherwise by itself"
+    assert seen, "the device decided otherwise by itself"
+    assert all(flip.is_undecided for flip in seen)
     assert found.verdict == "consistent", found.findings
     assert not [one for one in found.findings if one.kind == "skipped"]
 
