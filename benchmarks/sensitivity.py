@@ -275,7 +275,7 @@ def measured(dtype: Dtype, stages: tuple[Stage, ...] = STAGES) -> list[Found]:
         )  # fmt: skip
         for place, name, wrap in (
             (Recorder, "moved", probe.moved), (merged, "judge", probe.merged),
-            (forward, "record_block", probe.relative), (gradient, "record_relative", probe.relative),
+            (forward, "record_block", probe.relative), (gradient, "record_block", probe.relative),
             (operators, "record_bounded", probe.bounded),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(place, name, wrap(getattr(place, name))))

@@ -173,7 +173,7 @@ SPECS: dict[Stage, StageSpec] = {
             items=f"{_ITEMS}:forward_items", levels=_FROM_STANDARD, feeds_inputs=True, option="engine_outputs",
         ),
         StageSpec(
-            stage=Stage.GRADIENT, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.gradient.stage:run",
+            stage=Stage.GRADIENT, kind=Kind.COMPUTES, rule=Rule.BLOCK, worker=f"{_STAGES}.gradient.stage:run",
             cost=f"{_COSTS}:gradient",
             short="grad",
             again=f"{_SOAK}.computed:gradient",
@@ -181,7 +181,7 @@ SPECS: dict[Stage, StageSpec] = {
             before=Stage.FORWARD,  # whose merge leaves a tied weight's pages private: less memory is held here
         ),
         StageSpec(  # on request alone: every step takes some passes on the CPU
-            stage=Stage.TRAJECTORY, kind=Kind.COMPUTES, rule=Rule.RELATIVE, worker=f"{_STAGES}.trajectory.stage:run",
+            stage=Stage.TRAJECTORY, kind=Kind.COMPUTES, rule=Rule.BLOCK, worker=f"{_STAGES}.trajectory.stage:run",
             cost=f"{_COSTS}:trajectory",
             short="traj",
             needs_adapter=True, levels=(), feeds_inputs=True, option="steps", before=Stage.FORWARD, whole="curve",
@@ -221,10 +221,9 @@ SPECS: dict[Stage, StageSpec] = {
             cost=f"{_COSTS}:shards",
             short="fsdp",
             needs_adapter=True, levels=(), feeds_inputs=True, opens_devices=True, together=True,
-            by=(Stage.GRADIENT,),
         ),
         StageSpec(
-            stage=Stage.TENSOR_PARALLEL, kind=Kind.COMPUTES, rule=Rule.RELATIVE,
+            stage=Stage.TENSOR_PARALLEL, kind=Kind.COMPUTES, rule=Rule.BLOCK,
             worker=f"{_STAGES}.tensor_parallel.stage:run",
             cost=f"{_COSTS}:tensor_parallel",
             short="tp",

@@ -278,6 +278,8 @@ class _Passes:
         independent = count * passes
         if of_a_sum:
             independent = sum(min(count, one.independent) for one in together)
+            if _have_common_factor(weighted, independent):
+                independent = passes
         samples, freedom = -(-independent // passes), _freedom(found)
         of_row = of_element = 0.0
         for degrees, chance in _chances(found, independent, freedom):
@@ -356,6 +358,12 @@ def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor, independent: int
     of_passes = float(weighted.sum(1).square().mean())
     deviation = math.sqrt(max(float(of_rows.sum()), of_passes)) / whole
     return student(max(1, min(independent, int(rows * len(weighted))))) * deviation
+
+
+def _have_common_factor(weighted: torch.Tensor, independent: int) -> bool:
+    """Report whether the components of a pass's rows along the exact values add up, as those of one factor do."""
+    alone, together = float(weighted.square().sum(1).mean()), float(weighted.sum(1).square().mean())
+    return together > max(2.0, independent / len(weighted) / 2) * alone
 
 
 def _freedom_of_passes(squares: torch.Tensor) -> float:

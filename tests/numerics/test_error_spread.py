@@ -129,3 +129,68 @@ def test_values_that_no_pass_rounds_are_right_to_one_rounding() -> None:
 def test_one_pass_shows_no_spread() -> None:
     with pytest.raises(ValueError, match="two passes"):
         Spread.of([torch.zeros(2, 2)], torch.zeros(2, 2, dtype=torch.float64))
+
+
+def sums(seed: int, tokens: int, passes: int, shape: tuple[int, int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return an exact sum over tokens of products of two vectors, and sums whose vectors are rounded.
+
+    One token has a vector a thousand times as large as the others'.
+    """
+    generator = np.random.default_rng(seed)
+    left, right = generator.normal(0, 1, (tokens, shape[0])), generator.normal(0, 1, (tokens, shape[1]))
+    left[0] *= 1000
+
+    def one() -> torch.Tensor:
+        errors = [1 + 1e-4 * generator.normal(0, 1, side.shape) for side in (left, right)]
+        return torch.from_numpy((left * errors[0]).T @ (right * errors[1])).float()
+
+    return torch.from_numpy(left.T @ right), [one() for _ in range(passes)]
+
+
+@pytest.mark.parametrize("shape", [(4, 200), (200, 4), (1, 50), (60, 60)])
+@pytest.mark.parametrize("tokens", [1, 2, 30])
+def test_a_healthy_sum_over_few_tokens_is_within(tokens: int, shape: tuple[int, int]) -> None:
+    worst = 0.0
+    for seed in range(40):
+        exact, (device, *drawn) = sums(seed, tokens, 4, shape)
+        spread = Spread.of(drawn, exact, of_a_sum=True)
+        assert spread.limits.drawn <= 3 * min(shape)
+        worst = max(worst, spread.figures(device, exact).ratio)
+    assert worst < 0.95
+
+
+def test_errors_that_are_multiples_of_one_are_one() -> None:
+    """As of a massive token, whose vector is off by a factor: rows show nothing that one of them does not."""
+    generator = np.random.default_rng(0)
+    exact = torch.from_numpy(generator.normal(0, 1, (64, 8)))
+    drawn = [(exact * (1 + 1e-4 * factor)).float() for factor in (0.6, -1.0, 0.8)]
+    of_sum, of_tokens = (Spread.of(drawn, exact, of_a_sum=is_sum) for is_sum in (True, False))
+    assert (of_sum.limits.drawn, of_tokens.limits.drawn) == (3, 192)
+    device = (exact * (1 + 20e-4)).float()
+    assert of_sum.figures(device, exact).ratio < 1 < of_tokens.figures(device, exact).ratio
+
+
+def test_a_part_of_a_sum_has_the_limits_of_the_whole() -> None:
+    exact, (device, *drawn) = sums(3, 30, 4, (200, 4))
+    spread = Spread.of(drawn, exact, of_a_sum=True)
+    assert spread.limits.by_columns
+    part = spread.of_part(lambda tensor: tensor[50:90], (200, 4))
+    allowed = spread.allowed(exact, torch.float32)
+    assert allowed.shape == exact.shape
+    assert torch.allclose(part.allowed(exact[50:90], torch.float32), allowed[50:90], rtol=1e-12)
+    wrong = device.clone()
+    wrong[60, 2] += 2000 * float((device - exact).abs().max())
+    assert part.figures(device[50:90], exact[50:90]).ratio < 1 < part.figures(wrong[50:90], exact[50:90]).ratio
+
+
+def test_figures_that_are_alike_by_chance_are_not_taken_for_many_degrees() -> None:
+    """Of three figures nobody knows it; of a hundred nearly all is known."""
+    few, many = torch.full((3,), 1.0).double(), torch.full((100,), 1.0).double()
+    few += torch.tensor([0.0, 1e-2, -1e-2])
+    many[::2] += 1e-2
+    (best, chance), *others = error_spread._chances(few, 3, 64)
+    assert (best, chance) == (64, rules.FALSE_ALARM)
+    assert 1 in dict(others)
+    assert error_spread._chances(many, 100, 64) == [(64, rules.FALSE_ALARM)] or 1 not in dict(
+        error_spread._chances(many, 100, 64)
+    )

@@ -114,7 +114,7 @@ def test_json_has_bytes_and_seconds_and_null_for_what_is_unknown(budget: Budget)
         ("cuda:0", None, 17 * GIB),
     ]
     assert table["workers"][0]["stages"][0]["stage"] == "forward"
-    assert table["fit"] == {"sequences": None, "tokens": 4, "micro_batch": None}
+    assert table["fit"] == {"sequences": None, "tokens": 4}
     assert (table["workers_at_a_time"], table["seconds"]) == (1, None)
     assert table["not_checked"] == ["12 of 16 tokens of each, for lack of memory"]
     assert table["refusal"] is None

@@ -207,8 +207,9 @@ def test_gradients_come_before_the_merge_and_change_nothing(llama: Path, look: L
     found = look(llama, adapter)
     gradients = {r.tensor: r for r in found if r.stage == "gradient"}
     vector = "lora_magnitude_vector"
-    assert set(gradients) == {f"{t}.{what}" for t in ("lora_A", "lora_B", vector) for what in ("gradient", "updated")}
-    assert {r.rule for r in gradients.values()} == {"relative", "bound"}
+    trained = {f"{t}.{what}" for t in ("lora_A", "lora_B", vector) for what in ("gradient", "updated")}
+    assert set(gradients) == {*trained, "output.gradient"}
+    assert {r.rule for r in gradients.values()} == {"block", "bound"}
     assert {r.status for r in gradients.values()} == {"within"}
     without = {r.key: r.digest for r in look(llama, adapter, stages=("forward",)) if r.stage == "forward"}
     assert {r.key: r.digest for r in found if r.stage == "forward"} == without

@@ -71,20 +71,21 @@ STAGES: Mapping[Stage, Explanation] = {
     ),
     Stage.GRADIENT: Explanation(
         summary="the gradients of what the adapter trains, and one step of AdamW",
-        meaning="Backward passes over parts of the batch, each tensor judged by the error that rounding makes, and a "
-        "bound for the optimizer's step.",
+        meaning="A backward pass by blocks: each on what a float64 pass gives to all, values and the gradients that "
+        "come in from above. The gradient of what enters a block, and of each tensor of the adapter, is judged by what "
+        "rounding makes, the optimizer's step by a bound.",
         cause="Level standard and above, with an adapter.",
-        action="If stage forward is right, look at the backward kernels of the first tensor that is outside.",
+        action="If stage forward is right, look at the backward kernels of the block that is outside.",
         example="gradient · cuda:0 · errors that exceed tolerance in lora_A.gradient of model.layers.0.mlp.up_proj",
     ),
     Stage.TRAJECTORY: Explanation(
         summary="some steps of training by each device alone, each judged by itself",
-        meaning="The adapter is trained with the same data and seeds on every device. Hidden states, gradients and the "
-        "optimizer's result of each step are judged from the bytes that the device had before it. Loss, norm of the "
-        "gradients and the adapter's distance from a training in float64 are shown beside those of trainings with "
-        "rounding noise, and judge nothing.",
+        meaning="The adapter is trained with the same data and seeds on every device. The gradients of each step are "
+        "judged by blocks, at the parameters of an exact training; the optimizer's result from the gradients that the "
+        "device computed. Loss, norm of the gradients and the adapter's distance from the exact training are shown "
+        "beside those of trainings with rounding noise, and judge nothing.",
         cause="--steps, or --stages trajectory (20 steps).",
-        action="The finding names step, layer and part: forward pass, gradient or optimizer. Look there first; what "
+        action="The finding names step, layer and part: gradient or optimizer. Look there first; what "
         "follows from it in later steps is no fault of its own.",
         example="trajectory · cuda:1 · leaves the float64 trajectory at step 5, in the gradient of lora_B of "
         "model.layers.1.mlp.up_proj: 14× tolerance; loss 4.312 there, 4.301 in float64; steps 1 to 4 are within "
@@ -184,16 +185,16 @@ RULES: Mapping[Rule, Explanation] = {
         summary="at most about twice the error that rounding makes in the same tensor",
         meaning="For results without a closed form: what rounding makes is measured in passes on the CPU with random "
         "rounding errors, and multiplied by a factor for luck, which is at least 2.",
-        cause="Gradients, hidden states of a training, logits of engines.",
+        cause="Logits of engines, merges of methods without a closed form.",
         action="A ratio above 1 has, in healthy devices, a chance of one in 10⁹. --tolerance replaces it.",
-        example="gradient · lora_A.gradient: outside, 14.2× tolerance",
+        example="forward · engine vllm · logits: outside, 14.2× tolerance",
     ),
     Rule.BLOCK: Explanation(
         summary="the error of a block on equal inputs, in units of what rounding makes in each element",
-        meaning="For what a forward pass computes: by rows, by elements, and along the exact values, which is a wrong "
-        "scale. What rounding makes, and how much it varies, is measured in passes on the CPU with random rounding "
-        "errors; the ratio is the largest of the three figures over its limit.",
-        cause="Stages forward and tensor-parallel.",
+        meaning="For what blocks compute, forward and backward: by rows, by elements, and along the exact values, as a "
+        "wrong scale is. What rounding makes, and how much it varies, is measured in passes on the CPU with random "
+        "rounding errors; the ratio is the largest of the three figures over its limit.",
+        cause="Stages forward, gradient, trajectory, shards and tensor-parallel.",
         action="A ratio above 1 has, in healthy devices, a chance of one in 10⁹. The evidence has the ratio of each "
         "figure. --tolerance replaces it.",
         example="forward · model.layers.13.self_attn · adapter_on: outside, 14.2× tolerance",

@@ -198,12 +198,13 @@ EXPLANATIONS: Mapping[FindingKind, Explanation] = {
     ),
     FindingKind.LEFT_TRAJECTORY: Explanation(
         summary="the first step, layer and part at which a device's training goes wrong",
-        meaning="Training alone, a device made hidden states, gradients or parameters that rounding does not explain, "
-        "judged at its own parameters before that step. The steps before it are within tolerance.",
+        meaning="A device made gradients, or a parameter after the optimizer's step, that rounding does not explain, "
+        "judged at the parameters of an exact training, or from its own gradients. The steps before it are within "
+        "tolerance.",
         cause="A kernel that is wrong for some values or sizes, an optimizer whose state is lost or changed, memory "
         "that was overwritten in between.",
-        action="Repeat it with --steps of that number. In the forward pass look at that layer's operations, in a "
-        "gradient at its backward kernels, after the optimizer's step at its state; the page has both curves.",
+        action="Repeat it with --steps of that number. In a gradient look at that block's operations, "
+        "forward and backward, after the optimizer's step at its state; the page has both curves.",
         example="trajectory · cuda:1 · leaves the float64 trajectory at step 5, in the gradient of lora_B of "
         "model.layers.1.mlp.up_proj: 14× tolerance; loss 4.312 there, 4.301 in float64; steps 1 to 4 are within "
         "tolerance",

@@ -146,66 +146,69 @@ class _Call:
     contexts: ExitStack = field(default_factory=ExitStack)
 
 
-def backward_by_blocks(
-    model: torch.nn.Module,
-    wanted: Mapping[str, torch.nn.Parameter],
-    inputs: Activations,
-    *,
-    loss: Loss,
-    given: Given,
-    take: TakeGradient,
-    incoming: Incoming | None = None,
-    come_in: Given | None = None,
-    sections: Sections | None = None,
-) -> None:
+@dataclass(slots=True, kw_only=True)
+class Backward:
+    """What a backward pass is of.
+
+    Attributes
+    ----------
+    wanted : mapping of str to torch.nn.Parameter
+        By name, the only parameters that require a gradient.
+    """
+
+    model: torch.nn.Module
+    wanted: Mapping[str, torch.nn.Parameter]
+    inputs: Activations
+    loss: Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """What crosses the borders of blocks.
+
+    Attributes
+    ----------
+    given : callable
+        Gives the values that blocks go on with.
+    incoming : callable or None
+        Gives the gradient that comes in at a place, with the tensor that it is of: all blocks go back at once.
+    come_in : callable
+        Without that, blocks go back from the last on: called with the sum of what has come in, returns what goes on.
+    """
+
+    given: Given = lambda _, value: value
+    incoming: Incoming | None = None
+    come_in: Given = lambda _, gradient: gradient
+
+
+def backward_by_blocks(of: Backward, crossing: Crossing, take: TakeGradient, sections: Sections | None = None) -> None:
     """Run a model forward and backward, each block by itself, and hand over gradients, on their device.
 
     A block that does not run again as it did keeps its activations.
-
-    Parameters
-    ----------
-    wanted : mapping
-        Parameters by name, the only ones that require a gradient.
-    given : callable
-        Gives the values that blocks go on with.
-    incoming : callable, optional
-        Gives the gradient that comes in at a place, with the tensor that it is of, or None: blocks go back at once.
-    come_in : callable, optional
-        Without that: called with the sum of what has come in, returns what goes on.
 
     Raises
     ------
     NoGradientError
     """
     sections = sections or Sections(lambda _: None)
-    how = wanted, given, take, incoming, come_in, sections
     try:
-        _run(model, inputs, loss, _BackwardPass(*how, again=True))
+        _BackwardPass(of, crossing, take, sections, again=True).run()
     except _NotAgainError:
         sections.begin()
-        _run(model, inputs, loss, _BackwardPass(*how, again=False))
-
-
-def _run(model: torch.nn.Module, inputs: Activations, loss: Loss, run: _BackwardPass) -> None:
-    with parameters_kept(model), as_loaded(model), torch.enable_grad(), run.following(model):
-        with run.sections.within(OUTSIDE):
-            terms = loss(*outputs(model, inputs, hidden=False))
-        if not terms:
-            raise NoGradientError("no output of the model depends on the adapter")
-        run.go_back(terms)
+        _BackwardPass(of, crossing, take, sections, again=False).run()
 
 
 class _BackwardPass(BlockPass):
     def __init__(
-        self, wanted: Mapping[str, torch.nn.Parameter], given: Given, take: TakeGradient, incoming: Incoming | None,
-        come_in: Given | None, sections: Sections, *, again: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(given, lambda *_: None)
-        self._wanted = wanted
+        self, of: Backward, crossing: Crossing, take: TakeGradient, sections: Sections, *, again: bool
+    ) -> None:
+        super().__init__(crossing.given, lambda *_: None)
+        self._of = of
+        self._wanted = of.wanted
         self._take_gradient = take
-        self._incoming = incoming
-        self._come_in = come_in
-        self.sections = sections
+        self._incoming = crossing.incoming
+        self._come_in = crossing.come_in
+        self._sections = sections
         self._again = again
         self._made: list[_Call] = []
         self._boundaries: dict[int, tuple[torch.Tensor, _Boundary]] = {}
@@ -229,7 +232,7 @@ class _BackwardPass(BlockPass):
         call.place = self._place(name, name, "")
         self._made.append(call)
         keeps = self._incoming is not None or self._keeps(call)
-        call.contexts.enter_context(self.sections.within(str(call.place) if keeps else None))
+        call.contexts.enter_context(self._sections.within(str(call.place) if keeps else None))
         call.contexts.enter_context(nullcontext() if keeps else torch.no_grad())
         return self._copies(call.args), self._copies(call.kwargs)
 
@@ -262,7 +265,7 @@ class _BackwardPass(BlockPass):
                 None if boundary is None else self._incoming(str(boundary.place), result)
                 for result, boundary in zip(own, call.outputs, strict=True)
             ]
-            with self.sections.within(str(call.place)):
+            with self._sections.within(str(call.place)):
                 self._back(call, own, gradients)
         elif keeps:
             call.results = own
@@ -303,8 +306,17 @@ class _BackwardPass(BlockPass):
                 setattr(leaves[i], _COPY_OF, self._boundaries[id(leaf)][1])  # not kept: it is as large as the original
         return _pytree.tree_unflatten(leaves, structure)
 
-    def go_back(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Go back from the terms of the loss, with their weights, and hand over what is known then."""
+    def run(self) -> None:
+        """Run forward, go back from the loss, and hand over what is known then."""
+        model = self._of.model
+        with parameters_kept(model), as_loaded(model), torch.enable_grad(), self.following(model):
+            with self._sections.within(OUTSIDE):
+                terms = self._of.loss(*outputs(model, self._of.inputs, hidden=False))
+            if not terms:
+                raise NoGradientError("no output of the model depends on the adapter")
+            self._go_back_from(terms)
+
+    def _go_back_from(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._go_back_outside(terms)
         for call in reversed(self._made):
             if self._incoming is None:
@@ -325,12 +337,11 @@ class _BackwardPass(BlockPass):
     def _that_comes_in(self, boundary: _Boundary, own: torch.Tensor) -> torch.Tensor | None:
         if self._incoming is not None:
             return self._incoming(str(boundary.place), own)
-        assert self._come_in is not None
         return None if boundary.gradient is None else self._come_in(str(boundary.place), boundary.gradient)
 
     def _go_back_outside(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         leaves = [boundary for boundary in self._left if boundary.given.requires_grad]
-        with self.sections.within(OUTSIDE_BACKWARD):
+        with self._sections.within(OUTSIDE_BACKWARD):
             for boundary, gradient in zip(leaves, self._gradients(terms, leaves), strict=True):
                 if gradient is not None:
                     boundary.add(gradient)
@@ -341,7 +352,7 @@ class _BackwardPass(BlockPass):
         gradients = [None if b is None else self._that_comes_in(b, b.given) for b in call.outputs]
         if all(gradient is None for gradient in gradients):
             return
-        with self.sections.within(str(call.place)):
+        with self._sections.within(str(call.place)):
             self._back(call, self._run_again(call) if call.results is None else call.results, gradients)
 
     def _run_again(self, call: _Call) -> list[torch.Tensor]:

@@ -20,7 +20,6 @@ from consistency.capture.whole_file import write_whole
 from consistency.case.stages import Stage
 from consistency.numerics.error_spread import ErrorLimits
 from consistency.numerics.file_tensor import Readable, mapped, read_tensor
-from consistency.numerics.rules import RoundingError
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE, REFERENCE_LOST, TRAJECTORY_FILE, EventLog
 
 FILE_OF = {Stage.FORWARD: REFERENCE_FILE, Stage.GRADIENT: GRADIENT_FILE, Stage.TRAJECTORY: TRAJECTORY_FILE}
@@ -35,24 +34,17 @@ class Tables(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes
     ----------
-    errors : dict
-        The error that rounding makes, by the name of the products (`consistency.worker.cpu_error`), then by mode and
-        name.
     failures : dict
         Why a mode has none, by mode.
     names : tuple of str
         Of the exact tensors.
     limits : dict
-        Of the results of blocks, by the name of the products, then by name.
-    computed_by : str
-        How the CPU computed in the tested dtype, where not by its own kernels.
+        Of what rounding makes, by the name of the products (`consistency.worker.cpu_error`), then by name.
     """
 
-    errors: dict[str, dict[str, RoundingError]]
     failures: dict[str, str]
     names: tuple[str, ...]
     limits: dict[str, dict[str, ErrorLimits]] = {}
-    computed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +63,7 @@ class Reference:
     @classmethod
     def of_this_process(cls, made: Mapping[str, torch.Tensor]) -> Reference:
         """Return one that is not published."""
-        return cls(path=Path(), tables=Tables(errors={}, failures={}, names=()), made=made)
+        return cls(path=Path(), tables=Tables(failures={}, names=()), made=made)
 
     def read(self, name: str) -> Readable | None:
         """Return an exact tensor on the CPU; None where the reference has none of that name."""

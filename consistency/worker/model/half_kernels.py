@@ -60,6 +60,6 @@ def computing(mode: RoundedProducts | None) -> Iterator[None]:
         yield
 
 
-def described(mode: RoundedProducts | None) -> str:
-    """Return how the CPU's values were computed, for the rows; empty for its own kernels."""
-    return "" if mode is None else "float32 kernels, products rounded to the dtype"
+def evidence(mode: RoundedProducts | None) -> dict[str, str]:
+    """Return how the CPU's values were computed, for the rows; nothing for its own kernels."""
+    return {} if mode is None else {"computed_by": "float32 kernels, products rounded to the dtype"}

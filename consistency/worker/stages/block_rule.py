@@ -55,8 +55,7 @@ def draw_enough(
     """
     fewest = min(rows, default=enough)
     is_large = cpu_error.is_large(cpu_error.passes_for(matrix_elements(model) * tokens))
-    least = LEAST_PASSES - 1 if is_large else LEAST_PASSES
-    count = min(most, max(least, -(-enough // max(1, fewest))))
+    count = LEAST_PASSES - 1 if is_large else min(most, max(LEAST_PASSES, -(-enough // max(1, fewest))))
     found: dict[str, list[Any]] = {}
     for products_name, products in cpu_error.products_of_run(context.job, model).items():
         title = f"{products_name}{named}"
@@ -150,7 +149,6 @@ def record_block(
     name: str,
     exact_name: str,
     named: str = "",
-    computed_by: str = "",
     reason: str = "",
     more: Mapping[str, Any] | None = None,
 ) -> None:
@@ -164,8 +162,6 @@ def record_block(
         Of what rounding makes, and of the exact tensor, in the reference.
     named : str
         Added to the name of this device's products.
-    computed_by : str
-        How this device computed, where not by its own kernels.
     reason : str
         Why it cannot be compared with the exact tensor.
     more : mapping, optional
@@ -176,8 +172,6 @@ def record_block(
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     spread = spread_in(reference, f"{products}{named}", name)
     evidence = {**({} if products == cpu_error.PLAIN else {"products": products}), **(more or {})}
-    if computed_by:
-        evidence["computed_by"] = computed_by
     if exact is not None and exact.shape == actual.shape and not actual.is_floating_point():
         _record_whole_numbers(context, stage, layer, tensor, actual, mapped(exact), digests)
         return

@@ -201,7 +201,7 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
             record_block(
                 context, "forward", layer, tensor, actual=result, digests=digests[name], reference=answer,
                 name=f"{mode}::{name}", exact_name=f"{_exact(mode)}::{name}", named=_named(mode),
-                computed_by=half_kernels.described(kernels), reason=reason,
+                more=half_kernels.evidence(kernels), reason=reason,
             )  # fmt: skip
 
 
@@ -268,7 +268,7 @@ NOT_JUDGED = "shown, not judged: from end to end errors add up, and a trained mo
 def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tuple[Exact, Reference]:
     """Compute what all workers are judged by, on the CPU, and publish it."""
     exact = Exact(track=Track(_decisions(context)))
-    modes, kernels = _modes(context), half_kernels.replacement(model, tokens_of(inputs))
+    modes = _modes(context)
     # of a large model one sequence shows how far the outputs are from float64
     is_whole = len(_by_blocks(context, model)) == len(modes) or bool(context.job.case.engine_outputs)
     of_ends = inputs if is_whole else first_sequences(inputs, 1)
@@ -299,8 +299,7 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
         **{f"{END_TO_END}::{name}": value for name, value in exact.ends.items()},
     }  # fmt: skip
     tables = Tables(
-        errors={}, failures=exact.failures, names=tuple(tensors), limits=limits_of(found),
-        computed_by=half_kernels.described(kernels),
+        failures=exact.failures, names=tuple(tensors), limits=limits_of(found),
     )  # fmt: skip
     if context.job.others_wait or context.job.case.soak_s is not None:
         publish(context.scratch, tensors, tables)

@@ -11,10 +11,10 @@ import torch
 
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.model import block_backward
-from consistency.worker.model.block_backward import backward_by_blocks
+from consistency.worker.model.block_backward import Backward, Crossing, backward_by_blocks
 from consistency.worker.model.block_pass import rounded
 from consistency.worker.training.backward import of_outputs
-from tests.worker.model.test_block_pass import GIVEN, IDS, t5, two_layers
+from tests.worker.model.kinds_of_models import GIVEN, IDS, t5, two_layers
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,6 +25,7 @@ class Passes:
     def __init__(self, model: Any, inputs: Tensors) -> None:
         self.model, self.inputs = model.eval(), inputs
         self.wanted = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.of = Backward(model=self.model, wanted=self.wanted, inputs=inputs, loss=of_outputs)
         self.given: Tensors = {}
         self.gradients: Tensors = {}
 
@@ -43,10 +44,8 @@ class Passes:
         self.gradients.clear()
         mode = Float64Mode()
         with mode.with_gradients(self.wanted.values()), mode:
-            backward_by_blocks(
-                self.model, self.wanted, self.inputs, loss=of_outputs, given=keep(self.given),
-                come_in=keep(self.gradients), take=found.__setitem__,
-            )  # fmt: skip
+            crossing = Crossing(given=keep(self.given), come_in=keep(self.gradients))
+            backward_by_blocks(self.of, crossing, found.__setitem__)
         return {name: gradient.to(torch.float64) for name, gradient in found.items()}
 
     def other(self, *, exact: bool) -> Tensors:
@@ -58,10 +57,8 @@ class Passes:
             return None if gradient is None else gradient.to(own.dtype)
 
         def run() -> None:
-            backward_by_blocks(
-                self.model, self.wanted, self.inputs, loss=of_outputs, take=found.__setitem__,
-                given=lambda name, own: self.given[name].to(own.dtype), incoming=incoming,
-            )  # fmt: skip
+            crossing = Crossing(given=lambda name, own: self.given[name].to(own.dtype), incoming=incoming)
+            backward_by_blocks(self.of, crossing, found.__setitem__)
 
         if not exact:
             run()

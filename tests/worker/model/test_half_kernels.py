@@ -28,7 +28,7 @@ def linear(dtype: torch.dtype, features: int = 4096) -> torch.nn.Module:
 def test_large_products_of_slow_kernels_are_replaced() -> None:
     found = half_kernels.replacement(linear(torch.bfloat16), tokens=128)
     assert isinstance(found, RoundedProducts)
-    assert half_kernels.described(found) == "float32 kernels, products rounded to the dtype"
+    assert half_kernels.evidence(found) == {"computed_by": "float32 kernels, products rounded to the dtype"}
     assert half_kernels.replacement(linear(torch.float16), tokens=128) is not None
 
 
@@ -37,7 +37,7 @@ def test_small_ones_and_those_of_float32_are_not() -> None:
     assert half_kernels.replacement(linear(torch.bfloat16, 64), tokens=128) is None
     assert half_kernels.replacement(linear(torch.bfloat16), tokens=16) is None
     assert half_kernels.replacement(linear(torch.float32), tokens=128) is None
-    assert half_kernels.described(None) == ""
+    assert half_kernels.evidence(None) == {}
     with half_kernels.computing(None):
         pass
 

@@ -8,12 +8,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 
 from consistency.case.tolerance import Override
 from consistency.worker.stages import forward
 from consistency.worker.stages.forward import NOT_JUDGED, outputs_of
 from tests.worker.conftest import Look
-from tests.worker.model.made_models import on_llama
+from tests.worker.model.made_models import a_llama, on_llama, saved
 
 END = "adapter_on.end_to_end"
 
@@ -56,3 +57,30 @@ def test_outputs_that_are_nan_where_float64_is_not_are_not_within(
     monkeypatch.setattr(forward, "outputs_of", overflown)
     (end,) = (r for r in look(llama, adapter, stages=("forward",)) if r.tensor == END)
     assert end.status == "measured"
+
+
+def test_of_a_large_model_one_sequence_shows_how_far_the_outputs_are(
+    llama: Path, look: Look, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "_by_blocks", lambda *_: ["adapter_on"])
+    found = [r for r in look(llama, adapter, stages=("forward",)) if r.stage == "forward"]
+    ends = {r.tensor: r for r in found if r.tensor.endswith(".end_to_end")}
+    assert {r.evidence["positions"] for r in ends.values()} == {16}
+    assert set(ends) == {f"{mode}.end_to_end" for mode in ("adapter_on", "adapter_off", "adapter_merged")}
+    assert {r.tensor.partition(".")[0] for r in found if r.tensor not in ends} == {"adapter_on"}
+
+
+def test_what_overflows_in_half_precision_is_skipped_and_says_so(tmp_path: Path, look: Look) -> None:
+    base = saved(a_llama(), tmp_path / "large")
+    model = transformers.LlamaForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for projection in (model.model.layers[0].mlp.down_proj, model.model.layers[0].mlp.up_proj):
+            projection.weight.mul_(1e4)
+    model.save_pretrained(base)
+    adapted = on_llama(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    found = [r for r in look(base, adapted, dtype="float16", stages=("forward",)) if r.stage == "forward"]
+    said = {
+        (r.layer, r.status) for r in found if r.reason is not None and "overflow float16, whose largest" in r.reason
+    }
+    assert ("model.layers.0.mlp", "skipped") in said
+    assert not [r for r in found if r.status == "outside"]

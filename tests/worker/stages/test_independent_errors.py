@@ -18,9 +18,8 @@ Compute = Callable[[], Any]
 Count = Callable[[Any], Mapping[str, int]]
 
 
-@pytest.mark.parametrize("stage", ["merged", "gradient", pytest.param("trajectory", marks=pytest.mark.slow)])
 def test_a_stage_counts_the_errors_of_all_tensors_that_it_judges(
-    look: Look, llama: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+    look: Look, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = cpu_error.draw
     counted: set[str] = set()
@@ -29,8 +28,7 @@ def test_a_stage_counts_the_errors_of_all_tensors_that_it_judges(
         def counts(drawn: Any) -> Mapping[str, int]:
             found = count(drawn)
             assert min(found.values()) > 0, found
-            names = (name.removeprefix("gradient of ").removeprefix("base_model.model.") for name in found)
-            counted.update(name.removesuffix(".default.weight") for name in names)
+            counted.update(name.removeprefix("base_model.model.").removesuffix(".default.weight") for name in found)
             return found
 
         return draw(products, passes, compute, counts)
@@ -38,8 +36,8 @@ def test_a_stage_counts_the_errors_of_all_tensors_that_it_judges(
     monkeypatch.setattr(cpu_error, "draw", watched)
     # its merge has no closed form
     adapter = on_llama(llama, peft.OFTConfig(r=2, oft_block_size=0, target_modules=["q_proj", "down_proj"]))
-    records = look(llama, adapter, stages=(stage,), steps=3 if stage == "trajectory" else None)
+    records = look(llama, adapter, stages=("merged",))
     assert not [r for r in records if r.status in ("outside", "blocked")]
-    judged = {f"{r.layer}.{r.tensor}" for r in records if r.stage == stage and r.rule == "relative"}
+    judged = {f"{r.layer}.{r.tensor}" for r in records if r.stage == "merged" and r.rule == "relative"}
     assert judged
     assert not [name for name in judged if not name.startswith(tuple(counted))], counted

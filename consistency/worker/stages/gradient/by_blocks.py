@@ -18,7 +18,7 @@ from consistency.worker import cpu_error
 from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
-from consistency.worker.model.block_backward import Loss, Sections, backward_by_blocks
+from consistency.worker.model.block_backward import Backward, Crossing, Sections, backward_by_blocks
 from consistency.worker.model.block_pass import rounded
 from consistency.worker.model.float64_reference import Reference, Tables, given_name
 from consistency.worker.model.running import tokens_of
@@ -34,23 +34,7 @@ Parameters = Mapping[str, torch.nn.Parameter]
 
 
 @dataclass(slots=True, kw_only=True)
-class Backward:
-    """What a backward pass is of.
-
-    Attributes
-    ----------
-    wanted : mapping of str to torch.nn.Parameter
-        By name.
-    """
-
-    model: torch.nn.Module
-    wanted: Parameters
-    inputs: Tensors
-    loss: Loss
-
-
-@dataclass(slots=True, kw_only=True)
-class Exact:
+class ExactGradients:
     """A float64 backward pass: its gradients, and what it gives to others, in the tested dtype."""
 
     gradients: Gradients = field(default_factory=dict)
@@ -62,13 +46,13 @@ class Exact:
             {title: [one.get for one in passes] for title, passes in drawn.items()}, self.gradients, sums=wanted
         )
         tensors = {**self.gradients, **self.given, **named_factors(found)}
-        return tensors, Tables(errors={}, failures={}, names=tuple(tensors), limits=limits_of(found))
+        return tensors, Tables(failures={}, names=tuple(tensors), limits=limits_of(found))
 
 
-def in_float64(of: Backward, track: Track) -> Exact:
+def in_float64(of: Backward, track: Track) -> ExactGradients:
     """Compute the exact gradients, on values and gradients that the pass rounds itself."""
     dtype = next(p.dtype for p in of.model.parameters() if p.dtype in UNIT_ROUNDOFF)
-    exact, sections = Exact(), Sections(track.exact)
+    exact, sections = ExactGradients(), Sections(track.exact)
 
     def keep(what: str, name: str, value: torch.Tensor) -> torch.Tensor:
         kept = exact.given[given_name(what, name)] = rounded(value, dtype).to(CPU)
@@ -78,15 +62,13 @@ def in_float64(of: Backward, track: Track) -> Exact:
         exact.gradients[name] = gradient.detach().to(CPU, torch.float64).contiguous()
 
     with trainable(of.model, of.wanted.values()), computing_exactly(of), deciding(sections, gradient=True):
-        backward_by_blocks(
-            of.model, of.wanted, of.inputs, loss=of.loss, given=functools.partial(keep, ADAPTER_ON), take=take,
-            come_in=functools.partial(keep, GRADIENT), sections=sections,
-        )  # fmt: skip
+        given, come_in = functools.partial(keep, ADAPTER_ON), functools.partial(keep, GRADIENT)
+        backward_by_blocks(of, Crossing(given=given, come_in=come_in), take, sections)
     return exact
 
 
 def with_noise(
-    context: Context, of: Backward, exact: Exact, track: Track, *, most: int = MOST_PASSES
+    context: Context, of: Backward, exact: ExactGradients, track: Track, *, most: int = MOST_PASSES
 ) -> dict[str, list[Gradients]]:
     """Compute the gradients with noise, on the exact pass's values, gradients and decisions."""
     kernels, reference = (
@@ -111,6 +93,13 @@ def lines(gradient: torch.Tensor) -> int:
 
 Computed = Callable[[str, torch.Tensor], torch.Tensor]
 """Called with the name of a gradient and what the device computed: where a fault is planted."""
+
+
+def crossing_by(reference: Reference) -> Crossing:
+    """Return what crosses the borders of blocks in passes on what a reference gives."""
+    return Crossing(
+        given=functools.partial(reference.given, ADAPTER_ON), incoming=functools.partial(reference.incoming, GRADIENT)
+    )
 
 
 def on_what_is_given(of: Backward, reference: Reference, replay: Replay, computed: Computed) -> Gradients:
@@ -141,7 +130,7 @@ def computing_exactly(of: Backward) -> Iterator[None]:
 
 
 def as_it_is(_: str, value: torch.Tensor) -> torch.Tensor:
-    """Return a gradient, or what a block goes on with."""
+    """Return a gradient."""
     return value
 
 
@@ -154,10 +143,5 @@ def _taken(
         found[name] = computed(name, gradient).detach().to(CPU).contiguous()
 
     with trainable(of.model, of.wanted.values()):
-        backward_by_blocks(
-            of.model, of.wanted, of.inputs, loss=of.loss, take=take, sections=sections,
-            given=as_it_is if reference is None else functools.partial(reference.given, ADAPTER_ON),
-            incoming=None if reference is None else functools.partial(reference.incoming, GRADIENT),
-            come_in=as_it_is,
-        )  # fmt: skip
+        backward_by_blocks(of, Crossing() if reference is None else crossing_by(reference), take, sections)
     return found

@@ -25,6 +25,7 @@ from consistency.worker import cpu_error
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
+from consistency.worker.model.block_backward import Backward
 from consistency.worker.model.block_pass import ResultPlace
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.inputs import fixed_inputs
@@ -35,8 +36,7 @@ from consistency.worker.stages.block_rule import record_block
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.gradient.by_blocks import (
-    Backward,
-    Exact,
+    ExactGradients,
     Gradients,
     from_end_to_end,
     in_float64,
@@ -106,7 +106,7 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
             continue
         record_block(
             context, "gradient", layer, tensor, actual=gradient, digests=digests[name], reference=answer, name=name,
-            exact_name=name, computed_by=half_kernels.described(kernels), reason=reason,
+            exact_name=name, more=half_kernels.evidence(kernels), reason=reason,
         )  # fmt: skip
     for done, name in enumerate(of.wanted):
         layer, tensor = adapter_place(context.expected[name][0])
@@ -143,7 +143,7 @@ def backward_of(model: torch.nn.Module, names: list[str], inputs: Tensors) -> Ba
 
 def _make(context: Context, of: Backward) -> Reference:
     """Compute what all workers are judged by, on the CPU, and publish it."""
-    track, failure, exact, drawn = Track(decisions_file(context)), "", Exact(), {}
+    track, failure, exact, drawn = Track(decisions_file(context)), "", ExactGradients(), {}
     try:
         context.events.step("backward, float64", 0, 1)
         exact = in_float64(of, track)
@@ -151,7 +151,7 @@ def _make(context: Context, of: Backward) -> Reference:
     except Exception as error:  # code that insists on its own dtype, or model code of any kind
         if not is_of_the_model(error, of.model):
             raise
-        failure, exact = _refusal(context, of, error), Exact()
+        failure, exact = _refusal(context, of, error), ExactGradients()
     track.publish()
     tensors, tables = exact.tensors_with(drawn, of.wanted)
     if failure:

@@ -33,6 +33,7 @@ from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.words import Word
 from consistency.worker.memory.freed_pages import trim
+from consistency.worker.model.block_backward import Backward
 from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.float64_reference import Reference, publish
 from consistency.worker.model.loading import ADAPTER_NAME, load_base, load_model
@@ -43,8 +44,7 @@ from consistency.worker.ranks.parts import held
 from consistency.worker.stages.block_rule import draw_enough
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.gradient.by_blocks import (
-    Backward,
-    Exact,
+    ExactGradients,
     Gradients,
     as_it_is,
     from_end_to_end,
@@ -244,7 +244,8 @@ def _publish_average(
         found = [of_rank(of) for of in of_ranks]
         return {name: functools.reduce(torch.add, [one[name] for one in found]) / len(found) for name in found[0]}
 
-    exact = Exact(gradients=average(lambda of: from_end_to_end(of, as_it_is, exact=True, watch=decided.append)))
+    in_float64 = functools.partial(from_end_to_end, computed=as_it_is, exact=True, watch=decided.append)
+    exact = ExactGradients(gradients=average(in_float64))
     if decided:
         return UNFOLLOWED
     counts = [lines(gradient) for gradient in exact.gradients.values()]

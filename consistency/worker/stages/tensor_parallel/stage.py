@@ -10,14 +10,13 @@ does, side by side. A mixture of experts that has a plan for these is loaded by 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, GRADIENT
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
 from consistency.case.stages import Stage
 from consistency.numerics.digest import digest
 from consistency.numerics.file_tensor import mapped
@@ -30,6 +29,7 @@ from consistency.worker.ranks.group import Joined, RefusedError
 from consistency.worker.ranks.parts import gradient_held, part_of, whole
 from consistency.worker.stages.block_rule import record_block
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.gradient.by_blocks import crossing_by
 from consistency.worker.stages.gradient.stage import backward_of
 from consistency.worker.stages.group_stage import float64_of, in_group, skip, to_train
 from consistency.worker.stages.parts_judging import record_gathered, record_gradient, record_held
@@ -121,10 +121,7 @@ def _record_gradients(
         return
     of, found = backward_of(model, list(names), inputs), dict[str, torch.Tensor]()
     with ranks.calling("a backward pass"), trainable(model, of.wanted.values()):
-        backward_by_blocks(
-            model, of.wanted, of.inputs, loss=of.loss, given=functools.partial(reference.given, ADAPTER_ON),
-            incoming=functools.partial(reference.incoming, GRADIENT), take=found.__setitem__,
-        )  # fmt: skip
+        backward_by_blocks(of, crossing_by(reference), found.__setitem__)
     for name, gradient in found.items():
         exact = reference.read(name)
         if exact is not None:

@@ -13,10 +13,10 @@ import torch
 
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.model import half_kernels
+from consistency.worker.model.block_backward import Backward
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.running import matrix_elements, tokens_of
 from consistency.worker.stages.gradient.by_blocks import (
-    Backward,
     Computed,
     Gradients,
     as_it_is,

@@ -148,8 +148,7 @@ class StepChecks:
                 self._recorded.add(name)
                 record_block(
                     context, STAGE, layer, tensor, actual=gradient, digests=[digest(gradient)], reference=answer,
-                    name=name, exact_name=name, computed_by=half_kernels.described(self._own.kernels),
-                    more={"step": step + 1},
+                    name=name, exact_name=name, more={"step": step + 1, **half_kernels.evidence(self._own.kernels)},
                 )  # fmt: skip
         return True
 

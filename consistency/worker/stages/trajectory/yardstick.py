@@ -79,7 +79,7 @@ class ExactTraining:
                 found = _train_with_noise(self._context, self._passes, self._file, products, seed, self._steps)
                 self._file.write(noise(title), seed, found)
         self.close()
-        tables = Tables(errors={}, failures={}, names=self._names)
+        tables = Tables(failures={}, names=self._names)
         publish_file(self._file.path, self._context.scratch / TRAJECTORY_FILE, tables)
 
     def close(self) -> None:
