@@ -363,7 +363,7 @@ def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor, independent: int
 def _have_common_factor(weighted: torch.Tensor, independent: int) -> bool:
     """Report whether the components of a pass's rows along the exact values add up, as those of one factor do."""
     alone, together = float(weighted.square().sum(1).mean()), float(weighted.sum(1).square().mean())
-    return together > max(2.0, independent / len(weighted) / 2) * alone
+    return together > max(3.0, 0.6 * independent / len(weighted)) * alone
 
 
 def _freedom_of_passes(squares: torch.Tensor) -> float:

@@ -49,7 +49,7 @@ TRAINING_STEPS = 3
 """Of the stages that train by a group of ranks."""
 
 TRAJECTORY_STEPS = 20
-DRAWN_AT_EACH_STEP = 2
+DRAWN_AT_EACH_STEP = 3
 NOISE_TRAININGS = 2
 """Of the stage `trajectory`: its steps, its passes with noise at each of them, and its trainings with noise."""
 

@@ -38,8 +38,8 @@ from consistency.worker.stages.trajectory.yardstick import ExactTraining
 from consistency.worker.training.backward import Tensors
 
 STAGE = Stage.TRAJECTORY
-DRAWN = 2
-"""Passes with noise at each step, whose blocks have a row for each token."""
+DRAWN = 4
+"""Passes with noise at each step, at most."""
 
 STEPWISE = "steps"
 """Tensor of the row that says why gradients are not judged."""
