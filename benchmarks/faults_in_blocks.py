@@ -3,16 +3,18 @@
     python -m benchmarks.trained DIR
     python -m benchmarks.faults_in_blocks DIR/smollm2 --dtypes bfloat16,float16,float32 --layers 0,15,29
     python -m benchmarks.faults_in_blocks DIR/gemma3 --layers 0,8,17
+    python -m benchmarks.faults_in_blocks DIR/smollm2 --backward            # wrong gradients in single layers
 
-The model computes on the CPU, by the passes of the stage `forward`: in float64, with noise, healthy, and with one fault
-at a time. A line has the largest figure over its limit among the modules of the layer, and how many modules of other
-layers are outside, which has to be none.
+The model computes on the CPU, by the passes of the stage `forward`, or `gradient`: in float64, with noise, healthy, and
+with one fault at a time. A line has the largest figure over its limit among the modules of the layer, and how many
+modules of other layers are outside, which has to be none.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,8 +31,13 @@ from consistency.devices.products import Products
 from consistency.numerics.error_spread import ErrorFigures, Spread
 from consistency.numerics.exact import Float64Mode
 from consistency.worker import cpu_error
+from consistency.worker.decisions.track import Track
+from consistency.worker.model import float64_reference
+from consistency.worker.model.block_backward import Backward, backward_by_blocks
 from consistency.worker.model.block_pass import ResultPlace, as_exact, rounded, run_by_blocks
 from consistency.worker.model.inputs import sourced_inputs
+from consistency.worker.stages.gradient.by_blocks import crossing_by, in_float64
+from consistency.worker.training.backward import of_outputs, trainable
 
 Fault = Callable[[Any], Any]
 """Called with a layer of the model, returns a context in which it is wrong."""
@@ -38,19 +45,23 @@ Fault = Callable[[Any], Any]
 PASSES = 3
 
 
+Results = dict[str, torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A model with what its blocks are given, and the exact results and their spreads."""
+    """A model with what its blocks are given, and the exact results and their spreads.
+
+    Attributes
+    ----------
+    results : callable
+        Compute the results of the model as it is.
+    """
 
     model: Any
-    inputs: dict[str, torch.Tensor]
-    given: dict[str, torch.Tensor]
-    exact: dict[str, torch.Tensor]
+    results: Callable[[], Results]
+    exact: Results
     spreads: dict[str, Spread]
-
-    def results(self) -> dict[str, torch.Tensor]:
-        """Return the results of the model as it is."""
-        return _results(self.model, self.inputs, lambda name, own: self.given[name].to(own.dtype))
 
     def figures(self) -> dict[str, ErrorFigures]:
         """Return the figures of the model as it is, by place."""
@@ -70,12 +81,14 @@ def load(folder: Path, dtype: str) -> Any:
     return peft.PeftModel.from_pretrained(model, folder / "adapter").eval()
 
 
-def reference_of(folder: Path, dtype: str) -> Reference:
-    """Compute a model in float64 and with noise."""
+def reference_of(folder: Path, dtype: str, *, backward: bool = False) -> Reference:
+    """Compute a model in float64 and with noise: its forward pass, or its gradients."""
     model = load(folder, dtype)
     inputs, reason, _ = sourced_inputs(Case(name="x", base=str(folder / "base")), model)
     if inputs is None:
         raise ValueError(reason)
+    if backward:
+        return _of_gradients(model, inputs)
     kind, given, exact = getattr(torch, dtype), dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
     def round_first(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -88,12 +101,47 @@ def reference_of(folder: Path, dtype: str) -> Reference:
 
     with Float64Mode():
         run_by_blocks(model, inputs, round_first, take)
-    drawn = []
+
+    def results() -> Results:
+        return _results(model, inputs, lambda name, own: given[name].to(own.dtype))
+
+    drawn = _drawn(results)
+    return Reference(
+        model, results, exact, {name: Spread.of([one[name] for one in drawn], exact[name]) for name in exact}
+    )
+
+
+def _of_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> Reference:
+    wanted = {name: one for name, one in model.named_parameters() if "lora_" in name}
+    of = Backward(model=model, wanted=wanted, inputs=inputs, loss=of_outputs)
+    with tempfile.TemporaryDirectory() as scratch:
+        exact = in_float64(of, Track(Path(scratch) / "decisions.bin"))
+    crossing = crossing_by(float64_reference.Reference.of_this_process(exact.given))
+
+    def results() -> Results:
+        found: Results = {}
+        with trainable(model, wanted.values()):
+            backward_by_blocks(of, crossing, lambda name, gradient: found.update({_place_of(name): gradient.detach()}))
+        return found
+
+    drawn, sums = _drawn(results), {_place_of(name) for name in wanted}
+    truth = {_place_of(name): gradient for name, gradient in exact.gradients.items()}
+    spreads = {n: Spread.of([one[n] for one in drawn], truth[n], of_a_sum=n in sums) for n in truth if n in drawn[0]}
+    return Reference(model, results, {name: truth[name] for name in spreads}, spreads)
+
+
+def _place_of(name: str) -> str:
+    """Return the place of a gradient: of a parameter its module, then its own name."""
+    layer, at, own = name.removeprefix(_PREFIX).partition(".lora_")
+    return f"{layer}::lora_{own}" if at else name
+
+
+def _drawn(results: Callable[[], Results]) -> list[Results]:
+    found = []
     for seed in range(PASSES):
         with cpu_error.with_noise(Products(), seed):
-            drawn.append(_results(model, inputs, lambda name, own: given[name].to(own.dtype)))
-    spreads = {name: Spread.of([one[name] for one in drawn], truth) for name, truth in exact.items()}
-    return Reference(model, inputs, given, exact, spreads)
+            found.append(results())
+    return found
 
 
 def _on_output(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
@@ -140,6 +188,20 @@ def _no_channel(x: torch.Tensor) -> torch.Tensor:
 def _one_element(x: torch.Tensor) -> torch.Tensor:
     x[1, 3, 7] *= 1.5
     return x
+
+
+def _on_gradient(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
+    """Change the gradient that comes in to a part of a layer."""
+
+    def fault(layer: Any) -> Any:
+        def hook(_: Any, __: Any, found: Any) -> None:
+            first = found[0] if isinstance(found, tuple) else found
+            if first.requires_grad:
+                first.register_hook(lambda gradient: change(gradient.clone()))
+
+        return _while(getattr(layer, part).register_forward_hook(hook))
+
+    return fault
 
 
 def _of_kwargs(change: Callable[[Any, dict[str, Any]], None]) -> Fault:
@@ -219,6 +281,21 @@ FAULTS: dict[str, Fault] = {
 }
 """What is planted in a layer."""
 
+BACKWARD_FAULTS: dict[str, Fault] = {
+    "gradient of the attention zero": _on_gradient("self_attn", torch.zeros_like),
+    "gradient of the MLP zero": _on_gradient("mlp", torch.zeros_like),
+    "gradient of the attention, tokens in another order": _on_gradient("self_attn", lambda x: x.flip(1)),
+    "gradient of the attention × 1.1": _on_gradient("self_attn", lambda x: x * 1.1),
+    "gradient of the MLP × 1.1": _on_gradient("mlp", lambda x: x * 1.1),
+    "gradient of the MLP × 1.02": _on_gradient("mlp", lambda x: x * 1.02),
+    "gradient of one token is another's": _on_gradient("self_attn", _another_token),
+    "a channel of the MLP's gradient zero": _on_gradient("mlp", _no_channel),
+    "one element of the MLP's gradient × 1.5": _on_gradient("mlp", _one_element),
+    "rotary tables off by one": FAULTS["rotary tables off by one"],
+    "LoRA of v doubled": FAULTS["LoRA of v doubled"],
+}
+"""What is planted in the backward pass of a layer."""
+
 _PREFIX = "base_model.model."
 
 
@@ -237,6 +314,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="with base and adapter, as benchmarks.trained makes it")
     parser.add_argument("--dtypes", default="bfloat16")
     parser.add_argument("--layers", default="0,15,29")
+    parser.add_argument("--backward", action="store_true", help="faults in gradients, which have to be found there")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -244,11 +322,11 @@ def main() -> None:
     print("| dtype | fault |", *(f"layer {n} |" for n in layers), "others outside |")
     print("|---|---|", *("---|" for _ in layers), "---|")
     for dtype in given.dtypes.split(","):
-        reference = reference_of(given.folder, dtype)
+        reference = reference_of(given.folder, dtype, backward=given.backward)
         healthy = reference.figures()
         print(f"| {dtype} | none |", *("|" for _ in layers), f"{len(outside(healthy))}, at most "
               f"{max(one.ratio for one in healthy.values()):.2f} of {len(healthy)} |")  # fmt: skip
-        for name, fault in FAULTS.items():
+        for name, fault in (BACKWARD_FAULTS if given.backward else FAULTS).items():
             cells, others = [], 0
             for number in layers:
                 with fault(layers_of(reference.model)[number]):

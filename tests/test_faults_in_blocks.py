@@ -1,4 +1,4 @@
-"""On a trained model the stage `forward` finds what is wrong in one layer, in that layer alone, and nothing else."""
+"""On a trained model `forward` and `gradient` find what is wrong in one layer, in that layer alone, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults_in_blocks import FAULTS, Reference, layers_of, outside, reference_of
+from benchmarks.faults_in_blocks import BACKWARD_FAULTS, FAULTS, Reference, layers_of, outside, reference_of
 
 LAYERS = (0, 15)
 
-BELOW_ROUNDING = {("bfloat16", "one element × 1.5")}
+BELOW_ROUNDING = {("bfloat16", "one element × 1.5"), ("bfloat16", "rotary tables off by one, backward")}
 """What one rounding of the dtype hides in some places: an element that is small beside the others of its row."""
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
 def reference(request: pytest.FixtureRequest, smollm2: Path) -> Reference:
     return reference_of(smollm2, request.param)
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def backward(request: pytest.FixtureRequest, smollm2: Path) -> Reference:
+    return reference_of(smollm2, request.param, backward=True)
 
 
 def dtype_of(reference: Reference) -> str:
@@ -38,6 +43,24 @@ def test_a_fault_is_found_in_its_layer_alone(reference: Reference, name: str) ->
         with FAULTS[name](layers_of(reference.model)[number]):
             wrong = outside(reference.figures())
         if (dtype_of(reference), name) not in BELOW_ROUNDING:
+            assert wrong, f"layer {number}"
+        assert {module.split(".")[2] for module in wrong} <= {str(number)}
+
+
+@pytest.mark.slow
+def test_the_gradients_of_the_healthy_model_are_within(backward: Reference) -> None:
+    figures = backward.figures()
+    assert len(figures) == 30 * (1 + 2 * 3), "of each block's input, or of what leaves the last, and of each factor"
+    assert max(one.ratio for one in figures.values()) < 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BACKWARD_FAULTS)
+def test_a_wrong_gradient_is_found_in_its_layer_alone(backward: Reference, name: str) -> None:
+    for number in LAYERS:
+        with BACKWARD_FAULTS[name](layers_of(backward.model)[number]):
+            wrong = outside(backward.figures())
+        if (dtype_of(backward), f"{name}, backward") not in BELOW_ROUNDING:
             assert wrong, f"layer {number}"
         assert {module.split(".")[2] for module in wrong} <= {str(number)}
 
