@@ -1,4 +1,4 @@
-"""On a trained model `forward` and `gradient` find what is wrong in one layer, in that layer alone, and nothing else."""
+"""On a trained model `forward` and `gradient` find what is wrong in one layer, in that layer alone, and no more."""
 
 from __future__ import annotations
 
