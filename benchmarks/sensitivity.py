@@ -2,8 +2,9 @@
 
     python -m benchmarks.sensitivity             # the table
     python -m benchmarks.sensitivity --write     # the same, into docs/sensitivity.md
+    python -m benchmarks.sensitivity --trained DIR/smollm2 --write    # the table of a trained model
 
-Run from the root of the repository. A worker's session runs on the built-in model in this process; where it judges a
+Run from the root of the repository. A worker's session runs on the model in this process; where it judges a
 tensor, the same code judges that tensor once more with an error planted in it.
 """
 
@@ -260,9 +261,12 @@ class Probe:
         return any(one.stage == stage for one in self.found)
 
 
-def measured(dtype: Dtype, stages: tuple[Stage, ...] = STAGES) -> list[Found]:
-    """Run a session on the built-in model in one dtype, and return what its stages find."""
-    case = prepare_case(Options(base="builtin:llama", dtype=dtype, stages=stages))
+def measured(dtype: Dtype, stages: tuple[Stage, ...] = STAGES, trained: Path | None = None) -> list[Found]:
+    """Run a session on the built-in model in one dtype, or on that of a folder, and return what its stages find."""
+    of: dict[str, Any] = {"base": "builtin:llama"}
+    if trained is not None:
+        of = {name: str(trained / name) for name in ("base", "adapter")}
+    case = prepare_case(Options(**of, dtype=dtype, stages=stages))
     probe = Probe(dtype=dtype)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         home = Path(scratch)
@@ -308,10 +312,12 @@ def setting() -> str:
            f"numpy {np.__version__}, one thread."  # fmt: skip
 
 
-def generated() -> dict[str, str]:
+def generated(trained: Path | None) -> dict[str, str]:
     """Make the generated parts of the page."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if trained is not None:
+        return {"trained": table([one for dtype in DTYPES for one in measured(dtype, STAGES[1:], trained)])}
     found = [one for dtype in DTYPES for one in measured(dtype)]
     return {"setting": setting(), "table": table(found)}
 
@@ -319,8 +325,9 @@ def generated() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help=f"put the table into {PAGE.name}")
+    parser.add_argument("--trained", type=Path, metavar="DIR", help="with base and adapter: the table of that model")
     given = parser.parse_args()
-    show(generated(), PAGE, write=given.write)
+    show(generated(given.trained), PAGE, write=given.write)
 
 
 if __name__ == "__main__":

@@ -15,17 +15,23 @@ def rows(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"][2:]
 
 
-def test_the_page_has_every_stage_dtype_and_kind_of_error() -> None:
-    found = {(row[0].partition(",")[0], row[1], row[2]) for row in rows(PAGE.read_text(encoding="utf-8"))}
+def of_page(name: str) -> list[list[str]]:
+    return rows(PAGE.read_text(encoding="utf-8").partition(f"<!-- generated: {name} -->")[2].partition("<!-- end")[0])
+
+
+@pytest.mark.parametrize(("name", "stages"), [("table", STAGES), ("trained", STAGES[1:])])
+def test_the_page_has_every_stage_dtype_and_kind_of_error(name: str, stages: tuple[Stage, ...]) -> None:
+    """Of a trained model too, but operators, which have no model."""
+    found = {(row[0].partition(",")[0], row[1], row[2]) for row in of_page(name)}
     errors = ("one element", "one row", "all")
-    assert found == {(stage.value, dtype, error) for stage in STAGES for dtype in DTYPES for error in errors}
+    assert found == {(stage.value, dtype, error) for stage in stages for dtype in DTYPES for error in errors}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 def test_the_page_has_what_moved_bytes_show_by_the_real_code() -> None:
     """Computed stages depend on the processor's kernels; of these the page has one machine."""
     here = rows(table(measured("float32", (Stage.BASE, Stage.ADAPTER))))
-    page = [row for row in rows(PAGE.read_text(encoding="utf-8")) if re.match("base|adapter", row[0])]
+    page = [row for row in of_page("table") if re.match("base|adapter", row[0])]
     assert here == [row for row in page if row[1] == "float32"]
     assert {row[3] for row in here} == {"2⁻²⁴"}
 

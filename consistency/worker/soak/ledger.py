@@ -61,7 +61,7 @@ class Count:
 
 @dataclass(slots=True)
 class _Change:
-    """A tensor that has differed; `waits_for` is the digest, and the part, of the right one that is to be stored."""
+    """A tensor that has differed; `waits_for` is the digest of the right one that is to be stored."""
 
     condition: Condition
     count: Count = field(default_factory=Count)
@@ -70,7 +70,7 @@ class _Change:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     wrong: torch.Tensor | None = None
-    waits_for: tuple[str, int | None] | None = None
+    waits_for: str | None = None
     expected: Expected | None = None
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ class Ledger:
         self._record = record
         self._first = dict(first)
         self._condition = condition
-        self._own: dict[tuple[Label, int | None], str] = {}
+        self._own: dict[Label, str] = {}
         self._changes: dict[Label, _Change] = {}
         self._tensors: dict[str, set[Label]] = {}
         self._by_stage: dict[str, Count] = {}
@@ -126,7 +126,6 @@ class Ledger:
         value: torch.Tensor | TensorDigest,
         *,
         own: bool = False,
-        part: int | None = None,
         held: torch.Tensor | None = None,
         expected: Expected | None = None,
     ) -> None:
@@ -137,8 +136,6 @@ class Ledger:
         own : bool
             Compare it with the first repeat instead of the first run, which may have had its operands elsewhere in
             memory: there a CPU's kernels may round differently.
-        part : int, optional
-            Which of several parts of the tensor it is, which are seen before the whole. A part has an `own` digest.
         held : torch.Tensor, optional
             The tensor where `value` is a digest.
         expected : callable, optional
@@ -149,14 +146,13 @@ class Ledger:
         tensor = value if isinstance(value, torch.Tensor) else held
         self.largest_bytes = max(self.largest_bytes, 0 if tensor is None else tensor.nbytes)
         here = (digest(value) if isinstance(value, torch.Tensor) else value).value
-        is_own = own or part is not None
-        right = self._own.setdefault((label, part), here) if is_own else self._first[label]
-        if not is_own or self.repeat > 1:
+        right = self._own.setdefault(label, here) if own else self._first[label]
+        if not own or self.repeat > 1:
             self._tensors.setdefault(label[0], set()).add(label)
         if here == right:
-            self._is_right(label, (here, part), tensor)
+            self._is_right(label, here, tensor)
         else:
-            self._is_wrong(label, here, (right, part), tensor, expected)
+            self._is_wrong(label, here, right, tensor, expected)
 
     def finish(self) -> None:
         """Take the right bits from elsewhere, where a tensor never was right again."""
@@ -191,23 +187,17 @@ class Ledger:
             changed_tensors=sum(label[0] == stage for label in self._changes),
         )
 
-    def _is_right(self, label: Label, here: tuple[str, int | None], tensor: torch.Tensor | None) -> None:
-        part = here[1]
+    def _is_right(self, label: Label, here: str, tensor: torch.Tensor | None) -> None:
         change = self._changes.get(label)
         if change is None:
             return
-        change.returned = change.returned or part is None
+        change.returned = True
         if change.waits_for == here and tensor is not None:
             self._compare(change, tensor.detach().to("cpu"))
             change.waits_for = change.wrong = None
 
     def _is_wrong(
-        self,
-        label: Label,
-        here: str,
-        right: tuple[str, int | None],
-        tensor: torch.Tensor | None,
-        expected: Expected | None,
+        self, label: Label, here: str, right: str, tensor: torch.Tensor | None, expected: Expected | None
     ) -> None:
         stage = label[0]
         self._now = self._now or self._condition(self.repeat)
@@ -215,7 +205,7 @@ class Ledger:
         change.count.add(self.repeat)
         self._by_stage.setdefault(stage, Count()).add(self.repeat)
         self.any.add(self.repeat)
-        if right[1] is None and len(change.values) < _MOST_VALUES:
+        if len(change.values) < _MOST_VALUES:
             change.values.add(here)
         if tensor is None or "blob" in change.facts:
             return

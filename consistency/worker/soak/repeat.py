@@ -39,8 +39,7 @@ class Compare:
         value: torch.Tensor | TensorDigest,
         *,
         own: bool = False,
-        part: int | None = None,
         held: torch.Tensor | None = None,
         expected: Expected | None = None,
     ) -> None:
-        self._ledger.see((self._stage, layer, tensor), value, own=own, part=part, held=held, expected=expected)
+        self._ledger.see((self._stage, layer, tensor), value, own=own, held=held, expected=expected)
