@@ -47,6 +47,9 @@ BATCHES = "batch_invariance"
 MERGING = "merging"
 """Stage of the record of what merging does to the outputs: it has no row, and is in a part of its own."""
 
+GIVEN = "given"
+"""Part of the name of a row: what the blocks of a mode are given."""
+
 GRADIENT, UPDATED = "gradient", "updated"
 """Suffixes of an adapter's tensor in the stage `gradient`: `lora_A.gradient`, `lora_A.updated`."""
 

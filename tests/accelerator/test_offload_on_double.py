@@ -83,7 +83,8 @@ def test_the_healthy_worker_has_no_finding(run: RunOnDouble) -> None:
     weights = {(layer, tensor) for stage, layer, tensor, _ in found if stage == "base"}
     assert len(weights) == 9 * LAYERS + 5, "the two tables of rotary frequencies too"
     assert sum(stage == "merged" for stage, *_ in found) == 3 * (2 * LAYERS + 1), "delta, weight and safe weight"
-    assert sum(stage == "gradient" for stage, *_ in found) == 2 * 2 * (2 * LAYERS + 1), "of each factor, and its step"
+    of_blocks = LAYERS + 1  # of what enters each but the first, of what leaves the last, and what all are given
+    assert sum(stage == "gradient" for stage, *_ in found) == 2 * 2 * (2 * LAYERS + 1) + of_blocks, "and of each factor"
     modes = {tensor.partition(".")[0] for stage, _, tensor, _ in found if stage == "forward"}
     assert modes == {"adapter_on", "adapter_off", "adapter_merged"}
     assert [(stage, status) for stage, *_, status in found if status == "skipped"] == [("sharding", "skipped")]

@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from consistency.capture.names import GIVEN
 from consistency.capture.records import TensorRecord
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
+from consistency.worker.stages.block_rule import OTHER_HOST
 from tests.comparison.made_records import (
     compared,
     computed,
@@ -165,6 +167,23 @@ def test_table_without_a_reference_is_skipped_never_passed(make_capture: MakeCap
     assert found.tensors[0].outcomes[1].status == "skipped"
     assert found.verdict == "consistent"
     assert [f.kind for f in found.findings] == ["skipped"]
+
+
+def test_hosts_whose_float64_passes_rounded_otherwise_are_told_so(make_capture: MakeCapture) -> None:
+    def given(bits: str) -> TensorRecord:
+        return TensorRecord(
+            stage="forward", layer="model", tensor=f"adapter_on.{GIVEN}", rule="peer", status="measured",
+            dtype="float64", digest=digest(bits), reason=OTHER_HOST,
+        )  # fmt: skip
+
+    hosts = [make_capture(host, {"cpu": [given(host), moved()]}) for host in ("a", "b")]
+    found = compared(*hosts)
+    assert found.verdict == "consistent"
+    (row,) = (t.outcomes[1] for t in found.tensors if t.tensor.endswith(GIVEN))
+    assert row.status == "skipped"
+    assert "float64 rounds otherwise on this host" in (row.reason or "")
+    same = compared(*(make_capture(host, {"cpu": [given("x"), moved()]}) for host in ("c", "d")))
+    assert {outcome.status for t in same.tensors for outcome in t.outcomes} == {"equal"}
 
 
 def test_weight_without_a_file_that_differs_is_a_finding(make_capture: MakeCapture) -> None:

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
+from consistency.capture.names import GIVEN, WHOLE_MODEL
 from consistency.numerics.chunks import exact_chunks
-from consistency.numerics.digest import TensorDigest
+from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.error_spread import ErrorLimits, Spread
 from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.rules import RoundingError, Rule, passes
 from consistency.worker import cpu_error
-from consistency.worker.model.float64_reference import Reference
+from consistency.worker.model.float64_reference import Reference, given_name
 from consistency.worker.model.running import matrix_elements
 from consistency.worker.stages.context import Context
 
@@ -118,6 +119,23 @@ def spread_in(reference: Reference, title: str, name: str) -> Spread | None:
 def spread_of(context: Context, reference: Reference, name: str) -> Spread | None:
     """Return the same with the products that this device may compute with."""
     return spread_in(reference, cpu_error.products_on(context.model, context.device), name)
+
+
+def record_given(context: Context, stage: str, mode: str, reference: Reference) -> None:
+    """Record the bits of what the blocks of a mode are given: those of another host's float64 pass may be others."""
+    names = sorted(name for name in reference.tables.names if name.startswith(given_name(mode, "")))
+    tensors = [mapped(tensor) for name in names if (tensor := reference.read(name)) is not None]
+    digests = [[int(digest(one).value[at : at + 15], 16) for at in (0, 15)] for one in tensors]
+    bits = torch.tensor(digests, dtype=torch.int64).view(torch.float64)
+    context.record.computed(
+        stage, WHOLE_MODEL, f"{mode}.{GIVEN}", actual=bits, digests=[digest(bits)], reason=OTHER_HOST
+    )
+
+
+OTHER_HOST = (
+    "float64 rounds otherwise on this host: what its blocks are given has other bits, and so may have what a healthy "
+    "device of the same kind computes"
+)
 
 
 def block_ratio(

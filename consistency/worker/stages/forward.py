@@ -65,6 +65,7 @@ from consistency.worker.stages.block_rule import (
     limits_of,
     named_factors,
     record_block,
+    record_given,
     rows_of,
     spreads,
 )
@@ -194,6 +195,8 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
             for name, result in _in_mode(context, model, inputs, mode, run)[0].items():
                 digests[name].append(digest(result))
     record_flips(context, "forward", replay.flips, mode=mode)
+    if mode != MERGED and context.record.wants("forward", WHOLE_MODEL):
+        record_given(context, "forward", mode, answer)
     reason = "" if replay.was_complete(_exact(mode)) else NOT_REPLAYED
     for name, result in found.items():
         layer, tensor = row_of(mode, name)

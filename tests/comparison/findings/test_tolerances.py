@@ -117,7 +117,7 @@ def test_nothing_allowed_puts_roundings_of_a_healthy_run_outside(found_in: dict[
 @pytest.mark.process
 def test_a_forward_pass_is_judged_by_what_is_given(found_in: dict[str, Comparison]) -> None:
     found = found_in["forward"]
-    judged = [t for t in found.tensors if t.rule != "bitwise"]  # as ids and masks are
+    judged = [t for t in found.tensors if t.rule not in ("bitwise", "peer")]  # ids, masks, what blocks are given
     assert {t.rule for t in judged} == {"user"}
     rows = [(t, row) for t in judged for worker, row in t.by_worker() if worker == FAULTY and row.status != "equal"]
     statuses = {(t.layer == "logits", row.status) for t, row in rows}

@@ -32,7 +32,7 @@ from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations, is_of_the_model, refusal, tokens_of
 from consistency.worker.protocol import DECISIONS_FILE, GRADIENT_FILE
-from consistency.worker.stages.block_rule import record_block
+from consistency.worker.stages.block_rule import record_block, record_given
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.gradient.by_blocks import (
@@ -97,6 +97,8 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
         for name, gradient in again.items():
             digests.setdefault(name, []).append(digest(gradient))
     record_flips(context, "gradient", replay.flips)
+    if not answer.tables.failures and context.record.wants("gradient", WHOLE_MODEL):
+        record_given(context, "gradient", GRADIENT, answer)
     reason = answer.tables.failures.get(ADAPTER_ON, "" if replay.is_complete() else NOT_REPLAYED)
     for name, gradient in found.items():
         layer, tensor = row_of(context, name)
