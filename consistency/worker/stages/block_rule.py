@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,40 +28,40 @@ large models, whose rows are wide."""
 ROWS = 32
 """Of all passes together, for which more are computed."""
 
+_LARGE = 1 << 28
+"""Elements of matrices: four passes with gradients take a minute of a core then."""
+
+T = TypeVar("T")
+
 Read = Callable[[str], Readable | None]
 """Return a tensor by name, None where there is none."""
 
 
-def draw_enough(
-    context: Context,
-    model: torch.nn.Module,
-    compute: Callable[[str], Any],
-    rows: Iterable[int],
-    *,
-    tokens: int,
-    named: str = "",
-    enough: int = ROWS,
-    most: int = MOST_PASSES,
-) -> dict[str, list[Any]]:
-    """Compute passes with noise, by the name of the products of each worker's; `rows` of a result says how many.
-
-    Parameters
-    ----------
-    tokens : int
-        That pass through the model.
-    named : str
-        Added to the names.
-    enough, most : int
-        Rows of all passes together, and passes at most.
-    """
-    fewest = min(rows, default=enough)
+def passes_for(model: torch.nn.Module, tokens: int, rows: Iterable[int]) -> int:
+    """Return how many passes with noise to compute, by the tokens of one and the rows of each result."""
     is_large = cpu_error.is_large(cpu_error.passes_for(matrix_elements(model) * tokens))
-    count = LEAST_PASSES - 1 if is_large else min(most, max(LEAST_PASSES, -(-enough // max(1, fewest))))
-    found: dict[str, list[Any]] = {}
+    least = LEAST_PASSES - 1 if is_large else LEAST_PASSES
+    return max(least, min(MOST_PASSES, -(-ROWS // max(1, min(rows, default=ROWS)))))
+
+
+def passes_for_sums(context: Context, model: torch.nn.Module) -> int:
+    """Return how many to compute of gradients, where one token may make the error of all rows.
+
+    Of a large model they are fewer, but at level thorough.
+    """
+    is_large = _LARGE < matrix_elements(model) > context.job.case.plan.float64_merges
+    return MOST_PASSES // 2 if is_large else MOST_PASSES
+
+
+def draw(
+    context: Context, model: torch.nn.Module, compute: Callable[[str], T], passes: int, *, named: str = ""
+) -> dict[str, list[T]]:
+    """Compute passes with noise, by the name of the products of each worker's, with `named` added."""
+    found: dict[str, list[T]] = {}
     for products_name, products in cpu_error.products_of_run(context.job, model).items():
         title = f"{products_name}{named}"
-        for seed in range(count):
-            context.events.step(f"with noise, {title}", seed, count)
+        for seed in range(passes):
+            context.events.step(f"with noise, {title}", seed, passes)
             with cpu_error.with_noise(products, seed):
                 found.setdefault(title, []).append(compute(title))
     return found
@@ -215,6 +215,13 @@ def record_block(
         return
     figures = spread.figures(actual, truth)
     is_within = passes(figures.ratio)
+    if is_within and float(spread.limits.scale) >= 1 and bool(truth.any()):
+        zeros = spread.figures(torch.zeros_like(actual), truth)
+        if passes(zeros.ratio):
+            context.record.absent(
+                stage, layer, tensor, status="skipped", reason=ZEROS_PASS, rule=Rule.BLOCK, dtype=name_of(actual.dtype)
+            )  # fmt: skip
+            return
     allowed = None if is_within else spread.allowed(truth, actual.dtype)
     found = figures.stated(measure_against_exact(actual, truth, allowed))
     context.record.computed(
@@ -226,6 +233,9 @@ def record_block(
         ),
         outside=figures.evidence,
     )  # fmt: skip
+
+
+ZEROS_PASS = "its passes with noise have too few independent errors: zeros would pass"
 
 
 def _record_whole_numbers(

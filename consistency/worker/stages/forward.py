@@ -61,9 +61,10 @@ from consistency.worker.model.running import (
 from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.block_rule import (
-    draw_enough,
+    draw,
     limits_of,
     named_factors,
+    passes_for,
     record_block,
     record_given,
     rows_of,
@@ -356,7 +357,7 @@ def _draw(
 
     truth = _of_mode(exact.results, _exact(mode))
     counts = [rows_of(tensor) for tensor in truth.values() if tensor.is_floating_point()]
-    drawn = draw_enough(context, model, compute, counts, tokens=tokens_of(inputs), named=named)
+    drawn = draw(context, model, compute, passes_for(model, tokens_of(inputs), counts), named=named)
     if context.job.case.engine_outputs:
         _draw_ends(context, model, inputs, mode, exact)
     return {title: [one.get for one in several] for title, several in drawn.items()}
@@ -367,7 +368,7 @@ def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mo
     known = exact.ends.get(f"{_exact(mode)}::{OUTPUT}")
     if known is not None:
         run = functools.partial(in_mode, model, mode, functools.partial(outputs_of, model, inputs))
-        drawn = draw_enough(context, model, lambda _: run(), [rows_of(known)], tokens=tokens_of(inputs))
+        drawn = draw(context, model, lambda _: run(), passes_for(model, tokens_of(inputs), [rows_of(known)]))
         exact.ends_drawn[mode] = drawn[cpu_error.products_on(model, CPU)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from consistency.capture.names import ADAPTER_ON, GRADIENT
 from consistency.devices.backends import CPU
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
-from consistency.worker import cpu_error
 from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
@@ -23,7 +21,7 @@ from consistency.worker.model.block_pass import rounded
 from consistency.worker.model.float64_reference import Reference, Tables, given_name
 from consistency.worker.model.running import tokens_of
 from consistency.worker.quantized.exact import exact_layers
-from consistency.worker.stages.block_rule import MOST_PASSES, draw_enough, limits_of, named_factors, spreads
+from consistency.worker.stages.block_rule import MOST_PASSES, draw, limits_of, named_factors, passes_for_sums, spreads
 from consistency.worker.stages.context import Context
 from consistency.worker.training.backward import Tensors, trainable
 
@@ -81,14 +79,7 @@ def with_noise(
         with half_kernels.computing(kernels), deciding(sections if track.decides else None, gradient=True):
             return _taken(of, as_it_is, reference, sections)
 
-    counts = [lines(exact.gradients[name]) for name in of.wanted if name in exact.gradients]
-    tokens = 3 * tokens_of(of.inputs)
-    return draw_enough(context, of.model, compute, counts, tokens=tokens, enough=cpu_error.ENOUGH, most=most)
-
-
-def lines(gradient: torch.Tensor) -> int:
-    """Return how many rows or columns a gradient has, whichever are fewer: its errors are no more."""
-    return 1 if gradient.dim() < 2 else min(len(gradient), math.prod(gradient.shape[1:]))
+    return draw(context, of.model, compute, min(most, passes_for_sums(context, of.model)))
 
 
 Computed = Callable[[str, torch.Tensor], torch.Tensor]

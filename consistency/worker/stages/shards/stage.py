@@ -37,18 +37,17 @@ from consistency.worker.model.block_backward import Backward
 from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.float64_reference import Reference, publish
 from consistency.worker.model.loading import ADAPTER_NAME, load_base, load_model
-from consistency.worker.model.running import is_of_the_model, tokens_of
+from consistency.worker.model.running import is_of_the_model
 from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.ranks.group import Joined, RefusedError
 from consistency.worker.ranks.parts import held
-from consistency.worker.stages.block_rule import draw_enough
+from consistency.worker.stages.block_rule import draw, passes_for_sums
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.gradient.by_blocks import (
     ExactGradients,
     Gradients,
     as_it_is,
     from_end_to_end,
-    lines,
 )
 from consistency.worker.stages.gradient.stage import backward_of
 from consistency.worker.stages.group_stage import UNFOLLOWED, in_group, skip, to_train
@@ -248,11 +247,8 @@ def _publish_average(
     exact = ExactGradients(gradients=average(in_float64))
     if decided:
         return UNFOLLOWED
-    counts = [lines(gradient) for gradient in exact.gradients.values()]
-    drawn = draw_enough(
-        context, twin, lambda _: average(lambda of: from_end_to_end(of, as_it_is)), counts,
-        tokens=3 * sum(tokens_of(of.inputs) for of in of_ranks),
-    )  # fmt: skip
+    passes = passes_for_sums(context, twin)
+    drawn = draw(context, twin, lambda _: average(lambda of: from_end_to_end(of, as_it_is)), passes)
     publish(ranks.folder, *exact.tensors_with(drawn, of_ranks[0].wanted), GRADIENT_FILE)
     return ""
 
