@@ -49,7 +49,7 @@ TRAINING_STEPS = 3
 """Of the stages that train by a group of ranks."""
 
 TRAJECTORY_STEPS = 20
-DRAWN_AT_EACH_STEP = 3
+DRAWN_AT_EACH_STEP = 4
 NOISE_TRAININGS = 2
 """Of the stage `trajectory`: its steps, its passes with noise at each of them, and its trainings with noise."""
 
@@ -58,6 +58,9 @@ RESULTS_OF_BLOCK = 5
 
 NOISY_PASSES = 3
 """Passes with noise of each mode (`LEAST_PASSES` of `block_rule`)."""
+
+NOISY_GRADIENTS, NOISY_LARGE_GRADIENTS, LARGE_GRADIENTS = 8, 4, 1 << 28
+"""The same of gradients, and of a model with more matrix elements (`passes_for_sums` of `block_rule`)."""
 
 PER_TENSOR_S = 0.001
 """Of Python for one record: a digest, its comparison, a line of JSON."""

@@ -17,6 +17,7 @@ from consistency.case.budget.constants import (
     GRADIENT_BYTES,
     GRADIENT_PART,
     INDEX_BYTES,
+    LARGE_GRADIENTS,
     LOAD_S,
     MAP_S,
     MEASURE_GRADIENT_S,
@@ -26,6 +27,8 @@ from consistency.case.budget.constants import (
     MERGE_S,
     MIB,
     NOISE_TRAININGS,
+    NOISY_GRADIENTS,
+    NOISY_LARGE_GRADIENTS,
     NOISY_PASSES,
     PART_BYTES,
     PER_TENSOR_S,
@@ -180,7 +183,8 @@ def gradient(s: Setting) -> Cost:
     rows, trained = s.positions, s.shape.trained_elements
     states = rows * (s.shape.blocks + 1) * (s.shape.hidden or 0)
     one_block = rows * (_of_one_token(s) + 3 * (s.shape.vocabulary or 0))
-    noisy = NOISY_PASSES if s.makes_reference else 0
+    noisy = NOISY_LARGE_GRADIENTS if s.shape.matrix_elements > LARGE_GRADIENTS else NOISY_GRADIENTS
+    noisy = noisy if s.makes_reference else 0
     native = (2 * states + one_block + trained) * s.shape.width
     given = (2 * states * s.shape.width + (states + trained) * 8) if s.makes_reference else 0
     wide = 12 * states + one_block * 8 + given + _float64_bytes(s, rows) if s.makes_reference else 0

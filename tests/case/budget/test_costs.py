@@ -8,9 +8,13 @@ import functools
 import pytest
 
 from consistency.case.budget.constants import (
+    DRAWN_AT_EACH_STEP,
+    LARGE_GRADIENTS,
     LOAD_BYTES,
     LOAD_SHARE,
     LOAD_SIDE,
+    NOISY_GRADIENTS,
+    NOISY_PASSES,
     PART_BYTES,
     RESULTS_OF_BLOCK,
     TRAINING_PARTS,
@@ -129,10 +133,15 @@ def test_sizes_are_those_that_the_worker_uses() -> None:
     from consistency.numerics import widening
     from consistency.worker.model import weight_files
     from consistency.worker.soak import load
+    from consistency.worker.stages import block_rule
+    from consistency.worker.stages.trajectory import step_checks
     from consistency.worker.training import backward, steps
 
     assert TRAINING_STEPS == steps.STEPS
     assert TRAINING_PARTS == backward.PASSES
+    passes = NOISY_PASSES, NOISY_GRADIENTS, LARGE_GRADIENTS
+    assert passes == (block_rule.LEAST_PASSES, block_rule.MOST_PASSES, block_rule._LARGE)
+    assert DRAWN_AT_EACH_STEP == step_checks.DRAWN
     assert (WINDOW_BYTES, PART_BYTES) == (weight_files.MAPPED_BYTES, widening.PART_BYTES)
     assert LOAD_BYTES == 3 * load._CPU_BATCH * load._CPU_SIDE**2 * 4
     assert (LOAD_SIDE, LOAD_SHARE) == (load._LARGEST_SIDE, load._SHARE)
