@@ -1,4 +1,4 @@
-"""A large model's passes with noise: two."""
+"""A large model's passes with noise are fewer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import peft
 import pytest
 
-from consistency.worker import cpu_error
+from consistency.case.stages import Level
+from consistency.worker.stages import block_rule
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import on_llama
 
@@ -19,7 +20,7 @@ def test_a_large_model_is_judged_by_fewer_passes(
     adapter = on_llama(llama, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
 
     def figures() -> dict[tuple[str, str, str], tuple[float, int, int]]:
-        records = look(llama, adapter, stages=("gradient",), dtype=dtype)
+        records = look(llama, adapter, stages=("gradient",), dtype=dtype, level=Level.QUICK)
         assert not [r for r in records if r.status in ("outside", "blocked", "skipped")]
         return {
             (r.stage, r.layer, r.tensor): (float(r.rounding.largest), r.rounding.samples, r.rounding.drawn)
@@ -28,7 +29,7 @@ def test_a_large_model_is_judged_by_fewer_passes(
         }
 
     small = figures()
-    monkeypatch.setattr(cpu_error, "_PRODUCTS_AT_MOST", 1)
+    monkeypatch.setattr(block_rule, "_LARGE", 1)
     large = figures()
     assert small.keys() == large.keys()
     for key, (error, samples, drawn) in large.items():
