@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from consistency.numerics.exact import Float64Mode
+from consistency.worker.memory.peak import ProfilerMeter
 from consistency.worker.model import block_backward
 from consistency.worker.model.block_backward import Backward, Crossing, backward_by_blocks
 from consistency.worker.model.block_pass import rounded
@@ -233,3 +234,47 @@ def test_what_a_fault_in_one_block_changes_is_of_that_block() -> None:
 def twice(_: Any, __: Any, output: torch.Tensor) -> None:
     """Double the gradient that comes in."""
     output.register_hook(lambda gradient: 2 * gradient)
+
+
+class Wide(torch.nn.Module):
+    """A block whose activations take far more than what enters it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 4096), torch.nn.Linear(4096, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(torch.tanh(self.up(x)))
+        return found
+
+
+class Deep(torch.nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.layers = torch.nn.ModuleList(Wide() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_activations_of_one_block_are_kept(at_once: bool) -> None:
+    def peak(depth: int) -> int:
+        model = Deep(depth).requires_grad_(False)
+        model.first.requires_grad_(True)
+        wanted = dict(model.first.named_parameters())
+        of = Backward(model=model, wanted=wanted, inputs={"x": torch.ones(64, 4)}, loss=of_outputs)
+        crossing = Crossing(incoming=lambda _, own: torch.ones_like(own)) if at_once else Crossing()
+
+        def run(_: Any) -> None:
+            backward_by_blocks(of, crossing, lambda *_: None)
+
+        return ProfilerMeter().measure(run).whole
+
+    few, many = peak(4), peak(32)
+    of_one_block = 64 * 4096 * 4
+    assert many - few < of_one_block, "else each of 28 blocks more keeps as much, or twice"
