@@ -36,7 +36,7 @@ from consistency.worker.model import float64_reference
 from consistency.worker.model.block_backward import Backward, backward_by_blocks
 from consistency.worker.model.block_pass import ResultPlace, as_exact, rounded, run_by_blocks
 from consistency.worker.model.inputs import sourced_inputs
-from consistency.worker.stages.gradient.by_blocks import crossing_by, in_float64
+from consistency.worker.stages.gradients import crossing_by, in_float64
 from consistency.worker.training.backward import of_outputs, trainable
 
 Fault = Callable[[Any], Any]

@@ -18,8 +18,9 @@ from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
 from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.forward import by_blocks, in_mode, outputs_of, row_of
-from consistency.worker.stages.gradient.stage import backward_of, decisions_file, gradients_of
-from consistency.worker.stages.gradient.stage import row_of as row_of_gradient
+from consistency.worker.stages.gradient.stage import decisions_file, gradients_of
+from consistency.worker.stages.gradients import backward_of
+from consistency.worker.stages.gradients import row_of as row_of_gradient
 from consistency.worker.training.backward import trained
 
 

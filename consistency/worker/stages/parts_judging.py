@@ -33,7 +33,7 @@ from consistency.worker.ranks.group import Joined
 from consistency.worker.ranks.parts import RankPart, held, part_of, whole
 from consistency.worker.stages.block_rule import record_block, spread_of
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.gradient.stage import row_of
+from consistency.worker.stages.gradients import row_of
 from consistency.worker.stages.step_judging import record_part
 
 HELD, GATHERED = "held", "gathered"

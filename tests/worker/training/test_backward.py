@@ -16,7 +16,7 @@ from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.widening import PART_BYTES
 from consistency.worker.memory.peak import ProfilerMeter
 from consistency.worker.model.block_backward import Backward, NoGradientError
-from consistency.worker.stages.gradient.by_blocks import as_it_is, from_end_to_end
+from consistency.worker.stages.gradients import as_it_is, from_end_to_end
 from consistency.worker.training.backward import PASSES, loss_weights, of_outputs, parts_of, trained
 from tests.versions import needs_method
 from tests.worker.model.made_models import on_llama

@@ -26,7 +26,6 @@ from consistency.worker.decisions.replay import Replay
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_backward import Backward
-from consistency.worker.model.block_pass import ResultPlace
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
@@ -35,16 +34,18 @@ from consistency.worker.protocol import DECISIONS_FILE, GRADIENT_FILE
 from consistency.worker.stages.block_rule import record_block, record_given
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
-from consistency.worker.stages.gradient.by_blocks import (
+from consistency.worker.stages.gradient.optimizer_step import record_step
+from consistency.worker.stages.gradients import (
     ExactGradients,
     Gradients,
+    backward_of,
     from_end_to_end,
     in_float64,
     on_what_is_given,
+    row_of,
     with_noise,
 )
-from consistency.worker.stages.gradient.optimizer_step import record_step
-from consistency.worker.training.backward import Tensors, as_model_takes, of_outputs, trained
+from consistency.worker.training.backward import trained
 
 
 class _RefusedError(Exception):
@@ -137,12 +138,6 @@ def gradients_of(of: Backward, answer: Reference, replay: Replay) -> Gradients:
     return on_what_is_given(of, answer, replay, computed)
 
 
-def backward_of(model: torch.nn.Module, names: list[str], inputs: Tensors) -> Backward:
-    """Return the pass of this stage: its inputs are rounded once, for the model casts them to its own dtype."""
-    wanted = {name: model.get_parameter(name) for name in names}
-    return Backward(model=model, wanted=wanted, inputs=as_model_takes(model, inputs), loss=of_outputs)
-
-
 def _make(context: Context, of: Backward) -> Reference:
     """Compute what all workers are judged by, on the CPU, and publish it."""
     track, failure, exact, drawn = Track(decisions_file(context)), "", ExactGradients(), {}
@@ -172,15 +167,6 @@ def _refusal(context: Context, of: Backward, error: Exception) -> str:
             raise
         return refusal(context.job.case, failure)
     return f"the backward pass of this model fails: {first_line(error)}"
-
-
-def row_of(context: Context, name: str) -> tuple[str, str]:
-    """Return layer and tensor of a gradient."""
-    if "::" in name:
-        place = ResultPlace.of(name)
-        return place.layer, place.part
-    layer, tensor = adapter_place(context.expected[name][0])
-    return layer, f"{tensor}.{GRADIENT}"
 
 
 def decisions_file(context: Context) -> Path:

@@ -43,13 +43,13 @@ from consistency.worker.ranks.group import Joined, RefusedError
 from consistency.worker.ranks.parts import held
 from consistency.worker.stages.block_rule import draw, passes_for_sums
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.gradient.by_blocks import (
+from consistency.worker.stages.gradients import (
     ExactGradients,
     Gradients,
     as_it_is,
+    backward_of,
     from_end_to_end,
 )
-from consistency.worker.stages.gradient.stage import backward_of
 from consistency.worker.stages.group_stage import UNFOLLOWED, in_group, skip, to_train
 from consistency.worker.stages.parts_judging import (
     GATHERED,

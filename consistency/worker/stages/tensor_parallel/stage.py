@@ -29,8 +29,7 @@ from consistency.worker.ranks.group import Joined, RefusedError
 from consistency.worker.ranks.parts import gradient_held, part_of, whole
 from consistency.worker.stages.block_rule import record_block
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.gradient.by_blocks import crossing_by
-from consistency.worker.stages.gradient.stage import backward_of
+from consistency.worker.stages.gradients import backward_of, crossing_by
 from consistency.worker.stages.group_stage import float64_of, in_group, skip, to_train
 from consistency.worker.stages.parts_judging import record_gathered, record_gradient, record_held
 from consistency.worker.training.backward import Tensors, trainable

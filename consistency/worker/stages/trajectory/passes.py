@@ -16,7 +16,7 @@ from consistency.worker.model import half_kernels
 from consistency.worker.model.block_backward import Backward
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.running import matrix_elements, tokens_of
-from consistency.worker.stages.gradient.by_blocks import (
+from consistency.worker.stages.gradients import (
     Computed,
     Gradients,
     as_it_is,

@@ -2,7 +2,7 @@
 
 A trajectory as a whole cannot be judged: near a gradient of zero the optimizer goes either way, so healthy trainings
 part by any multiple of what rounding makes. One step can: every device computes its gradients at the same parameters,
-those of a training by exact gradients, on what its blocks are given (`stages/gradient/by_blocks.py`). Nothing that an
+those of a training by exact gradients, on what its blocks are given (`stages/gradients.py`). Nothing that an
 earlier step did is held against a later one, so the first step outside is where it began.
 """
 
@@ -31,8 +31,7 @@ from consistency.worker.protocol import DECISIONS_FILE, STEP_FILE, TRAJECTORY_FI
 from consistency.worker.stages.block_rule import block_ratio, record_block
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import record_flips
-from consistency.worker.stages.gradient.by_blocks import in_float64, with_noise
-from consistency.worker.stages.gradient.stage import row_of
+from consistency.worker.stages.gradients import in_float64, row_of, with_noise
 from consistency.worker.stages.trajectory.passes import TrainingPasses
 from consistency.worker.stages.trajectory.yardstick import ExactTraining
 from consistency.worker.training.backward import Tensors

@@ -7,8 +7,8 @@ from pathlib import Path
 import peft
 import pytest
 
+from consistency.worker.stages import gradients
 from consistency.worker.stages.block_rule import ZEROS_PASS
-from consistency.worker.stages.gradient import by_blocks
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import on_llama
 
@@ -22,5 +22,5 @@ def test_where_zeros_would_pass_a_gradient_is_skipped(llama: Path, look: Look, m
         return [r.reason for r in found if r.status == "skipped"]
 
     assert reasons() == []
-    monkeypatch.setattr(by_blocks, "passes_for_sums", lambda *_: 2)
+    monkeypatch.setattr(gradients, "passes_for_sums", lambda *_: 2)
     assert set(reasons()) == {ZEROS_PASS}

@@ -1,4 +1,4 @@
-"""Backward passes by blocks: in float64, with noise, and on the device that is checked."""
+"""Gradients by blocks, of all stages that go back: in float64, with noise, and on the device that is checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from consistency.capture.names import ADAPTER_ON, GRADIENT
+from consistency.capture.names import ADAPTER_ON, GRADIENT, adapter_place
 from consistency.devices.backends import CPU
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
@@ -17,18 +17,33 @@ from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_backward import Backward, Crossing, Sections, backward_by_blocks
-from consistency.worker.model.block_pass import rounded
+from consistency.worker.model.block_pass import ResultPlace, rounded
 from consistency.worker.model.float64_reference import Reference, Tables, given_name
 from consistency.worker.model.running import tokens_of
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.block_rule import MOST_PASSES, draw, limits_of, named_factors, passes_for_sums, spreads
 from consistency.worker.stages.context import Context
-from consistency.worker.training.backward import Tensors, trainable
+from consistency.worker.training.backward import Tensors, as_model_takes, of_outputs, trainable
 
 Gradients = dict[str, torch.Tensor]
 """Of parameters by name, and of what enters and leaves blocks by the names of the places; on the CPU."""
 
 Parameters = Mapping[str, torch.nn.Parameter]
+
+
+def backward_of(model: torch.nn.Module, names: list[str], inputs: Tensors) -> Backward:
+    """Return the pass over all inputs, which are rounded once: the model casts them to its own dtype."""
+    wanted = {name: model.get_parameter(name) for name in names}
+    return Backward(model=model, wanted=wanted, inputs=as_model_takes(model, inputs), loss=of_outputs)
+
+
+def row_of(context: Context, name: str) -> tuple[str, str]:
+    """Return layer and tensor of a gradient."""
+    if "::" in name:
+        place = ResultPlace.of(name)
+        return place.layer, place.part
+    layer, tensor = adapter_place(context.expected[name][0])
+    return layer, f"{tensor}.{GRADIENT}"
 
 
 @dataclass(slots=True, kw_only=True)
