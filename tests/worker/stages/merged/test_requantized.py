@@ -124,8 +124,9 @@ def test_the_model_is_as_it_was_after_the_stage(kind: str, tmp_path: Path, look:
         for stages in ((Stage.FORWARD,), (Stage.MERGED, Stage.FORWARD))
     )
     assert [r.digest for r in after] == [r.digest for r in alone]
-    assert {r.status for r in after} <= {"within", "equal"}
-    assert all(r.reference == "float64" for r in after if r.dtype != "int64")  # positions are compared bit by bit
+    judged = [r for r in after if not r.tensor.endswith(".given")]
+    assert {r.status for r in judged} <= {"within", "equal"}
+    assert all(r.reference == "float64" for r in judged if r.dtype != "int64")  # positions are compared bit by bit
 
 
 def test_a_method_without_exact_value_is_compared_between_devices(tmp_path: Path, look: Look) -> None:
