@@ -360,7 +360,7 @@ class _BackwardPass(BlockPass):
         try:
             found = call.block(*self._copies(call.args), **self._copies(call.kwargs))
         except Exception as error:  # model code of any kind may raise anything
-            if not is_of_the_model(error, call.block):
+            if not is_of_the_model(error, self._of.model):  # a block may have no parameters, so no device
                 raise
             raise _NotAgainError(f"{kind} does not run again: {first_line(error)}") from error
         finally:

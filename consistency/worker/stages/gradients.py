@@ -84,10 +84,8 @@ def with_noise(
     context: Context, of: Backward, exact: ExactGradients, track: Track, *, most: int = MOST_PASSES
 ) -> dict[str, list[Gradients]]:
     """Compute the gradients with noise, on the exact pass's values, gradients and decisions."""
-    kernels, reference = (
-        half_kernels.replacement(of.model, tokens_of(of.inputs)),
-        Reference.of_this_process(exact.given),
-    )
+    kernels = half_kernels.replacement(of.model, tokens_of(of.inputs))
+    reference = Reference.of_this_process(exact.given)
 
     def compute(title: str) -> Gradients:
         sections = Sections(functools.partial(track.other, title=title))
