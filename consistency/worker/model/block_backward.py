@@ -29,8 +29,8 @@ from consistency.worker.model.block_pass import BlockPass, Given, ResultPlace
 from consistency.worker.model.running import Activations, is_of_the_model, outputs, parameters_kept
 from consistency.worker.quantized.exact import as_loaded
 
-Loss = Callable[[Activations, Activations], Sequence[tuple[torch.Tensor, torch.Tensor]]]
-"""Called with the hidden states and the outputs of a pass, returns what goes backward, each tensor with its weights."""
+Loss = Callable[[Activations], Sequence[tuple[torch.Tensor, torch.Tensor]]]
+"""Called with the outputs of a pass, returns what goes backward, each tensor with its weights."""
 
 Incoming = Callable[[str, torch.Tensor], torch.Tensor | None]
 """Called with the name of a place and a tensor there, returns the gradient that comes in; None where none does."""
@@ -311,7 +311,7 @@ class _BackwardPass(BlockPass):
         model = self._of.model
         with parameters_kept(model), as_loaded(model), torch.enable_grad(), self.following(model):
             with self._sections.within(OUTSIDE):
-                terms = self._of.loss(*outputs(model, self._of.inputs, hidden=False))
+                terms = self._of.loss(outputs(model, self._of.inputs))
             if not terms:
                 raise NoGradientError("no output of the model depends on the adapter")
             self._go_back_from(terms)

@@ -56,7 +56,7 @@ Take = Callable[[ResultPlace, torch.Tensor], None]
 def run_by_blocks(model: torch.nn.Module, inputs: Activations, given: Given, take: Take) -> None:
     """Run a model on inputs, each block on what is given, and hand over every result, on its device."""
     with torch.no_grad(), without_gradients(model), computing_on(model, given, take):
-        for name, output in outputs(model, inputs)[1].items():
+        for name, output in outputs(model, inputs).items():
             take(ResultPlace(name), output)
 
 

@@ -75,47 +75,31 @@ def _is_in(package: str, parts: tuple[str, ...]) -> bool:
 
 
 def activations(model: torch.nn.Module, inputs: Activations) -> Activations:
-    """Run the model and return its hidden states and outputs on the CPU, in order, by name.
+    """Run the model and return its outputs on the CPU by name: `logits`, or those of the bare model.
 
-    Names are `hidden_states.0` (the embeddings) onwards, with `encoder_` or `decoder_` before them where the model has
-    both, then `logits`, or the outputs of the bare model. No parameter requires a gradient meanwhile, whatever PEFT
-    left behind: torch chooses between `mm` and `bmm` for a layer by that flag, without a gradient too.
+    No parameter requires a gradient meanwhile, whatever PEFT left behind: torch chooses between `mm` and `bmm` for a
+    layer by that flag, without a gradient too.
     """
     with torch.no_grad(), without_gradients(model):
-        hidden, last = outputs(model, inputs)
-    return {name: t.detach().to("cpu") for name, t in (hidden | last).items()}
+        found = outputs(model, inputs)
+    return {name: tensor.detach().to("cpu") for name, tensor in found.items()}
 
 
-def outputs(
-    model: torch.nn.Module, inputs: dict[str, torch.Tensor], *, hidden: bool = True
-) -> tuple[Activations, Activations]:
-    """Run the model and return, on its device, its hidden states, where asked for, and its other outputs, by name."""
+def outputs(model: torch.nn.Module, inputs: Activations) -> Activations:
+    """Run the model and return its outputs on its device, by name."""
     with parameters_kept(model), as_loaded(model):
-        return outputs_by(model, model, inputs, hidden=hidden)
+        return outputs_by(model, model, inputs)
 
 
-def outputs_by(
-    call: Callable[..., Any], model: torch.nn.Module, inputs: dict[str, torch.Tensor], *, hidden: bool = True
-) -> tuple[Activations, Activations]:
+def outputs_by(call: Callable[..., Any], model: torch.nn.Module, inputs: Activations) -> Activations:
     """Do the same by a wrapper of the model, or by a model whose parameters change places while it runs."""
     device, dtype = device_of(model), next(model.parameters()).dtype
     moved = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in inputs.items()}
-    output = call(**moved, **_extras(model, hidden=hidden), **_tasks(model, moved))
+    output = call(**moved, **_extras(model), **_tasks(model, moved))
     if isinstance(output, torch.Tensor):
-        return {}, {"output": output}
-    states: Activations = {}
-    last: Activations = {}
-    for key, value in dict(output).items():
-        if key.endswith("hidden_states") and isinstance(value, (tuple, list)):
-            states.update((f"{key}.{i}", t) for i, t in enumerate(value) if isinstance(t, torch.Tensor))
-        elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0:
-            last[key] = value
-    return states, last
-
-
-def is_hidden(name: str) -> bool:
-    """Report whether an activation is a hidden state, and no output."""
-    return "hidden_states." in name
+        return {"output": output}
+    tensors = ((name, value) for name, value in dict(output).items() if isinstance(value, torch.Tensor))
+    return {name: value for name, value in tensors if value.is_floating_point() and value.dim() > 0}
 
 
 @contextmanager
@@ -163,12 +147,12 @@ def tokens_of(inputs: Activations) -> int:
     return max((t.numel() if t.dim() < 3 else t.shape[0] for t in inputs.values()), default=1)
 
 
-def _extras(model: torch.nn.Module, *, hidden: bool) -> dict[str, Any]:
-    """Ask transformers models for hidden states, or none, and for no cache; another takes its inputs alone."""
+def _extras(model: torch.nn.Module) -> dict[str, Any]:
+    """Ask transformers models for no hidden states and no cache; another takes its inputs alone."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return {}
-    extras: dict[str, Any] = {"output_hidden_states": hidden, "return_dict": True}
+    extras: dict[str, Any] = {"output_hidden_states": False, "return_dict": True}
     if hasattr(config, "use_cache"):
         extras["use_cache"] = False
     return extras

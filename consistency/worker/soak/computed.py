@@ -13,11 +13,11 @@ from consistency.worker.decisions.replay import Replay
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.inputs import fixed_inputs
-from consistency.worker.model.running import tokens_of
+from consistency.worker.model.running import activations, tokens_of
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
 from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.forward import by_blocks, in_mode, outputs_of, row_of
+from consistency.worker.stages.forward import by_blocks, in_mode, row_of
 from consistency.worker.stages.gradient.stage import decisions_file, gradients_of
 from consistency.worker.stages.gradients import backward_of
 from consistency.worker.stages.gradients import row_of as row_of_gradient
@@ -36,7 +36,7 @@ def forward(context: Context, compare: Compare) -> Again:
     def again() -> Iterator[None]:
         for mode in modes:
             with half_kernels.computing(kernels):
-                ends = in_mode(context.model, mode, functools.partial(outputs_of, context.model, inputs))
+                ends = in_mode(context.model, mode, functools.partial(activations, context.model, inputs))
             for name, tensor in ends.items():
                 compare(name, f"{mode}.{END_TO_END}", tensor, own=moved)
             if reference is not None and compare.has(mode):

@@ -52,7 +52,6 @@ from consistency.worker.model.merging import MergeRefusedError, adapted_layers, 
 from consistency.worker.model.running import (
     Activations,
     activations,
-    is_hidden,
     is_of_the_model,
     matrix_elements,
     refusal,
@@ -129,7 +128,7 @@ def run(context: Context) -> None:
     _judge_all(context, inputs, ends, answer)
     with nullcontext() if on_cpu else context.events.on_cpu():
         if not on_cpu:
-            ends = {mode: in_mode(twin, mode, functools.partial(outputs_of, twin, inputs)) for mode in ends}
+            ends = {mode: in_mode(twin, mode, functools.partial(activations, twin, inputs)) for mode in ends}
         again = functools.partial(exact.track.other, f"{ON}.{END_TO_END}")
         record_merge_effect(context, twin, inputs, computed=ends, refused=refused, exact=exact.ends, again=again)
         _engines(context, twin, inputs, exact)
@@ -145,7 +144,7 @@ def _run_ends(context: Context, inputs: Activations) -> tuple[dict[str, Activati
         try:
             with half_kernels.computing(kernels):
                 ends[mode] = _in_mode(
-                    context, context.model, inputs, mode, functools.partial(outputs_of, context.model, inputs)
+                    context, context.model, inputs, mode, functools.partial(activations, context.model, inputs)
                 )
         except _RefusedError as error:
             refused[mode] = str(error)
@@ -328,7 +327,7 @@ def _in_float64(
             with deciding(exact.track.exact(mode), gradient=False):
                 run_by_blocks(model, inputs, given, take)
         with deciding(exact.track.exact(f"{mode}.{END_TO_END}"), gradient=False):
-            return outputs_of(model, of_ends)
+            return activations(model, of_ends)
 
     with torch.no_grad(), exact_layers(model), Float64Mode():
         ends = in_mode(model, mode, compute)
@@ -367,7 +366,7 @@ def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mo
     """Compute the outputs from end to end with noise: engines give no others."""
     known = exact.ends.get(f"{_exact(mode)}::{OUTPUT}")
     if known is not None:
-        run = functools.partial(in_mode, model, mode, functools.partial(outputs_of, model, inputs))
+        run = functools.partial(in_mode, model, mode, functools.partial(activations, model, inputs))
         drawn = draw(context, model, lambda _: run(), passes_for(model, tokens_of(inputs), [rows_of(known)]))
         exact.ends_drawn[mode] = drawn[cpu_error.products_on(model, CPU)]
 
@@ -414,11 +413,6 @@ def _by_blocks(context: Context, model: torch.nn.Module) -> list[str]:
     """
     modes = _modes(context)
     return modes if matrix_elements(model) <= context.job.case.plan.float64_merges else modes[:1]
-
-
-def outputs_of(model: torch.nn.Module, inputs: Activations) -> Activations:
-    """Return the outputs of a pass from end to end."""
-    return {name: one for name, one in activations(model, inputs).items() if not is_hidden(name)}
 
 
 def in_mode(model: Any, mode: str, run: Callable[[], T]) -> T:

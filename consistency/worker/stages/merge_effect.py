@@ -46,7 +46,7 @@ from consistency.worker.model.merging import (
     restored,
     weight_of,
 )
-from consistency.worker.model.running import Activations, activations, is_hidden, is_of_the_model, matrix_elements
+from consistency.worker.model.running import Activations, activations, is_of_the_model, matrix_elements
 from consistency.worker.stages.context import Context
 
 Merging = AbstractContextManager[None]
@@ -232,9 +232,8 @@ def _converted(layer: Any, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _output_of(outputs: Activations) -> str:
-    """Return the name of the output that is compared: logits, or else the first that is no hidden state."""
-    names = [name for name in outputs if not is_hidden(name)] or list(outputs)
-    return next((name for name in names if name.endswith("logits")), names[0])
+    """Return the name of the output that is compared: logits, or else the first."""
+    return next((name for name in outputs if name.endswith("logits")), next(iter(outputs)))
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> Real:

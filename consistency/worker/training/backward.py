@@ -78,7 +78,7 @@ def go_back(terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     torch.autograd.backward([tensor for tensor, _ in terms], [weights for _, weights in terms])
 
 
-def of_outputs(_hidden: Tensors, ends: Tensors) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+def of_outputs(ends: Tensors) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
     """Return every output that depends on the adapter, with its weights in the loss."""
     return [(tensor, loss_weights(tensor)) for tensor in ends.values() if tensor.requires_grad]
 

@@ -189,7 +189,7 @@ def _train(
     for step, batch in enumerate(batches):
         ranks.events.step(f"{title}, step {step + 1}", step, len(batches))
         with watching(file, step):
-            go_back(of_outputs(*outputs_by(call, model, batch)))
+            go_back(of_outputs(outputs_by(call, model, batch)))
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 file.write(AVERAGED, step, name, parameter.grad)

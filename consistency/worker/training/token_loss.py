@@ -22,12 +22,12 @@ class TokenLoss:
         self._ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         self.value = 0.0
 
-    def __call__(self, hidden: Tensors, ends: Tensors) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    def __call__(self, ends: Tensors) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         loss = self._of_tokens(ends.get("logits"))
         if loss is not None:
             self.value = float(loss.detach())
             return [(loss, torch.ones_like(loss))]
-        terms = of_outputs(hidden, ends)
+        terms = of_outputs(ends)
         self.value = sum(float((tensor.detach() * weights).sum(dtype=torch.float64)) for tensor, weights in terms)
         return terms
 

@@ -110,7 +110,7 @@ def plain(passes: Passes) -> Tensors:
 
     mode = Float64Mode()
     with mode.with_gradients(passes.wanted.values()), mode, torch.enable_grad():
-        terms = of_outputs(*outputs(passes.model, passes.inputs))
+        terms = of_outputs(outputs(passes.model, passes.inputs))
         found = torch.autograd.grad(
             [one for one, _ in terms], [*passes.wanted.values()], [weights for _, weights in terms], allow_unused=True
         )

@@ -74,13 +74,13 @@ def test_a_method_that_asks_for_tasks_gets_one_for_each_sequence(tmp_path: Path)
     for config, tasks in ((poly, [0, 1, 2, 0, 1]), (prompt, [0, 1, 0, 1, 0])):
         model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).eval()
         with torch.no_grad():
-            _, found = outputs(model, inputs)
+            found = outputs(model, inputs)
             plain = model(**inputs, task_ids=torch.tensor(tasks)).logits
             other = model(**inputs, task_ids=torch.tensor([0] * 5)).logits
         assert torch.equal(found["logits"], plain)
         assert not torch.equal(plain, other) or config is poly, "a fresh router sends all tasks the same way"
         with disabled(model), torch.no_grad():
-            _, off = outputs(model, inputs)
+            off = outputs(model, inputs)
         assert torch.equal(off["logits"], AutoModelForCausalLM.from_pretrained(base)(**inputs).logits)
 
 

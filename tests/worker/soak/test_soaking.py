@@ -15,8 +15,9 @@ import torch
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import LEVELS, Level
 from consistency.worker.faults import plant
+from consistency.worker.model.running import activations
 from consistency.worker.soak import computed, weights
-from consistency.worker.stages.forward import by_blocks, outputs_of
+from consistency.worker.stages.forward import by_blocks
 from consistency.worker.stages.gradient import stage as of_gradient
 from tests.worker.model.made_models import on_llama
 from tests.worker.soak.conftest import Left, SoakOf, of
@@ -108,11 +109,11 @@ def test_a_result_that_the_soak_changes_for_good_is_no_agreement(
     """All repeats agree with one another: the first run is what they are compared with."""
 
     def hot(*args: Any, **options: Any) -> Any:
-        found = outputs_of(*args, **options)
+        found = activations(*args, **options)
         found["logits"] += 1
         return found
 
-    monkeypatch.setattr(computed, "outputs_of", hot)
+    monkeypatch.setattr(computed, "activations", hot)
     found = soak_of(llama, adapter, soak_s=100, stages=("forward",))
     modes = ("adapter_on", "adapter_off", "adapter_merged")
     assert {change.tensor for change in found.changes} == {f"{mode}.end_to_end" for mode in modes}
@@ -209,13 +210,13 @@ def test_memory_stays_flat_over_repeats(llama: Path, adapter: Path, soak_of: Soa
 
 @pytest.mark.slow
 def test_a_leak_shows(llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, kept = outputs_of, []
+    real, kept = activations, []
 
     def leaks(*args: Any, **options: Any) -> Any:
         kept.append(torch.ones(2**20))  # 4 MiB in each of three modes
         return real(*args, **options)
 
-    monkeypatch.setattr(computed, "outputs_of", leaks)
+    monkeypatch.setattr(computed, "activations", leaks)
     found = soak_of(llama, adapter, soak_s=1000, stages=("forward",))
     assert len(found.memory_bytes) == 5
     grown = [b - a for a, b in itertools.pairwise(found.memory_bytes)]

@@ -11,8 +11,9 @@ import torch
 import transformers
 
 from consistency.case.tolerance import Override
+from consistency.worker.model.running import activations
 from consistency.worker.stages import forward
-from consistency.worker.stages.forward import NOT_JUDGED, outputs_of
+from consistency.worker.stages.forward import NOT_JUDGED
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import a_llama, on_llama, saved
 
@@ -51,10 +52,10 @@ def test_outputs_that_are_nan_where_float64_is_not_are_not_within(
     """As of a model that overflows in float16 from end to end."""
 
     def overflown(*given: Any) -> dict[str, torch.Tensor]:
-        found = outputs_of(*given)
+        found = activations(*given)
         return {name: one if one.dtype == torch.float64 else one * torch.nan for name, one in found.items()}
 
-    monkeypatch.setattr(forward, "outputs_of", overflown)
+    monkeypatch.setattr(forward, "activations", overflown)
     (end,) = (r for r in look(llama, adapter, stages=("forward",)) if r.tensor == END)
     assert end.status == "measured"
 

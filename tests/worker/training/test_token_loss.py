@@ -19,7 +19,7 @@ def logits(tokens: int = 3) -> torch.Tensor:
 def test_a_language_model_has_the_cross_entropy_of_each_next_token() -> None:
     given = logits()
     loss = TokenLoss({"input_ids": IDS})
-    ((term, weight),) = loss({"hidden_states.0": torch.ones(2, 3, 4)}, {"logits": given})
+    ((term, weight),) = loss({"logits": given})
     log = torch.log_softmax(given.detach(), -1)
     wanted = -sum(log[row, place, IDS[row, place + 1]] for row in range(2) for place in range(2)) / 4
     assert loss.value == pytest.approx(float(wanted))
@@ -30,15 +30,15 @@ def test_a_language_model_has_the_cross_entropy_of_each_next_token() -> None:
 def test_the_tokens_of_a_prompt_predict_nothing() -> None:
     given = logits(tokens=5)
     with_prompt, without = TokenLoss({"input_ids": IDS}), TokenLoss({"input_ids": IDS})
-    with_prompt({}, {"logits": given})
-    without({}, {"logits": given.detach()[:, 2:].requires_grad_()})
+    with_prompt({"logits": given})
+    without({"logits": given.detach()[:, 2:].requires_grad_()})
     assert with_prompt.value == without.value
 
 
 def test_a_decoder_is_trained_by_its_own_tokens() -> None:
     of_decoder, plain = TokenLoss({"input_ids": IDS[:, :2], "decoder_input_ids": IDS}), TokenLoss({"input_ids": IDS})
-    of_decoder({}, {"logits": logits()})
-    plain({}, {"logits": logits()})
+    of_decoder({"logits": logits()})
+    plain({"logits": logits()})
     assert of_decoder.value == plain.value
 
 
@@ -56,7 +56,7 @@ def test_another_model_has_the_weighted_sum_of_its_outputs(
     inputs: dict[str, torch.Tensor], ends: dict[str, torch.Tensor]
 ) -> None:
     loss = TokenLoss(inputs)
-    ((term, weights),) = loss({}, ends)
+    ((term, weights),) = loss(ends)
     (end,) = ends.values()
     assert term is end
     assert torch.equal(weights, loss_weights(end))

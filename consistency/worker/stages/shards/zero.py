@@ -129,7 +129,7 @@ def _train(
 
     for step, batch in enumerate(batches):
         ranks.events.step(f"{ZERO}, step {step + 1}", step, STEPS)
-        terms = of_outputs(*outputs_by(engine, model, batch))
+        terms = of_outputs(outputs_by(engine, model, batch))
         engine.backward(torch.stack([(tensor * weights).sum().float() for tensor, weights in terms]).sum())
         for name, parameter in parameters.items():
             gradient = safe_get_full_grad(parameter)

@@ -98,7 +98,7 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
             adapted.disable_adapter() if mode == ADAPTER_OFF else nullcontext(),
             computing_on(model, given, take),
         ):
-            for name, output in outputs_by(model, model, inputs)[1].items():
+            for name, output in outputs_by(model, model, inputs).items():
                 take(ResultPlace(name), output)
         for name, result in found.items():
             place = ResultPlace.of(name)
