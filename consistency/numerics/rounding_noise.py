@@ -224,7 +224,7 @@ class _Pools:
 
     def __init__(self, seed: int) -> None:
         generator = np.random.Generator(np.random.PCG64(seed))
-        self._deviates = torch.from_numpy(generator.standard_normal(2 * _LENGTH, dtype=np.float32))
+        self.deviates = torch.from_numpy(generator.standard_normal(2 * _LENGTH, dtype=np.float32))
         self._bytes = torch.from_numpy(generator.integers(0, 256, 2 * _LENGTH, dtype=np.uint8))
         self._made: dict[tuple[torch.dtype, float], torch.Tensor] = {}
 
@@ -232,7 +232,7 @@ class _Pools:
         """Return factors that differ from 1 by a normal deviate of so many unit roundoffs of float32."""
         key = torch.float32, units
         if key not in self._made:
-            self._made[key] = 1 + self._deviates * (units * UNIT_ROUNDOFF[torch.float32])
+            self._made[key] = 1 + self.deviates * (units * UNIT_ROUNDOFF[torch.float32])
         return self._made[key]
 
     def moving(self, dtype: torch.dtype, kind: _Kind) -> torch.Tensor:
@@ -376,7 +376,7 @@ class RoundingNoise(TorchDispatchMode):
         if terms < 2 or not isinstance(operand, torch.Tensor) or operand.dtype != torch.float32:
             return args
         # with fewer terms the factors would be rounded to 1
-        noise = self._drawn(self._pools.normal(math.sqrt(max(terms, 18) / 18)), operand)
+        noise = self._normal(math.sqrt(max(terms, 18) / 18), operand)
         return (*args[:place], operand * noise, *args[place + 1 :])
 
     def _noisy(self, operation: _Operation, result: Any, args: tuple[Any, ...], terms: int) -> Any:
@@ -397,13 +397,19 @@ class RoundingNoise(TorchDispatchMode):
         if value.layout is not torch.strided or value._is_zerotensor():  # exact zeros, without memory to write noise to
             return value
         if terms > 1 and value.dtype == torch.float32:
-            pool = self._pools.normal(math.sqrt(terms / 9 + 1 / 3))
+            noise = self._normal(math.sqrt(terms / 9 + 1 / 3), value)
         else:
-            pool = self._pools.moving(value.dtype, kind)
-        noisy = value * self._drawn(pool, value)
+            noise = self._drawn(self._pools.moving(value.dtype, kind), value)
+        noisy = value * noise
         if kind is _Kind.WITH_MASKS:  # one of the smallest number must not become one of minus infinity
             noisy = torch.maximum(noisy, value.clamp(max=_SMALLEST[value.dtype]))
         return noisy
+
+    def _normal(self, units: float, like: torch.Tensor) -> torch.Tensor:
+        """Return factors of a tensor's shape that differ from 1 by so many unit roundoffs; of a small one no pool."""
+        if like.numel() < _LENGTH // 4:
+            return 1 + self._drawn(self._pools.deviates, like) * (units * UNIT_ROUNDOFF[torch.float32])
+        return self._drawn(self._pools.normal(units), like)
 
     def _drawn(self, pool: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return noise of a tensor's shape from a pool, from another place of it for each operation."""

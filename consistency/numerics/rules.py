@@ -128,29 +128,44 @@ def _rounded_down(count: int) -> int:
 def _error_factor(n: int, m: int, freedom: int, chance: float) -> float:
     nodes = _nodes(m, freedom)
 
-    def is_exceeded(c: float) -> bool:  # by the trapezoidal rule
+    def excess(log_c: float) -> float:  # the logarithm of the chance over `chance`, by the trapezoidal rule
+        c = math.exp(log_c)
         above = ((weight, min(_above(c * x, freedom), 1 - 2**-53)) for x, weight in nodes)
-        return -math.fsum(weight * math.expm1(n * math.log1p(-one)) for weight, one in above) > chance
+        found = -math.fsum(weight * math.expm1(n * math.log1p(-one)) for weight, one in above)
+        return math.log(max(found, 1e-300) / chance)
 
-    if not is_exceeded(LEAST_FACTOR):
+    low, high = math.log(LEAST_FACTOR), math.log(2 * LEAST_FACTOR)
+    at_low, at_high = excess(low), excess(high)
+    if at_low <= 0:
         return LEAST_FACTOR
-    low, high = math.log(LEAST_FACTOR), math.log(1e10)
-    for _ in range(22):  # to 6 of 10⁶
-        middle = (low + high) / 2
-        low, high = (middle, high) if is_exceeded(math.exp(middle)) else (low, middle)
+    while at_high > 0:
+        low, at_low, high = high, at_high, high + math.log(4)
+        at_high = excess(high)
+    while high - low > 5e-6:  # the Illinois method, which keeps an end on either side
+        middle = min(max((low * at_high - high * at_low) / (at_high - at_low), low + 2e-6), high - 2e-6)
+        at_middle = excess(middle)
+        if at_middle > 0:
+            low, at_low, at_high = middle, at_middle, at_high / 2
+        else:
+            high, at_high, at_low = middle, at_middle, at_low / 2
     return math.exp(high)
 
 
-def _nodes(m: int, freedom: int) -> list[tuple[float, float]]:
+@functools.cache
+def _nodes(m: int, freedom: int) -> tuple[tuple[float, float], ...]:
     """Return the nodes of the integral of `error_factor` and their weights; it is taken over the logarithm of x."""
     nodes, step, scale = [], 0.05, 2 / math.gamma(freedom / 2)
+    least = FALSE_ALARM * 1e-7  # all nodes below it together contribute less than a thousandth
     for i in range(int(math.log(1e12 * (12 + math.sqrt(freedom))) / step)):
         x = 1e-12 * math.exp(i * step)
+        density = m * scale * (x * x / 2) ** (freedom / 2) * math.exp(-x * x / 2)
+        if density * step <= least:
+            continue
         below = math.erf(x / math.sqrt(2)) if freedom == 1 else max(0.0, 1 - _above(x, freedom))
-        density = m * scale * (x * x / 2) ** (freedom / 2) * math.exp(-x * x / 2) * below ** (m - 1)
-        if density * step > FALSE_ALARM * 1e-7:  # all other nodes together contribute less than a thousandth of it
-            nodes.append((x, density * step))
-    return nodes
+        weight = density * below ** (m - 1) * step
+        if weight > least:
+            nodes.append((x, weight))
+    return tuple(nodes)
 
 
 def _above(x: float, freedom: int) -> float:

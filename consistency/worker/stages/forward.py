@@ -29,6 +29,7 @@ from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import BY_BLOCKS, END_TO_END, WHOLE_MODEL
 from consistency.capture.records import RecordStatus
 from consistency.case.inference.request import OUTPUT
+from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.numerics.chunks import exact_chunks
@@ -270,10 +271,10 @@ NOT_JUDGED = "shown, not judged: from end to end errors add up, and a trained mo
 
 def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tuple[Exact, Reference]:
     """Compute what all workers are judged by, on the CPU, and publish it."""
-    exact = Exact(track=Track(_decisions(context)))
+    case, exact = context.job.case, Exact(track=Track(_decisions(context)))
     modes = _modes(context)
     # of a large model one sequence shows how far the outputs are from float64
-    is_whole = len(_by_blocks(context, model)) == len(modes) or bool(context.job.case.engine_outputs)
+    is_whole = len(_by_blocks(context, model)) == len(modes) or bool(case.engine_outputs)
     of_ends = inputs if is_whole else first_sequences(inputs, 1)
     found: dict[str, dict[str, Any]] = {}
     for done, mode in enumerate(modes):
@@ -304,7 +305,7 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
     tables = Tables(
         failures=exact.failures, names=tuple(tensors), limits=limits_of(found),
     )  # fmt: skip
-    if context.job.others_wait or context.job.case.soak_s is not None:
+    if context.job.others_wait or case.soak_s is not None or Stage.SHARDING in case.stages:
         publish(context.scratch, tensors, tables)
     return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=tensors)
 

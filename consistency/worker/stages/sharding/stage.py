@@ -3,8 +3,8 @@
 Ids and labels are first compared with the tables on the CPU; where they are past an end, no device runs, for its kernel
 would assert and take the context with it. Then the model runs on the worker's device alone, and in each layout that the
 visible devices suggest; everything that moves between shards is checked on both sides (`moves.py`). Logits and loss are
-compared with those of the one device: bit by bit where the same kernels compute, and by the rule of the stage `forward`
-elsewhere.
+compared with those of the one device bit by bit. Where other kernels compute, other bits are no fault: there every
+block is judged as in the stage `forward`, on what that stage gives it.
 
 The base is loaded again for each layout, besides the copy that the other stages hold.
 """
@@ -18,37 +18,40 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, WHOLE_MODEL
 from consistency.capture.records import RecordStatus
+from consistency.case.stages import Stage
 from consistency.errors import InputError, first_line
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
-from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
-from consistency.numerics.error import measure_against_exact
-from consistency.numerics.exact import in_float64
-from consistency.numerics.independent_errors import independent_rows
-from consistency.numerics.rules import Verdict, judge_relative
+from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import passes
 from consistency.numerics.words import Word
 from consistency.worker import cpu_error
+from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.device_error import computes, is_of_the_device, is_out_of_memory
 from consistency.worker.memory.host_memory import available_bytes
+from consistency.worker.model.block_pass import ResultPlace, run_by_blocks
+from consistency.worker.model.float64_reference import wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
 from consistency.worker.model.inputs import fixed_inputs, with_labels
-from consistency.worker.model.loading import load_adapter, load_base, load_model
-from consistency.worker.model.running import matrix_elements, tokens_of
-from consistency.worker.precision import products_of
+from consistency.worker.model.loading import load_adapter, load_base
+from consistency.worker.protocol import DECISIONS_FILE
+from consistency.worker.stages.block_rule import block_ratio
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model
 from consistency.worker.stages.sharding.moves import ChangedInTransferError, Moves, watched
 
 STAGE = "sharding"
 PINNED = "one device"
+LOSS = "loss"
+LOSS_FOLLOWS = "differs bitwise, as the blocks and logits do, which are judged"
 ON_THE_WAY = "on the way"
 
 _ROOM = 1.25
@@ -59,31 +62,21 @@ Inputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The output of one forward pass, on the CPU."""
+    """The output of one forward pass, on the CPU; of one in which other bits are no fault, its blocks."""
 
     tensors: dict[str, torch.Tensor]
     moves: Moves
     places: dict[str, Any]
+    blocks: _Blocks | None = None
 
 
-@dataclass
-class _Exact:
-    """The same pass in float64, and passes with noise in the tested dtype; computed when first needed."""
+@dataclass(slots=True, kw_only=True)
+class _Blocks:
+    """The largest ratio of a layout's blocks, and the first that is outside; or the reason why there is none."""
 
-    context: Context
-    inputs: Inputs
-
-    @cached_property
-    def found(self) -> tuple[list[Inputs], Inputs]:
-        model = load_model(self.context.job.case, "cpu")
-        exact = in_float64(_outputs, model, self.inputs)
-
-        def independent(drawn: Inputs) -> dict[str, int]:
-            return {name: independent_rows(drawn[name], tensor) for name, tensor in exact.items()}
-
-        products = cpu_error.products_in(model, products_of(self.context.device))
-        passes = cpu_error.passes_for(matrix_elements(model) * tokens_of(self.inputs))
-        return cpu_error.draw(products, passes, lambda: _outputs(model, self.inputs), independent), exact
+    ratio: float | None = None
+    first: str | None = None
+    reason: str = "differs bitwise, and its blocks have no float64 values"
 
 
 def run(context: Context) -> None:
@@ -115,16 +108,17 @@ def run(context: Context) -> None:
     if pinned is None:
         return
     folder = context.scratch / f"offload-{os.getpid()}"
-    exact = _Exact(context=context, inputs=inputs)
     for done, way in enumerate(ways):
         context.events.step(way.name, done, len(ways))
-        found = _answer(context, way, inputs, functools.partial(load, case, way, context.device, folder))
+        found = _answer(context, way, inputs, functools.partial(load, case, way, context.device, folder), pinned)
         shutil.rmtree(folder, ignore_errors=True)
         if found is not None:
-            _judge(context, way, found, pinned, exact)
+            _judge(context, way, found, pinned)
 
 
-def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], torch.nn.Module]) -> Answer | None:
+def _answer(
+    context: Context, way: Layout, inputs: Inputs, make: Callable[[], torch.nn.Module], pinned: Answer | None = None
+) -> Answer | None:
     """Load, run and release the model; record why there is no answer where there is none."""
     moves = Moves(given=inputs, by_host=way.by_host)
     model = None
@@ -145,6 +139,9 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
         with watched(model, moves):
             moved = {name: moves.move(name, tensor, _door(model)) for name, tensor in inputs.items()}
             tensors = _outputs(model, moved)
+        blocks = None
+        if pinned is not None and not _promises_bits(context, places) and not _equal(tensors, pinned.tensors):
+            blocks = _by_blocks(context, way, model, inputs)
     except ChangedInTransferError as change:
         record(change.word, change.sentence, change.evidence)
         return None
@@ -176,12 +173,46 @@ def _answer(context: Context, way: Layout, inputs: Inputs, make: Callable[[], to
         model = None
         gc.collect()  # hooks and modules hold each other
     record(None, None, {"places": dict(Counter(map(str, places.values())))})
-    return Answer(tensors=tensors, moves=moves, places=places)
+    return Answer(tensors=tensors, moves=moves, places=places, blocks=blocks)
 
 
-def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: _Exact) -> None:
-    # kernels that a benchmark chooses, or atomics, promise no equal bits
-    exactly = context.job.case.is_pinned and same_model(context.device, found.places) and context.device.type != "cpu"
+def _promises_bits(context: Context, places: Mapping[str, Any]) -> bool:
+    """Report whether a layout computes with the kernels of the one device; the CPU's add in an order by address."""
+    return context.job.case.is_pinned and same_model(context.device, places) and context.device.type != "cpu"
+
+
+def _equal(tensors: Inputs, expected: Inputs) -> bool:
+    return all(name in tensors and digest(tensors[name]) == digest(one) for name, one in expected.items())
+
+
+def _by_blocks(context: Context, way: Layout, model: torch.nn.Module, inputs: Inputs) -> _Blocks:
+    """Run the blocks of a layout on what the stage `forward` gives them, and judge their results."""
+    if Stage.FORWARD not in context.job.case.stages:
+        return _Blocks(reason="differs bitwise; the stage forward, whose float64 results judge it, is not run")
+    reference = wait_for(context.scratch, context.events)
+    if isinstance(reference, str):
+        return _Blocks(reason=reference)
+    mode = ADAPTER_OFF if context.job.case.adapter is None else ADAPTER_ON
+    replay = Replay(
+        context.scratch / DECISIONS_FILE.format(Stage.FORWARD), model,
+        cpu_error.products_on(context.model, context.device),
+    )  # fmt: skip
+    found = _Blocks()
+
+    def take(place: ResultPlace, result: torch.Tensor) -> None:
+        own = result.detach().to("cpu")
+        ratio = block_ratio(context, STAGE, place.layer, own, reference, f"{mode}::{place}")
+        if ratio is not None:
+            found.ratio = ratio if found.ratio is None else max(found.ratio, ratio, key=lambda one: (one != one, one))
+            found.first = found.first or (None if passes(ratio) else place.layer)
+
+    with deciding(replay.watch_if_any(mode), gradient=False, places=replay.places):
+        run_by_blocks(model, inputs, functools.partial(reference.given, mode), take)
+    record_flips(context, STAGE, replay.flips, mode=way.name)
+    return found if replay.was_complete(mode) else _Blocks(reason=NOT_REPLAYED)
+
+
+def _judge(context: Context, way: Layout, found: Answer, pinned: Answer) -> None:
     for name, expected in pinned.tensors.items():
         actual = found.tensors.get(name)
         status: RecordStatus = "outside"
@@ -194,29 +225,19 @@ def _judge(context: Context, way: Layout, found: Answer, pinned: Answer, exact: 
             status, word, evidence = "equal", None, {}
         else:
             evidence = _difference(actual, expected)
-            if not exactly:  # the CPU's libraries may sum in another order where a weight begins at another address
-                verdict = _verdict(name, actual, exact)
-                if verdict is None:
-                    _skip(context, way.name, "differs bitwise, and no float64 value is known", tensor=name)
+            if found.blocks is not None:
+                share = found.blocks.ratio
+                if share is None or name == LOSS:
+                    _skip(context, way.name, found.blocks.reason if share is None else LOSS_FOLLOWS, tensor=name)
                     continue
-                status, share = verdict.status, verdict.ratio
-                word = Word.OTHER_ANSWER if status == "outside" else Word.ACCUMULATION_ORDER
+                if passes(share):
+                    status, word = "within", Word.ACCUMULATION_ORDER
+                else:
+                    evidence["first"] = found.blocks.first
         context.record.fact(
             STAGE, way.name, name, status=status, word=word, share=share,
             evidence={"reference": PINNED, **evidence},
         )  # fmt: skip
-
-
-def _verdict(name: str, actual: torch.Tensor, exact: _Exact) -> Verdict | None:
-    """Judge by the rule of the stage `forward`; None where no float64 value is known."""
-    drawn, truths = exact.found
-    truth = truths.get(name)
-    if truth is None or truth.shape != actual.shape or actual.dtype not in UNIT_ROUNDOFF:
-        return None
-    truth = truth.to(torch.float64)
-    found = measure_against_exact(actual, truth)
-    rounding = cpu_error.rounding_error([one[name] for one in drawn], truth, independent_rows)
-    return judge_relative(found, name_of(actual.dtype), rounding)
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
@@ -237,7 +258,7 @@ def _outputs(model: torch.nn.Module, inputs: Inputs) -> Inputs:
     return {
         name: value.detach().to("cpu")
         for name, value in dict(output).items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and name in ("loss", "logits")
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and name in (LOSS, "logits")
     }
 
 

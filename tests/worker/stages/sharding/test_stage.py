@@ -74,23 +74,27 @@ def test_layers_from_the_disk_give_the_same_bits(look: Look, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_another_answer_is_found_and_the_last_bits_are_not(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = sharding._outputs, []
+    real = sharding.load
     factor = 1.0
 
-    def outputs(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        calls.append(1)
-        found = real(model, inputs)
-        # the second pass is the one over shards; the third and fourth are the CPU's own and the one in float64
-        return {name: t * factor for name, t in found.items()} if len(calls) == 2 else found
+    def load(*of: Any) -> torch.nn.Module:
+        model = real(*of)
+        block: Any = next(module for name, module in model.named_modules() if name.endswith("h.0.mlp"))
+        block.register_forward_hook(lambda _, __, found: found * factor)
+        return model
 
-    monkeypatch.setattr(sharding, "_outputs", outputs)
+    monkeypatch.setattr(sharding, "load", load)
     factor = 1 + 2**-23
-    assert statuses(look())["cpu and disk", "logits"] == "within"
-    calls.clear()
+    found = look(stages="forward,sharding")
+    assert statuses(found)["cpu and disk", "logits"] == "within"
+    assert found.verdict == "consistent"
+    assert statuses(look(stages="sharding"))["cpu and disk", "logits"] == "skipped", "nothing to judge it by"
     factor = 1 + 1e-3
-    found = look()
+    found = look(stages="forward,sharding")
     assert statuses(found)["cpu and disk", "logits"] == "outside"
     assert [f.kind for f in found.findings if f.severity == "error"] == ["other-answer"]
+    outside = next(r for t in found.tensors if t.tensor == "logits" and t.layer == "cpu and disk" for r in t.outcomes)
+    assert outside.evidence["first"] == "transformer.h.0.mlp", "the first module that is outside"
 
 
 @pytest.mark.parametrize("lost", [False, True])

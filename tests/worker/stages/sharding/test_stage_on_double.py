@@ -14,7 +14,7 @@ DROPPED = [{"from": "npu:0", "to": "npu:1", "does": "drop"}]
 @pytest.fixture(scope="module")
 def runs(run_on_double: RunsOnDouble) -> dict[str, RunOnDouble]:
     """Run on devices that are well, of two architectures, and on such whose copies 0→1 never arrive."""
-    options = {"devices": "npu:0", "stages": "sharding", "load_paths": "shared"}
+    options = {"devices": "npu:0", "stages": "forward,sharding", "load_paths": "shared"}
     return {
         "well": run_on_double({"architectures": ["A", "B", "A", "A"]}, **options),
         "dropped": run_on_double({"copies": DROPPED, "fill": 203}, **options),
