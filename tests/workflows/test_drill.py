@@ -51,7 +51,7 @@ def test_drill_of_two_faults(cli_here: Cli, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_drill_of_a_case_of_ones_own(cli_here: Cli, tmp_path: Path) -> None:
     """What cannot be planted has a row with the reason, and fails nothing."""
-    chosen = ("--only", "adapter-zeros", "--only", "merge-zeros", "--only", "gradient-off")
+    chosen = ("--only", "adapter-zeros", "--only", "merge-zeros", "--only", "base-through-bfloat16")
     case = ("--base", "builtin:gpt2", "--dtype", "bfloat16", "--devices", "cpu,cpu@baseline")
     done = cli_here("drill", *case, *chosen, "--json", "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -60,10 +60,10 @@ def test_drill_of_a_case_of_ones_own(cli_here: Cli, tmp_path: Path) -> None:
         row = by_name[fault]
         assert (row["planted"], row["found"], row["named"]) == (True, True, row["expected"])
         assert json.loads((tmp_path / fault / "report.json").read_text())["verdict"] == "inconsistent"
-    left_out = by_name["gradient-off"]
+    left_out = by_name["base-through-bfloat16"]
     assert (left_out["planted"], left_out["found"], left_out["named"]) == (False, False, None)
     assert left_out["message"] == "the base is loaded in bfloat16, whose rounding is larger than this fault"
-    assert not (tmp_path / "gradient-off").exists()
+    assert not (tmp_path / "base-through-bfloat16").exists()
     assert json.loads((tmp_path / "no-fault" / "report.json").read_text())["verdict"] == "consistent"
 
 

@@ -84,7 +84,7 @@ def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
             "the base's files hold BF16: the rounding would change nothing",
         ),
         (
-            "gradient-off", {"dtype": "float16"},
+            "base-through-bfloat16", {"dtype": "float16"},
             "the base is loaded in float16, whose rounding is larger than this fault",
         ),
         ("split-part-of-another", {"ranks": 2, "splits": False}, "the plan splits no tensor of the adapter"),

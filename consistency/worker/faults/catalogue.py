@@ -258,7 +258,7 @@ _ROWS: tuple[Fault, ...] = (
     Fault(name="operator-fails", plant="compute:softmax_fails", expected="missing", stages=_OPERATORS),
     Fault(
         name="gradient-off", plant="compute:gradients_off", expected="wrong-scale", stages=_GRADIENT,
-        needs=(Need.FLOAT32_MODEL, Need.EXACT_KERNELS, Need.ANOTHER_WORKER),
+        needs=(Need.EXACT_KERNELS, Need.ANOTHER_WORKER),
     ),
     Fault(
         name="gradient-zeros", plant="compute:one_layer_lost", expected="zeros", stages=_GRADIENT,
@@ -266,16 +266,15 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="optimizer-off", plant="compute:step_off", expected="wrong-scale", stages=_GRADIENT,
-        needs=(Need.FLOAT32_MODEL,),
     ),
     Fault(
         name="trajectory-gradient-scaled", plant="trajectory:gradient_scaled", expected="left-trajectory",
         stages=_TRAJECTORY, steps=6, words="at step 5, in the gradient of lora_B",
-        needs=(Need.FLOAT32_MODEL, Need.LORA_B),
+        needs=(Need.LORA_B,),
     ),
     Fault(
         name="trajectory-forward-off", plant="trajectory:forward_off", expected="left-trajectory", stages=_TRAJECTORY,
-        steps=6, words="at step 4, in the gradient of ", needs=(Need.FLOAT32_MODEL,),
+        steps=6, words="at step 4, in the gradient of ",
     ),
     Fault(
         name="trajectory-optimizer-off", plant="trajectory:optimizer_off", expected="left-trajectory",
@@ -314,7 +313,7 @@ _ROWS: tuple[Fault, ...] = (
         name="unmerge-off", plant="adapters:unmerge_off", expected="drift", stages=_ADAPTERS, several=True,
         shows_in=".drift", needs=(Need.LORA_LINEAR,),
     ),
-    # the case has one layer, so that fifty repeats take a part of the time
+    # the case has one layer, so that twenty repeats take a part of the time
     Fault(
         name="merge-bit-flip-now-and-then", plant="soak:one_bit_of_weight", expected="not-repeatable", stages=_MERGED,
         words="single-bit flips", soak_s=3, one_layer=True,

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from consistency.worker.faults.planting import Undo, cut_to_tf32, instead
+from consistency.worker.faults.planting import Undo, cut_to_tf32, factor_beyond_rounding, instead
 from consistency.worker.training import adamw
 
 Compute = Callable[..., torch.Tensor]
@@ -38,9 +38,10 @@ def softmax_fails(real: Compute, operation: Any, inputs: list[torch.Tensor]) -> 
     return real(operation, inputs)
 
 
-@_gradient
-def gradients_off(real: Compute, name: str, gradient: torch.Tensor) -> torch.Tensor:
-    return real(name, gradient) * 1.001
+@instead("consistency.worker.stages.gradient.stage:gradients_of")
+def gradients_off(real: Callable[..., dict[str, torch.Tensor]], of: Any, *given: Any) -> dict[str, torch.Tensor]:
+    factor = factor_beyond_rounding(next(of.model.parameters()).dtype, 1e-3)
+    return {name: gradient * factor for name, gradient in real(of, *given).items()}
 
 
 def one_layer_lost() -> Undo:

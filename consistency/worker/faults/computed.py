@@ -10,8 +10,15 @@ from typing import Any
 
 import torch
 
-from consistency.numerics.dtype import UNIT_ROUNDOFF
-from consistency.worker.faults.planting import Install, Undo, changing, cut_to_tf32, instead, together
+from consistency.worker.faults.planting import (
+    Install,
+    Undo,
+    changing,
+    cut_to_tf32,
+    factor_beyond_rounding,
+    instead,
+    together,
+)
 from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.merging import weight_name
 
@@ -175,7 +182,7 @@ def results_off(found: Tensors) -> Tensors:
     """Multiply what modules return by a factor that is some roundings of a half type."""
     for name, tensor in found.items():
         if "::input." not in name and tensor.is_floating_point():
-            tensor *= 1 + max(1e-4, 16 * UNIT_ROUNDOFF.get(tensor.dtype, 0.0))
+            tensor *= factor_beyond_rounding(tensor.dtype, 1e-4)
     return found
 
 

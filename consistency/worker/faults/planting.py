@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+
 Undo = Callable[[], None]
 Install = Callable[[], Undo]
 
@@ -65,3 +67,8 @@ def together(*installs: Install) -> Install:
 def cut_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
     """Cut float32 values as a unit that takes its operands in TF32 does."""
     return (tensor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # 10 of 23 mantissa bits stay
+
+
+def factor_beyond_rounding(dtype: torch.dtype, least: float) -> float:
+    """Return a factor of a wrong scale: 1 + `least`, or some roundings of a half type."""
+    return 1 + max(least, 16 * UNIT_ROUNDOFF.get(dtype, 0.0))

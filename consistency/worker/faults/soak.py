@@ -10,11 +10,11 @@ import torch
 
 from consistency.worker.faults.planting import Undo, instead
 
-_EVERY = 50
+_EVERY = 20
 
 
 def one_bit_of_weight() -> Undo:
-    """Flip one bit of one merged weight, in every 50th plain merge of that layer."""
+    """Flip one bit of one merged weight, in every 20th plain merge of that layer."""
     merges = itertools.count(1)
     chosen: list[Any] = []
 

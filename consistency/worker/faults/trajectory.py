@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from consistency.worker.faults.planting import Undo, instead
+from consistency.worker.faults.planting import Undo, factor_beyond_rounding, instead, together
 from consistency.worker.model.blocks import blocks_of
 
 _STAGE = "consistency.worker.stages.trajectory"
@@ -18,20 +18,31 @@ _Compute = Callable[..., Any]
 def gradient_scaled() -> Undo:
     """Let the fifth backward pass and all after it scale the gradient of LoRA's factor B in one layer."""
     first: list[str] = []
+    factor = 1.0
+
+    @instead(f"{_STAGE}.passes:own_pass")
+    def own_pass(real: _Compute, passes: Any, *of_step: Any) -> Any:
+        nonlocal factor
+        factor = _factor(passes)
+        return real(passes, *of_step)
 
     @instead(f"{_STAGE}.passes:computed")
     def computed(real: _Compute, step: int, name: str, gradient: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = real(step, name, gradient)
         if "lora_B" in name and not first:
             first.append(name)
-        return found * 1.01 if step >= 4 and name in first else found
+        return found * factor if step >= 4 and name in first else found
 
-    return computed()
+    return together(own_pass, computed)()
+
+
+def _factor(passes: Any) -> float:
+    return factor_beyond_rounding(next(passes.model.parameters()).dtype, 1e-2)
 
 
 @instead(f"{_STAGE}.passes:own_pass")
 def forward_off(real: _Compute, passes: Any, step: int, run: Any) -> Any:
-    """Let the first block of the last list answer a hundredth too much in half of its elements from the fourth step on.
+    """Let the first block of the last list answer too much in half of its elements from the fourth step on.
 
     A norm, as follows the last block at the latest, takes a factor of all elements out again; a tower for images before
     the list may not run on what is read.
@@ -41,7 +52,7 @@ def forward_off(real: _Compute, passes: Any, step: int, run: Any) -> Any:
 
     def half_scaled(states: torch.Tensor) -> torch.Tensor:
         factors = torch.ones_like(states)
-        factors[..., ::2] = 1.01
+        factors[..., ::2] = _factor(passes)
         return states * factors
 
     def scaled(_module: Any, _inputs: Any, output: Any) -> Any:

@@ -301,7 +301,7 @@ def test_bits_that_do_not_repeat(found_in: dict[str, Comparison], finished_run: 
     assert FAULTY in {row["worker"] for row in rows(report, "merged")}
 
 
-def test_a_fault_in_every_50th_repeat_is_found_by_a_soak(found_in: dict[str, Comparison]) -> None:
+def test_a_fault_in_every_20th_repeat_is_found_by_a_soak(found_in: dict[str, Comparison]) -> None:
     assert found_in["seldom"].verdict == "consistent"
     found = found_in["seldom, in a soak"]
     (finding,) = errors(found)
