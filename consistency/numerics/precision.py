@@ -15,6 +15,10 @@ SPLIT_TERMS = 32
 """Fewest terms of an inner product that one partial sum covers: the smallest depth of a tile of half types in CUTLASS,
 two instructions of 16."""
 
+MOST_SPLITS = 32
+"""Most partial sums of an inner product: the largest factor that a search over cuBLASLt's algorithms tries (NVIDIA's
+sample LtHgemmCustomFind)."""
+
 
 class Precision(enum.StrEnum):
     """What a unit rounds the operands of float32 products to before it multiplies; the least precise last."""
@@ -46,3 +50,8 @@ def partial_sums_error(terms: int, unit: float, *, each: int = SPLIT_TERMS) -> f
     through at most m roundings: :math:`(1 + u)^m - 1`. Accumulated in the half type altogether, `each` is 1.
     """
     return math.expm1(math.ceil(terms / each) * math.log1p(unit))
+
+
+def partial_sums(terms: int, each: int) -> int:
+    """Return how many partial sums of an inner product a device may store in a half type, one after another."""
+    return terms if each == 1 else min(MOST_SPLITS, math.ceil(terms / each))

@@ -28,7 +28,8 @@ bias: three roundings. Every other seed does so.
 **In a half type** products are exact in float32 and a store decides the error, which all devices make alike: 1.00 to
 1.01 times the CPU's on emulated tensor cores of three generations. So the CPU's own rounding is enough, and what a pass
 needs is other errors than the last one: a result is moved to a neighbour with a probability of 1/128, and all that
-follows is rounded anew.
+follows is rounded anew. Where a device may store partial sums of products in the half type, as cuBLAS does by default,
+each of m rounds as a term in one accumulator does: the formula above with m for K and the type's own u.
 
 The pass is computed in the tested dtype, so its own errors add to the noise. Root mean square of the error, in units of
 the CPU's own, float32, 128 rows (`python -m benchmarks.rounding`): hidden size 128: one accumulator 1.0, noise 1.8;
@@ -51,6 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.grouped_products import GROUPED
+from consistency.numerics.precision import partial_sums
 from consistency.numerics.reduced_products import MATRIX_PRODUCTS
 
 _aten = torch.ops.aten
@@ -270,12 +272,15 @@ class RoundingNoise(TorchDispatchMode):
     ----------
     seed : int
         Passes with other seeds have other errors; with one seed, equal passes have equal ones.
+    partial_terms : mapping of torch.dtype to int, optional
+        Half types in which partial sums of products may be stored, and the terms of each.
     """
 
     _active: ClassVar[list[RoundingNoise]] = []
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, partial_terms: Mapping[torch.dtype, int] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        self._partial_terms = partial_terms or {}
         self._pools = (_kept if seed < _KEPT_SEEDS else _Pools)(seed)
         self._operations = 0
         self._stores_steps = seed % 2 == 1
@@ -340,7 +345,21 @@ class RoundingNoise(TorchDispatchMode):
         left, right = operation.factors
         terms = args[left].shape[-1]
         smaller = left if args[left].numel() <= args[right].numel() else right
+        dtype = args[left].dtype
+        parts = partial_sums(terms, self._partial_terms.get(dtype, terms))
+        if parts > 1 and operation.func in MATRIX_PRODUCTS:
+            return self._in_parts(operation, args, kwargs, smaller, parts)
         return self._noisy(operation, operation.func(*self._shaken(args, smaller, terms), **kwargs), args, terms)
+
+    def _in_parts(
+        self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, parts: int
+    ) -> Any:
+        """Multiply half types with the noise of so many partial sums that are stored in the type."""
+        unit = UNIT_ROUNDOFF[args[place].dtype] / UNIT_ROUNDOFF[torch.float32]
+        wide = [one.to(torch.float32) if isinstance(one, torch.Tensor) else one for one in args]
+        wide[place] = wide[place] * self._normal(unit * math.sqrt(parts / 18), wide[place])
+        found = operation.func(*wide, **kwargs)
+        return (found * self._normal(unit * math.sqrt(parts / 9 + 1 / 3), found)).to(args[place].dtype)
 
     def _convolution(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if operation.func is _aten.convolution.default:

@@ -20,6 +20,7 @@ import torch
 from consistency.devices.backends import CPU
 from consistency.devices.products import Products, permitted
 from consistency.devices.settings import with_implied
+from consistency.numerics.dtype import name_of as name_of_dtype
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.file_tensor import Readable
 from consistency.numerics.fused_attention import FusedAttention
@@ -78,7 +79,11 @@ def computing_with(products: Products) -> Iterator[None]:
 
 
 def products_in(model: torch.nn.Module, products: Products) -> Products:
-    """Return products of a model: one without convolutions does not tell their precisions apart."""
+    """Return products of a model: what it has none of, convolutions or sums of a half type, tells nothing apart."""
+    if products.partial_terms:
+        stored = {name_of_dtype(one.dtype) for one in model.parameters()}
+        partial = {name: terms for name, terms in products.partial_terms.items() if name in stored}
+        products = replace(products, partial_terms=partial)
     if products.convolution is products.matmul:  # asked for every tensor, and there are thousands of modules
         return products
     convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules())
@@ -87,9 +92,12 @@ def products_in(model: torch.nn.Module, products: Products) -> Products:
 
 def name_of(products: Products) -> str:
     """Return the name under which the errors with such products are shared."""
-    if products.matmul is products.convolution:
-        return str(products.matmul)
-    return f"{products.matmul}, convolutions {products.convolution}"
+    found = str(products.matmul)
+    if products.matmul is not products.convolution:
+        found += f", convolutions {products.convolution}"
+    for dtype, terms in sorted(products.partial_terms.items()):
+        found += f", {'sums' if terms == 1 else 'partial sums'} in {dtype}"
+    return found
 
 
 def products_on(model: torch.nn.Module, device: torch.device | str) -> str:
@@ -114,7 +122,8 @@ def with_noise(products: Products, seed: int) -> Iterator[None]:
     """
     attention = nullcontext() if seed % 2 else FusedAttention()
     by_formula = determinism.switched(**_BY_FORMULA)
-    with computing_with(products), by_formula, attention, RoundingNoise(seed):
+    partial = {getattr(torch, dtype): terms for dtype, terms in products.partial_terms.items()}
+    with computing_with(products), by_formula, attention, RoundingNoise(seed, partial_terms=partial):
         yield
 
 

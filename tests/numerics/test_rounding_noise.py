@@ -79,6 +79,29 @@ def test_a_half_type_has_hardly_more_than_its_own_rounding(dtype: torch.dtype) -
     assert 1.0 < rms(noisy.double() - exact) / rms((left @ right).double() - exact) < 1.3
 
 
+def added_up_in(dtype: torch.dtype, left: torch.Tensor, right: torch.Tensor, each: int) -> torch.Tensor:
+    """Multiply in partial sums of `each` terms, each of which is added up and stored in a half type."""
+    total = torch.zeros(left.shape[0], right.shape[1], dtype=dtype)
+    for k in range(0, left.shape[1], each):
+        total = (total.float() + left[:, k : k + each].float() @ right[k : k + each].float()).to(dtype)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("terms", "each", "permitted"), [(512, 32, 32), (1024, 32, 32), (1024, 1, 1)])
+def test_partial_sums_that_are_stored_in_a_half_type(dtype: torch.dtype, terms: int, each: int, permitted: int) -> None:
+    """As large as those of a device that stores them, which are twice as large as others at least."""
+    left, right = normal(48, terms).to(dtype), normal(terms, 40, seed=2).to(dtype)
+    exact = left.double() @ right.double()
+    theirs = rms(added_up_in(dtype, left, right, each).double() - exact)
+    with RoundingNoise(0, partial_terms={dtype: permitted}):
+        noisy = torch.mm(left, right)
+    assert noisy.dtype == dtype
+    assert 0.9 < rms(noisy.double() - exact) / theirs < 2.5
+    with RoundingNoise(0):
+        assert rms(torch.mm(left, right).double() - exact) < theirs / 2
+
+
 MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "view": lambda x: x.view(4, -1),
     "contiguous": lambda x: x.t().contiguous(),

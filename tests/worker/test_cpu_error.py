@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from consistency.devices.products import Products
-from consistency.numerics.precision import Precision
+from consistency.numerics.precision import SPLIT_TERMS, Precision
 from consistency.numerics.reduced_products import rounded_to_bfloat16, truncated_to_tf32
 from consistency.worker import cpu_error
 from consistency.worker.cpu_error import computing_with, name_of, products_in, products_of_run
@@ -48,6 +48,30 @@ def test_each_precision_of_the_run_is_needed_once() -> None:
         assert found == {"float32": Products(), "tf32": TF32}
         found = products_of_run(job(peer("npu", float32_matmul_precision="medium")), LINEAR)
         assert found == {"float32": Products(), "bfloat16": BFLOAT16}
+
+
+def test_sums_in_a_half_type_are_of_models_that_have_it() -> None:
+    """CUDA's libraries may store partial sums in half types by default; a model in float32 multiplies none."""
+    half = torch.nn.Linear(3, 3, dtype=torch.bfloat16)
+    with deterministic(pins=False):
+        assert list(products_of_run(job(peer("cuda")), LINEAR)) == ["float32"]
+        found = products_of_run(job(peer("cuda")), half)
+        assert list(found) == ["float32", "float32, partial sums in bfloat16"]
+        assert found["float32, partial sums in bfloat16"].partial_terms == {"bfloat16": SPLIT_TERMS}
+    assert name_of(Products(partial_terms={"float16": 1})) == "float32, sums in float16"
+
+
+@pytest.mark.parametrize("terms", [1, SPLIT_TERMS])
+def test_passes_have_the_errors_of_sums_in_a_half_type(terms: int) -> None:
+    left = torch.linspace(-1, 1, 64 * 1024).reshape(64, 1024).to(torch.bfloat16)
+    right = left.T.contiguous()
+    exact = left.double() @ right.double()
+    found = {}
+    for products in (Products(), Products(partial_terms={"bfloat16": terms})):
+        with cpu_error.with_noise(products, 1):
+            found[name_of(products)] = float((torch.mm(left, right).double() - exact).square().mean())
+    plain, stored = found.values()
+    assert stored > 4 * plain
 
 
 def test_what_a_library_turned_on_is_needed_as_deployed() -> None:

@@ -69,6 +69,6 @@ def cut_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # 10 of 23 mantissa bits stay
 
 
-def factor_beyond_rounding(dtype: torch.dtype, least: float) -> float:
+def factor_beyond_rounding(dtype: torch.dtype, least: float, roundings: int = 16) -> float:
     """Return a factor of a wrong scale: 1 + `least`, or some roundings of a half type."""
-    return 1 + max(least, 16 * UNIT_ROUNDOFF.get(dtype, 0.0))
+    return 1 + max(least, roundings * UNIT_ROUNDOFF.get(dtype, 0.0))

@@ -37,7 +37,7 @@ def gradient_scaled() -> Undo:
 
 
 def _factor(passes: Any) -> float:
-    return factor_beyond_rounding(next(passes.model.parameters()).dtype, 1e-2)
+    return factor_beyond_rounding(next(passes.model.parameters()).dtype, 1e-2, roundings=64)
 
 
 @instead(f"{_STAGE}.passes:own_pass")
