@@ -34,14 +34,13 @@ FEATURES = {
     "history and baseline": (
         "comparison/history", "report/history.py", "report/history_changes.py", "report/history_classes.py",
         "report/history_page.py", "report/history_table.py", "cli/commands/history.py", "cli/commands/baseline.py",
-        "cli/glossary/history_changes.py",
     ),
     "reproducing": ("workflows/reproduce", "cli/commands/reproduce.py"),
     "bisecting": ("workflows/bisect.py", "workflows/candidates.py", "cli/commands/bisect.py"),
     "soak": ("worker/soak",),
     "training alone": ("worker/stages/trajectory", "worker/training/token_loss.py", "worker/faults/trajectory.py"),
     "wrappers": ("worker/wrapper_check", "worker/stages/wrapping.py"),
-    "explaining words": ("cli/glossary", "cli/commands/explain.py"),
+    "explaining words": ("cli/glossary.py", "cli/commands/explain.py"),
     "the environment of an issue": ("workflows/host_environment.py", "cli/commands/env.py"),
     "monitoring": ("report/status", "cli/commands/status.py"),
     "the pytest plugin": ("pytest_plugin",),
@@ -118,7 +117,8 @@ def run() -> Iterator[Run]:
 def without(package: Path, run: Run, home: Path, *parts: str, level: Level = Level.QUICK) -> set[str]:
     """Run the built-in case with a copy of the package that lacks these parts; return the stages that were checked."""
     shutil.copytree(package, home / "consistency")
-    (home / "fixtures").symlink_to(HERE / "fixtures")
+    for folder in ("fixtures", "docs"):
+        (home / folder).symlink_to(HERE / folder)
     for part in parts:
         place = home / "consistency" / part
         if place.is_dir():

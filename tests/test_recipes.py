@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parents[1]
 PAGES = sorted((HERE / "docs").glob("extending*.md"))
 
-_BLOCK = re.compile(r"^```(python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(python|markdown)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^## (.+)\n", re.MULTILINE)
-_PLACE = re.compile(r"# (?P<file>[\w/]+\.py)(?:, (?:after `(?P<after>.+)`|(?P<end>at the end)))?\n")
+_PLACE = re.compile(r"(?:#|<!--) (?P<file>[\w/]+\.\w+)(?:, (?:after `(?P<after>.+)`|(?P<end>at the end)))?(?: -->)?\n")
 
 
 def recipes() -> dict[str, str]:
@@ -45,8 +45,10 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("extended")
     shutil.copytree(HERE / "consistency", home / "consistency", ignore=shutil.ignore_patterns("__pycache__"))
     (home / "fixtures").symlink_to(HERE / "fixtures")
+    (home / "docs").mkdir()
+    shutil.copy(HERE / "docs" / "glossary.md", home / "docs")
     for place, text in blocks():
-        path = home / "consistency" / place["file"]
+        path = home / ("" if place["file"].startswith("docs/") else "consistency") / place["file"]
         if place["after"] is None and place["end"] is None:
             assert not path.exists(), f"{place['file']} exists: say where in it"
             path.write_text(text, encoding="utf-8")
@@ -56,7 +58,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lines.append("\n\n" + text)
         else:
             (number,) = (number for number, line in enumerate(lines) if place["after"] in line)
-            lines.insert(number + 1, text)
+            lines.insert(number + 1, text if path.suffix == ".py" else f"\n{text}")
         path.write_text("".join(lines), encoding="utf-8")
     return home
 

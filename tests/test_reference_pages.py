@@ -12,7 +12,6 @@ from benchmarks.reference_pages.fields import meanings, type_text
 from benchmarks.reference_pages.markdown import prose
 from consistency.case.options import OPTIONS
 from consistency.cli.exit_status import EXIT_STATUS
-from consistency.cli.glossary import known_words
 from consistency.comparison.outcomes import Judgement, Outcome
 from consistency.report.schema import document
 from tests.versions import made_with_constraints
@@ -34,13 +33,13 @@ def test_every_field_has_a_meaning(name: str) -> None:
 def test_the_site_has_every_page() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     reference = index[index.index(":caption: Reference") :].partition("```")[0]
-    assert sorted(re.findall(r"^[a-z-]+$", reference, re.MULTILINE)) == sorted(name[:-3] for name in PAGES)
+    listed = re.findall(r"^[a-z-]+$", reference, re.MULTILINE)
+    assert sorted(listed) == sorted(["glossary", *(name[:-3] for name in PAGES)])
 
 
 def test_nothing_is_left_out() -> None:
     texts = {name: text_of(name) for name in PAGES}
     listed = {
-        "glossary.md": [f"### `{word}`\n" for word in known_words()],
         "commands.md": [f"## consistency {command}\n" for command in EXIT_STATUS],
         "options.md": [f"\n| TOML | `{option.name} = " for option in OPTIONS],
         "report-format.md": [f"\n| `{field}` | " for field in document()["$defs"]["ReportFile"]["properties"]],

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.reference_pages import api, capture_format, commands, glossary, options, report_format
+from benchmarks.reference_pages import api, capture_format, commands, options, report_format
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "glossary.md": glossary.page,
     "commands.md": commands.page,
     "options.md": options.page,
     "report-format.md": report_format.page,

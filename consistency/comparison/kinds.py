@@ -2,7 +2,7 @@
 
 A finding about tensors has the word of their difference as its kind (`consistency.numerics.words.Word`), one about an
 inference engine the mistake that explains its outputs (`consistency.capture.engine_causes.Cause`). All others are here.
-What each means, what causes it and what to do is in `consistency.cli.glossary`.
+What each means, what causes it and what to do is in `docs/glossary.md`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import get_args
 
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from consistency.capture.engine_causes import Cause
 from consistency.capture.records import RecordStatus, WorkerStatus
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import SPECS, Level
+from consistency.case.stages import LEVELS, SPECS, Level, Model, Stage
 from consistency.cli.exit_status import EXIT_STATUS, OF_EVERY_COMMAND
 from consistency.cli.glossary import GlossaryEntry, explained, glossary, known_words
 from consistency.comparison.history.changes import ChangeKind
@@ -63,6 +63,64 @@ def test_an_entry_is_complete(entry: GlossaryEntry) -> None:
         assert text.endswith("."), text
         assert ".." not in text
         assert not re.search(r"  |{}", text)
+
+
+def entry_of(family: str, word: object) -> GlossaryEntry:
+    (found,) = (entry for entry in explained(str(word)) if entry.family.name == family)
+    return found
+
+
+@pytest.mark.parametrize("word", Word)
+def test_a_word_has_its_phrases_of_moved_and_computed_tensors_and_of_copies(word: Word) -> None:
+    phrases = [word.phrase.replace("{}", "tensors")]
+    phrases += [f"of results: {word.computed}"] if word.computed != word.phrase else []
+    phrases += [f"copies that {word.copies}"] if word.value not in word.copies else []
+    entry = entry_of("word of a diagnosis", word)
+    assert (entry.headline, entry.summary) == (phrases[0], "; ".join(phrases))
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_a_mistake_of_an_engine_has_its_sentence_and_its_advice(cause: Cause) -> None:
+    entry = entry_of("mistake of an inference engine", cause)
+    assert entry.summary == cause.sentence("layers or modules")
+    assert entry.meaning.endswith(f": {cause.sentence('some layers')}.")
+    assert entry.action == f"{cause.todo[0].upper()}{cause.todo[1:]}."
+    assert entry.example.endswith(f": {cause.sentence('layers 2–3')}")
+
+
+@pytest.mark.parametrize("stage", SPECS)
+def test_a_stage_has_its_kind_its_rule_and_its_levels(stage: Stage) -> None:
+    spec = SPECS[stage]
+    levels = ", ".join(spec.levels) or "none unless asked for"
+    needs = "" if spec.model is Model.REQUIRED else "; it needs no model"
+    facts = f" It {spec.kind.value}. Rule `{spec.rule}`; levels: {levels}{needs}."
+    assert entry_of("stage", stage).meaning.endswith(facts)
+
+
+@pytest.mark.parametrize("level", Level)
+def test_a_level_has_its_stages_and_what_it_does_not_check(level: Level) -> None:
+    plan = LEVELS[level]
+    left = f" Not checked: {', '.join(plan.not_checked)}." if plan.not_checked else ""
+    assert entry_of("level", level).meaning.endswith(f" Stages: {', '.join(plan.stages)}.{left}")
+
+
+@pytest.mark.parametrize("status", sorted(WORDS["exit status"]))
+def test_an_exit_status_has_its_meaning_to_each_command(status: str) -> None:
+    assert entry_of("exit status", status).summary == "; ".join(meanings_of(int(status)))
+
+
+def meanings_of(status: int) -> Iterator[str]:
+    """Yield each meaning of a status with its commands."""
+    if status in OF_EVERY_COMMAND:
+        yield f"{OF_EVERY_COMMAND[status]} (every command)"
+    commands: dict[str, list[str]] = {}
+    for command, statuses in EXIT_STATUS.items():
+        if status in statuses:
+            commands.setdefault(statuses[status], []).append(command)
+    for meaning, names in commands.items():
+        others = [command for command in EXIT_STATUS if command not in names]
+        which = f"every command but {', '.join(others)}" if len(names) > 8 else ", ".join(names)
+        yield f"{meaning} ({which})"
 
 
 def test_words_in_backquotes_are_words_settings_or_commands() -> None:

@@ -1,0 +1,112 @@
+"""The words of this tool: what each means, what causes it, what to do, and an example. No torch here.
+
+They are entries of `docs/glossary.md`, which a wheel has beside this module. It stands beside the commands because
+exit statuses are words too.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from consistency.errors import InputError, UsageError, did_you_mean
+
+FAMILIES = (
+    "word of a diagnosis", "kind of finding", "mistake of an inference engine", "verdict", "severity of a finding",
+    "status of a row", "outcome of a worker", "stage", "rule", "level", "load path", "change in a history",
+    "exit status",
+)  # fmt: skip
+"""What a word of each part of the page is, in the order of its parts."""
+
+_ENTRY = re.compile(
+    r"### `(?P<word>.+)`\n\n\*(?P<summary>.+)\*\n\n(?P<meaning>.+)\n\n\* \*\*Cause\.\*\* (?P<cause>.+)\n"
+    r"\* \*\*What to do\.\*\* (?P<action>.+)\n\* \*\*Example\.\*\* `(?P<example>.+)`\n"
+)
+_ESCAPED = re.compile(r"\\([\\*<>$\[\]])")
+_SEVERAL = ("word of a diagnosis", "exit status")
+"""Families whose summaries are several, separated by semicolons."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Words of one kind: `title` is the heading of their list, `name` says what one of them is."""
+
+    name: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlossaryEntry:
+    """A word of the glossary.
+
+    Attributes
+    ----------
+    headline : str
+        The part of the summary that a list has room for.
+    summary : str
+        The meaning in a few words, as reports put it.
+    meaning : str
+        What is so, exactly: what the tool saw when it chose the word.
+    cause : str
+        What brings it about: of a choice, who or what chooses it.
+    action : str
+        What to do.
+    example : str
+        A line as the tool prints it, or a short situation.
+    """
+
+    word: str
+    family: Family
+    headline: str
+    summary: str
+    meaning: str
+    cause: str
+    action: str
+    example: str
+
+
+@functools.cache
+def glossary() -> tuple[GlossaryEntry, ...]:
+    """Return every entry, by family."""
+    found = []
+    for name, part in zip(FAMILIES, _page().split("\n## ")[1:], strict=True):
+        title = part.partition("\n")[0]
+        family = Family(name=name, title=title[0].lower() + title[1:])
+        for match in _ENTRY.finditer(part):
+            texts = {field: _ESCAPED.sub(r"\1", text) for field, text in match.groupdict().items()}
+            headline = texts["summary"].partition("; ")[0] if name in _SEVERAL else texts["summary"]
+            found.append(GlossaryEntry(family=family, headline=headline, **texts))
+    return tuple(found)
+
+
+def _page() -> str:
+    """Return the text of the page: the one that is installed, or that of the repository."""
+    here = Path(__file__).resolve()
+    for page in (here.with_name("glossary.md"), here.parents[2] / "docs" / "glossary.md"):
+        if page.exists():
+            return page.read_text(encoding="utf-8")
+    raise InputError("the glossary is not installed", where=here.parent, wanted="glossary.md")
+
+
+def known_words() -> list[str]:
+    """Return every word, each once: one may be in several families."""
+    return list(dict.fromkeys(entry.word for entry in glossary()))
+
+
+def explained(word: str) -> Sequence[GlossaryEntry]:
+    """Return the entries of a word, one per family that has it.
+
+    Raises
+    ------
+    UsageError
+        No family has it.
+    """
+    form = word.strip().lower().replace("_", "-")
+    found = [entry for entry in glossary() if entry.word == form]
+    if not found:
+        hint = did_you_mean(word, known_words()) or "`consistency explain` lists all words"
+        raise UsageError("no such word", where="WORD", got=word, wanted="a word of a report", hint=hint)
+    return found
