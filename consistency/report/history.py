@@ -9,8 +9,8 @@ import msgspec
 from rich.console import Console
 
 from consistency.capture.wording import and_more, counted, some, when
-from consistency.comparison.history.cohorts import WorkerRecord
 from consistency.comparison.history.records import RunRecord
+from consistency.comparison.history.run_workers import WorkerRecord
 from consistency.comparison.history.store import History
 from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError

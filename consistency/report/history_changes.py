@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
-from rich.text import Text
 
 from consistency.capture.wording import counted, some, when
 from consistency.comparison.history.changes import Change, ChangeKind, changes
@@ -26,22 +25,15 @@ _WORDS = {
     ChangeKind.NEW: "new",
 }
 
+_POINTS = frozenset({ChangeKind.SOFTWARE, ChangeKind.INPUTS, ChangeKind.NEW})
 
-class ChangeRow(msgspec.Struct, frozen=True, kw_only=True):
+
+class ChangeRow(Change, frozen=True, kw_only=True):
     """A change, with the names of its workers as patterns (`gpu-[0001-0128]:cuda:[0-7]`)."""
-
-    kind: ChangeKind
-    since: str
-    before: str | None
-    until: str | None
-    detail: str
-    devices: int
-    workers: tuple[str, ...]
 
     @classmethod
     def of(cls, change: Change) -> ChangeRow:
-        fields = {name: getattr(change, name) for name in change.__struct_fields__}
-        return cls(**{**fields, "workers": tuple(patterns(change.workers))})
+        return cls(**{**msgspec.structs.asdict(change), "workers": tuple(patterns(change.workers))})
 
     @property
     def began(self) -> str:
@@ -55,34 +47,22 @@ class ChangeRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.began if self.kind in _POINTS else f"since {self.began}"
 
     @property
-    def what(self) -> str:
-        text = _WORDS[self.kind]
-        return text.format(self.detail) if self.detail else text.partition(": ")[0]
-
-    @property
-    def which(self) -> str:
+    def cells(self) -> tuple[str, str, str, str]:
+        """Return since when, until when, what, and which devices."""
+        until = "" if self.kind in _POINTS else "now" if self.until is None else when(self.until)
+        what = _WORDS[self.kind].format(self.detail) if self.detail else _WORDS[self.kind].partition(": ")[0]
         names = some(self.workers, _MOST_PATTERNS)
-        return names if self.devices == 1 else f"{counted(self.devices, 'device')}: {names}"
-
-
-_POINTS = frozenset({ChangeKind.SOFTWARE, ChangeKind.INPUTS, ChangeKind.NEW})
+        return self.began, until, what, names if self.devices == 1 else f"{counted(self.devices, 'device')}: {names}"
 
 
 def change_rows(history: History, last: int) -> list[ChangeRow]:
     """Return what changed over the last runs, or over all of them where `last` is 0: the latest change first."""
     names = history.names()
-    runs = history.runs(list(reversed(names[:last] if last else names)))
-    return [ChangeRow.of(change) for change in changes(runs)]
+    return [ChangeRow.of(one) for one in changes(history.runs(list(reversed(names[:last] if last else names))))]
 
 
 def print_changes(rows: Sequence[ChangeRow], console: Console) -> None:
     """Print one line per change."""
     with without_trailing_blanks(console):
-        print_rows(console, ("since", "until", "change", "devices"), list(_cells(rows)))
+        print_rows(console, ("since", "until", "change", "devices"), [plain_cells(*row.cells) for row in rows])
         console.print(f"\n{counted(len(rows), 'change')}")
-
-
-def _cells(rows: Iterable[ChangeRow]) -> Iterator[Sequence[Text]]:
-    for row in rows:
-        until = "" if row.kind in _POINTS else "now" if row.until is None else when(row.until)
-        yield plain_cells(row.began, until, row.what, row.which)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from consistency.capture.wording import counted, some
-from consistency.comparison.history.records import MOST_APART, RunRecord
+from consistency.comparison.history.records import MOST_APART
 from consistency.report.history_table import Line, Night, lines, worst_first
 from consistency.report.ranges import folded
 
@@ -46,74 +46,40 @@ def class_lines(found: Sequence[Night], device: str | None = None, case: str | N
         rows = lines(found, {device}, case)
         return Classes(lines=rows, left_out="", devices=len(rows))
     runs = [run for night in found for run in night.runs]
-    classes = _Classes(case)
+    names: dict[str, str] = {}
+    seen: dict[str, list[tuple[int, str, str, bytes]]] = {}  # by device: run, load path, case, and what was seen
+    bad: set[str] = set()  # not consistent in the last run
     for number, run in enumerate(runs):
-        classes.take(number, run)
-    if len(classes.names) <= MOST_APART:
-        return Classes(lines=lines(found, None, case), left_out="", devices=len(classes.names))
-    members = classes.members()
-    bad = _bad(runs[-1], case)
-    last = len(runs) - 1
+        states = [one.state for one in run.workers.seen]
+        for name, of, _, place in run.workers.rows:
+            worker = run.workers.seen[place]
+            if case in (None, worker.case or run.case):
+                names[of] = name
+                seen.setdefault(of, []).append((number, worker.load_path, worker.case, states[place]))
+                if run is runs[-1] and (worker.status != "ok" or worker.verdict == "inconsistent"):
+                    bad.add(of)
+    if len(names) <= MOST_APART:
+        return Classes(lines=lines(found, None, case), left_out="", devices=len(names))
+    classes: dict[tuple[tuple[int, str, str, bytes], ...], list[str]] = {}
+    for of, what in seen.items():
+        classes.setdefault(tuple(sorted(what)), []).append(of)
 
     def is_odd(devices: Sequence[str]) -> bool:
-        return devices[0] in bad or not any(run == last for run, _ in classes.seen[devices[0]])
+        return devices[0] in bad or seen[devices[0]][-1][0] < len(runs) - 1
 
-    odd = sorted((devices for devices in members if is_odd(devices)), key=len)
-    others = sorted((devices for devices in members if not is_odd(devices)), key=len, reverse=True)
-    shown = odd[:MOST_ODD]
-    shown += others[: MOST_CLASSES - len(shown)]
-    first = {devices[0]: devices for devices in shown}
-    names = {device: folded_names(classes.names[one] for one in devices) for device, devices in first.items()}
+    odd = sorted((devices for devices in classes.values() if is_odd(devices)), key=len)
+    others = sorted((devices for devices in classes.values() if not is_odd(devices)), key=len, reverse=True)
+    room = MOST_CLASSES - len(odd[:MOST_ODD])
+    first = {devices[0]: devices for devices in (*odd[:MOST_ODD], *others[:room])}
     rows = [
-        replace(line, count=len(first[line.device]), names=names[line.device])
+        replace(line, count=len(first[line.device]), names=folded_names(names[one] for one in first[line.device]))
         for line in lines(found, first, case)
-        if line.device in first
+        if line.device in first  # a name may be another device's identity
     ]
-    order = {devices[0]: place for place, devices in enumerate(shown)}
+    order = {device: place for place, device in enumerate(first)}
     rows.sort(key=lambda line: (worst_first(line), order[line.device]))
-    left = [*odd[MOST_ODD:], *others[MOST_CLASSES - min(len(odd), MOST_ODD) :]]
-    return Classes(lines=rows, left_out=_left_out(left, len(odd) - MOST_ODD), devices=len(classes.names))
-
-
-class _Classes:
-    """The equivalence class of each device, by run."""
-
-    def __init__(self, case: str | None) -> None:
-        self.names: dict[str, str] = {}
-        self.seen: dict[str, list[tuple[int, int]]] = {}
-        self._case = case
-        self._numbers: dict[tuple[tuple[str, str, int], ...], int] = {}
-
-    def take(self, number: int, run: RunRecord) -> None:
-        """Take the next run."""
-        of: dict[str, list[tuple[str, str, int]]] = {}
-        for cohort in run.workers.cohorts:
-            if self._case not in (None, cohort.case or run.case):
-                continue
-            seen = (cohort.load_path, cohort.case, cohort.state)
-            for device, name in run.workers.members(cohort):
-                of.setdefault(device, []).append(seen)
-                self.names[device] = name
-        for device, found in of.items():
-            alike = self._numbers.setdefault(tuple(sorted(found)), len(self._numbers))
-            self.seen.setdefault(device, []).append((number, alike))
-
-    def members(self) -> list[list[str]]:
-        """Return the devices of each class."""
-        found: dict[tuple[tuple[int, int], ...], list[str]] = {}
-        for device, seen in self.seen.items():
-            found.setdefault(tuple(seen), []).append(device)
-        return list(found.values())
-
-
-def _bad(run: RunRecord, case: str | None) -> set[str]:
-    """Return the devices that were not consistent in a run."""
-    return {
-        device
-        for cohort in run.workers.cohorts
-        if case in (None, cohort.case or run.case) and (cohort.status != "ok" or cohort.verdict == "inconsistent")
-        for device, _ in run.workers.members(cohort)
-    }
+    left = [*odd[MOST_ODD:], *others[room:]]
+    return Classes(lines=rows, left_out=_left_out(left, len(odd) - MOST_ODD), devices=len(names))
 
 
 def _left_out(classes: Sequence[Sequence[str]], odd: int) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from consistency.comparison.by_worker import worse
-from consistency.comparison.history.cohorts import WorkerRecord
 from consistency.comparison.history.records import RunRecord
+from consistency.comparison.history.run_workers import WorkerRecord
 from consistency.report.marks import letter
 
 _NIGHT = datetime.timedelta(hours=12)

@@ -185,8 +185,8 @@ def test_mismatch_is_a_failure_until_the_baseline_accepts_it(
         path.unlink()  # the runs have the digests of every stage, and without a table any tensor may differ
     for path in (pytester.path / "history" / "runs").iterdir():
         run = json.loads(path.read_text())
-        (cohort,) = run["workers"]["cohorts"]
-        cohort["bits"] = dict.fromkeys(cohort["bits"], "other")
+        (seen,) = run["workers"]["seen"]
+        seen["bits"] = dict.fromkeys(seen["bits"], "other")
         path.write_text(json.dumps(run))
     drifted = pytester.runpytest_subprocess(*options, *accepted, "consistency::llama::run")
     assert drifted.parseoutcomes() == {"failed": 1}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.comparison.history.cohorts import WorkerRecord
+from consistency.comparison.history.run_workers import WorkerRecord
 from consistency.report.history_classes import MOST_CLASSES, Classes, class_lines
 from consistency.report.history_page import history_as_html
 from consistency.report.history_table import nights

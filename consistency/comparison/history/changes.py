@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from weakref import WeakValueDictionary
 
 import msgspec
 
-from consistency.comparison.history.cohorts import Observation, RunWorkers, WorkerKey
 from consistency.comparison.history.records import RunRecord
+from consistency.comparison.history.run_workers import Observation, RunWorkers, WorkerKey
 
 
 class ChangeKind(StrEnum):
@@ -68,180 +67,118 @@ def changes(runs: Iterable[RunRecord]) -> list[Change]:
     return finder.found()
 
 
-@dataclass(frozen=True, slots=True)
-class _Condition:
-    """What a change is about, and its detail."""
+_Condition = tuple[ChangeKind, str]
+"""What a change is about, and its detail."""
 
-    kind: ChangeKind
-    detail: str = ""
+_GONE: _Condition = (ChangeKind.GONE, "")
 
-
-_GONE = _Condition(ChangeKind.GONE)
-
-
-@dataclass(slots=True)
-class _Opened:
-    """A condition that has begun: in which run, the last run of the worker before it, and its name."""
-
-    since: int
-    before: int | None
-    name: str
-
-
-@dataclass(slots=True)
-class _Worker:
-    """What was seen of a worker in its latest run; `ended_well` is of the latest one in which it was not lost."""
-
-    streak: int
-    seen: Observation
-    ended_well: Observation | None
+_Begun = tuple[str, str | None, str]
+"""In which run it began, the last run of the worker before that, and the worker's name."""
 
 
 @dataclass(slots=True)
 class _Series:
-    """Runs of one case and mostly the same devices: the devices of the latest one, with their names."""
+    """Runs of one case and mostly the same devices: time and devices, with their names, of the latest one."""
 
     case: str
-    streak: int
+    at: str
     present: dict[str, str]
 
 
 class _Finder:
-    """Finds changes run by run.
-
-    Runs that follow each other and saw the same are a streak, of which only the first one is gone through.
-    """
+    """Finds changes run by run."""
 
     def __init__(self) -> None:
-        self._runs: list[RunRecord] = []  # without their workers
-        self._latest: RunRecord | None = None
-        self._streaks: list[int] = []  # the last run of each
-        self._workers: dict[WorkerKey, _Worker] = {}
-        self._observations = WeakValueDictionary[int, Observation]()  # by state
-        self._versions: dict[int, Mapping[str, object]] = {}  # by streak
+        self._latest: dict[WorkerKey, tuple[RunRecord, Observation]] = {}
+        self._ended_well: dict[WorkerKey, Observation] = {}
         self._devices: set[str] = set()
         self._series: list[_Series] = []
-        self._open: dict[tuple[WorkerKey, _Condition], _Opened] = {}
-        self._found: dict[tuple[_Condition, int, int | None, int | None], dict[tuple[str, str], None]] = {}
+        self._open: dict[tuple[WorkerKey, _Condition], _Begun] = {}
+        self._found: dict[tuple[_Condition, str, str | None, str | None], dict[tuple[str, str], None]] = {}
 
     def take(self, run: RunRecord) -> None:
         """Take the next run."""
-        if not run.workers:
-            return
-        number = len(self._runs)
-        before, self._latest = self._latest, run
-        self._runs.append(msgspec.structs.replace(run, workers=RunWorkers()))
-        if before is not None and _seen(before) == _seen(run):
-            self._streaks[-1] = number
-            return
-        self._streaks.append(number)
-        streak = len(self._streaks) - 1
-        self._versions[streak] = run.versions
-        present: dict[str, str] = {}
-        changed: list[tuple[WorkerKey, str, Observation]] = []
-        for cohort in run.workers.cohorts:
-            seen = self._observations.setdefault(cohort.state, cohort)
-            for device, name in run.workers.members(cohort):
-                key = (device, cohort.load_path, cohort.case)
-                present.setdefault(device, name)
-                worker = self._workers.get(key)
-                if worker is not None and worker.seen is seen and worker.ended_well is seen:
-                    worker.streak = streak
-                else:
-                    changed.append((key, name, seen))
-        self._take_devices(run.case, present)
-        for key, name, seen in changed:
-            self._take_worker(key, name, seen)
+        if run.workers:
+            self._take_devices(run)
+        told = msgspec.structs.replace(run, workers=RunWorkers())
+        for key, name, seen in run.workers.observed:
+            self._take_worker(told, key, name, seen)
 
     def found(self) -> list[Change]:
         """Return all changes."""
-        for (key, condition), opened in self._open.items():
-            self._add(condition, opened, None, key[0])
-        self._open = {}
-        made = []
-        for (condition, since, before, until), names in self._found.items():
-            change = Change(
-                kind=condition.kind,
-                since=self._runs[since].at,
-                before=None if before is None else self._runs[before].at,
-                until=None if until is None else self._runs[until].at,
-                detail=condition.detail,
-                devices=len({device for device, _ in names}),
-                workers=tuple(dict.fromkeys(name for _, name in names)),
+        for key, condition in list(self._open):
+            self._close(key, condition, None)
+        made = [
+            Change(
+                kind=kind, since=since, before=before, until=until, detail=detail,
+                devices=len({device for device, _ in names}), workers=tuple(dict.fromkeys(name for _, name in names)),
             )
-            made.append(change)
+            for ((kind, detail), since, before, until), names in self._found.items()
+        ]  # fmt: skip
         return sorted(made, key=lambda change: change.since, reverse=True)
 
-    def _take_devices(self, case: str, present: dict[str, str]) -> None:
+    def _take_devices(self, run: RunRecord) -> None:
         """Find the devices that are gone, back and new."""
-        number = self._streaks[-1]
-        alike = [one for one in self._series if one.case == case and _is_half(one.present, present)]
+        now: dict[str, str] = {}
+        for (device, _, _), name, _ in run.workers.observed:
+            now.setdefault(device, name)
+        alike = [one for one in self._series if one.case == run.case and _is_half(one.present, now)]
         if not alike:
-            self._series.append(_Series(case, len(self._streaks) - 1, present))
-            self._devices |= present.keys()
-            return
-        series = max(alike, key=lambda one: (len(one.present.keys() & present.keys()), one.streak))
-        for device in series.present.keys() - present.keys():
-            gone = _Opened(number, self._streaks[series.streak], series.present[device])
-            self._open[(device, "", case), _GONE] = gone
-        for device in present.keys() - series.present.keys():
-            missed = self._open.pop(((device, "", case), _GONE), None)
-            if missed is not None:
-                self._add(_GONE, missed, number, device)
-            elif device not in self._devices:
-                new = _Opened(number, self._streaks[series.streak], present[device])
-                self._add(_Condition(ChangeKind.NEW), new, None, device)
-        self._devices |= present.keys()
-        series.present, series.streak = present, len(self._streaks) - 1
+            self._series.append(_Series(run.case, run.at, now))
+        else:
+            series = max(alike, key=lambda one: (len(one.present.keys() & now.keys()), one.at))
+            then = series.present
+            for device in then.keys() - now.keys():
+                self._open[(device, "", run.case), _GONE] = run.at, series.at, then[device]
+            for device in now.keys() - then.keys():
+                if ((device, "", run.case), _GONE) in self._open:
+                    self._close((device, "", run.case), _GONE, run.at)
+                elif device not in self._devices:
+                    self._add((ChangeKind.NEW, ""), (run.at, series.at, now[device]), None, device)
+            series.present, series.at = now, run.at
+        self._devices |= now.keys()
 
-    def _take_worker(self, key: WorkerKey, name: str, seen: Observation) -> None:
-        streak, number = len(self._streaks) - 1, self._streaks[-1]
-        last = self._workers.get(key)
-        before = None if last is None else self._streaks[last.streak]
-        now, then = _conditions(seen), () if last is None else _conditions(last.seen)
+    def _take_worker(self, run: RunRecord, key: WorkerKey, name: str, seen: Observation) -> None:
+        before, last = self._latest.get(key, (None, None))
+        self._latest[key] = run, seen
+        begun = run.at, None if before is None else before.at, name
+        now, then = _conditions(seen), _conditions(last)
         for condition in then:
             if condition not in now:
-                self._add(condition, self._open.pop((key, condition)), number, key[0])
-        for condition in now:
-            if condition not in then:
-                self._open[key, condition] = _Opened(number, before, name)
-        is_well = seen.status == "ok"
-        if is_well and last is not None and last.ended_well is not None:
-            known, opened = last.ended_well, _Opened(number, before, name)
-            if known.software != seen.software:
-                detail = self._of_software(last.streak, known, seen)
-                self._add(_Condition(ChangeKind.SOFTWARE, detail), opened, None, key[0])
-            if known.inputs != seen.inputs:
-                self._add(_Condition(ChangeKind.INPUTS), opened, None, key[0])
-        self._workers[key] = _Worker(streak, seen, seen if is_well else None if last is None else last.ended_well)
+                self._close(key, condition, run.at)
+        self._open |= {(key, condition): begun for condition in now if condition not in then}
+        if seen.status != "ok":
+            return
+        known = self._ended_well.get(key, seen)
+        self._ended_well[key] = seen
+        if before is not None and known.software != seen.software:
+            self._add((ChangeKind.SOFTWARE, _of_software(before, run, known, seen)), begun, None, key[0])
+        if known.inputs != seen.inputs:
+            self._add((ChangeKind.INPUTS, ""), begun, None, key[0])
 
-    def _of_software(self, streak: int, before: Observation, now: Observation) -> str:
-        then, versions = self._versions[streak], self._runs[self._streaks[-1]].versions
-        texts = [
-            f"{name} {then[name]} -> {version}"
-            for name, version in versions.items()
-            if then.get(name, version) != version
-        ]
-        if before.driver and now.driver and before.driver != now.driver:
-            texts.append(f"driver {before.driver} -> {now.driver}")
-        return ", ".join(texts)
+    def _close(self, key: WorkerKey, condition: _Condition, until: str | None) -> None:
+        self._add(condition, self._open.pop((key, condition)), until, key[0])
 
-    def _add(self, condition: _Condition, opened: _Opened, until: int | None, device: str) -> None:
-        same = (condition, opened.since, opened.before, until)
-        self._found.setdefault(same, {})[device, opened.name] = None
+    def _add(self, condition: _Condition, begun: _Begun, until: str | None, device: str) -> None:
+        since, before, name = begun
+        self._found.setdefault((condition, since, before, until), {})[device, name] = None
 
 
-def _seen(run: RunRecord) -> tuple[object, ...]:
-    return run.case, run.versions, run.workers
-
-
-def _conditions(worker: Observation) -> tuple[_Condition, ...]:
+def _conditions(seen: Observation | None) -> tuple[_Condition, ...]:
     """Return what is the matter with a worker in a run."""
-    if worker.status != "ok":
-        return (_Condition(ChangeKind.LOST),)
-    if worker.drift:
-        return tuple(_Condition(ChangeKind.DRIFT, stage) for stage in worker.drift)
-    return (_Condition(ChangeKind.INCONSISTENT),) if worker.verdict == "inconsistent" else ()
+    if seen is None:
+        return ()
+    if seen.status != "ok":
+        return ((ChangeKind.LOST, ""),)
+    if seen.drift:
+        return tuple((ChangeKind.DRIFT, stage) for stage in seen.drift)
+    return ((ChangeKind.INCONSISTENT, ""),) if seen.verdict == "inconsistent" else ()
+
+
+def _of_software(before: RunRecord, run: RunRecord, then: Observation, now: Observation) -> str:
+    pairs = [(name, before.versions.get(name, version), version) for name, version in run.versions.items()]
+    pairs.append(("driver", then.driver or now.driver, now.driver or then.driver))
+    return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
 
 
 def _is_half(before: Mapping[str, str], now: Mapping[str, str]) -> bool:

@@ -21,8 +21,8 @@ from consistency.capture.folder import Capture
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.history.cohorts import RunWorkers, WorkerRecord
 from consistency.comparison.history.records import SCHEMA, RunRecord, digest_of
+from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key
 from consistency.comparison.result import Comparison, tensor_name

@@ -10,9 +10,9 @@ import msgspec
 
 from consistency.capture.json_codec import encode_json
 from consistency.capture.wording import time_of
-from consistency.comparison.history.cohorts import RunWorkers
+from consistency.comparison.history.run_workers import RunWorkers
 
-SCHEMA = "consistency.history/1"
+SCHEMA = "consistency.history/2"
 
 MOST_APART = 64
 """Devices with a row and a finding each: more than any one host has. Of more, those that are alike share one."""

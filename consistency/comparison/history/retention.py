@@ -16,10 +16,10 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from consistency.comparison.history.cohorts import RunWorkers, WorkerKey
 from consistency.comparison.history.drift import compared_with
 from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.store import ROSTERS, RUNS, TABLES, History
+from consistency.comparison.history.run_workers import RunWorkers, WorkerKey
+from consistency.comparison.history.store import RUNS, TABLES, History
 from consistency.comparison.history.unfinished import remove_claims, unfinished
 from consistency.errors import UsageError
 
@@ -38,7 +38,7 @@ class Removal:
     kept_for_drift : tuple of RunRecord
         Old runs that stay, as a device that drifts is compared with them.
     files : int
-        Tables and rosters that nothing names any more.
+        Tables that nothing names any more.
     """
 
     runs: tuple[RunRecord, ...]
@@ -120,14 +120,13 @@ def _needed(history: History, kept: Sequence[RunRecord]) -> Iterator[str]:
         drifted = [worker for worker in drifted if worker.key not in seen]
         if drifted:
             yield from compared_with(history, msgspec.structs.replace(run, workers=RunWorkers.of(drifted)))
-        seen.update(run.workers.keys)
+        seen.update(key for key, _, _ in run.workers.observed)
 
 
 def _unused(history: History, runs: Sequence[RunRecord]) -> Iterator[str]:
-    """Yield tables and rosters that these runs do not name, and what a killed writer left."""
-    named = {run.workers.file for run in runs}
-    named |= {cohort.table for run in runs for cohort in run.workers.cohorts}
-    for folder in (TABLES, ROSTERS, RUNS):
+    """Yield tables that these runs do not name, and what a killed writer left."""
+    named = {seen.table for run in runs for seen in run.workers.seen}
+    for folder in (TABLES, RUNS):
         for place in history.files_of(folder):
             name = PurePosixPath(place)
             is_left = name.suffix == ".tmp" or (folder != RUNS and name.stem not in named)

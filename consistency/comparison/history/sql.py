@@ -12,8 +12,7 @@ from contextlib import closing
 from typing import Any
 
 from consistency.capture.json_codec import encode_json, json_number
-from consistency.comparison.history.cohorts import Observation, RunWorkers
-from consistency.comparison.history.records import RunRecord
+from consistency.comparison.history.run_workers import Observation
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 
@@ -49,33 +48,18 @@ def query(history: History, text: str) -> list[dict[str, Any]]:
 
 
 def _fill(connection: sqlite3.Connection, history: History) -> None:
-    """Store cohorts and rosters; workers are a view of them, as a year of a fleet has millions."""
     connection.execute(f"CREATE TABLE runs (run, {_columns(_OF_RUN)})")
-    connection.execute(f"CREATE TABLE cohorts (run, run_host, first, last, {_columns(_OBSERVED)})")
-    connection.execute("CREATE TABLE roster (number INTEGER PRIMARY KEY, name, device, host)")
+    connection.execute(f"CREATE TABLE seen (run, run_host, place, {_columns(_OBSERVED)}, PRIMARY KEY (run, place))")
+    connection.execute("CREATE TABLE rows (run, name, device, host, place)")
     connection.execute(
         f"""CREATE VIEW workers AS SELECT run, name, device, coalesce(nullif(host, ''), run_host) AS host,
-        {", ".join(map(_quoted, _OBSERVED))} FROM cohorts JOIN roster ON number BETWEEN first AND last"""
+        {", ".join(map(_quoted, _OBSERVED))} FROM rows JOIN seen USING (run, place)"""
     )
-    numbers: dict[str, int] = {}
-    count = 0
     for run in history.runs():
         _insert(connection, "runs", [[run.at, *_values(run, _OF_RUN)]])
-        roster = run.workers.roster
-        if run.workers.file not in numbers:
-            numbers[run.workers.file] = count
-            rows = ((number, *entry) for number, entry in enumerate(roster, count))
-            _insert(connection, "roster", rows)
-            count += len(roster)
-        _insert(connection, "cohorts", _cohorts(run, run.workers, numbers[run.workers.file]))
-
-
-def _cohorts(run: RunRecord, workers: RunWorkers, number: int) -> Iterable[list[Any]]:
-    """Yield a row for each range of a cohort's members, where the roster begins at a number."""
-    for cohort in workers.cohorts:
-        values = _values(cohort, _OBSERVED)
-        for first, last in cohort.members:
-            yield [run.at, run.host, number + first, number + last, *values]
+        seen = enumerate(run.workers.seen)
+        _insert(connection, "seen", ([run.at, run.host, n, *_values(one, _OBSERVED)] for n, one in seen))
+        _insert(connection, "rows", ((run.at, *row) for row in run.workers.rows))
 
 
 def _insert(connection: sqlite3.Connection, table: str, rows: Iterable[Any]) -> None:

@@ -3,24 +3,21 @@
 ::
 
     runs/<time>-<id>.json    one run: verdict, and what its workers recorded; written last, the commit mark
-    rosters/<sha256>.json      names, identities and hosts of devices; runs of the same devices share one
     tables/<sha256>.json       the digest of every tensor of a worker; runs with equal digests share one
     started/<time>-<id>.json   a run that has no entry yet (`unfinished.py`)
 
 A history is a folder, on disk or at any URL that fsspec knows. A run is one file, which a disk renames into place and
-an object store writes whole, so a reader sees all of it or nothing. Tables and rosters are named by their content and
-written first. Each run writes them anew even where they exist: `retention.py` removes none that was just written.
+an object store writes whole, so a reader sees all of it or nothing. Tables are named by their content and written
+first. Each run writes them anew even where they exist: `retention.py` removes none that was just written.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from sys import intern
 
 import msgspec
 
@@ -29,13 +26,12 @@ from consistency.capture.claim import CLAIM, claimed
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
 from consistency.capture.whole_file import remove_leftovers, write_whole
-from consistency.capture.wording import when
-from consistency.comparison.history.cohorts import Roster, RunWorkers
 from consistency.comparison.history.records import SCHEMA, RunRecord, Table
 from consistency.errors import CaptureError, UsageError
 
-RUNS, ROSTERS, TABLES, STARTED = "runs", "rosters", "tables", "started"
+RUNS, TABLES, STARTED = "runs", "tables", "started"
 
+_OF_FORMER_VERSIONS = "rosters"  # the folder that only their histories have
 _WAIT_S = 600.0  # for another process that removes old runs: of thousands, that takes minutes
 _MOST_FINDINGS = 64  # in a record: the report has all
 
@@ -51,7 +47,10 @@ class History:
         self.damage: list[str] = []
         self._read: list[RunRecord] = []
         self._unread: Iterator[RunRecord] | None = None
-        self._rosters: dict[str, Roster] = {}
+        with remote_errors("cannot read the history", url):
+            is_old = self._fs.exists(f"{self._root}/{_OF_FORMER_VERSIONS}")
+        if is_old:
+            raise UsageError(f"the history at {url} was written by an earlier version: start another one")
 
     def names(self) -> list[str]:
         """Return the names of the runs, the latest first."""
@@ -74,10 +73,7 @@ class History:
             raise UsageError(f"there is no history at {self.url}: `consistency run --history` starts one")
 
     def runs(self, names: Sequence[str] | None = None) -> Iterator[RunRecord]:
-        """Yield runs, the latest first; a damaged one is left out and named in `damage`.
-
-        One whose roster cannot be read has no workers, and is named there too.
-        """
+        """Yield runs, the latest first; a damaged one is left out and named in `damage`."""
         for name in self.names() if names is None else names:
             with remote_errors("cannot read the history", name):
                 try:
@@ -93,7 +89,7 @@ class History:
                 self.damage.append(f"{Path(name).name}: {error}")
                 continue
             if run.schema == SCHEMA:
-                yield self._with_roster(run)
+                yield run
             else:
                 self.damage.append(f"{Path(name).name}: unsupported schema {run.schema}")
 
@@ -125,13 +121,12 @@ class History:
             It cannot be written; then the history has no such run.
         """
         if self._is_local:
-            for folder in (RUNS, ROSTERS, TABLES, STARTED):
+            for folder in (RUNS, TABLES, STARTED):
                 remove_leftovers(Path(self._root, folder))
         self.put_tables(tables)
         more = len(run.findings) - _MOST_FINDINGS
         findings = run.findings if more <= 0 else (*run.findings[:_MOST_FINDINGS], f"and {more} more findings")
-        workers = self._put_roster(run)
-        self.put_run(RUNS, msgspec.structs.replace(run, findings=findings, workers=workers))
+        self.put_run(RUNS, msgspec.structs.replace(run, findings=findings))
         self._read, self._unread = [], None
 
     def put_run(self, folder: str, run: RunRecord, name: str = "") -> str:
@@ -172,50 +167,6 @@ class History:
 
     def _content(self, place: str) -> bytes:
         return read_regular(Path(place)) if self._is_local else bytes(self._fs.cat_file(place))
-
-    def _put_roster(self, run: RunRecord) -> RunWorkers:
-        """Write the roster of a run; return its workers as its record has them.
-
-        That of an earlier run, where half of its devices are here again, with those that are new: a fleet that misses
-        a few nodes each night has one roster. The runs that drift was looked for in are enough, or the latest.
-        """
-        if not run.workers:
-            return RunWorkers()
-        here = set(run.workers.roster)
-        earlier = (one.workers.roster for one in self._read or itertools.islice(self.earlier(), 1))
-        alike = (roster for roster in earlier if roster and 2 * len(here.intersection(roster)) >= len(roster))
-        workers = RunWorkers.of(run.workers, next(alike, None))
-        raw = encode_json(workers.roster)
-        name = hashlib.sha256(raw).hexdigest()
-        self._put(ROSTERS, f"{name}.json", raw)
-        return RunWorkers(file=name, cohorts=workers.cohorts)
-
-    def _with_roster(self, run: RunRecord) -> RunRecord:
-        if not run.workers.cohorts:
-            return run
-        try:
-            workers = run.workers.on(self._roster(run.workers.file))
-        except Exception as error:  # the stores of fsspec raise kinds of their own
-            self._leave_out(run, error)
-            workers = RunWorkers()
-        return msgspec.structs.replace(run, workers=workers)
-
-    def _roster(self, name: str) -> Roster:
-        """Return a roster; raise where it is gone, or not what its name says."""
-        if name not in self._rosters:
-            raw = self._content(f"{self._root}/{ROSTERS}/{name}.json")
-            if hashlib.sha256(raw).hexdigest() != name:
-                raise ValueError("the file was changed")
-            entries = decode_json(raw, Roster)  # those of a fleet have most of their texts in common
-            self._rosters[name] = Roster.of(
-                (intern(name), intern(device), intern(host)) for name, device, host in entries
-            )
-        return self._rosters[name]
-
-    def _leave_out(self, run: RunRecord, error: object) -> None:
-        text = f"the workers of the run of {when(run.at)} cannot be read: {error}"
-        if text not in self.damage:
-            self.damage.append(text)
 
     def _put(self, folder: str, name: str, raw: bytes) -> None:
         """Write a file whole or not at all; others may write the same one at the same time."""

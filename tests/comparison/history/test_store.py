@@ -11,21 +11,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consistency.comparison.history.cohorts import RunWorkers
 from consistency.comparison.history.drift import find_drift
 from consistency.comparison.history.retention import remove_old
+from consistency.comparison.history.run_workers import RunWorkers
 from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 from consistency.numerics.real import Real
 from consistency.report.history import device_rows, run_rows
-from tests.comparison.history.made_fleets import BITS, at, drifted, fleet_history, fleet_runs, name, workers
+from tests.comparison.history.made_fleets import BITS, drifted, fleet_history, fleet_runs, name, workers
 
 NODES = 9
-
-
-def rosters(folder: Path) -> list[Path]:
-    return sorted((folder / "rosters").iterdir())
 
 
 @pytest.mark.parametrize("nodes", [1, NODES])
@@ -39,30 +35,22 @@ def test_workers_come_back_as_they_were(tmp_path: Path, nodes: int) -> None:
     history = History(str(tmp_path))
     history.append(msgspec.structs.replace(run, workers=RunWorkers.of([*made, *more])), {})
     (stored,) = history.runs()
-    assert repr(list(stored.workers)) == repr([*made, *reversed(more)]), "devices in their order, by case and load path"
+    assert repr(list(stored.workers)) == repr([*made, *more])
     assert [w.name for w in stored.workers.select({"GPU-0000-0", name(0, 7)}, case={""})] == [name(0, 0), name(0, 7)]
     assert (len(stored.workers), len(stored.workers.devices), stored.workers.lost) == (16 * nodes, 8 * nodes, 2)
 
 
 def test_what_is_equal_is_stored_once(tmp_path: Path) -> None:
     history = fleet_history(tmp_path, NODES, 5)
-    assert len(rosters(tmp_path)) == 1
-    assert [len(run.workers.cohorts) for run in history.runs()] == [1] * 5
-    assert all(path.stat().st_size < 1000 for path in (tmp_path / "runs").iterdir())
+    assert [len(run.workers.seen) for run in history.runs()] == [1] * 5
+    assert all(path.stat().st_size < 4000 for path in (tmp_path / "runs").iterdir())
 
 
-def test_runs_that_miss_some_devices_share_the_roster_of_all(tmp_path: Path) -> None:
-    history = fleet_history(tmp_path, NODES, 6, lambda run, w: None if w.host == f"gpu-{run:04}" else w)
-    first, *others = [run.workers.file for run in reversed(list(history.runs()))]
-    assert [len(run.workers) for run in history.runs()] == [64] * 6
-    assert (len(set(others)), len(rosters(tmp_path))) == (1, 2)
-    assert not any(f"gpu-{5 - number:04}" in run.workers.hosts for number, run in enumerate(history.runs()))
-    assert first not in others
-
-
-def test_a_run_of_other_devices_has_a_roster_of_its_own(tmp_path: Path) -> None:
-    history = fleet_history(tmp_path, NODES, 2, lambda run, w: w if (w.host < "gpu-0004") == (run == 1) else None)
-    assert [len(run.workers.roster) for run in history.runs()] == [32, 40]
+def test_a_history_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    """Its runs name their devices in files of another folder."""
+    (tmp_path / "rosters").mkdir()
+    with pytest.raises(UsageError, match="was written by an earlier version"):
+        History(str(tmp_path))
 
 
 def test_boxes_and_fleets_are_one_history(tmp_path: Path) -> None:
@@ -127,7 +115,6 @@ def test_a_writer_that_was_killed_leaves_a_readable_history(tmp_path: Path, monk
     monkeypatch.setattr(History, "_put", put)
     with pytest.raises(KeyboardInterrupt):
         history.append(more, {})
-    assert len(rosters(tmp_path)) == 2
     (tmp_path / "runs" / "20990101T000000-ffffffff.json.1234.tmp").write_bytes(b"{ cut sho")
     assert [row.devices for row in run_rows(History(str(tmp_path)), 0)] == [72]
 
@@ -141,7 +128,7 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
         thread.join()
     history = History(str(tmp_path))
     assert [len(run.workers) for run in history.runs()] == [72] * 6
-    assert (len(rosters(tmp_path)), history.damage) == (1, [])
+    assert history.damage == []
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["t.json"]
 
 
@@ -159,60 +146,19 @@ def test_two_writers_of_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in (tmp_path / "tables").iterdir()] == ["t.json"]
 
 
-@pytest.mark.parametrize("damage", ["cut short", "of another run", "gone", "a folder"])
-def test_workers_that_cannot_be_read_are_named(tmp_path: Path, damage: str) -> None:
-    history = fleet_history(tmp_path, NODES, 2, lambda run, w: w if run or w.host == "gpu-0000" else None)
-    last, first = (tmp_path / "rosters" / f"{run.workers.file}.json" for run in history.runs())
-    content = {"cut short": first.read_bytes()[:-9], "of another run": last.read_bytes()}
-    first.unlink()
-    if damage in content:
-        first.write_bytes(content[damage])
-    if damage == "a folder":
-        first.mkdir()
+@pytest.mark.parametrize("place", [1, -1])
+def test_a_worker_of_which_nothing_was_seen_is_damage(tmp_path: Path, place: int) -> None:
+    fleet_history(tmp_path, NODES, 1)
+    (path,) = (tmp_path / "runs").iterdir()
+    run = json.loads(path.read_text())
+    run["workers"]["rows"][0][3] = place
+    path.write_text(json.dumps(run))
     history = History(str(tmp_path))
-    assert [row.at for row in device_rows(history, name(0, 0), 0)] == [at(1)]
+    assert list(history.runs()) == []
     (text,) = history.damage
-    assert text.startswith("the workers of the run of 2026-01-01 02:00:00 UTC cannot be read: ")
-    assert [row.devices for row in run_rows(History(str(tmp_path)), 0)] == [72, 0]
-    assert query(History(str(tmp_path)), "SELECT count(DISTINCT run) AS n FROM workers") == [{"n": 1}]
+    assert f"nothing was seen of the worker {name(0, 0)}" in text
     with pytest.raises(UsageError, match="no run is removed from a damaged history"):
         remove_old(History(str(tmp_path)), keep_runs=1)
-
-
-@pytest.mark.parametrize("columns", [{"names": ["a"] * 72}, {"names": 1, "devices": 2}, []])
-def test_a_roster_that_is_none_is_damage(tmp_path: Path, columns: object) -> None:
-    fleet_history(tmp_path, NODES, 1)
-    (path,) = (tmp_path / "runs").iterdir()
-    run = json.loads(path.read_text())
-    raw = json.dumps(columns).encode()
-    run["workers"]["file"] = _name(raw)
-    path.write_text(json.dumps(run))
-    (tmp_path / "rosters" / f"{_name(raw)}.json").write_bytes(raw)
-    history = History(str(tmp_path))
-    assert [len(run.workers) for run in history.runs()] == [0]
-    assert len(history.damage) == 1
-
-
-@pytest.mark.parametrize("members", [[[0, 72]], [[-1, 3]], [[5, 4]], [[0, 71], [0, 0]]])
-def test_members_that_no_roster_has_are_damage(tmp_path: Path, members: list[list[int]]) -> None:
-    fleet_history(tmp_path, NODES, 1)
-    (path,) = (tmp_path / "runs").iterdir()
-    run = json.loads(path.read_text())
-    run["workers"]["cohorts"][0]["members"] = members
-    path.write_text(json.dumps(run))
-    history = History(str(tmp_path))
-    assert [len(run.workers) for run in history.runs()] == [0]
-    (text,) = history.damage
-    assert "a roster of 72 devices has no " in text
-
-
-def test_a_roster_that_was_lost_is_written_by_the_next_run(tmp_path: Path) -> None:
-    history = fleet_history(tmp_path, NODES, 2)
-    (roster,) = rosters(tmp_path)
-    roster.write_bytes(b"{ cut sho")
-    (*_, again) = fleet_runs(NODES, 3)
-    history.append(again, {})
-    assert [len(run.workers) for run in History(str(tmp_path)).runs()] == [72] * 3
 
 
 def test_of_a_fleet_equal_drift_is_one_finding(tmp_path: Path) -> None:
