@@ -1,13 +1,12 @@
 """Compare what `--plan` estimates with what a run really took, stage by stage.
 
     python -m benchmarks.shapes DIR tinyllama
-    python -m benchmarks.budget DIR                            # memory and time of DIR/base with DIR/linear
+    python -m benchmarks.budget DIR                            # memory of DIR/base with DIR/linear
     python -m benchmarks.budget DIR --threads 1                # where other processes use the processor
     python -m benchmarks.budget DIR8 DIR70 --plan-only         # time of the plan itself; headers are enough
 
 The estimated memory is that of the process at its peak, private and mapped, like the resident size that the run
-records. Two actual times are shown: wall time, and processor time over threads, which other processes do not lengthen.
-The ratio is to the processor time: with several threads, one that waits for another counts as idle there.
+records. The time that each stage took is shown beside it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory(prefix="budget-") as scratch:
                 _consistency("run", *case, "--out", scratch, "--force", "--stall", "3600")
                 (worker,) = (json.loads(p.read_bytes()) for p in Path(scratch).glob("captures/workers/*/worker.json"))
-            _show(planned["workers"][0], worker, threads=arguments.threads or os.cpu_count() or 1)
+            _show(planned["workers"][0], worker)
 
 
 def _consistency(*arguments: str) -> bytes:
@@ -59,29 +58,21 @@ def _consistency(*arguments: str) -> bytes:
     return done.stdout
 
 
-def _show(planned: dict[str, Any], actual: dict[str, Any], *, threads: int) -> None:
+def _show(planned: dict[str, Any], actual: dict[str, Any]) -> None:
     taken = {stage["stage"]: stage for stage in actual["stage_memory"]}
-    print(f"{'':26}{'memory, MiB':^32}{'seconds':^40}")
-    print(f"{'stage':26}{'estimate':>10}{'peak':>10}{'ratio':>10}", end="")
-    print(f"{'estimate':>12}{'wall':>9}{'processor':>11}{'ratio':>10}")
-    total = {"estimate": 0.0, "wall": 0.0, "processor": 0.0}
+    print(f"{'':26}{'memory, MiB':^32}{'seconds':^21}")
+    print(f"{'stage':26}{'estimate':>10}{'peak':>10}{'ratio':>10}{'wall':>12}{'processor':>11}")
     for stage in planned["stages"]:
         found = taken.get(stage["stage"])
         if found is None:
             continue
         memory = (stage["host_private_bytes"] + stage["host_mapped_bytes"]) / MIB
         peak = found["host_peak_bytes"] / MIB
-        seconds = stage["seconds"], found["elapsed_s"], found["processor_s"] / threads
-        for name, value in zip(total, seconds, strict=True):
-            total[name] += value
-        print(f"{stage['stage']:26}{memory:10.0f}{peak:10.0f}{memory / peak:10.2f}{_times(*seconds)}")
+        taken_s = f"{found['elapsed_s']:12.2f}{found['processor_s']:11.2f}"
+        print(f"{stage['stage']:26}{memory:10.0f}{peak:10.0f}{memory / peak:10.2f}{taken_s}")
     whole = max(stage["host_private_bytes"] + stage["host_mapped_bytes"] for stage in planned["stages"]) / MIB
     peak = actual["peak_bytes"] / MIB
-    print(f"{'all':26}{whole:10.0f}{peak:10.0f}{whole / peak:10.2f}{_times(*total.values())}")
-
-
-def _times(estimate: float, wall: float, processor: float) -> str:
-    return f"{estimate:12.2f}{wall:9.2f}{processor:11.2f}{estimate / max(processor, 1e-9):10.2f}"
+    print(f"{'all':26}{whole:10.0f}{peak:10.0f}{whole / peak:10.2f}")
 
 
 if __name__ == "__main__":

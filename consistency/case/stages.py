@@ -82,7 +82,7 @@ class StageSpec:
     items : str
         `module:function` that names its pytest items from headers alone; empty where `everything_else` is its only one.
     cost : str
-        `module:function` that estimates its memory and time from a `Setting`: as a forward pass, unless it says more.
+        `module:function` that estimates its memory from a `Setting`: as a forward pass, unless it says more.
     levels : tuple of Level
         That run it without being asked.
     option : str
@@ -200,7 +200,7 @@ SPECS: dict[Stage, StageSpec] = {
         ),
         StageSpec(  # it loads the base twice more, which takes too long for the level `standard`
             stage=Stage.SHARDING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.sharding.stage:run",
-            cost=f"{_COSTS}:sharding",
+            cost=f"{_COSTS}:nothing",
             short="shard",
             levels=(Level.THOROUGH,), option="device_map", opens_devices=True,
         ),
@@ -232,7 +232,7 @@ SPECS: dict[Stage, StageSpec] = {
         ),
         StageSpec(
             stage=Stage.WRAPPING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
-            cost=f"{_COSTS}:wrapping",
+            cost=f"{_COSTS}:nothing",
             short="wrap",
             levels=(), option="wrapper",
         ),

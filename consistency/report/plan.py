@@ -10,22 +10,20 @@ from typing import Any
 import msgspec
 
 from consistency.capture.wording import counted, size
-from consistency.case.budget.constants import START_S
 from consistency.case.budget.estimate import WorkerEstimate
 from consistency.case.budget.fit import ON_DISK, Budget
 from consistency.case.budget.shape import Shape
-from consistency.case.duration import duration_text
 from consistency.errors import ConsistencyError
 from consistency.text import clean, one_line
 
-SCHEMA = "consistency.plan/1"
-SUITE_SCHEMA = "consistency.plan-suite/1"
+SCHEMA = "consistency.plan/2"
+SUITE_SCHEMA = "consistency.plan-suite/2"
 
-_COLUMNS = "{:28}{:>13}{:>13}{:>13}{:>11}"
+_COLUMNS = "{:28}{:>13}{:>13}{:>13}"
 
 
 def as_table(budget: Budget) -> dict[str, Any]:
-    """Return a budget as JSON has it: bytes, seconds, and null for what is unknown."""
+    """Return a budget as JSON has it: bytes, and null for what is unknown."""
     shape = {field.name: getattr(budget.shape, field.name) for field in dataclasses.fields(Shape)}
     layers, unknown = shape.pop("layers"), shape.pop("unknown")
     return {
@@ -40,8 +38,6 @@ def as_table(budget: Budget) -> dict[str, Any]:
         "workers": [msgspec.to_builtins(worker) for worker in budget.workers],
         "workers_at_a_time": budget.at_once,
         "scratch": {"bytes": budget.scratch_bytes, "in_memory": budget.scratch_in_memory},
-        "seconds": budget.seconds,
-        "soak_seconds": budget.soak_s,
         "fit": msgspec.to_builtins(budget.case.fit),
         "changes": budget.changes,
         "not_checked": budget.not_checked,
@@ -80,15 +76,14 @@ def suite_as_table(name: str, budgets: Mapping[str, Budget | ConsistencyError], 
         case: {"refusal": found.parts} if isinstance(found, ConsistencyError) else as_table(found)
         for case, found in budgets.items()
     }
-    seconds = _whole_time(budgets, at_once)
-    return {"schema": SUITE_SCHEMA, "suite": name, "cases": cases, "cases_at_a_time": at_once, "seconds": seconds}
+    return {"schema": SUITE_SCHEMA, "suite": name, "cases": cases, "cases_at_a_time": at_once}
 
 
 def render_suite(name: str, budgets: Mapping[str, Budget | ConsistencyError], at_once: int) -> str:
     """Return the budgets of a suite as text: a line per case, and the most expensive one in full."""
     known = {case: found for case, found in budgets.items() if isinstance(found, Budget)}
     lines = [f"consistency plan · {one_line(name)} · {counted(len(budgets), 'case')}", ""]
-    lines.append("  " + _COLUMNS.format("case", "host private", "host mapped", "device", "time"))
+    lines.append("  " + _COLUMNS.format("case", "host private", "host mapped", "device"))
     for case, found in budgets.items():
         if isinstance(found, ConsistencyError):
             lines.append(f"  {one_line(case)}: cannot be checked: {_reason(found)}")
@@ -96,30 +91,19 @@ def render_suite(name: str, budgets: Mapping[str, Budget | ConsistencyError], at
         device = max((worker.device_bytes or 0 for worker in found.workers), default=0)
         figures = (found.host_private_bytes, found.host_mapped_bytes, device)
         note = "" if found.refusal is None else f"  refused: {one_line(found.refusal.what)}"
-        lines.append("  " + _COLUMNS.format(one_line(case), *map(_size, figures), _time(found.seconds)) + note)
+        lines.append("  " + _COLUMNS.format(one_line(case), *map(_size, figures)) + note)
     if not known:
         return "\n".join(lines) + "\n"
-    soak_s = sum(found.soak_s for found in known.values())
-    whole = _whole(_whole_time(budgets, at_once), soak_s)
     beside = f", {at_once} at a time" if at_once > 1 else ""
-    lines += ["", f"  together  {whole}: workers are started once and take the cases in turn{beside}", ""]
+    lines += ["", f"  together  workers are started once and take the cases in turn{beside}", ""]
     text = "\n".join(lines)
-    largest = max(known.values(), key=lambda found: (found.host_private_bytes, found.seconds or 0.0))
+    largest = max(known.values(), key=lambda found: found.host_private_bytes)
     return f"{text}\nThe case that needs the most memory:\n\n{render(largest)}"
 
 
 def _reason(error: ConsistencyError) -> str:
     """Return an error in one line, with its place."""
     return one_line(error.what if error.where is None else f"{error.what} ({error.where})")
-
-
-def _whole_time(budgets: Mapping[str, Budget | ConsistencyError], at_once: int) -> float | None:
-    """Return the time of all cases, whose workers are started once; None where that of any case is unknown."""
-    seconds = [found.seconds for found in budgets.values() if isinstance(found, Budget)]
-    known = [value for value in seconds if value is not None]
-    if not known or len(known) < len(seconds):
-        return None
-    return START_S + sum(value - START_S for value in known) / at_once
 
 
 def _model(shape: Shape) -> Iterator[str]:
@@ -150,12 +134,12 @@ def _worker(worker: WorkerEstimate) -> Iterator[str]:
     notes = [text for text, holds in (("reference", worker.makes_reference), ("offload", worker.placement == "offload"))
              if holds]  # fmt: skip
     name = one_line(worker.worker) + (f" ({', '.join(notes)})" if notes else "")
-    yield "  " + _COLUMNS.format(name, "host private", "host mapped", "device", "time")
+    yield "  " + _COLUMNS.format(name, "host private", "host mapped", "device")
     for stage in worker.stages:
         figures = (stage.host_private_bytes, stage.host_mapped_bytes, stage.device_bytes)
-        yield "  " + _COLUMNS.format(f"  {stage.stage}", *map(_size, figures), _time(stage.seconds))
+        yield "  " + _COLUMNS.format(f"  {stage.stage}", *map(_size, figures))
     figures = (worker.host_private_bytes, worker.host_mapped_bytes, worker.device_bytes)
-    yield "  " + _COLUMNS.format("  peaks, and the whole time", *map(_size, figures), _time(worker.seconds))
+    yield "  " + _COLUMNS.format("  peaks", *map(_size, figures))
     if worker.device_bytes is not None:
         has = "of unknown size" if worker.device_memory_bytes is None else f"with {size(worker.device_memory_bytes)}"
         yield f"    a device {has}"
@@ -173,15 +157,6 @@ def _together(budget: Budget) -> Iterator[str]:
         yield f"  scratch   {size(budget.scratch_bytes)} of temporary files ({tempfile.gettempdir()}), {where}"
         if budget.scratch_in_memory:
             yield f"            {ON_DISK}"
-    yield f"  time      {_whole(budget.seconds, budget.soak_s)}, estimated from this host's processor"
-
-
-def _whole(seconds: float | None, soak_s: float) -> str:
-    """Write a time of which the soak is known in any case."""
-    if not soak_s:
-        return _time(seconds)
-    soak = f"soak of {duration_text(soak_s)}"
-    return f"unknown beside a {soak}" if seconds is None else f"{_time(seconds)} with a {soak}"
 
 
 def _indented(text: str) -> list[str]:
@@ -190,11 +165,3 @@ def _indented(text: str) -> list[str]:
 
 def _size(count: int | None) -> str:
     return "–" if not count else size(count)
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    if seconds < 90:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

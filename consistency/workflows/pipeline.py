@@ -108,7 +108,7 @@ def plan_of(case: Case, options: Options) -> Plan:
     """
     with options.source.naming():
         devices = select(options.devices)
-        budget = budget_of(case, devices, threads=options.threads)
+        budget = budget_of(case, devices)
         if budget.refusal is not None:
             raise budget.refusal
     return plan_within(budget, options, devices)
@@ -117,7 +117,7 @@ def plan_of(case: Case, options: Options) -> Plan:
 def plan_within(budget: Budget, options: Options, devices: tuple[DeviceInfo, ...]) -> Plan:
     """Return the plan of a case that fits, on these devices."""
     limits = Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads, at_once=budget.at_once)
-    stages = {worker.worker: [(stage.stage, stage.share) for stage in worker.stages] for worker in budget.workers}
+    stages = {worker.worker: worker.shares(budget.case.soak_s) for worker in budget.workers}
     return Plan(case=budget.case, devices=devices, limits=limits, stages=stages)
 
 

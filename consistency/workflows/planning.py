@@ -10,7 +10,6 @@ import msgspec
 
 from consistency.case.budget.estimate import PlannedWorker
 from consistency.case.budget.fit import MARGIN, Budget, make_budget
-from consistency.case.budget.speed import Speed, measure_speed
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
@@ -18,7 +17,6 @@ from consistency.case.preflight import prepare_case
 from consistency.case.stages import HOST_STAGES
 from consistency.case.suite import SuiteOptions
 from consistency.devices.cores import threads_per_worker
-from consistency.devices.discovery import cpu_flags
 from consistency.devices.memory import available_bytes, is_in_memory
 from consistency.devices.spec import DeviceInfo
 from consistency.errors import ConsistencyError, InputError, UsageError
@@ -26,34 +24,21 @@ from consistency.launch.environment import worker_threads
 from consistency.launch.plan import WorkerPlan, plan_waves, why_not_shared
 
 
-def host_speed() -> Speed:
-    """Measure this host's processor, in a quarter of a second."""
-    return measure_speed(cpu_flags())
-
-
-def budget_of(
-    case: Case, devices: Sequence[DeviceInfo], *, threads: int | None = None, speed: Speed | None = None
-) -> Budget:
-    """Return the budget of a case on these devices of this host; without its `speed` no time is estimated."""
+def budget_of(case: Case, devices: Sequence[DeviceInfo]) -> Budget:
+    """Return the budget of a case on these devices of this host."""
     case = _with_reason(case, devices)
-    planned = list(_planned(plan_waves(case, devices)))
-    return make_budget(case, planned, available_bytes=available_bytes(), speed=speed, threads=threads)
+    return make_budget(case, list(_planned(plan_waves(case, devices))), available_bytes=available_bytes())
 
 
-def budgets_of(
-    suite: SuiteOptions, devices: Sequence[DeviceInfo], *, speed: Speed | None = None
-) -> dict[str, Budget | ConsistencyError]:
+def budgets_of(suite: SuiteOptions, devices: Sequence[DeviceInfo]) -> dict[str, Budget | ConsistencyError]:
     """Return the budget of every case of a suite by name, or why it cannot be checked, which does not stop others."""
     found: dict[str, Budget | ConsistencyError] = {}
-    threads = suite.shared.threads
-    if (lanes := _lanes(suite, devices)) > 1:
-        threads = max(1, _threads(devices) // lanes)
     host_checked: dict[object, str] = {}
     for options in suite.cases:
         name = str(options.name)
         try:
             case = _without_host_stages(prepare_case(options), options, host_checked)
-            budget = found[name] = budget_of(case, devices, threads=threads, speed=speed)
+            budget = found[name] = budget_of(case, devices)
         except (InputError, UsageError) as error:
             found[name] = error
             continue
@@ -151,7 +136,6 @@ def _planned(waves: Sequence[Sequence[WorkerPlan]]) -> Iterator[PlannedWorker]:
                 simulated=plan.info.simulated,
                 shares_memory=plan.info.shares_memory,
                 makes_reference=plan.makes_reference,
-                paths=len(plan.alternative_paths),
                 sees_others=not plan.info.spec.is_cpu and plan.load_path is LoadPath.SHARED,
                 wave=number,
                 scratch_in_memory=scratch_in_memory,

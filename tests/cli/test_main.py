@@ -603,8 +603,8 @@ def test_a_plan_is_printed_and_nothing_is_run(cli_here: Cli, tmp_path: Path) -> 
     assert "cpu (reference)" in done.stdout
     assert not (tmp_path / "out").exists()
     table = json.loads(cli_here("run", "--base", "builtin:llama", "--devices", "cpu", "--plan", "--json").stdout)
-    assert table["schema"] == "consistency.plan/1"
-    assert table["workers"][0]["seconds"] > 0
+    assert table["schema"] == "consistency.plan/2"
+    assert table["workers"][0]["host_private_bytes"] > 0
 
 
 def test_a_plan_of_bad_input_is_refused(cli_here: Cli, tmp_path: Path) -> None:

@@ -15,19 +15,18 @@ from consistency.case.budget.shape import Layer, Shape
 from consistency.case.case import Case
 from consistency.case.fit import Fit
 from consistency.errors import InputError
-from consistency.report.plan import as_table, render, render_suite
+from consistency.report.plan import as_table, render
 
 GIB = 2**30
 
 
-def worker(name: str, seconds: float | None, device_bytes: int | None = None) -> WorkerEstimate:
+def worker(name: str, device_bytes: int | None = None) -> WorkerEstimate:
     stage = StageEstimate(
         stage="forward", host_private_bytes=3 * GIB, host_mapped_bytes=5 * GIB, device_bytes=device_bytes,
-        seconds=seconds,
     )  # fmt: skip
     return WorkerEstimate(
         worker=name, makes_reference=name == "cpu", placement="host", host_private_bytes=3 * GIB,
-        host_mapped_bytes=5 * GIB, device_bytes=device_bytes, device_memory_bytes=None, seconds=seconds, wave=0,
+        host_mapped_bytes=5 * GIB, device_bytes=device_bytes, device_memory_bytes=None, wave=0,
         stages=(stage,),
     )  # fmt: skip
 
@@ -40,15 +39,14 @@ def budget() -> Budget:
             dtype="bfloat16", elements=8 * 10**9, mapped_bytes=16 * 10**9, blocks=32, largest_elements=2**29,
             adapter_bytes=2**27, method="LORA", layers=(Layer(name="q", elements=9, rank=16),),
         ),
-        workers=(worker("cpu", 400.0), worker("cuda:0", None, 17 * GIB)),
+        workers=(worker("cpu"), worker("cuda:0", 17 * GIB)),
         at_once=1,
         host_available_bytes=6 * GIB,
         host_private_bytes=3 * GIB,
         host_mapped_bytes=5 * GIB,
-        seconds=None,
         changes=("1 of 2 workers at a time",),
         not_checked=("12 of 16 tokens of each, for lack of memory",),
-        unknown=("the time on cuda:0",),
+        unknown=("whether cuda:0 has room",),
     )  # fmt: skip
 
 
@@ -61,12 +59,10 @@ def test_a_reader_sees_every_figure_what_was_changed_and_what_is_unknown(budget:
         "3.0 GiB",
         "5.0 GiB",
         "17.0 GiB",
-        "7 min",
-        "unknown",
         "1 worker at a time: 3.0 GiB private and 5.0 GiB mapped, of 6.0 GiB available",
         "1 of 2 workers at a time",
         "12 of 16 tokens of each, for lack of memory",
-        "the time on cuda:0",
+        "whether cuda:0 has room",
     ):
         assert expected in text
     assert "fits:" not in text
@@ -84,38 +80,29 @@ def test_what_does_not_fit_is_shown_with_its_figures(budget: Budget) -> None:
     assert as_table(refused)["refusal"]["where"] == "forward on cpu"
 
 
-def test_scratch_files_and_a_soak_are_in_it(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scratch_files_are_in_it(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/scratch")
     assert "scratch" not in render(budget)
-    assert "soak" not in render(budget)
-    on_disk = render(dataclasses.replace(budget, scratch_bytes=2 * GIB, soak_s=7200.0))
+    on_disk = render(dataclasses.replace(budget, scratch_bytes=2 * GIB))
     assert "2.0 GiB of temporary files (/scratch), on disk" in on_disk
     assert "TMPDIR" not in on_disk
-    assert "time      unknown beside a soak of 2h" in on_disk
-    given = dataclasses.replace(budget, scratch_bytes=2 * GIB, scratch_in_memory=True, soak_s=90.0, seconds=600.0)
+    given = dataclasses.replace(budget, scratch_bytes=2 * GIB, scratch_in_memory=True)
     text = render(given)
     assert "(/scratch), in memory, and part of the private memory\n            set TMPDIR to a folder on a disk" in text
-    assert "time      10 min with a soak of 1m30s" in text
-    table = as_table(given)
-    assert (table["scratch"], table["soak_seconds"]) == ({"bytes": 2 * GIB, "in_memory": True}, 90.0)
+    assert as_table(given)["scratch"] == {"bytes": 2 * GIB, "in_memory": True}
 
 
-def test_a_suite_has_the_time_of_its_soaks(budget: Budget) -> None:
-    soaked = dataclasses.replace(budget, soak_s=3600.0)
-    assert "together  unknown beside a soak of 2h: workers" in render_suite("night", {"one": soaked, "two": soaked}, 1)
-
-
-def test_json_has_bytes_and_seconds_and_null_for_what_is_unknown(budget: Budget) -> None:
+def test_json_has_bytes_and_null_for_what_is_unknown(budget: Budget) -> None:
     table = json.loads(encode_json(as_table(budget)))
-    assert table["schema"] == "consistency.plan/1"
+    assert table["schema"] == "consistency.plan/2"
     assert table["host"] == {"available_bytes": 6 * GIB, "private_bytes": 3 * GIB, "mapped_bytes": 5 * GIB}
-    assert [(w["worker"], w["seconds"], w["device_bytes"]) for w in table["workers"]] == [
-        ("cpu", 400.0, None),
-        ("cuda:0", None, 17 * GIB),
+    assert [(w["worker"], w["device_bytes"]) for w in table["workers"]] == [
+        ("cpu", None),
+        ("cuda:0", 17 * GIB),
     ]
     assert table["workers"][0]["stages"][0]["stage"] == "forward"
     assert table["fit"] == {"sequences": None, "tokens": 4}
-    assert (table["workers_at_a_time"], table["seconds"]) == (1, None)
+    assert table["workers_at_a_time"] == 1
     assert table["not_checked"] == ["12 of 16 tokens of each, for lack of memory"]
     assert table["refusal"] is None
     assert table["model"]["adapted_layers"] == 1

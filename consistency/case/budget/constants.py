@@ -1,4 +1,4 @@
-"""The constants of the estimates: sizes that the worker's code fixes, and rates that were measured."""
+"""The constants of the estimates: sizes that the worker's code fixes, and measured ones of a process."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ LOAD_SIDE, LOAD_SHARE = 8192, 32
 """The products of `--load`: on the CPU `_CPU_BATCH` of `_CPU_SIDE`; on a device `_LARGEST_SIDE` at most,
 and one part in `_SHARE` of its memory (`worker.soak.load`)."""
 
-# Measured on one core of a virtual machine (Sapphire Rapids at 2.1 GHz, torch 2.13 built for the CPU), in processor
-# time of a model of 1.1 B parameters in bfloat16; `benchmarks/budget.py` prints estimate and measurement side by side.
-# Other models, methods and processors, and more threads than one, are extrapolated. No accelerator was measured.
 PROCESS_BYTES = 285 * 10**6
 LIBRARY_BYTES = 110 * 10**6
 """Python with torch, transformers and PEFT imported: private memory, and libraries mapped from their files."""
@@ -40,18 +37,11 @@ LIBRARY_BYTES = 110 * 10**6
 ACCELERATOR_PROCESS_BYTES = 2 * 10**9
 """The same with a device's driver and libraries: the limit that a worker keeps, not a measurement of any device."""
 
-START_S = 4.5
-LOAD_S = 0.15
-STAGE_S = 0.15
-"""Imports, building a model from its config, and a stage that checks no model."""
-
 TRAINING_STEPS = 3
 """Of the stages that train by a group of ranks."""
 
 TRAJECTORY_STEPS = 20
-DRAWN_AT_EACH_STEP = 4
-NOISE_TRAININGS = 2
-"""Of the stage `trajectory`: its steps, its passes with noise at each of them, and its trainings with noise."""
+"""Of the stage `trajectory`."""
 
 RESULTS_OF_BLOCK = 5
 """Of each block: its output, and those of its attention, MLP and two norms."""
@@ -62,34 +52,9 @@ NOISY_PASSES = 3
 NOISY_GRADIENTS, NOISY_LARGE_GRADIENTS, LARGE_GRADIENTS = 8, 4, 1 << 28
 """The same of gradients, and of a model with more matrix elements (`passes_for_sums` of `block_rule`)."""
 
-PER_TENSOR_S = 0.001
-"""Of Python for one record: a digest, its comparison, a line of JSON."""
-
-DIGEST_S = 0.22e-9
-MAP_S = 0.1e-9
-"""Per byte: a digest, and a page of a mapped file that is read for the first time."""
-
-MERGE_S = 6.0e-9
-"""Per element of a delta or merged weight: PEFT's merge, digests, its measure against the float64 bound."""
-
-MERGE_ALONE_S = 4.5e-9
-"""The same of PEFT's merge alone."""
-
-MERGE_IN_FLOAT64_S = 8e-9
-"""The same of a merge for a pass in float64 (`MergeEffect`): 2.7 s of four, of 90 million adapted elements."""
-
 CUT_STEPS = 1 << 31
 """Steps of the decompositions of one type of combination but at level thorough: the longer side of a delta squared, as
 PEFT asks for full matrices, times the shorter one."""
 
 CUT_ELEMENTS = 1 << 24
 """Elements of the largest delta that is cut: some ten float64 arrays of them are held, 128 MiB each."""
-
-CUT_S = 1.1e-9
-"""Per step, of a square matrix of 1024 or 2048 on two cores."""
-
-MEASURE_S = 15e-9
-"""Per element of an activation that is compared with its float64 value: errors of this worker and of the CPU."""
-
-MEASURE_GRADIENT_S = 0.15e-6
-"""The same of a gradient, each of its passes and the optimizer's step, with the files that hold them."""

@@ -1,7 +1,4 @@
-"""What each stage takes, by formulas in the sizes of the model.
-
-Bytes are peaks above what the worker holds already; `Work` is what a stage does, in units whose speed `speed` measures.
-"""
+"""The memory that each stage takes, by formulas in the sizes of the model: peaks above what the worker holds."""
 
 from __future__ import annotations
 
@@ -9,38 +6,24 @@ import pkgutil
 
 from consistency.case.budget.constants import (
     CUT_ELEMENTS,
-    CUT_S,
     CUT_STEPS,
     DIGEST_BYTES,
-    DIGEST_S,
-    DRAWN_AT_EACH_STEP,
     GRADIENT_BYTES,
     GRADIENT_PART,
     INDEX_BYTES,
     LARGE_GRADIENTS,
-    LOAD_S,
-    MAP_S,
-    MEASURE_GRADIENT_S,
-    MEASURE_S,
-    MERGE_ALONE_S,
-    MERGE_IN_FLOAT64_S,
-    MERGE_S,
     MIB,
-    NOISE_TRAININGS,
     NOISY_GRADIENTS,
     NOISY_LARGE_GRADIENTS,
     NOISY_PASSES,
     PART_BYTES,
-    PER_TENSOR_S,
     RESULTS_OF_BLOCK,
     SCORE_BYTES,
-    STAGE_S,
     TRAINING_STEPS,
     TRAJECTORY_STEPS,
     WINDOW_BYTES,
 )
 from consistency.case.budget.setting import Cost, Setting
-from consistency.case.budget.work import Products, Work
 from consistency.case.stages import MOST_MERGED, SPECS, Level, Stage
 
 
@@ -50,11 +33,9 @@ def load_base(s: Setting) -> Cost:
     While a tensor goes to a device, it and its file's bytes are on the host.
     """
     largest = s.shape.largest_elements * s.shape.width
-    read = s.shape.loaded_bytes if s.on_device else s.shape.converted_bytes
     return Cost(
         host_bytes=2 * largest if s.on_device else largest if s.shape.converted_bytes else 0,
         window_bytes=WINDOW_BYTES if s.on_device else 0,
-        work=Work(fixed_s=LOAD_S, memory_s=(MAP_S + DIGEST_S) * read),
     )
 
 
@@ -65,117 +46,76 @@ def base(s: Setting) -> Cost:
         host_bytes=largest if s.shape.converted_bytes else 0,
         device_bytes=DIGEST_BYTES,
         window_bytes=min(s.shape.mapped_bytes, WINDOW_BYTES + largest),
-        work=Work(fixed_s=PER_TENSOR_S * s.shape.tensors, memory_s=2 * (DIGEST_S + MAP_S) * s.shape.loaded_bytes),
     )
 
 
 def load_adapter(s: Setting) -> Cost:
     """Initialize the adapter, read its file, and load one into the other."""
-    return Cost(
-        host_bytes=s.shape.adapter_bytes,
-        device_bytes=s.shape.adapter_bytes,
-        work=Work(fixed_s=LOAD_S + PER_TENSOR_S * s.shape.adapter_tensors, memory_s=3 * MAP_S * s.shape.adapter_bytes),
-    )
+    return Cost(host_bytes=s.shape.adapter_bytes, device_bytes=s.shape.adapter_bytes)
 
 
-def after_adapter(s: Setting) -> Cost:
+def after_adapter(_: Setting) -> Cost:
     """Digest the base again."""
-    return Cost(device_bytes=DIGEST_BYTES, work=Work(memory_s=DIGEST_S * s.shape.loaded_bytes))
+    return Cost(device_bytes=DIGEST_BYTES)
 
 
 def adapter(s: Setting) -> Cost:
     """Load the adapter once more over poison, and once by each further load path."""
-    loads = s.paths + (1 if s.case.reloads else 0)
-    return Cost(
-        host_bytes=3 * s.shape.adapter_bytes,
-        device_bytes=2 * s.shape.adapter_bytes,
-        work=Work(
-            fixed_s=2 * PER_TENSOR_S * s.shape.adapter_tensors,
-            memory_s=(1 + loads) * 4 * (MAP_S + DIGEST_S) * s.shape.adapter_bytes,
-        ),
-    )
+    return Cost(host_bytes=3 * s.shape.adapter_bytes, device_bytes=2 * s.shape.adapter_bytes)
 
 
 def merged(s: Setting) -> Cost:
     """Make delta, merged and safely merged weight of each adapted layer, and their low-rank product in float64.
 
-    The product of an element takes 2 r operations: by PEFT for each of the three, in float64 once. A layer's weight
-    exists four times in its dtype (before, merged, safely merged, the file's) and its delta twice in float32, the
-    adapter's dtype.
+    A layer's weight exists four times in its dtype (before, merged, safely merged, the file's) and its delta twice in
+    float32, the adapter's dtype.
     """
-    elements = s.shape.adapted_elements
-    flop = sum(2.0 * (layer.rank or 0) * layer.elements for layer in s.shape.layers)
-    tensors = 3 if s.case.plan.safe_merge else 2
     of_layer = s.shape.largest_layer_elements * (4 * s.shape.width + 2 * 4)
     return Cost(
         host_bytes=of_layer,
         device_bytes=of_layer,
         window_bytes=min(s.shape.mapped_bytes, WINDOW_BYTES + s.shape.largest_layer_elements * s.shape.width),
-        work=Work(
-            fixed_s=tensors * PER_TENSOR_S * len(s.shape.layers),
-            memory_s=tensors * MERGE_S * elements,
-            float64=Products(flop=(tensors + 1) * flop),
-        ),
     )
 
 
 def forward(s: Setting) -> Cost:
     """Run the model with the adapter on, off and merged, from end to end and, where it is not large, block by block.
 
-    A token costs two operations for each element of the matrices, and with each of the earlier positions of its
-    sequence 4 hidden in attention. Results of blocks are kept until they are compared, in the model's dtype of one mode
-    and of the passes with noise, in float64 of two. Of each router's choice, the scores and their float64 values are in
-    a scratch file.
+    Results of blocks are kept until they are compared, in the model's dtype of one mode and of the passes with noise,
+    in float64 of two. Of each router's choice, the scores and their float64 values are in a scratch file.
     """
     modes = 1 if s.case.adapter is None else 3 if s.shape.layers else 2
     compared = modes if s.shape.matrix_elements <= s.case.plan.float64_merges else 1
     wide = min(2, compared) if s.makes_reference else 0
     rows = s.positions
-    products = _products(s, rows, parts=1)
     ends = rows * (s.shape.vocabulary or 0)
     states = rows * (RESULTS_OF_BLOCK * s.shape.blocks + 1) * (s.shape.hidden or 0) + ends
     in_float64 = wide * (states + ends) * 8 + _float64_bytes(s, rows) if wide else 0
     noisy = NOISY_PASSES if s.makes_reference else 0
     merging = s.shape.largest_layer_elements * 2 * 4
-    merges, of_one = _float64_merges(s), _products(s, s.tokens, parts=1)
-    in_one = s.shape.largest_layer_elements * 3 * 8 if merges else 0
+    in_one = s.shape.largest_layer_elements * 3 * 8 if _merges_in_float64(s) else 0
     native = states * s.shape.width + rows * _of_one_token(s) * s.shape.width
     scores = wide * rows * s.shape.blocks * s.shape.experts
-    passes = modes + compared * (s.case.repeat + noisy)
     return Cost(
         host_bytes=(1 + noisy) * states * s.shape.width + in_float64 + max(0 if s.on_device else merging, in_one),
         device_bytes=native + merging,
         scratch_bytes=scores * SCORE_BYTES,
         kept_bytes=wide * states * 8 + scores * (8 + INDEX_BYTES),
-        work=Work(
-            fixed_s=LOAD_S + PER_TENSOR_S * compared * RESULTS_OF_BLOCK * (s.shape.blocks + 2),
-            memory_s=compared * (s.case.repeat + noisy) * states * MEASURE_S
-            + (MERGE_ALONE_S * s.shape.adapted_elements if modes > 1 else 0)
-            + merges * MERGE_IN_FLOAT64_S * s.shape.adapted_elements,
-            native=Products(weights=passes * products.weights, flop=passes * products.flop),
-            float64=Products(
-                weights=2 * wide * products.weights + merges * of_one.weights,
-                flop=2 * wide * products.flop + merges * of_one.flop,
-            ),
-        ),
     )
 
 
-def _float64_merges(s: Setting) -> int:
-    """Return how many merges are run in float64, each on one sequence, to tell what rounding alone must do."""
+def _merges_in_float64(s: Setting) -> bool:
+    """Return whether merges are run in float64, to tell what rounding alone must do."""
     fits = 0 < s.shape.largest_layer_elements <= MOST_MERGED
-    if not (s.makes_reference and fits and s.shape.matrix_elements <= s.case.plan.float64_merges):
-        return 0
-    return 4 if s.shape.width < 4 else 3
+    return s.makes_reference and fits and s.shape.matrix_elements <= s.case.plan.float64_merges
 
 
 def gradient(s: Setting) -> Cost:
     """Run forward and backward by blocks: in the dtype, and for the reference with noise and in float64.
 
-    A backward pass through frozen weights costs as many operations as the forward pass: two products with each weight,
-    and in float64 a third, for each block runs again. In memory are the activations of one block; what enters and
-    leaves the blocks, and the gradients that come in there; and the gradients of what is trained, of all passes. The
-    result of the optimizer's step has a file, one tensor at a time.
+    In memory are the activations of one block; what enters and leaves the blocks, and the gradients that come in there;
+    and the gradients of what is trained, of all passes. The result of the optimizer's step has a file, one tensor at a
+    time.
 
     Of each decision in a forward pass, the reference's operand is in a scratch file until the stage ends; its margin in
     float32, and a bit for what was decided, stay.
@@ -188,22 +128,14 @@ def gradient(s: Setting) -> Cost:
     native = (2 * states + one_block + trained) * s.shape.width
     given = (2 * states * s.shape.width + (states + trained) * 8) if s.makes_reference else 0
     wide = 12 * states + one_block * 8 + given + _float64_bytes(s, rows) if s.makes_reference else 0
-    products = _products(s, rows, parts=1)
     kinks = rows * s.shape.blocks * s.shape.kinked_units if s.makes_reference else 0
     scores = rows * s.shape.blocks * s.shape.experts if s.makes_reference else 0
-    compared = s.case.repeat + 3 * noisy  # one with noise takes three times as long
     return Cost(
         host_bytes=max(wide, given + noisy * (states + trained) * s.shape.width + (0 if s.on_device else native))
         + min(s.shape.largest_trained_elements, GRADIENT_PART) * GRADIENT_BYTES,
         device_bytes=native,
         scratch_bytes=4 * s.shape.largest_trained_elements + kinks * s.shape.width + scores * SCORE_BYTES,
         kept_bytes=given + kinks * 4 + kinks // 8 + scores * (8 + INDEX_BYTES),
-        work=Work(
-            fixed_s=4 * PER_TENSOR_S * s.shape.adapter_tensors,
-            memory_s=(1 + noisy) * (trained + states) * MEASURE_GRADIENT_S,
-            native=products.times(2 * compared),
-            float64=products.times(3 if s.makes_reference else 0),
-        ),
     )
 
 
@@ -215,82 +147,54 @@ def trajectory(s: Setting) -> Cost:
     """
     steps, trained = s.case.steps or TRAJECTORY_STEPS, s.shape.trained_elements
     once = gradient(s)
-    passes = steps * (3 * DRAWN_AT_EACH_STEP + 3 * NOISE_TRAININGS) if s.makes_reference else 0
-    products = _products(s, s.of_a_step, parts=1)
     twin = s.shape.loaded_bytes if s.on_device and s.makes_reference else 0
     return Cost(
         host_bytes=once.host_bytes + twin + trained * (8 + (3 * 8 if s.makes_reference else 0)),
         device_bytes=once.device_bytes + 4 * 4 * trained,
         scratch_bytes=once.scratch_bytes + 2 * 4 * steps * trained,
         kept_bytes=steps * (8 * trained + once.kept_bytes) if s.makes_reference else 0,
-        work=Work(
-            fixed_s=(LOAD_S if twin else 0) + 4 * PER_TENSOR_S * s.shape.adapter_tensors * steps,
-            memory_s=3 * steps * trained * MEASURE_GRADIENT_S,
-            native=products.times(2 * (2 * steps + passes)),
-            float64=products.times(3 * steps if s.makes_reference else 0),
-        ),
     )
 
 
 def memory(s: Setting) -> Cost:
-    """Merge the largest adapted layer ten times, under torch's profiler; at the level `thorough` every layer.
-
-    Ten merges take about as long as those of the three tensors of the stage `merged`, which are measured too.
-    """
+    """Merge one adapted layer at a time ten times, under torch's profiler."""
     of_layer = s.shape.largest_layer_elements * (2 * 4 + s.shape.width)
-    layers = s.shape.adapted_elements if s.case.level is Level.THOROUGH else s.shape.largest_layer_elements
-    return Cost(
-        host_bytes=0 if s.on_device else of_layer,
-        device_bytes=of_layer,
-        work=Work(fixed_s=2 * STAGE_S, memory_s=3 * MERGE_S * layers),
-    )
+    return Cost(host_bytes=0 if s.on_device else of_layer, device_bytes=of_layer)
 
 
 def adapters(s: Setting) -> Cost:
     """Load every adapter alone and then all of them, run each, combine them, and merge them ten times by layer.
 
-    A further adapter is taken to be as large as the first. The base is digested some eight times. The exact value of a
-    merged weight is made piece by piece; the drift takes the weight before, after and in float64 by parts. Of five
-    types of combinations the deltas are cut, in the first layers but at level thorough: a square matrix of n elements
-    takes n to the power of 1.5 steps, and some ten float64 arrays.
+    A further adapter is taken to be as large as the first. The exact value of a merged weight is made piece by piece;
+    the drift takes the weight before, after and in float64 by parts. Of five types of combinations the deltas are cut,
+    in the first layers but at level thorough: a square matrix of n elements takes n to the power of 1.5 steps, and some
+    ten float64 arrays.
     """
     count = len(s.case.adapters)
-    passes = 3 * count + 2
     rows = s.positions
     states = rows * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + (s.shape.vocabulary or 0))
     of_layer = s.shape.largest_layer_elements * (4 * s.shape.width + (count + 1) * 4)
-    flop = count * sum(2.0 * (layer.rank or 0) * layer.elements for layer in s.shape.layers)
     cut = [layer.elements for layer in s.shape.layers if layer.rank and layer.elements <= CUT_ELEMENTS]
-    steps = sum(elements**1.5 for elements in cut)
     if s.case.level is not Level.THOROUGH:
-        steps = min(steps, CUT_STEPS)
         cut = [elements for elements in cut if elements**1.5 <= CUT_STEPS]
     return Cost(
         host_bytes=max(of_layer, states * s.shape.width, 80 * max(cut, default=0)) + 4 * count * s.shape.adapter_bytes,
         device_bytes=max(of_layer, states * s.shape.width) + 4 * count * s.shape.adapter_bytes,
-        work=Work(
-            fixed_s=count * LOAD_S + 12 * count * PER_TENSOR_S * s.shape.adapter_tensors + 5 * CUT_S * steps,
-            memory_s=8 * DIGEST_S * s.shape.loaded_bytes + (1 + count) * MERGE_S * s.shape.adapted_elements,
-            native=_products(s, rows, parts=1).times(passes),
-            float64=Products(flop=2 * flop),
-        ),
     )
 
 
-def sharding(s: Setting) -> Cost:
-    """Load the base twice more, one copy at a time, spread over devices and the host.
+def nothing(_: Setting) -> Cost:
+    """Take nothing that counts.
 
-    The stage looks for room itself, and is skipped where there is none, so its copies are not counted.
+    `sharding` loads the base twice more, and looks for room itself: it is skipped where there is none. `wrapping` wraps
+    the base and runs it a few times.
     """
-    read_s = 2 * (MAP_S + DIGEST_S) * s.shape.loaded_bytes
-    return Cost(
-        work=Work(fixed_s=2 * LOAD_S, memory_s=read_s, native=_products(s, s.positions, parts=1).times(3)),
-    )
+    return Cost()
 
 
-def without_model(s: Setting) -> Cost:
+def without_model(_: Setting) -> Cost:
     """Copy or compute on fixed small data."""
-    return Cost(host_bytes=64 * MIB, work=Work(fixed_s=STAGE_S if s.case.level is not Level.THOROUGH else 60.0))
+    return Cost(host_bytes=64 * MIB)
 
 
 def collectives(s: Setting) -> Cost:
@@ -299,44 +203,28 @@ def collectives(s: Setting) -> Cost:
     Of the largest there are at once what a rank gives, its copy, and two results, or one and its exact values.
     """
     largest = 256 * MIB if s.case.level is Level.THOROUGH else 4 * MIB
-    seconds = STAGE_S if s.case.level is not Level.THOROUGH else 300.0
-    buffers = 4 * largest
-    return Cost(
-        host_bytes=64 * MIB + 8 * largest, device_bytes=buffers if s.on_device else 0, work=Work(fixed_s=seconds)
-    )
+    return Cost(host_bytes=64 * MIB + 8 * largest, device_bytes=4 * largest if s.on_device else 0)
 
 
 def replicas(s: Setting) -> Cost:
     """Train a few steps: gradients and parameters of each step are in files, one of each rank."""
-    kept, rows = s.shape.trained_elements * TRAINING_STEPS, s.of_a_step * TRAINING_STEPS
     states = s.of_a_step * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
     native = (states + s.of_a_step * s.shape.blocks * _of_one_token(s)) * s.shape.width
     optimizer = 4 * 4 * s.shape.trained_elements
     return Cost(
         host_bytes=optimizer + (0 if s.on_device else native),
         device_bytes=native + optimizer,
-        scratch_bytes=3 * 4 * kept,
-        work=Work(
-            fixed_s=LOAD_S + 3 * PER_TENSOR_S * s.shape.adapter_tensors,
-            memory_s=2 * kept * MEASURE_GRADIENT_S + 2 * DIGEST_S * s.shape.loaded_bytes,
-            native=_products(s, rows, parts=TRAINING_STEPS).times(3),
-        ),
+        scratch_bytes=3 * 4 * s.shape.trained_elements * TRAINING_STEPS,
     )
 
 
 def shards(s: Setting) -> Cost:
     """Load the model once more for each order of adapter and sharding, and train each as `replicas` does."""
-    one, loaded = replicas(s), load_base(s)
-    again = 0 if s.on_device else s.shape.loaded_bytes
+    one = replicas(s)
     return Cost(
-        host_bytes=one.host_bytes + again,
+        host_bytes=one.host_bytes + (0 if s.on_device else s.shape.loaded_bytes),
         device_bytes=one.device_bytes + s.shape.loaded_bytes,
         scratch_bytes=2 * one.scratch_bytes,
-        work=Work(
-            fixed_s=2 * (one.work.fixed_s + loaded.work.fixed_s),
-            memory_s=2 * (one.work.memory_s + loaded.work.memory_s),
-            native=one.work.native.times(2),
-        ),
     )
 
 
@@ -347,31 +235,13 @@ def tensor_parallel(s: Setting) -> Cost:
         host_bytes=max(once.host_bytes, backward.host_bytes) + (0 if s.on_device else s.shape.loaded_bytes),
         device_bytes=max(once.device_bytes, backward.device_bytes) + s.shape.loaded_bytes,
         scratch_bytes=backward.scratch_bytes,
-        work=Work(
-            fixed_s=LOAD_S + backward.work.fixed_s,
-            memory_s=backward.work.memory_s + DIGEST_S * s.shape.loaded_bytes,
-            native=_products(s, s.positions, parts=1).times(4),
-        ),
     )
-
-
-def wrapping(s: Setting) -> Cost:
-    """Wrap the base and run it forwards and backwards a few times."""
-    return Cost(work=Work(fixed_s=STAGE_S, native=_products(s, s.positions, parts=1).times(6)))
 
 
 def cost_of(stage: Stage, s: Setting) -> Cost:
     """Return what a stage takes."""
     cost: Cost = pkgutil.resolve_name(SPECS[stage].cost)(s)
     return cost
-
-
-def _products(s: Setting, rows: int, *, parts: int) -> Products:
-    """Return the products of one forward pass of so many positions, which go through the model in parts."""
-    attention = 4.0 * s.shape.blocks * (s.shape.hidden or 0) * s.tokens
-    return Products(
-        weights=float(parts * s.shape.matrix_elements), flop=rows * (2.0 * s.shape.matrix_elements + attention)
-    )
 
 
 def _of_one_token(s: Setting) -> int:

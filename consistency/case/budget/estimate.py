@@ -1,4 +1,4 @@
-"""The estimate of a case: what each worker takes in each stage, and what they take together."""
+"""The estimate of a case: the memory that each worker takes in each stage, and that they take together."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from consistency.case.budget.constants import (
     LOAD_SHARE,
     LOAD_SIDE,
     PROCESS_BYTES,
-    START_S,
 )
 from consistency.case.budget.costs import after_adapter, cost_of, load_adapter, load_base
 from consistency.case.budget.setting import Cost, Setting
 from consistency.case.budget.shape import Shape
-from consistency.case.budget.speed import NOMINAL, Speed
-from consistency.case.budget.work import Work, slower
 from consistency.case.case import Case
 from consistency.case.stages import SPECS, Stage, run_order
 from consistency.devices.spec import DeviceSpec
 
-REWRITING = (Stage.FORWARD,)
-"""Stages that merge the whole model in place where a tied weight is adapted: a mapped page that is written becomes the
-worker's own. Otherwise each layer is merged into a copy for the time that it runs."""
-
-
 SOAK = "soak"
 """Name of the step after the last stage that repeats them (`--for`)."""
+
+WEIGHTS = {
+    "start": 4.0, Stage.MERGED: 4.0, Stage.FORWARD: 8.0, Stage.GRADIENT: 12.0, Stage.ADAPTERS: 8.0,
+    Stage.TRAJECTORY: 120.0,
+}  # fmt: skip
+"""Of a worker's time, for the progress: about how many seconds each takes of a small model. Every other stage has 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +44,6 @@ class PlannedWorker:
         Whether the device is software.
     shares_memory : bool
         Whether the device's memory is the host's, as that of software is.
-    paths : int
-        Load paths that it checks besides its own.
     wave : int
         Workers of one wave run side by side.
     scratch_in_memory : bool
@@ -60,7 +56,6 @@ class PlannedWorker:
     simulated: bool = False
     shares_memory: bool = False
     makes_reference: bool = False
-    paths: int = 0
     sees_others: bool = False
     wave: int = 0
     scratch_in_memory: bool = False
@@ -87,21 +82,15 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
         Peak of mapped files, which the workers of a host share, and which the kernel can drop and read again.
     device_bytes : int or None
         Peak on the worker's device; None on the CPU.
-    seconds : float or None
-        None where the time is unknown.
     scratch_bytes : int
         Of files in the scratch folder that the stage removes.
-    share : float
-        Of the worker's whole time, as a nominal processor would need it: known on accelerators too, for the progress.
     """
 
     stage: str
     host_private_bytes: int
     host_mapped_bytes: int
     device_bytes: int | None = None
-    seconds: float | None = None
     scratch_bytes: int = 0
-    share: float = 0.0
 
     @property
     def host_bytes(self) -> int:
@@ -110,7 +99,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker: its stages, and the largest of each figure; `seconds` is their sum.
+    """One worker: its stages, and the largest of each figure.
 
     Attributes
     ----------
@@ -125,51 +114,30 @@ class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
     host_mapped_bytes: int
     device_bytes: int | None
     device_memory_bytes: int | None
-    seconds: float | None
     wave: int
     stages: tuple[StageEstimate, ...]
     scratch_bytes: int = 0
     kept_bytes: int = 0
 
+    def shares(self, soak_s: float | None) -> list[tuple[str, float]]:
+        """Return each stage with its share of the worker's time, by nominal weights: for the progress."""
+        weights = [(soak_s or 0.0) if one.stage == SOAK else WEIGHTS.get(one.stage, 1.0) for one in self.stages]
+        return [(one.stage, weight / sum(weights)) for one, weight in zip(self.stages, weights, strict=True)]
 
-def estimate_worker(
-    case: Case,
-    shape: Shape,
-    worker: PlannedWorker,
-    *,
-    speed: Speed | None = None,
-    threads: int = 1,
-    offloads: bool = False,
-) -> WorkerEstimate:
-    """Estimate one worker; without `speed` its times are unknown, as those of an accelerator always are.
 
-    No table of devices gives their speed: nobody has measured what these stages reach on them.
-    """
-    setting = Setting(
-        shape=shape,
-        case=case,
-        on_device=worker.on_device,
-        makes_reference=worker.makes_reference,
-        paths=worker.paths,
-    )
-    timed = None if worker.on_device or speed is None else slower(speed, worker.spec.variant)
+def estimate_worker(case: Case, shape: Shape, worker: PlannedWorker, *, offloads: bool = False) -> WorkerEstimate:
+    """Estimate one worker."""
+    setting = Setting(shape=shape, case=case, on_device=worker.on_device, makes_reference=worker.makes_reference)
     stages = []
-    nominal_s = []
     held = _Held(shape, setting, worker=worker, offloads=offloads)
     for name, cost in _costs(case, setting, worker):
         held.begin(name)
-        nominal_s.append(cost.work.seconds(NOMINAL, dtype=shape.dtype, threads=threads))
-        seconds = None if timed is None else cost.work.seconds(timed, dtype=shape.dtype, threads=threads)
-        stages.append(held.stage(name, cost, seconds))
+        stages.append(held.stage(name, cost))
         held.end(name, cost)
     if case.soak_s is not None:
         repeated = [stage for stage in stages if stage.stage in SPECS and SPECS[Stage(stage.stage)].again]
         if repeated:
             stages.append(soak(repeated, case, worker))
-            nominal_s.append(case.soak_s)
-    whole_s = sum(nominal_s)
-    stages = [msgspec.structs.replace(stage, share=own / whole_s) for stage, own in zip(stages, nominal_s, strict=True)]
-    known = [stage.seconds for stage in stages if stage.seconds is not None]
     return WorkerEstimate(
         worker=worker.label,
         makes_reference=worker.makes_reference,
@@ -178,7 +146,6 @@ def estimate_worker(
         host_mapped_bytes=max(stage.host_mapped_bytes for stage in stages),
         device_bytes=max(stage.device_bytes or 0 for stage in stages) if worker.on_device else None,
         device_memory_bytes=worker.device_memory_bytes,
-        seconds=sum(known) if timed is not None else None,
         wave=worker.wave,
         stages=tuple(stages),
         scratch_bytes=max(stage.scratch_bytes for stage in stages),
@@ -188,7 +155,7 @@ def estimate_worker(
 
 def _costs(case: Case, setting: Setting, worker: PlannedWorker) -> Iterator[tuple[str, Cost]]:
     """Yield what a worker does, in the order in which its session does it."""
-    yield "start", Cost(work=Work(fixed_s=START_S))
+    yield "start", Cost()
     loaded = False
     for spec in run_order(case.stages, sees_others=worker.sees_others):
         if case.needs_model and not loaded and spec.model.name != "UNUSED":
@@ -217,7 +184,6 @@ class _Held:
         self._private = ACCELERATOR_PROCESS_BYTES if drives else PROCESS_BYTES
         self._mapped = LIBRARY_BYTES
         self._device = 0
-        self._rewritten = False
         self.kept_bytes = 0
 
     def begin(self, stage: str) -> None:
@@ -230,7 +196,7 @@ class _Held:
             if on_device and self._offloads:  # one layer at a time
                 self._device += shape.largest_elements * shape.width
 
-    def stage(self, name: str, cost: Cost, seconds: float | None) -> StageEstimate:
+    def stage(self, name: str, cost: Cost) -> StageEstimate:
         own = cost.host_bytes
         mapped = self._mapped + cost.window_bytes
         if self._setting.on_device and self._setting.makes_reference and name in (Stage.FORWARD, Stage.GRADIENT):
@@ -248,7 +214,6 @@ class _Held:
             ),
             host_mapped_bytes=mapped,
             device_bytes=on_device,
-            seconds=seconds,
             scratch_bytes=cost.scratch_bytes,
         )
 
@@ -262,22 +227,21 @@ class _Held:
                 self._device += shape.adapter_bytes
             else:
                 self._private += shape.adapter_bytes
-        if stage in REWRITING and shape.merges_whole and not on_device and not self._rewritten:
-            self._rewritten = True
+        if stage == Stage.FORWARD and shape.merges_whole and not on_device:
+            # the whole model is merged in place: a mapped page that is written becomes the worker's own
             rewritten = min(shape.mapped_bytes, sum(layer.elements for layer in shape.layers) * shape.width)
             self._mapped -= rewritten
             self._private += rewritten
 
 
 def soak(repeated: Sequence[StageEstimate], case: Case, worker: PlannedWorker) -> StageEstimate:
-    """Return what repeating stages takes: their peaks, the products of a load beside them, and the time asked for."""
+    """Return what repeating stages takes: their peaks, and the products of a load beside them."""
     load_bytes, of_device = load_memory(worker) if case.load else (0, 0)
     return StageEstimate(
         stage=SOAK,
         host_private_bytes=max(stage.host_private_bytes for stage in repeated) + load_bytes,
         host_mapped_bytes=max(stage.host_mapped_bytes for stage in repeated),
         device_bytes=max(stage.device_bytes or 0 for stage in repeated) + of_device if worker.on_device else None,
-        seconds=case.soak_s,
         scratch_bytes=max(stage.scratch_bytes for stage in repeated),
     )
 

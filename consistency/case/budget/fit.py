@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from consistency.case.budget.estimate import SOAK, PlannedWorker, WorkerEstimate, estimate_worker, together
+from consistency.case.budget.estimate import PlannedWorker, WorkerEstimate, estimate_worker, together
 from consistency.case.budget.placement import is_offloaded
 from consistency.case.budget.shape import Shape, read_shape
-from consistency.case.budget.speed import Speed
 from consistency.case.case import Case
 from consistency.case.fit import Fit
 from consistency.case.stages import stages_of
-from consistency.devices.cores import threads_per_worker
 from consistency.errors import InputError
 
 MARGIN = 1.25
@@ -48,11 +46,6 @@ class Budget:
         None where the host does not report it: nothing is fitted to it then.
     host_private_bytes, host_mapped_bytes : int
         Of the workers side by side that take the most.
-    seconds : float or None
-        Of the whole run; None where the time of a worker is unknown.
-    soak_s : float
-        Of it, the time in which stages are repeated: that which was asked for, once for each group of workers side by
-        side. It is known where the rest is not.
     scratch_bytes : int
         Of files in the scratch folder, of those workers that write the most side by side.
     scratch_in_memory : bool
@@ -74,8 +67,6 @@ class Budget:
     host_available_bytes: int | None
     host_private_bytes: int
     host_mapped_bytes: int
-    seconds: float | None
-    soak_s: float = 0.0
     scratch_bytes: int = 0
     scratch_in_memory: bool = False
     changes: tuple[str, ...] = field(default=())
@@ -84,14 +75,7 @@ class Budget:
     refusal: InputError | None = None
 
 
-def make_budget(
-    case: Case,
-    planned: Sequence[PlannedWorker],
-    *,
-    available_bytes: int | None,
-    speed: Speed | None = None,
-    threads: int | None = None,
-) -> Budget:
+def make_budget(case: Case, planned: Sequence[PlannedWorker], *, available_bytes: int | None) -> Budget:
     """Estimate a case and fit it to the memory of its host and devices.
 
     Parameters
@@ -100,20 +84,14 @@ def make_budget(
         At least one.
     available_bytes : int or None
         Of the host.
-    speed : Speed, optional
-        Of its processor; without it no time is estimated.
-    threads : int, optional
-        Per worker; by default they share the processors.
     """
     shape = read_shape(case)
     fitted = _fitted(case, shape, planned, available_bytes)
-    estimates = [_estimate(fitted, shape, worker) for worker in planned]
+    workers = tuple(_estimate(fitted, shape, worker) for worker in planned)
     in_memory = any(worker.scratch_in_memory for worker in planned)
-    kept = _kept(estimates) if in_memory else 0
-    too_large = next((found for found in estimates if not _fits(found, available_bytes, kept)), None)
-    at_once = _at_once(estimates, available_bytes, kept)
-    own_threads = threads or threads_per_worker(at_once)
-    workers = tuple(_estimate(fitted, shape, worker, speed=speed, threads=own_threads) for worker in planned)
+    kept = _kept(workers) if in_memory else 0
+    too_large = next((found for found in workers if not _fits(found, available_bytes, kept)), None)
+    at_once = _at_once(workers, available_bytes, kept)
     private, mapped = max((_largest(wave, at_once) for wave in _waves(workers)), key=sum)
     private += kept
     beyond = available_bytes is not None and private + mapped > available_bytes
@@ -125,22 +103,18 @@ def make_budget(
         host_available_bytes=available_bytes,
         host_private_bytes=private,
         host_mapped_bytes=mapped,
-        seconds=_seconds(workers, at_once),
-        soak_s=_soak_s(workers, at_once),
         scratch_bytes=max(_scratch(wave, at_once) for wave in _waves(workers)) + _kept(workers),
         scratch_in_memory=in_memory,
         changes=tuple(_changes(case, fitted, workers, at_once)),
         not_checked=tuple(text for text in fitted.not_checked() if text not in case.not_checked()),
-        unknown=(*shape.unknown, *_unknown(workers, timed=speed is not None, beyond=beyond)),
+        unknown=(*shape.unknown, *_unknown(workers, beyond=beyond)),
         refusal=None if too_large is None else _refusal(too_large, available_bytes, kept),
     )
 
 
-def _estimate(
-    case: Case, shape: Shape, worker: PlannedWorker, *, speed: Speed | None = None, threads: int = 1
-) -> WorkerEstimate:
+def _estimate(case: Case, shape: Shape, worker: PlannedWorker) -> WorkerEstimate:
     offloads = worker.on_device and is_offloaded(case, shape, worker.device_memory_bytes)
-    return estimate_worker(case, shape, worker, speed=speed, threads=threads, offloads=offloads)
+    return estimate_worker(case, shape, worker, offloads=offloads)
 
 
 def _fitted(case: Case, shape: Shape, planned: Sequence[PlannedWorker], available_bytes: int | None) -> Case:
@@ -220,28 +194,6 @@ def _waves(workers: Sequence[WorkerEstimate]) -> list[list[WorkerEstimate]]:
     return [[worker for worker in workers if worker.wave == number] for number in numbers]
 
 
-def _soak_s(workers: Sequence[WorkerEstimate], at_once: int) -> float:
-    """Return the time of all soaks; workers side by side soak at the same time."""
-    total = 0.0
-    for wave in _waves(workers):
-        soaks = [stage.seconds or 0.0 for worker in wave for stage in worker.stages if stage.stage == SOAK]
-        total += max(soaks, default=0.0) * -(-len(wave) // at_once)
-    return total
-
-
-def _seconds(workers: Sequence[WorkerEstimate], at_once: int) -> float | None:
-    """Return the time of all waves; a group of workers side by side takes as long as its slowest."""
-    total = 0.0
-    for wave in _waves(workers):
-        for start in range(0, len(wave), at_once):
-            group = [worker.seconds for worker in wave[start : start + at_once]]
-            known = [seconds for seconds in group if seconds is not None]
-            if len(known) < len(group):
-                return None
-            total += max(known)
-    return total
-
-
 def _changes(case: Case, fitted: Case, workers: Sequence[WorkerEstimate], at_once: int) -> Iterator[str]:
     most = max(map(len, _waves(workers)))
     if at_once < most:
@@ -255,7 +207,7 @@ def _changes(case: Case, fitted: Case, workers: Sequence[WorkerEstimate], at_onc
             yield f"{worker.worker}: offload, the base is streamed from the host layer by layer"
 
 
-def _unknown(workers: Sequence[WorkerEstimate], *, timed: bool, beyond: bool) -> Iterator[str]:
+def _unknown(workers: Sequence[WorkerEstimate], *, beyond: bool) -> Iterator[str]:
     if beyond:
         yield (
             "the files of the base do not stay in the host's memory: they are read again for every pass, "
@@ -264,9 +216,6 @@ def _unknown(workers: Sequence[WorkerEstimate], *, timed: bool, beyond: bool) ->
     for worker in workers:
         if worker.device_memory_bytes is not None and (worker.device_bytes or 0) > worker.device_memory_bytes:
             yield f"{worker.worker}: whether its device has room; by estimate it needs more than it has"
-    names = [worker.worker for worker in workers if worker.seconds is None]
-    if timed and names:
-        yield f"the time on {', '.join(names)}: these stages have not been measured on such a device"
 
 
 def _refusal(found: WorkerEstimate, available_bytes: int | None, kept: int) -> InputError:

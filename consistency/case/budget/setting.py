@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from consistency.case.budget.constants import TRAINING_PARTS
 from consistency.case.budget.shape import Shape
-from consistency.case.budget.work import Work
 from consistency.case.case import Case
 
 
@@ -32,7 +31,6 @@ class Cost:
     window_bytes: int = 0
     scratch_bytes: int = 0
     kept_bytes: int = 0
-    work: Work = Work()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +43,12 @@ class Setting:
         Whether the model is on an accelerator.
     makes_reference : bool
         Whether it computes the float64 reference.
-    paths : int
-        Load paths that it checks besides its own.
     """
 
     shape: Shape
     case: Case
     on_device: bool
     makes_reference: bool
-    paths: int = 0
 
     @property
     def sequences(self) -> int:

@@ -52,17 +52,15 @@ class Shape:
     ----------
     dtype : str
         That the base is loaded in.
-    elements, tensors : int
+    elements : int
         Of the base's files.
     mapped_bytes, converted_bytes : int
         Weights that stay mapped from their file, as all workers of a host share them, and those that loading converts,
         of which each worker has its own.
     largest_elements : int
         Of the largest tensor.
-    block_elements, blocks : int
-        The largest of the repeated blocks, and how many there are.
-    block_features : int
-        Inputs and outputs of the matrices of that block, per token.
+    blocks, block_features : int
+        The repeated blocks, and the inputs and outputs of the matrices of the largest one, per token.
     matrix_elements : int
         Of the matrices that every token is multiplied with: all but the embeddings, but a tied head.
     hidden, vocabulary, heads, positions : int or None
@@ -77,8 +75,8 @@ class Shape:
         Units of a block whose activation function has a kink, as ReLU: their gradient depends on a decision.
     experts : int
         That a router of each block chooses from; 0 without one.
-    adapter_bytes, adapter_elements, adapter_tensors : int
-        As PEFT loads them.
+    adapter_bytes : int
+        As PEFT loads it.
     trained_elements, largest_trained_elements : int
         Of the adapter's tensors that have a gradient, and of the largest of them.
     layers : tuple of Layer
@@ -89,11 +87,9 @@ class Shape:
 
     dtype: str = "float32"
     elements: int = 0
-    tensors: int = 0
     mapped_bytes: int = 0
     converted_bytes: int = 0
     largest_elements: int = 0
-    block_elements: int = 0
     blocks: int = 0
     block_features: int = 0
     matrix_elements: int = 0
@@ -108,8 +104,6 @@ class Shape:
     kinked_units: int = 0
     experts: int = 0
     adapter_bytes: int = 0
-    adapter_elements: int = 0
-    adapter_tensors: int = 0
     trained_elements: int = 0
     largest_trained_elements: int = 0
     method: str = ""
@@ -129,10 +123,6 @@ class Shape:
     def merges_whole(self) -> bool:
         """Return whether the adapter changes a tied weight, so that no layer can be merged without another."""
         return self.tied and any(_EMBEDDING.search(layer.name) or "lm_head" in layer.name for layer in self.layers)
-
-    @property
-    def adapted_elements(self) -> int:
-        return sum(layer.elements for layer in self.layers)
 
     @property
     def largest_layer_elements(self) -> int:
@@ -188,7 +178,7 @@ def _base(
         unknown.append("the weights of the base are a pickle, which has no header: memory is that of its files")
         return found | {"converted_bytes": sum(file.stat().st_size for file in weights.files)}
     if found["quantized"]:
-        unknown.append("the base is quantized: memory and time of its kernels and exact weights are not estimated")
+        unknown.append("the base is quantized: memory of its kernels and exact weights are not estimated")
     if found["hidden"] is None:
         unknown.append("the config states no hidden size: activations are not estimated")
     width = _DTYPES.get(found["dtype"], 2)
@@ -203,7 +193,6 @@ def _base(
     largest = max(tensors.values(), key=lambda header: math.prod(header.shape))
     return found | _blocks(tensors) | {
         "elements": sum(math.prod(header.shape) for header in tensors.values()),
-        "tensors": len(tensors),
         "mapped_bytes": mapped,
         "converted_bytes": converted,
         "largest_elements": math.prod(largest.shape),
@@ -214,18 +203,12 @@ def _base(
 
 def _blocks(tensors: Mapping[str, TensorHeader]) -> dict[str, Any]:
     """Return the figures of the blocks that repeat: tensors whose names differ by their first number."""
-    elements, features = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    features = Counter[tuple[str, str]]()
     for header in tensors.values():
         match = _NUMBERED.match(header.name)
         if match is not None:
-            place = (match["stack"], match["number"])
-            elements[place] += math.prod(header.shape)
-            features[place] += sum(header.shape) if len(header.shape) == 2 else 0
-    return {
-        "blocks": len(elements),
-        "block_elements": max(elements.values(), default=0),
-        "block_features": max(features.values(), default=0),
-    }
+            features[match["stack"], match["number"]] += sum(header.shape) if len(header.shape) == 2 else 0
+    return {"blocks": len(features), "block_features": max(features.values(), default=0)}
 
 
 def _kinked_units(config: Mapping[str, Any]) -> int:
@@ -297,8 +280,6 @@ def _adapter(case: Case, base: Mapping[str, TensorHeader], unknown: list[str]) -
         "adapter_bytes": sum(
             count * max(32 if "lora_" in name else 0, _bits(tensors[name].dtype)) // 8 for name, count in counts.items()
         ),
-        "adapter_elements": sum(counts.values()),
-        "adapter_tensors": len(counts),
         "trained_elements": sum(trained),
         "largest_trained_elements": max(trained, default=0),
         "method": str(config["peft_type"]),

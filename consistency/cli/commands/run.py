@@ -39,7 +39,7 @@ RUN_EXAMPLES = (
         "two devices, in a half type",
         "consistency run --base ./llama --adapter ./my-lora --devices cpu,cuda:0 --dtype bfloat16",
     ),
-    ("what it will take of memory and time", "consistency run --base ./llama --adapter ./my-lora --plan"),
+    ("what it will take of memory", "consistency run --base ./llama --adapter ./my-lora --plan"),
     (
         "a tolerance of your own for some layers",
         'consistency run --tolerance "stage=merged,layer=*.q_proj,dtype=bfloat16,atol=1e-3,rtol=1e-2"',
@@ -63,7 +63,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     _add_case(run)
     add_report_options(run, "folder for the reports (JSON, HTML, Markdown) and captures/")
     add_format_options(run)
-    run.add_argument("--plan", action="store_true", help="print what the run will take of memory and time, and stop; a "
+    run.add_argument("--plan", action="store_true", help="print what the run will take of memory, and stop; a "
                      "suite with a case that cannot be checked is planned without it")  # fmt: skip
     add_history_option(run)
     run.add_argument("--dated", action=argparse.BooleanOptionalAction,
@@ -167,12 +167,12 @@ def _plan(parsed: argparse.Namespace) -> int:
     from consistency.case.preflight import prepare_case
     from consistency.devices.discovery import select
     from consistency.report import plan
-    from consistency.workflows.planning import budget_of, budgets_of, cases_at_once, host_speed
+    from consistency.workflows.planning import budget_of, budgets_of, cases_at_once
 
     suite = read_suite(parsed)
     if suite is not None:
         devices = select(suite.shared.devices)
-        budgets = budgets_of(suite, devices, speed=host_speed())
+        budgets = budgets_of(suite, devices)
         at_once = cases_at_once(suite, devices, budgets)
         if parsed.json:
             print_json(plan.suite_as_table(suite.name, budgets, at_once))
@@ -180,7 +180,7 @@ def _plan(parsed: argparse.Namespace) -> int:
             print(plan.render_suite(suite.name, budgets, at_once), end="")
         return UsageError.exit_status if all(isinstance(one, ConsistencyError) for one in budgets.values()) else 0
     options = read_case(parsed)
-    budget = budget_of(prepare_case(options), select(options.devices), threads=options.threads, speed=host_speed())
+    budget = budget_of(prepare_case(options), select(options.devices))
     if parsed.json:
         print_json(plan.as_table(budget))
     else:

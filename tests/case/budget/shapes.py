@@ -23,10 +23,8 @@ def llama(hidden: int, inner: int, blocks: int, vocabulary: int) -> Shape:
     return Shape(
         dtype="bfloat16",
         elements=blocks * elements + 2 * ends,
-        tensors=9 * blocks + 3,
         mapped_bytes=2 * (blocks * elements + 2 * ends),
         largest_elements=max(ends, inner * hidden),
-        block_elements=elements,
         blocks=blocks,
         block_features=sum(a + b for a, b in of_block),
         matrix_elements=blocks * elements + ends,
@@ -35,8 +33,6 @@ def llama(hidden: int, inner: int, blocks: int, vocabulary: int) -> Shape:
         heads=hidden // 128,
         positions=2048,
         adapter_bytes=4 * factors,
-        adapter_elements=factors,
-        adapter_tensors=2 * len(layers),
         trained_elements=factors,
         largest_trained_elements=16 * inner,
         method="LORA",
@@ -50,7 +46,7 @@ LARGE = llama(4096, 14336, 32, 128256)
 
 def deeper(shape: Shape, times: int) -> Shape:
     """Return the same model with as many times the blocks, and an unchanged adapter."""
-    more = (times - 1) * shape.blocks * shape.block_elements
+    more = (times - 1) * (shape.elements - 2 * (shape.vocabulary or 0) * (shape.hidden or 0))
     return dataclasses.replace(
         shape,
         blocks=times * shape.blocks,

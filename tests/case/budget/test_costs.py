@@ -8,7 +8,6 @@ import functools
 import pytest
 
 from consistency.case.budget.constants import (
-    DRAWN_AT_EACH_STEP,
     LARGE_GRADIENTS,
     LOAD_BYTES,
     LOAD_SHARE,
@@ -24,27 +23,20 @@ from consistency.case.budget.constants import (
 from consistency.case.budget.costs import cost_of
 from consistency.case.budget.setting import Setting
 from consistency.case.budget.shape import Shape
-from consistency.case.budget.speed import Speed
-from consistency.case.budget.work import Products, Work, slower
 from consistency.case.case import Case
 from consistency.case.fit import Fit
 from consistency.case.stages import Level, Stage
 from tests.case.budget.shapes import LARGE, SMALL, deeper
 
-SPEED = Speed(float64_flop=1e9, float32_flop=2e9, half_flop=8e9, read_bytes=1e9, cores=4)
-
 
 def setting(**changes: object) -> Setting:
-    plain = Setting(
-        shape=LARGE, case=Case(name="x", base="b", adapter="a"), on_device=False, makes_reference=True, paths=2
-    )
+    plain = Setting(shape=LARGE, case=Case(name="x", base="b", adapter="a"), on_device=False, makes_reference=True)
     return dataclasses.replace(plain, **changes)  # type: ignore[arg-type]
 
 
 def test_every_stage_has_a_cost() -> None:
     for stage in Stage:
         taken = cost_of(stage, setting())
-        assert taken.work.seconds(SPEED, dtype="bfloat16", threads=1) > 0
         assert min(taken.host_bytes, taken.device_bytes, taken.window_bytes) >= 0
 
 
@@ -72,9 +64,6 @@ def test_fewer_sequences_and_fewer_tokens_take_less_memory(stage: Stage) -> None
 def test_only_the_worker_that_makes_the_reference_computes_in_float64(stage: Stage) -> None:
     cost = functools.partial(cost_of, stage)
     other = cost(setting(makes_reference=False))
-    assert other.work.float64.flop == 0
-    native = cost(setting()).work.native.flop  # with the passes with noise
-    assert native > other.work.native.flop > 0
     assert other.host_bytes < cost(setting()).host_bytes
 
 
@@ -87,21 +76,6 @@ def test_the_decisions_of_a_router_are_in_scratch_files(stage: Stage) -> None:
     assert routed.kept_bytes - plain.kept_bytes == scores * 16
     other = cost_of(stage, setting(shape=dataclasses.replace(LARGE, experts=8), makes_reference=False))
     assert other.kept_bytes == 0
-
-
-def test_work_is_shared_by_threads_and_takes_the_speed_of_its_dtype() -> None:
-    work = Work(native=Products(flop=1e9))
-    assert work.seconds(SPEED, dtype="bfloat16", threads=2) == work.seconds(SPEED, dtype="bfloat16", threads=1) / 2
-    assert work.seconds(SPEED, dtype="float32", threads=1) > 3 * work.seconds(SPEED, dtype="bfloat16", threads=1)
-    assert Work(fixed_s=3.0).seconds(SPEED, dtype="float32", threads=8) == 3.0
-
-
-def test_a_variant_is_slower_and_has_no_fast_half_type() -> None:
-    found = slower(SPEED, "avx2")
-    assert (found.float64_flop, found.half_flop) == (0.5e9, None)
-    assert slower(SPEED, None) == SPEED
-    half = Work(native=Products(flop=1e9))
-    assert half.seconds(found, dtype="bfloat16", threads=1) == half.seconds(found, dtype="float32", threads=1)
 
 
 def test_inputs_of_a_file_have_their_own_size() -> None:
@@ -134,32 +108,15 @@ def test_sizes_are_those_that_the_worker_uses() -> None:
     from consistency.worker.model import weight_files
     from consistency.worker.soak import load
     from consistency.worker.stages import block_rule
-    from consistency.worker.stages.trajectory import step_checks
     from consistency.worker.training import backward, steps
 
     assert TRAINING_STEPS == steps.STEPS
     assert TRAINING_PARTS == backward.PASSES
     passes = NOISY_PASSES, NOISY_GRADIENTS, LARGE_GRADIENTS
     assert passes == (block_rule.LEAST_PASSES, block_rule.MOST_PASSES, block_rule._LARGE)
-    assert DRAWN_AT_EACH_STEP == step_checks.DRAWN
     assert (WINDOW_BYTES, PART_BYTES) == (weight_files.MAPPED_BYTES, widening.PART_BYTES)
     assert LOAD_BYTES == 3 * load._CPU_BATCH * load._CPU_SIDE**2 * 4
     assert (LOAD_SIDE, LOAD_SHARE) == (load._LARGEST_SIDE, load._SHARE)
-
-
-def test_merges_in_float64_are_those_of_small_models_or_of_the_level_thorough() -> None:
-    cost = functools.partial(cost_of, Stage.FORWARD)
-
-    def float64(shape: Shape, level: Level, **changes: object) -> Products:
-        case = Case(name="x", base="b", adapter="a", level=level)
-        return cost(setting(shape=shape, case=case, **changes)).work.float64
-
-    alone = float64(LARGE, Level.STANDARD)
-    four_and_merges = pytest.approx(4 * alone.weights)
-    assert float64(LARGE, Level.THOROUGH).weights == four_and_merges, "by blocks and from end to end, off too"
-    assert float64(SMALL, Level.STANDARD).weights == 8 * SMALL.matrix_elements
-    assert float64(dataclasses.replace(SMALL, dtype="float32"), Level.STANDARD).weights == 7 * SMALL.matrix_elements
-    assert float64(SMALL, Level.STANDARD, makes_reference=False) == Products()
 
 
 def test_a_merge_in_float64_takes_three_arrays_of_the_largest_layer() -> None:

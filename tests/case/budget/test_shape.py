@@ -54,10 +54,10 @@ def test_a_builtin_case_has_the_sizes_of_its_files(name: str) -> None:
     assert (found.mapped_bytes, found.converted_bytes) == (sum(t.nbytes for t in tensors.values()), 0)
     assert found.largest_elements == max(tensor.size for tensor in tensors.values())
     assert (found.blocks, found.hidden, found.vocabulary, found.unknown) == (4, 128, 512, ())
-    assert (found.adapter_bytes, found.adapter_tensors) == (sum(f.nbytes for f in factors.values()), len(factors))
+    assert found.adapter_bytes == sum(f.nbytes for f in factors.values())
     assert len(found.layers) == sum("lora_A" in key for key in factors)
     assert {layer.rank for layer in found.layers} == {min(f.shape) for key, f in factors.items() if "lora_A" in key}
-    assert found.block_elements * found.blocks < found.matrix_elements + 10_000 < found.elements + 10_000
+    assert found.matrix_elements < found.elements
 
 
 def test_a_dtype_that_the_file_does_not_have_is_converted_and_no_worker_shares_it() -> None:
@@ -81,7 +81,7 @@ def test_what_the_adapter_saves_but_does_not_train_has_no_gradient(tmp_path: Pat
         f"{place}.lm_head.weight": zeros(10, 4),
     }
     found = made(tmp_path, {"hidden_size": 4}, base, adapter, modules_to_save=["lm_head"])
-    assert (found.adapter_elements, found.trained_elements) == (96, 16 + 40)
+    assert found.trained_elements == 16 + 40
     assert found.largest_trained_elements == 40
     assert [(layer.name, layer.elements, layer.rank) for layer in found.layers] == [("layers.0.q", 16, 2)]
 
@@ -132,7 +132,7 @@ def test_a_quantized_base_has_the_elements_of_its_weights_and_the_bytes_of_its_f
     }
     adapter = {"base_model.model.layers.0.q.lora_A.weight": zeros(2, 6)}
     found = made(tmp_path, {"quantization_config": {}, "dtype": "float32"}, tensors, adapter)
-    assert (found.elements, found.tensors) == (30, 2)
+    assert found.elements == 30
     assert (found.mapped_bytes, found.converted_bytes) == (24 + 16 + 24, 0)
     assert [(layer.elements, layer.rank) for layer in found.layers] == [(24, 2)]
 
