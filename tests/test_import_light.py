@@ -128,7 +128,7 @@ def test_status_loads_next_to_nothing(tmp_path: Path) -> None:
     small.write_bytes(encode_json(made_status(faulty())))
     code = (
         "import sys\nfrom consistency.cli.main import main\n"
-        "for form in ('text', 'nagios', 'nhc', 'prometheus', 'json'):\n"
+        "for form in ('text', 'nagios', 'prometheus', 'json'):\n"
         "    assert main(['status', '.', '--format', form]) in (1, 2)\n"
         f"loaded = [name for name in {STATUS_LEAVES_OUT!r} if name in sys.modules]\n"
     )

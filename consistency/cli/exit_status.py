@@ -46,7 +46,7 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "env": {0: "printed", **BAD_USE},
     "completion": {0: "printed", **BAD_USE},
 }
-"""By command. Those of Nagios and NHC are in the help of `status --format`."""
+"""By command. Those of Nagios are in the help of `status --format`."""
 
 
 def status_line(statuses: Mapping[int, str]) -> str:

@@ -24,7 +24,6 @@ EXAMPLES = (
 FORMATS = {
     "text": "one line",
     "nagios": "one line with performance data, and exit status 0 OK, 1 WARNING, 2 CRITICAL, 3 UNKNOWN",
-    "nhc": "nothing, or one line `ERROR: ...` and status 1, for LBNL's Node Health Check",
     "prometheus": "metrics for node_exporter's textfile collector",
     "json": "status.json, with age_s, stale and state",
 }
@@ -55,7 +54,7 @@ def _status(parsed: argparse.Namespace) -> int:
         if parsed.format == "prometheus":
             raise  # metrics of an earlier result stay, and their time says how old they are
         _put(parsed, _no_result(error) if parsed.format == "json" else no_result_line(error.what, parsed.format))
-        return {"nagios": NAGIOS["UNKNOWN"], "nhc": 1}.get(parsed.format, NO_RESULT)
+        return NAGIOS["UNKNOWN"] if parsed.format == "nagios" else NO_RESULT
     text, exit_status = _shown(parsed.format, status, status.age_s(datetime.now(UTC)), max_age_s)
     _put(parsed, text)
     return exit_status
@@ -69,9 +68,6 @@ def _shown(form: str, status: Status, age_s: float, max_age_s: float | None) -> 
     state = lines.state(status, stale=stale)
     if form == "nagios":
         return lines.nagios_line(status, age_s, max_age_s), lines.NAGIOS[state]
-    if form == "nhc":
-        text = lines.nhc_line(status, age_s, max_age_s)
-        return text, 1 if text else 0
     exit_status = lines.STALE if stale else status.exit_status
     if form == "prometheus":
         from consistency.report.status.prometheus import metrics
@@ -94,10 +90,9 @@ def _no_result(error: ConsistencyError) -> str:
 
 
 def _put(parsed: argparse.Namespace, text: str) -> None:
-    lines = f"{text}\n" if text else ""
     if parsed.out is None:
-        print(lines, end="")
+        print(text)
         return
     from consistency.capture.whole_file import write_whole
 
-    write_whole(parsed.out, [lines.encode()])
+    write_whole(parsed.out, [f"{text}\n".encode()])

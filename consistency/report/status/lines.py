@@ -1,6 +1,6 @@
-"""A status in one line, as Nagios, LBNL's Node Health Check and a shell expect it, and the exit status beside it.
+"""A status in one line, as Nagios and a shell expect it, and the exit status beside it.
 
-Node-problem-detector cuts a message at 80 bytes, so a line has no more, and each character is one byte. Names of cases,
+Health checkers cut a message at 80 bytes, so a line has no more, and each character is one byte. Names of cases,
 devices and tensors may be a stranger's: what is not printable ASCII is escaped or replaced.
 """
 
@@ -48,7 +48,7 @@ def is_stale(age_s: float, max_age_s: float | None) -> bool:
 
 
 def text_line(status: Status, age_s: float, max_age_s: float | None) -> str:
-    """Return the line for people, and for node-problem-detector."""
+    """Return the line for people."""
     word = "STALE" if is_stale(age_s, max_age_s) else status.verdict.upper()
     head = _cut(_ascii(" ".join([word, *(f"[{mark}]" for mark in status.marks), status.case])), _MOST_HEAD)
     return _line(f"{head}: ", _what(status, age_s, max_age_s), f" ({_ago(age_s)})")
@@ -68,21 +68,11 @@ def nagios_line(status: Status, age_s: float, max_age_s: float | None) -> str:
     return line
 
 
-def nhc_line(status: Status, age_s: float, max_age_s: float | None) -> str:
-    """Return the line of a failed check, and nothing where it passes."""
-    if state(status, stale=is_stale(age_s, max_age_s)) in ("OK", "WARNING"):
-        return ""
-    what = _what(status, age_s, max_age_s)
-    marks = "".join(f"[{mark}] " for mark in status.marks)
-    stale = "stale: " if is_stale(age_s, max_age_s) else ""
-    return _line(f"ERROR: consistency: {marks}{stale}", what, f" ({_ago(age_s)})")
-
-
 def no_result_line(message: str, form: str) -> str:
     """Return the line where there is no result."""
-    heads = {"nagios": "CONSISTENCY UNKNOWN - ", "nhc": "ERROR: consistency: "}
-    text = message.replace("|", "/") if form == "nagios" else message
-    return _line(heads.get(form, "UNKNOWN "), text, "")
+    if form == "nagios":
+        return _line("CONSISTENCY UNKNOWN - ", message.replace("|", "/"), "")
+    return _line("UNKNOWN ", message, "")
 
 
 def sum_of(status: Status) -> int:

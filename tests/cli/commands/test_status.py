@@ -25,25 +25,25 @@ def leave(folder: Path, found: Comparison, hours: float = 1.0) -> str:
     return str(folder)
 
 
-STATUSES = {  # text, json and prometheus; nagios; nhc
-    "consistent": (good(), 1.0, (0, 0, 0)),
-    "inconsistent": (faulty(), 1.0, (1, 2, 1)),
-    "incomplete": (lost(), 1.0, (3, 2, 1)),
-    "stale": (good(), 30.0, (3, 3, 1)),
+STATUSES = {  # text, json and prometheus; nagios
+    "consistent": (good(), 1.0, (0, 0)),
+    "inconsistent": (faulty(), 1.0, (1, 2)),
+    "incomplete": (lost(), 1.0, (3, 2)),
+    "stale": (good(), 30.0, (3, 3)),
 }
 
 
 @pytest.mark.parametrize(("found", "hours", "expected"), STATUSES.values(), ids=STATUSES)
 def test_exit_statuses(
-    found: Comparison, hours: float, expected: tuple[int, int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    found: Comparison, hours: float, expected: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, nagios, nhc = expected
+    run, nagios = expected
     leave(tmp_path, found, hours)
-    for form, wanted in {"text": run, "json": run, "prometheus": run, "nagios": nagios, "nhc": nhc}.items():
+    for form, wanted in {"text": run, "json": run, "prometheus": run, "nagios": nagios}.items():
         assert main(["status", str(tmp_path), "--format", form, "--max-age", "1d2h"]) == wanted, form
         lines = capsys.readouterr().out.splitlines()
-        if form in ("text", "nagios", "nhc"):
-            assert len(lines) == (form != "nhc" or nhc)
+        if form in ("text", "nagios"):
+            assert len(lines) == 1
 
 
 @pytest.mark.parametrize("wrong", [["gone"], [".", "--max-age", "soon"]])
@@ -52,7 +52,7 @@ def test_without_a_result_each_caller_reads_that_it_is_unknown(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for form, wanted, head in (
-        ("text", 2, "UNKNOWN "), ("nagios", 3, "CONSISTENCY UNKNOWN - "), ("nhc", 1, "ERROR: consistency: "),
+        ("text", 2, "UNKNOWN "), ("nagios", 3, "CONSISTENCY UNKNOWN - "),
         ("json", 2, '{\n "state": "UNKNOWN"'),
     ):  # fmt: skip
         assert main(["status", *wrong, "--format", form]) == wanted

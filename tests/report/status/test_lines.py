@@ -12,7 +12,7 @@ import pytest
 from consistency.comparison.result import Comparison, Finding
 from consistency.numerics.real import Real
 from consistency.report.status import lines
-from consistency.report.status.lines import MOST_BYTES, nagios_line, nhc_line, no_result_line, state, text_line
+from consistency.report.status.lines import MOST_BYTES, nagios_line, no_result_line, state, text_line
 from consistency.report.status.record import Status
 from tests.report.made_comparisons import ALL, HOSTILE, comparison, faulty, hostile, tensor
 from tests.report.made_suites import good, lost
@@ -29,18 +29,17 @@ class Said:
     found: Comparison
     text: str
     nagios: str
-    nhc: str
     word: str
 
 
 SAID = {
     "consistent": Said(
-        found=good(), word="OK", nhc="",
+        found=good(), word="OK",
         text="CONSISTENT llama: the adapter agrees on 4 workers... (2h ago)",
         nagios="CONSISTENCY OK - the adapter agrees on 4 workers... | ratio=0.31;;1 age=7200s",
     ),
     "warned": Said(
-        found=WARNED, word="WARNING", nhc="",
+        found=WARNED, word="WARNING",
         text="CONSISTENT llama: cuda:1 is full (2h ago)",
         nagios="CONSISTENCY WARNING - cuda:1 is full | age=7200s findings=1",
     ),
@@ -48,13 +47,11 @@ SAID = {
         found=faulty(), word="CRITICAL",
         text="INCONSISTENT llama: adapter - cuda:1 - zeros in 3 of 3 lora_B tensors (2h ago)",
         nagios="CONSISTENCY CRITICAL - adapter - cuda:1 - zeros in 3 of 3 lora_B tensors",
-        nhc="ERROR: consistency: adapter - cuda:1 - zeros in 3 of 3 lora_B tensors (2h ago)",
     ),
     "incomplete": Said(
         found=lost(), word="CRITICAL",
         text="INCOMPLETE llama: cuda:1 was lost: was killed by SIGKILL... (2h ago)",
         nagios="CONSISTENCY CRITICAL - cuda:1 was lost: was killed by SIGKILL... | age=7200s",
-        nhc="ERROR: consistency: cuda:1 was lost: was killed by SIGKILL... (2h ago)",
     ),
 }  # fmt: skip
 
@@ -63,7 +60,7 @@ SAID = {
 def test_what_each_form_says(said: Said) -> None:
     made = status(said.found)
     forms: dict[Callable[[Status, float, float | None], str], str] = {
-        text_line: said.text, nagios_line: said.nagios, nhc_line: said.nhc
+        text_line: said.text, nagios_line: said.nagios
     }  # fmt: skip
     for form, line in forms.items():
         assert form(made, 2 * HOUR, 26 * HOUR) == form(made, 2 * HOUR, None) == line
@@ -77,7 +74,6 @@ def test_a_stale_result_says_nothing_of_the_devices(found: Comparison) -> None:
     assert text_line(made, 49 * HOUR, 26 * HOUR) == f"STALE llama: {found.verdict}, but older than 26h (2d ago)"
     unknown = f"CONSISTENCY UNKNOWN - {found.verdict}, but older than 26h"
     assert nagios_line(made, 49 * HOUR, 26 * HOUR).startswith(unknown)
-    assert nhc_line(made, 49 * HOUR, 26 * HOUR).startswith(f"ERROR: consistency: stale: {found.verdict}, but older")
     assert text_line(made, 49 * HOUR, None).startswith(found.verdict.upper())
 
 
@@ -97,7 +93,6 @@ def test_planted_faults_and_simulated_devices_are_said_first() -> None:
     made = status(faulty(), marks=("planted fault", "simulated"))
     assert text_line(made, 60.0, None).startswith("INCONSISTENT [planted fault] [simulated] llama: ")
     assert nagios_line(made, 60.0, None).startswith("CONSISTENCY CRITICAL - [planted fault] [simulated] adapter")
-    assert nhc_line(made, 60.0, None).startswith("ERROR: consistency: [planted fault] [simulated] adapter")
 
 
 @pytest.mark.parametrize("age_s", [-1e9, 0.0, 59.0, 3600.0, 1e9])
@@ -105,9 +100,9 @@ def test_planted_faults_and_simulated_devices_are_said_first() -> None:
 def test_no_line_is_longer_than_its_caller_takes(found: Comparison, age_s: float) -> None:
     for name in ("x", "long " * 30, "ü·→" * 20, "a\nb", HOSTILE):
         made = status(found, case=name, reason=f"{name}: {found.findings[0].message}" if found.findings else name)
-        for line in (*(form(made, age_s, 1.0) for form in (text_line, nagios_line, nhc_line)),
-                     *(form(made, age_s, None) for form in (text_line, nagios_line, nhc_line)),
-                     *(no_result_line(name, form) for form in ("text", "nagios", "nhc"))):  # fmt: skip
+        for line in (*(form(made, age_s, 1.0) for form in (text_line, nagios_line)),
+                     *(form(made, age_s, None) for form in (text_line, nagios_line)),
+                     *(no_result_line(name, form) for form in ("text", "nagios"))):  # fmt: skip
             assert len(line.encode()) <= MOST_BYTES
             assert re.fullmatch("[ -~]*", line)
 
