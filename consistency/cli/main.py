@@ -17,7 +17,7 @@ from consistency.capture.origin import running
 from consistency.capture.version import __version__
 from consistency.cli.exit_status import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT
 from consistency.cli.parser import Parser, adder, layout
-from consistency.errors import ConsistencyError, InterruptedRunError, UsageError, first_line
+from consistency.errors import ConsistencyError, InterruptedRunError, first_line
 from consistency.optional import is_there
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -61,7 +61,9 @@ _LIBRARIES = ("torch", "transformers", "peft")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    _open_streams()
+    for name in ("stdin", "stdout", "stderr"):  # by number; one that is closed (`>&-`) leads nowhere
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
     for number in _STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, _terminate)
@@ -81,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _answer(arguments: Sequence[str]) -> int:
     try:
-        _refuse_bytes(arguments)
         parser = build_parser(arguments[0] if arguments else None)
         if not arguments:
             parser.print_help(sys.stderr)
@@ -115,18 +116,6 @@ def _answer(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         _complain(str(_mistake(error)))
         return OUR_MISTAKE
-
-
-def _refuse_bytes(arguments: Sequence[str]) -> None:
-    """Raise UsageError where a word is no text: it could not be written into a report, nor told to a worker."""
-    for word in arguments:
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            raise UsageError(
-                "an argument that is not UTF-8", got=os.fsencode(word).decode(errors="backslashreplace"),
-                hint="rename the file or folder: reports and captures are UTF-8",
-            ) from None  # fmt: skip
 
 
 def build_parser(named: str | None = None) -> argparse.ArgumentParser:
@@ -183,17 +172,6 @@ def _discard(*streams: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(nowhere, stream.fileno())
-
-
-def _open_streams() -> None:
-    """Let standard streams that are closed (`>&-`) lead nowhere: files that are opened would take their numbers."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _complain(text: str) -> None:

@@ -13,20 +13,13 @@ from consistency.errors import UsageError, did_you_mean
 Example = tuple[str, str]
 """What a command line does, and the command line."""
 
-# argparse reports an error as text alone; these are its forms in Python 3.11 to 3.13
-_CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: (?P<got>.+?) \(choose from (?P<known>.+)\)")
-_VALUE = re.compile(r"argument (?P<name>.+?): invalid (?P<kind>\w+) value: (?P<got>.+)")
-_COUNT = re.compile(r"argument (?P<name>.+?): expected (?P<wanted>.+)")
-_MISSING = re.compile(r"the following arguments are required: (?P<names>.+)")
-_KINDS = {"int": "a whole number", "float": "a number"}
-
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what was meant by an option, a command or a value that it does not know."""
+    """A parser that says what was meant by an option that it does not know."""
 
     def error(self, message: str) -> NoReturn:
         """Raise one of argparse's errors as one of ours."""
-        raise self._translated(message)
+        raise UsageError(message, hint=self._help_hint())
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a whole command line; raise `UsageError` for an argument that no command takes."""
@@ -51,25 +44,6 @@ class Parser(argparse.ArgumentParser):
 
     def _help_hint(self) -> str:
         return f"`{self.prog} --help` lists what it takes"
-
-    def _translated(self, message: str) -> UsageError:
-        if found := _CHOICE.fullmatch(message):
-            name, got = found["name"], found["got"].strip("'\"")
-            known = [one.strip(" '\"") for one in found["known"].split(",")]
-            noun = "command" if name == "COMMAND" else f"value of {name}"
-            return UsageError(f"unknown {noun}: {got}", wanted="one of " + ", ".join(known),
-                              hint=did_you_mean(got, known) or self._help_hint())  # fmt: skip
-        if found := _VALUE.fullmatch(message):
-            wanted = _KINDS.get(found["kind"], "a value of another form")
-            return UsageError(f"{found['name']} takes {wanted}", got=found["got"].strip("'\""), hint=self._help_hint())
-        if found := _COUNT.fullmatch(message):
-            wanted = found["wanted"].replace("one argument", "a value").replace("argument", "value")
-            return UsageError(f"{found['name']} needs {wanted}", hint=self._help_hint())
-        if found := _MISSING.fullmatch(message):
-            choices = next((one.choices for one in self._actions if one.dest == found["names"]), None)
-            listed = None if choices is None else "one of " + ", ".join(choices)
-            return UsageError(f"{self.prog} needs {found['names']}", wanted=listed, hint=self._help_hint())
-        return UsageError(message, hint=self._help_hint())
 
 
 def layout(examples: Sequence[Example], statuses: Mapping[int, str]) -> dict[str, Any]:

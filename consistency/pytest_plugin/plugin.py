@@ -47,15 +47,6 @@ _ARCH = "select the items of devices whose architecture contains this text, such
 _TRIGGERS = ("consistency_config", "consistency_base", "consistency_adapter")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    """Refuse options that have moved pytest's root directory."""
-    if any(one.startswith(Edge.PYTEST.value) and "=" not in one for one in args):
-        from consistency.pytest_plugin.rootdir import refuse_displaced_root
-
-        refuse_displaced_root(early_config, args)
-
-
 def _is_used(config: pytest.Config) -> bool:
     """Return whether command line or ini file names a case."""
     on_line = any(config.getoption(name, None) is not None for name in _TRIGGERS)
