@@ -2,29 +2,132 @@
 
 from __future__ import annotations
 
+import math
 import pkgutil
+from dataclasses import dataclass
 
-from consistency.case.budget.constants import (
-    CUT_ELEMENTS,
-    CUT_STEPS,
-    DIGEST_BYTES,
-    GRADIENT_BYTES,
-    GRADIENT_PART,
-    INDEX_BYTES,
-    LARGE_GRADIENTS,
-    MIB,
-    NOISY_GRADIENTS,
-    NOISY_LARGE_GRADIENTS,
-    NOISY_PASSES,
-    PART_BYTES,
-    RESULTS_OF_BLOCK,
-    SCORE_BYTES,
-    TRAINING_STEPS,
-    TRAJECTORY_STEPS,
-    WINDOW_BYTES,
-)
-from consistency.case.budget.setting import Cost, Setting
+from consistency.case.budget.shape import Shape
+from consistency.case.case import Case
 from consistency.case.stages import MOST_MERGED, SPECS, Level, Stage
+
+MIB = 2**20
+
+WINDOW_BYTES = 64 * MIB
+"""Of a file that is read beside the model (`MAPPED_BYTES` of the worker's `weight_files`)."""
+
+PART_BYTES = 1 << 24
+"""Of a weight that is widened to float64 at a time (`PART_BYTES` of `numerics.widening`)."""
+
+DIGEST_BYTES = 3 * 16 * MIB
+"""Scratch of a digest on a device: three arrays of `_GPU_CHUNK_ROWS` rows of `numerics.digest`."""
+
+GRADIENT_BYTES = 10 * 8
+"""Per element of a gradient: arrays of float64 in which its errors and the optimizer's step are measured."""
+
+GRADIENT_PART = 1 << 20
+"""Elements of a gradient that are measured at once (`PART` of `numerics.file_tensor`)."""
+
+TRAINING_PARTS = 4
+"""Parts of the batch, one for each step of a training (`PASSES` of `worker.training.backward`)."""
+
+SCORE_BYTES, INDEX_BYTES = 4, 8
+"""Of a router's choice: a score in float32, and the index of an expert; as many are chosen as there are, at most."""
+
+LOAD_BYTES = 3 * 256 * 64 * 64 * 4
+LOAD_SIDE, LOAD_SHARE = 8192, 32
+"""The products of `--load`: on the CPU `_CPU_BATCH` of `_CPU_SIDE`; on a device `_LARGEST_SIDE` at most,
+and one part in `_SHARE` of its memory (`worker.soak.load`)."""
+
+PROCESS_BYTES = 285 * 10**6
+LIBRARY_BYTES = 110 * 10**6
+"""Python with torch, transformers and PEFT imported: private memory, and libraries mapped from their files."""
+
+ACCELERATOR_PROCESS_BYTES = 2 * 10**9
+"""The same with a device's driver and libraries: the limit that a worker keeps, not a measurement of any device."""
+
+TRAINING_STEPS = 3
+"""Of the stages that train by a group of ranks."""
+
+TRAJECTORY_STEPS = 20
+"""Of the stage `trajectory`."""
+
+RESULTS_OF_BLOCK = 5
+"""Of each block: its output, and those of its attention, MLP and two norms."""
+
+NOISY_PASSES = 3
+"""Passes with noise of each mode (`LEAST_PASSES` of `block_rule`)."""
+
+NOISY_GRADIENTS, NOISY_LARGE_GRADIENTS, LARGE_GRADIENTS = 8, 4, 1 << 28
+"""The same of gradients, and of a model with more matrix elements (`passes_for_sums` of `block_rule`)."""
+
+CUT_STEPS = 1 << 31
+"""Steps of the decompositions of one type of combination but at level thorough: the longer side of a delta squared, as
+PEFT asks for full matrices, times the shorter one."""
+
+CUT_ELEMENTS = 1 << 24
+"""Elements of the largest delta that is cut: some ten float64 arrays of them are held, 128 MiB each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one stage takes.
+
+    Attributes
+    ----------
+    host_bytes : int
+        Private memory above what the worker holds.
+    device_bytes : int
+        Memory of the device above what the worker holds on it.
+    window_bytes : int
+        Of files that are mapped beside the model.
+    scratch_bytes, kept_bytes : int
+        Of files in the scratch folder: removed when the stage ends, and kept for the workers of the case.
+    """
+
+    host_bytes: int = 0
+    device_bytes: int = 0
+    window_bytes: int = 0
+    scratch_bytes: int = 0
+    kept_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a worker is to do.
+
+    Attributes
+    ----------
+    on_device : bool
+        Whether the model is on an accelerator.
+    makes_reference : bool
+        Whether it computes the float64 reference.
+    """
+
+    shape: Shape
+    case: Case
+    on_device: bool
+    makes_reference: bool
+
+    @property
+    def sequences(self) -> int:
+        return self.shape.sequences or self.case.sequences
+
+    @property
+    def tokens(self) -> int:
+        """Return the positions of one sequence."""
+        longest = self.shape.positions
+        tokens = self.shape.tokens or self.case.tokens
+        return tokens if longest is None or self.shape.tokens is not None else min(tokens, longest)
+
+    @property
+    def positions(self) -> int:
+        """Return the positions of all sequences."""
+        return self.sequences * self.tokens
+
+    @property
+    def of_a_step(self) -> int:
+        """Return the positions of one step of a training."""
+        return math.ceil(self.sequences / min(TRAINING_PARTS, self.sequences)) * self.tokens
 
 
 def load_base(s: Setting) -> Cost:

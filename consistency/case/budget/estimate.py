@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from consistency.case.budget.constants import (
+from consistency.case.budget.costs import (
     ACCELERATOR_PROCESS_BYTES,
     LIBRARY_BYTES,
     LOAD_BYTES,
     LOAD_SHARE,
     LOAD_SIDE,
     PROCESS_BYTES,
+    Cost,
+    Setting,
+    after_adapter,
+    cost_of,
+    load_adapter,
+    load_base,
 )
-from consistency.case.budget.costs import after_adapter, cost_of, load_adapter, load_base
-from consistency.case.budget.setting import Cost, Setting
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case
 from consistency.case.stages import SPECS, Stage, run_order
@@ -128,12 +132,8 @@ class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
 def estimate_worker(case: Case, shape: Shape, worker: PlannedWorker, *, offloads: bool = False) -> WorkerEstimate:
     """Estimate one worker."""
     setting = Setting(shape=shape, case=case, on_device=worker.on_device, makes_reference=worker.makes_reference)
-    stages = []
-    held = _Held(shape, setting, worker=worker, offloads=offloads)
-    for name, cost in _costs(case, setting, worker):
-        held.begin(name)
-        stages.append(held.stage(name, cost))
-        held.end(name, cost)
+    costs = list(_costs(case, setting, worker))
+    stages = list(_stages(costs, setting, worker, offloads=offloads))
     if case.soak_s is not None:
         repeated = [stage for stage in stages if stage.stage in SPECS and SPECS[Stage(stage.stage)].again]
         if repeated:
@@ -149,7 +149,7 @@ def estimate_worker(case: Case, shape: Shape, worker: PlannedWorker, *, offloads
         wave=worker.wave,
         stages=tuple(stages),
         scratch_bytes=max(stage.scratch_bytes for stage in stages),
-        kept_bytes=held.kept_bytes,
+        kept_bytes=sum(cost.kept_bytes for _, cost in costs),
     )
 
 
@@ -171,67 +171,47 @@ def _costs(case: Case, setting: Setting, worker: PlannedWorker) -> Iterator[tupl
         yield spec.stage, cost_of(spec.stage, setting)
 
 
-class _Held:
-    """What a worker holds between its stages."""
-
-    def __init__(self, shape: Shape, setting: Setting, *, worker: PlannedWorker, offloads: bool) -> None:
-        self._shape = shape
-        self._setting = setting
-        self._offloads = offloads
-        self._takes_from_host = worker.takes_from_host
-        self._scratch_in_memory = worker.scratch_in_memory
-        drives = setting.on_device and not worker.simulated
-        self._private = ACCELERATOR_PROCESS_BYTES if drives else PROCESS_BYTES
-        self._mapped = LIBRARY_BYTES
-        self._device = 0
-        self.kept_bytes = 0
-
-    def begin(self, stage: str) -> None:
-        shape, on_device = self._shape, self._setting.on_device
-        if stage == "load base":
-            if on_device and not self._offloads:
-                self._device += shape.loaded_bytes
-            else:
-                self._private += shape.converted_bytes
-            if on_device and self._offloads:  # one layer at a time
-                self._device += shape.largest_elements * shape.width
-
-    def stage(self, name: str, cost: Cost) -> StageEstimate:
-        own = cost.host_bytes
-        mapped = self._mapped + cost.window_bytes
-        if self._setting.on_device and self._setting.makes_reference and name in (Stage.FORWARD, Stage.GRADIENT):
+def _stages(
+    costs: Iterable[tuple[str, Cost]], setting: Setting, worker: PlannedWorker, *, offloads: bool
+) -> Iterator[StageEstimate]:
+    """Yield each stage with what the worker holds beside it."""
+    shape, on_device = setting.shape, setting.on_device
+    private = ACCELERATOR_PROCESS_BYTES if on_device and not worker.simulated else PROCESS_BYTES
+    mapped, device = LIBRARY_BYTES, 0
+    for name, cost in costs:
+        if name == "load base" and on_device:
+            device += shape.largest_elements * shape.width if offloads else shape.loaded_bytes  # one layer at a time
+        if name == "load base" and (not on_device or offloads):
+            private += shape.converted_bytes
+        own, window = cost.host_bytes, cost.window_bytes
+        if on_device and setting.makes_reference and name in (Stage.FORWARD, Stage.GRADIENT):
             # without a CPU among the devices, this worker loads the model on the host too
-            own += self._shape.converted_bytes + self._shape.adapter_bytes
-            mapped += self._shape.mapped_bytes
-        on_device = self._device + cost.device_bytes if self._setting.on_device else None
-        return StageEstimate(
+            own += shape.converted_bytes + shape.adapter_bytes
+            window += shape.mapped_bytes
+        of_device = device + cost.device_bytes if on_device else None
+        yield StageEstimate(
             stage=name,
             host_private_bytes=(
-                self._private
+                private
                 + own
-                + (on_device or 0) * self._takes_from_host
-                + cost.scratch_bytes * self._scratch_in_memory
+                + (of_device or 0) * worker.takes_from_host
+                + cost.scratch_bytes * worker.scratch_in_memory
             ),
-            host_mapped_bytes=mapped,
-            device_bytes=on_device,
+            host_mapped_bytes=mapped + window,
+            device_bytes=of_device,
             scratch_bytes=cost.scratch_bytes,
         )
-
-    def end(self, stage: str, cost: Cost) -> None:
-        shape, on_device = self._shape, self._setting.on_device
-        self.kept_bytes += cost.kept_bytes
-        if stage == "load base" and (not on_device or self._offloads):
-            self._mapped += shape.mapped_bytes  # a page is there once it is read
-        if stage == "load adapter":
-            if on_device:
-                self._device += shape.adapter_bytes
-            else:
-                self._private += shape.adapter_bytes
-        if stage == Stage.FORWARD and shape.merges_whole and not on_device:
+        if name == "load base" and (not on_device or offloads):
+            mapped += shape.mapped_bytes  # a page is there once it is read
+        if name == "load adapter" and on_device:
+            device += shape.adapter_bytes
+        elif name == "load adapter":
+            private += shape.adapter_bytes
+        if name == Stage.FORWARD and shape.merges_whole and not on_device:
             # the whole model is merged in place: a mapped page that is written becomes the worker's own
             rewritten = min(shape.mapped_bytes, sum(layer.elements for layer in shape.layers) * shape.width)
-            self._mapped -= rewritten
-            self._private += rewritten
+            mapped -= rewritten
+            private += rewritten
 
 
 def soak(repeated: Sequence[StageEstimate], case: Case, worker: PlannedWorker) -> StageEstimate:

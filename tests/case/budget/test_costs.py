@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from consistency.case.budget.constants import (
+from consistency.case.budget.costs import (
     LARGE_GRADIENTS,
     LOAD_BYTES,
     LOAD_SHARE,
@@ -19,9 +19,9 @@ from consistency.case.budget.constants import (
     TRAINING_PARTS,
     TRAINING_STEPS,
     WINDOW_BYTES,
+    Setting,
+    cost_of,
 )
-from consistency.case.budget.costs import cost_of
-from consistency.case.budget.setting import Setting
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case
 from consistency.case.fit import Fit

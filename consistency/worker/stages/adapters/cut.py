@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from consistency.case.budget.constants import CUT_ELEMENTS, CUT_STEPS
+from consistency.case.budget.costs import CUT_ELEMENTS, CUT_STEPS
 from consistency.case.stages import Level
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest

@@ -14,8 +14,7 @@ from consistency.capture.folder import SCHEMA, CaptureManifest
 from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import CaptureWriter
-from consistency.case.budget.costs import cost_of
-from consistency.case.budget.setting import Setting
+from consistency.case.budget.costs import Setting, cost_of
 from consistency.case.budget.shape import read_shape
 from consistency.case.case import Case
 from consistency.case.stages import Stage
