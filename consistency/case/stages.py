@@ -163,7 +163,7 @@ SPECS: dict[Stage, StageSpec] = {
             stage=Stage.MERGED, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.merged.stage:run",
             cost=f"{_COSTS}:merged",
             short="merge",
-            again=f"{_SOAK}.merged:merged",
+            again=f"{_SOAK}.weights:merged",
             items=f"{_ITEMS}:merged_items", needs_adapter=True,
         ),
         StageSpec(

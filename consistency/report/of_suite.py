@@ -11,12 +11,13 @@ import msgspec
 from consistency.capture.wording import and_more, counted, some
 from consistency.case.case import CHECKED_IN
 from consistency.case.stages import SPECS, Stage
-from consistency.comparison.result import Finding
+from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.suite import CaseResult, SuiteFinding, SuiteResult, common_findings, worst_first
 from consistency.report.document import Column, Document, Entry, Group, ResultTable, Row
 from consistency.report.findings import reproduce_command
 from consistency.report.formats import View
 from consistency.report.merging import MERGING, MERGING_LEGEND, merging_cell
+from consistency.report.of_comparison import of_comparison
 from consistency.report.sentences import (
     CellText,
     cell_text,
@@ -182,3 +183,8 @@ def cells(case: CaseResult) -> dict[str, Cell]:
         )
         for stage in case.stages
     }
+
+
+def document_of(found: Comparison | SuiteResult, view: View) -> Document:
+    """Return what the formats for people say of a run, of compared captures, or of a suite."""
+    return of_suite(found, view) if isinstance(found, SuiteResult) else of_comparison(found, view)

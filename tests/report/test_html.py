@@ -39,9 +39,9 @@ from consistency.report.marks import letter
 from consistency.report.one_finding import as_markdown
 from consistency.report.page import cells
 from consistency.report.page.agreement import partitions
+from consistency.report.page.cells import KEY
 from consistency.report.page.distributions import bits, ratios
 from consistency.report.page.environments import environments
-from consistency.report.page.labels import KEY
 from tests.comparison.made_transfers import ALL as FAULTY
 from tests.comparison.made_transfers import CASE, DEVICES, compared, copies, workers
 from tests.conftest import FinishedRun, MakeCapture

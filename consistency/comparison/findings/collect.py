@@ -14,17 +14,14 @@ from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
 from consistency.case.duration import duration_text
 from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
-from consistency.comparison.findings.adapter_config import find_adapter_config
 from consistency.comparison.findings.causes import find_causes
-from consistency.comparison.findings.device_digests import find_wrong_digests
 from consistency.comparison.findings.engines import find_engines, of_devices
-from consistency.comparison.findings.failed_stages import find_failed_stages
 from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.in_common import find_unknown_hosts
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.no_effect import find_no_effect
-from consistency.comparison.findings.not_finite import find_not_finite
-from consistency.comparison.findings.nothing_compared import find_nothing_compared
+from consistency.comparison.findings.nothing_compared import find_not_finite, find_nothing_compared, find_unexplained
+from consistency.comparison.findings.of_workers import find_adapter_config, find_failed_stages, find_wrong_digests
 from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.quantized import find_quantized
 from consistency.comparison.findings.ranks import find_ranks
@@ -33,7 +30,6 @@ from consistency.comparison.findings.soak import find_soak
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.trajectories import find_trajectories, without_trajectories
 from consistency.comparison.findings.transfers import find_transfer
-from consistency.comparison.findings.unexplained import find_unexplained
 from consistency.comparison.findings.unordered import ran_before, without_version
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind

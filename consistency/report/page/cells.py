@@ -23,15 +23,25 @@ from typing import Any
 
 import msgspec
 
+from consistency.capture.json_codec import json_number
 from consistency.capture.wording import some
 from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
 from consistency.comparison.outcomes import OncePerSet, Workers, WorkerSet, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
-from consistency.report.page.labels import KEY, digits
+from consistency.report.marks import key
 from consistency.report.summary import MOST_COLUMNS, Architecture, stage_order
 from consistency.text import one_line
+
+KEY = key()
+"""Status, its mark, and what it means; a status is written as its place in here."""
+
+
+def digits(value: float | None) -> float | str | None:
+    """Return a number to three digits, NaN and infinities as words: JSON has none."""
+    return None if value is None else json_number(float(f"{value:.3g}"))
+
 
 MOST_VARIANTS = 132_000
 """2000 tensors on 64 devices of which no two agree, and on two architectures: at some 36 bytes each below 5 MB."""

@@ -12,8 +12,7 @@ import torch
 from consistency.numerics.decision import Decision
 from consistency.numerics.decisions import DecisionMode, Watch
 from consistency.worker.decisions.array_file import ArrayFile
-from consistency.worker.decisions.places import Places
-from consistency.worker.decisions.track import Flip, Table, compared, is_same, plain
+from consistency.worker.decisions.track import Flip, Places, Table, compared, is_same, plain
 
 
 class Replay:

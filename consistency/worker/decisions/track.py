@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.names import WHOLE_MODEL
 from consistency.numerics.decision import Decision, gaps
 from consistency.numerics.decisions import Watch
 from consistency.numerics.dtype import name_of
@@ -30,6 +34,44 @@ from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.real import Real
 from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, relative_allowance
 from consistency.worker.decisions.array_file import ArrayFile, Part
+
+_OF_PEFT = "base_model.model."
+
+
+class Places(AbstractContextManager["Places"]):
+    """Follow the modules of a model while it runs.
+
+    Attributes
+    ----------
+    now : str
+        The innermost module that is running, by its name in the base; the whole model in a backward pass.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._names = {id(module): name.removeprefix(_OF_PEFT) for name, module in model.named_modules()}
+        self._stack: list[str] = []
+        self._hooks = ExitStack()
+
+    @property
+    def now(self) -> str:
+        return next((name for name in reversed(self._stack) if name), WHOLE_MODEL)
+
+    def __enter__(self) -> Places:
+        self._stack.clear()
+        begins = register_module_forward_pre_hook(self._begin)
+        self._hooks.callback(begins.remove)
+        self._hooks.callback(register_module_forward_hook(self._end, always_call=True).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+
+    def _begin(self, module: torch.nn.Module, _: Any) -> None:
+        self._stack.append(self._names.get(id(module), ""))
+
+    def _end(self, *_: Any) -> None:
+        if self._stack:
+            self._stack.pop()
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,12 +1,13 @@
-"""Faults in the base, after transformers has loaded it."""
+"""Faults in the base, after transformers has loaded it, and on the arrival of an offloaded layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from consistency.worker.faults.planting import changing
+from consistency.worker.faults.planting import changing, instead
 
 _in_base = changing("consistency.worker.model.loading:_from_folder")
 
@@ -21,3 +22,24 @@ def through_bfloat16(loaded: tuple[torch.nn.Module, Any]) -> None:
 def one_bit(loaded: tuple[torch.nn.Module, Any]) -> None:
     weight = max(loaded[0].parameters(), key=lambda p: p.numel())
     weight.reshape(-1)[7:8].view(torch.uint8)[0] ^= 1
+
+
+@instead("consistency.worker.model.offload:Offload.attach")
+def one_bit_on_arrival(real: Callable[..., None], offload: Any, model: torch.nn.Module) -> None:
+    """Flip a bit of the last layer's last matrix on the device; the host's copy stays right."""
+    real(offload, model)
+    last = [part for part in offload.parts if _is_matrix_of_a_layer(part)][-1]
+    arrive = last.hook.pre_forward
+
+    def pre_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = arrive(module, *args, **kwargs)
+        with torch.no_grad():
+            module.get_parameter("weight").reshape(-1)[7:8].view(torch.uint8)[0] ^= 1
+        return found
+
+    last.hook.pre_forward = pre_forward
+
+
+def _is_matrix_of_a_layer(part: Any) -> bool:
+    weight = part.parameters.get("weight")
+    return weight is not None and weight.dim() == 2 and any(word.isdigit() for word in part.name.split("."))

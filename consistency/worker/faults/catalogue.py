@@ -215,7 +215,7 @@ _ROWS: tuple[Fault, ...] = (
         needs=(Need.WEIGHT_FILE, Need.QUANTIZED),
     ),
     Fault(
-        name="offload-bit-flip", plant="offload:one_bit_on_arrival", expected="bit-flip", stages=_BASE, offloads=True,
+        name="offload-bit-flip", plant="base:one_bit_on_arrival", expected="bit-flip", stages=_BASE, offloads=True,
         needs=(Need.WEIGHT_FILE,),
     ),
     Fault(

@@ -6,13 +6,20 @@ adapter, as in PEFT's `AutoPeftModel…`, and the head's size follows the head i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_checkpoint
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.identity import start_of
 
 HEAD = re.compile(r"(?:^|\.)(?:classifier|score)(?:\.out_proj)?\.(?:weight|bias)$")
 """Names of heads that PEFT saves whole with an adapter for classification (`peft.peft_model`, `modules_to_save`)."""
@@ -102,3 +109,39 @@ def _classes(auto: Any, config: Any) -> tuple[str, ...]:
     except (KeyError, AttributeError, ImportError, ValueError):
         return ()
     return tuple(c.__name__ for c in (found if isinstance(found, (tuple, list)) else (found,)) if c is not None)
+
+
+STANDARD_DEVIATION = 0.02
+"""transformers' usual `initializer_range`."""
+
+
+def is_synthetic(tensor: torch.Tensor) -> bool:
+    """Report whether a parameter that no file holds gets values: vectors have constants, integers are tables."""
+    return tensor.dim() >= 2 and tensor.dtype in UNIT_ROUNDOFF
+
+
+def synthetic(name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return the values of a parameter on the CPU, in its dtype: normal, the same on every machine."""
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    generator = np.random.Generator(np.random.PCG64(seed))
+    values = generator.standard_normal(size=tuple(like.shape), dtype=np.float32) * np.float32(STANDARD_DEVIATION)
+    return torch.from_numpy(values).to(like.dtype)
+
+
+def overwrite(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """Set the parameters that no file holds, and return their names.
+
+    Of tied ones the first in the model's order, and none whose storage a file fills under another name.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    wanted = set(names)
+    done = {start_of(tensor) for name, tensor in named.items() if name not in wanted}
+    anew = set()
+    with torch.no_grad():
+        for name, tensor in named.items():
+            if name in wanted and start_of(tensor) not in done:
+                done.add(start_of(tensor))
+                anew.add(name)
+                if is_synthetic(tensor):
+                    tensor.copy_(synthetic(name, tensor))
+    return frozenset(anew)

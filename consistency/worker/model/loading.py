@@ -24,9 +24,8 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.identity import Start, start_of
 from consistency.worker.device_error import is_of_the_device
-from consistency.worker.model.head_class import HEAD, auto_class, labels
+from consistency.worker.model.head_class import HEAD, auto_class, is_synthetic, labels, overwrite, synthetic
 from consistency.worker.model.running import device_of
-from consistency.worker.model.synthetic_head import is_synthetic, overwrite, synthetic
 from consistency.worker.model.weight_files import WeightFiles, file_names
 from consistency.worker.quantized.held import is_composite, quantized_layers, stored_names
 
@@ -66,7 +65,7 @@ class LoadedBase:
         Name in the file, by name in the model, where transformers loads the tensor as it is.
     not_in_file : frozenset of str
         Parameters that transformers initialised because no file holds them. Matrices among them hold the values of
-        `consistency.worker.model.synthetic_head`, which are the same everywhere; torch's own random values are not.
+        `consistency.worker.model.head_class`, which are the same everywhere; torch's own random values are not.
     persistent : frozenset of str
         Names of the state dict: parameters and persistent buffers.
     in_file : dict of str to TensorDigest

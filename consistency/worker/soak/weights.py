@@ -1,4 +1,4 @@
-"""Soak of the stages `base` and `adapter`: their tensors as they are in the device's memory."""
+"""Soak of the stages `base`, `adapter` and `merged`: tensors in the device's memory, and every merge again."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ from collections.abc import Iterator
 
 import torch
 
-from consistency.capture.names import adapter_place, split_name
+from consistency.capture.names import (
+    BIAS,
+    DELTA,
+    SAFE_BIAS,
+    SAFE_WEIGHT,
+    WEIGHT,
+    adapter_place,
+    module_place,
+    split_name,
+)
 from consistency.numerics.identity import start_of
 from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.merging import adapted_layers
+from consistency.worker.model.merging import merged as merge
 from consistency.worker.quantized.held import is_composite
 from consistency.worker.soak.repeat import Again, Compare
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.merged.forms.bias import bias_of
+from consistency.worker.stages.merged.stage import delta_weight
 
 
 def base(context: Context, compare: Compare) -> Again:
@@ -50,3 +63,26 @@ def adapter(context: Context, compare: Compare) -> Again:
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_buffers()), **model.state_dict(keep_vars=True), **dict(model.named_parameters())}
+
+
+def merged(context: Context, compare: Compare) -> Again:
+    """Merge every layer again."""
+
+    def again() -> Iterator[None]:
+        for name, layer in adapted_layers(context.model):
+            place = module_place(name)
+            with context.base.onload(layer):
+                if compare.knows(place, DELTA):
+                    with torch.no_grad():
+                        compare(place, DELTA, delta_weight(layer))
+                for safe, tensor, beside in ((False, WEIGHT, BIAS), (True, SAFE_WEIGHT, SAFE_BIAS)):
+                    if compare.knows(place, tensor):
+                        with merge(layer, safe=safe) as weight:
+                            compare(place, tensor, weight)
+                            bias = bias_of(layer)
+                            if bias is not None and compare.knows(place, beside):
+                                compare(place, beside, bias)
+                        del weight
+            yield
+
+    return again

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from consistency.capture.node_status import BEAT_S, NodeStatus
+from consistency.capture.wording import counted
 from consistency.launch.fleet.engine import EngineError, FleetEngine, Standing, TaskState
 
 ASK_ENGINE_S = 5.0
@@ -190,3 +192,28 @@ def _lost(reason: str) -> Progress:
 def lost_nodes(found: Mapping[str, Progress]) -> Iterator[tuple[str, str]]:
     """Yield the nodes that are lost, and why."""
     return ((node, progress.text) for node, progress in found.items() if progress.state is NodeState.LOST)
+
+
+def other_software(statuses: Mapping[str, NodeStatus]) -> dict[str, str]:
+    """Return the nodes whose software differs from that of most, each with what differs."""
+    if not statuses:
+        return {}
+    kinds = Counter(tuple(sorted(status.software.items())) for status in statuses.values())
+    usual = dict(kinds.most_common(1)[0][0])  # of equally common ones, that of the first node
+    found = {}
+    for node, status in statuses.items():
+        names = sorted(name for name in {*usual, *status.software} if usual.get(name) != status.software.get(name))
+        if names:
+            found[node] = ", ".join(
+                f"{name} {status.software.get(name, 'missing')}, not {usual.get(name, 'installed')}" for name in names
+            )
+    return found
+
+
+def without_accelerator(statuses: Mapping[str, NodeStatus]) -> dict[str, str]:
+    """Return the nodes without an accelerator in a fleet in which most have one."""
+    having = [node for node, status in statuses.items() if status.accelerators]
+    if 2 * len(having) <= len(statuses):
+        return {}
+    text = f"no accelerator, but {counted(len(having), 'other node')} of the fleet have one"
+    return {node: text for node, status in statuses.items() if not status.accelerators}

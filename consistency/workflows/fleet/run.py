@@ -33,7 +33,6 @@ from consistency.launch.fleet.engine import EngineError, FleetEngine, NodeTask, 
 from consistency.launch.fleet.options import FleetOptions
 from consistency.text import one_line
 from consistency.workflows import judging, report_folder
-from consistency.workflows.fleet.excluded_nodes import other_software, without_accelerator
 from consistency.workflows.fleet.folder import PLAN, FleetFolder, FleetRecord, NodeOutcome
 from consistency.workflows.fleet.following import (
     NodeLimits,
@@ -42,6 +41,8 @@ from consistency.workflows.fleet.following import (
     Progress,
     follow,
     lost_nodes,
+    other_software,
+    without_accelerator,
 )
 
 _PAUSE_S, _REMOTE_PAUSE_S = 0.5, 5.0

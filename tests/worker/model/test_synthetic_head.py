@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
+from consistency.worker.model.head_class import overwrite, synthetic
 from consistency.worker.model.loading import load_base
-from consistency.worker.model.synthetic_head import overwrite, synthetic
 from tests.worker.model.made_models import adapter_on, case_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from consistency.capture.node_status import NodeStatus
-from consistency.workflows.fleet.excluded_nodes import other_software, without_accelerator
+from consistency.workflows.fleet.following import other_software, without_accelerator
 
 
 def node(peft: str = "0.21.2", accelerators: int = 0, **more: str) -> NodeStatus:

@@ -1,0 +1,76 @@
+"""What workers say of themselves: stages that failed, a device that gets digests wrong, an adapter's config.
+
+What a failed stage had recorded is compared. Of the config it is what a run cannot check: the base that it was trained
+on, and fields that PEFT ignores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from consistency.capture.names import DIGEST_FAULT, IGNORED_FIELDS, RANK_AND_SCALING, SETTINGS_LAYER, TRAINED_ON
+from consistency.capture.wording import some
+from consistency.case.stages import Stage
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import Finding
+from consistency.comparison.workers import ComparedWorker
+
+
+def find_failed_stages(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
+    """Report each error once, with the stages that are incomplete for it and the workers that met it."""
+    stages: dict[str, dict[str, None]] = {}
+    workers: dict[str, dict[str, None]] = {}
+    for worker in compared:
+        for stage, reason in worker.failures.items():
+            stages.setdefault(reason, {})[stage] = None
+            workers.setdefault(reason, {})[worker.label] = None
+    for reason, of_stages in stages.items():
+        labels = tuple(workers[reason])
+        yield Finding(
+            kind=FindingKind.FAILED_STAGE,
+            severity="error",
+            message=f"{some(list(of_stages))} · not complete on {some(labels)}: {reason}",
+            workers=labels,
+        )
+
+
+def find_wrong_digests(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
+    """Report these devices. Their tensors are compared nevertheless: the host digests copies of them."""
+    by_reason: dict[str, list[str]] = {}
+    for p in compared:
+        if reason := p.info.environment.get(DIGEST_FAULT):
+            by_reason.setdefault(str(reason), []).append(p.label)
+    for reason, labels in by_reason.items():
+        opening = f"{some(labels)} · digests computed on the device are wrong"
+        yield Finding(
+            kind=FindingKind.WRONG_DIGEST,
+            severity="error",
+            message=f"{opening}: {reason}; tensors were copied to the host and digested there",
+            general=opening,
+            workers=tuple(labels),
+            next="test the device's integer arithmetic and its copies with the vendor's own tool",
+        )
+
+
+def find_adapter_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+    """Report each of these once, with the workers that found it."""
+    bases: dict[str, dict[str, None]] = {}
+    fields: dict[str, dict[str, None]] = {}
+    for p in compared:
+        settings = p.records.get((Stage.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
+        evidence = {} if settings is None else settings.evidence
+        if evidence.get(TRAINED_ON):
+            bases.setdefault(str(evidence[TRAINED_ON]), {})[p.label] = None
+        if isinstance(evidence.get(IGNORED_FIELDS), list):
+            fields.setdefault(some(list(map(str, evidence[IGNORED_FIELDS]))), {})[p.label] = None
+    for text, labels in bases.items():
+        yield Finding(
+            kind=FindingKind.OTHER_BASE, severity="note", workers=tuple(labels),
+            message=f"adapter · adapter_config.json names another base: {text}; shapes that fit prove nothing",
+        )  # fmt: skip
+    for text, labels in fields.items():
+        yield Finding(
+            kind=FindingKind.IGNORED_FIELDS, severity="warning", workers=tuple(labels),
+            message=f"adapter · PEFT ignores what it does not know of adapter_config.json: {text}",
+            next="load it with the PEFT that saved it, or a later one: peft_version in adapter_config.json",
+        )  # fmt: skip
