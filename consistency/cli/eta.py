@@ -22,7 +22,6 @@ _START = "start"
 class _Course:
     """One worker: its cases done, the stages of the one that it is in, and how far it is in those."""
 
-    started: float
     stages: Sequence[tuple[str, float]] = ()
     number: int = 0
     within: float = 0.0
@@ -109,23 +108,10 @@ class Eta:
     @property
     def left_s(self) -> float | None:
         """Return about how many seconds the rest takes; None where nothing is known yet."""
-        share, now = self.share, self.clock()
-        elapsed_s = now - self._began
+        share, elapsed_s = self.share, self.clock() - self._began
         if share is None or share < _ENOUGH or elapsed_s < _ENOUGH_S:
             return None
-        known = [
-            (now - course.started) / course.share
-            for course in self._courses.values()
-            if course.share >= _ENOUGH and now > course.started
-        ]
-        if self._labels - self._courses.keys() or not known:  # some have not started: an average of all
-            return elapsed_s * (1 - share) / share
-        rest = [
-            ((now - course.started) / course.share if course.share >= _ENOUGH else max(known)) - (now - course.started)
-            for course in self._courses.values()
-            if not course.ended
-        ]
-        return max(0.0, *rest, 0.0)
+        return elapsed_s * (1 - share) / share
 
     @property
     def _labels(self) -> frozenset[str]:
@@ -134,7 +120,7 @@ class Eta:
     def _course(self, label: str) -> _Course:
         if label not in self._courses:
             stages = next((workers[label] for workers in self.expected.values() if label in workers), ())
-            self._courses[label] = _Course(started=self.clock(), stages=stages)
+            self._courses[label] = _Course(stages=stages)
         return self._courses[label]
 
 

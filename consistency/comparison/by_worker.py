@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from consistency.case.stages import Stage
 from consistency.comparison.outcomes import Workers
-from consistency.comparison.result import Comparison, Verdict
+from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
 
 
-def verdicts(comparison: Comparison) -> dict[str, Verdict]:
+def verdicts(workers: Iterable[WorkerSummary], findings: Iterable[Finding]) -> dict[str, Verdict]:
     """Return a verdict by the name of each worker, on all load paths: `inconsistent` where an error names it."""
-    named = {name for finding in comparison.findings if finding.severity == "error" for name in finding.workers}
+    named = {name for finding in findings if finding.severity == "error" for name in finding.workers}
     found: dict[str, Verdict] = {}
-    for worker in comparison.workers:
+    for worker in workers:
         if worker.status != "ok":
             found[worker.name] = "incomplete"
         elif worker.name not in found:

@@ -28,8 +28,6 @@ RUN_STATUS, SUITE_STATUS = "status.json", "suite-status.json"
 _FORM = "%Y-%m-%dT%H-%M-%SZ"
 """ISO 8601, with a hyphen for each colon, which other systems refuse in a name."""
 
-_RENAMED_WITHIN_S = 60.0  # a link is renamed at once
-
 _NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d+)?")
 
 
@@ -60,10 +58,6 @@ def _has_results(folder: Path) -> bool:
 
 def _remove_killed(out: Path) -> None:
     """Remove what runs of this host left unfinished whose processes are gone."""
-    for link in out.glob(f".{LATEST}-*"):  # of a run that was killed before it renamed it
-        with suppress(OSError):
-            if link.is_symlink() and time.time() - link.lstat().st_mtime > _RENAMED_WITHIN_S:
-                link.unlink()
     for folder in out.iterdir():
         if _NAME.fullmatch(folder.name) and is_abandoned(folder):
             if not _has_results(folder) and not (folder / "captures").exists():

@@ -79,37 +79,16 @@ def test_rounds_of_a_drill_count_where_no_stages_are_known() -> None:
     assert outlook.share == 0.25
 
 
-def test_the_rest_takes_as_long_as_the_slowest_worker() -> None:
-    clock = Clock()
-    outlook = Eta({"a": {"cpu": STAGES, "cuda:0": STAGES}}, clock)
-    for label, stage in (("cpu", "merged"), ("cuda:0", "base")):
-        outlook.take(label, event("stage", "start"))
-        outlook.take(label, event("stage", stage))
-    assert outlook.left_s is None, "too early"
-    clock.now = 20.0
-    assert outlook.left_s == pytest.approx(20 * 0.8 / 0.2)
-    outlook.take("cuda:0", event("done"))
-    assert outlook.left_s == pytest.approx(20 * 0.6 / 0.4)
-    outlook.take("cpu", event("done"))
-    assert outlook.left_s == 0.0
-
-
-def test_a_worker_that_has_hardly_begun_takes_as_long_as_the_others() -> None:
-    clock = Clock()
-    outlook = Eta({"a": {"cpu": STAGES, "cuda:0": STAGES}}, clock)
-    for label, stage in (("cpu", "merged"), ("cuda:0", "start")):
-        outlook.take(label, event("stage", "start"))
-        outlook.take(label, event("stage", stage))
-    clock.now = 20.0
-    assert outlook.left_s == pytest.approx(20 / 0.4 - 20)
-
-
-def test_a_worker_that_waits_for_its_turn_is_part_of_the_rest() -> None:
+def test_the_rest_takes_as_long_for_each_share_as_what_is_done() -> None:
     clock = Clock()
     outlook = Eta({"a": {"cpu": STAGES, "cuda:0": STAGES}}, clock)
     outlook.take("cpu", event("stage", "merged"))
+    assert outlook.left_s is None, "too early"
     clock.now = 20.0
-    assert outlook.left_s == pytest.approx(20 * 0.8 / 0.2)
+    assert outlook.left_s == pytest.approx(20 * 0.8 / 0.2), "a worker that waits for its turn is part of the rest"
+    for label in ("cpu", "cuda:0"):
+        outlook.take(label, event("done"))
+    assert outlook.left_s == 0.0
 
 
 @pytest.mark.parametrize(

@@ -127,13 +127,3 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one(tmp_path: Path) -> No
         assert (living / CLAIM).exists()
     assert {one.relative_to(suite).as_posix() for one in suite.rglob("*") if one.is_file()} == {f"cases/a/{REPORT}"}
     assert not (suite / "cases/b/.captures.partial").exists()
-
-
-def test_a_link_that_a_killed_run_did_not_rename_is_removed(tmp_path: Path) -> None:
-    old, new = (tmp_path / f".{LATEST}-{name}" for name in ("2026-11-20T02-00-00Z", "2026-11-21T02-00-00Z"))
-    for link in (old, new):
-        link.symlink_to(link.name.removeprefix(f".{LATEST}-"))
-    os.utime(old, (0, 0), follow_symlinks=False)
-    leave(tmp_path)
-    assert not old.is_symlink()
-    assert new.is_symlink()

@@ -115,7 +115,7 @@ def judge_drift(
         comparison = msgspec.structs.replace(comparison, verdict="incomplete")
     else:
         gone = ()
-    found = verdicts(comparison)
+    found = verdicts(comparison.workers, comparison.findings)
     workers = RunWorkers.of(
         msgspec.structs.replace(
             w,

@@ -19,7 +19,7 @@ from consistency.capture.wording import time_of
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
-from consistency.comparison.suite import CaseResult, SuiteResult, common_findings
+from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.numerics.real import Real
 from consistency.report.formats import View
 from consistency.report.json import read as read_report
@@ -61,7 +61,7 @@ def of_comparison(found: Comparison, *, created: datetime.datetime | None = None
         profile=found.profile, settings=found.settings, elapsed_s=found.elapsed_s, ratio=_worst(ratios.values()),
         findings=_count(found.findings), accepted=sum(f.accepted is not None for f in found.findings),
         workers=dict(Counter(worker.status for worker in found.workers)),
-        **_devices(found.workers, verdicts(found), ratios), command=found.command,
+        **_devices(found.workers, verdicts(found.workers, found.findings), ratios), command=found.command,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, to
     for case in suite.cases:
         for name, ratio in case.ratios.items():
             ratios[name] = worse(float(ratio), ratios.get(name))
-        for name, verdict in _verdicts_of(case).items():
+        for name, verdict in verdicts(case.workers, case.findings).items():
             found[name] = min(verdict, found.get(name, verdict), key=_WORST_FIRST.index)
     first = suite.cases[0] if suite.cases else None
     return Status(
@@ -134,16 +134,6 @@ def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
             simulated=any(one.simulated for one in same),
             ratio=_worst(one.ratio for one in same if one.ratio is not None),
         )  # fmt: skip
-
-
-def _verdicts_of(case: CaseResult) -> dict[str, Verdict]:
-    """Return what `by_worker.verdicts` does, of a case of a suite."""
-    lost = {worker.name for worker in case.workers if worker.status != "ok"}
-    named = {name for finding in case.findings if finding.severity == "error" for name in finding.workers}
-    return {
-        worker.name: "incomplete" if worker.name in lost else "inconsistent" if worker.name in named else "consistent"
-        for worker in case.workers
-    }
 
 
 def _marks(simulated: bool, findings: Iterable[Finding]) -> Iterator[str]:
