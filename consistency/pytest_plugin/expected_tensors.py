@@ -1,12 +1,11 @@
 """The tensors that an adapter's file should hold: of each layer of the base that its config names, by headers alone.
 
 PEFT decides this on the loaded model. What is said here names test items: one too many is skipped, and a tensor that
-the model has and this misses is part of another item.
+the model has and this misses is part of another item. So it is said of plain lists of names alone.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,8 +14,9 @@ from typing import Any
 from consistency.capture.names import adapter_place, is_method_tensor
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_FIRST_INDEX = r".*?\.[^.]*\.(?P<index>\d+)\."
 _OTHER_SIDE = {"A": "B", "B": "A"}
+_NARROWED_BY = ("exclude_modules", "layers_to_transform", "layer_replication")
+"""Fields by which a config adapts fewer or other layers than its `target_modules` name: PEFT alone says which."""
 
 
 def expected_places(config: Mapping[str, Any], keys: Iterable[str], weights: Iterable[str]) -> list[tuple[str, str]]:
@@ -35,7 +35,8 @@ def expected_places(config: Mapping[str, Any], keys: Iterable[str], weights: Ite
     parts: dict[str, dict[str, None]] = {}
     for layer, tensor in (adapter_place(key) for key in keys if is_method_tensor(key)):
         parts.setdefault(layer, {})[tensor] = None
-    if not parts or config.get("layer_replication"):
+    targets = config.get("target_modules")
+    if not parts or not isinstance(targets, list) or any(config.get(field) for field in _NARROWED_BY):
         return []
     kinds: dict[str, list[Iterable[str]]] = {}
     for layer, tensors in parts.items():
@@ -46,7 +47,7 @@ def expected_places(config: Mapping[str, Any], keys: Iterable[str], weights: Ite
     return [
         (layer, tensor)
         for layer in in_model(modules, parts)
-        if _is_target(layer, config)
+        if any(layer == name or layer.endswith(f".{name}") for name in targets)
         for tensor in _both_sides(of_kind.get(_NUMBER.sub("*", layer), of_any))
     ]
 
@@ -87,34 +88,3 @@ def _endings(name: str) -> Iterator[str]:
     """Yield the name with ever fewer leading components."""
     yield name
     yield from (name[match.end() :] for match in re.finditer(r"\.", name))
-
-
-def _is_target(module: str, config: Mapping[str, Any]) -> bool:
-    """Return whether PEFT adapts a module, as its `check_target_module_exists` says."""
-    targets = config.get("target_modules")
-    if _names(module, config.get("exclude_modules")) or not _names(module, targets):
-        return False
-    wanted = config.get("layers_to_transform")
-    if wanted in (None, []) or isinstance(targets, str) or module in (targets or ()):
-        return True
-    patterns = config.get("layers_pattern") or ()
-    patterns = [patterns] if isinstance(patterns, str) else patterns
-    forms = [rf"(?:.*?\.|^){pattern}\.(?P<index>\d+)\." for pattern in patterns] or [_FIRST_INDEX]
-    found = next((match for form in forms if (match := _pattern(form).match(module))), None)
-    return found is not None and int(found["index"]) in (wanted if isinstance(wanted, list) else [wanted])
-
-
-def _names(module: str, given: object) -> bool:
-    """Return whether a list of names, or a pattern of whole names, has a module."""
-    if isinstance(given, str):
-        return _pattern(given).fullmatch(module) is not None
-    return isinstance(given, list) and any(module == one or module.endswith(f".{one}") for one in given)
-
-
-@functools.cache
-def _pattern(text: str) -> re.Pattern[str]:
-    """Compile a pattern of somebody's config; one that is none matches nothing, and PEFT says so when it loads it."""
-    try:
-        return re.compile(text)
-    except re.error:
-        return re.compile(r"(?!)")
