@@ -24,7 +24,7 @@ from consistency.comparison.result import Comparison
 from consistency.worker import session
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.stages.sharding import stage as sharding
-from consistency.worker.stages.sharding.device_maps import layouts, spread
+from consistency.worker.stages.sharding.device_maps import layouts, load, spread
 
 Look = Callable[..., Comparison]
 
@@ -74,16 +74,16 @@ def test_layers_from_the_disk_give_the_same_bits(look: Look, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_another_answer_is_found_and_the_last_bits_are_not(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sharding.load
+    real = load
     factor = 1.0
 
-    def load(*of: Any) -> torch.nn.Module:
+    def load_wrong(*of: Any) -> torch.nn.Module:
         model = real(*of)
         block: Any = next(module for name, module in model.named_modules() if name.endswith("h.0.mlp"))
         block.register_forward_hook(lambda _, __, found: found * factor)
         return model
 
-    monkeypatch.setattr(sharding, "load", load)
+    monkeypatch.setattr(sharding, "load", load_wrong)
     factor = 1 + 2**-23
     found = look(stages="forward,sharding")
     assert statuses(found)["cpu and disk", "logits"] == "within"
