@@ -194,12 +194,14 @@ def load_adapter(
     recording = nullcontext() if initial is None else _recording_initial_values(base, initial)
     if base.offload is not None:
         base.offload.detach()
+    # by default PEFT copies by way of the first accelerator, which is no way for a reference on the CPU
+    torch_device = "cpu" if device_of(base.model).type == "cpu" else None
     problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
     try:
         with _as_input_error(UNUSABLE, problem, where=path, hint=hint, device=device_of(base.model)), recording:
             model = peft.PeftModel.from_pretrained(
                 base.model, path, adapter_name=ADAPTER_NAME if instead is None else instead.name,
-                autocast_adapter_dtype=autocast,
+                autocast_adapter_dtype=autocast, torch_device=torch_device,
             )  # fmt: skip
     except InputError as error:
         lost = error.__cause__

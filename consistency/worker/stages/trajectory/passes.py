@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from consistency.devices.backends import CPU
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_backward import Backward
@@ -105,6 +106,10 @@ class TrainingPasses:
         """Let nothing but these parameters require a gradient, and put them back at the end."""
         with trainable(self.model, self.parameters.values()), put_back(self.parameters):
             yield
+
+    def values(self) -> Tensors:
+        """Return a copy of the parameters on the CPU."""
+        return {name: parameter.detach().to(CPU, copy=True) for name, parameter in self.parameters.items()}
 
     def begin(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give the parameters these values on the CPU, rounded into their dtype."""

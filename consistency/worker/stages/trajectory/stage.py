@@ -72,13 +72,14 @@ def run(context: Context) -> None:
             _no_reference(context, reason)
             skip(context, STAGE, reason)
             return
-        twin = passes if context.job.makes_reference else None
+        twin, start = (passes if context.job.makes_reference else None), own.start
         with ExitStack() as of_twin:
             if twin is not None and context.device.type != CPU:
                 with context.events.on_cpu():
                     twin = TrainingPasses(load_model(context.job.case, CPU), names, parts)
+                start = twin.values()  # what this device's own parameters hold is checked by others
                 of_twin.enter_context(twin.training())
-            StepChecks(context, passes, twin, own.start, steps).check()
+            StepChecks(context, passes, twin, start, steps).check()
         judge = StepJudge(context, None, STAGE, [own.file])
         for name in names:
             judge.updated(name, own.start[name])
@@ -91,8 +92,7 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
     stem = context.scratch / f"trajectory-{os.getpid()}"  # the folder is all workers'
     parameters = passes.parameters
     file = StepFile(stem.with_suffix(".safetensors"), parameters, steps=steps, kinds=(AVERAGED, UPDATED))
-    start = {name: parameter.detach().to(CPU, copy=True) for name, parameter in parameters.items()}
-    found = _Trained(file=file, start=start)
+    found = _Trained(file=file, start=passes.values())
     try:
         optimizer = own_optimizer(parameters.values())
         for step in range(steps):
