@@ -119,7 +119,7 @@ class ComparedWorker:
     def path_unavailable(self) -> bool:
         """Return whether this worker could not take its alternative path: no tensor is expected of it there."""
         record = self.records.get(("adapter", SETTINGS_LAYER, LOADED_AGAIN))
-        return is_alternative(self.load_path) and record is not None and record.status == "skipped"
+        return is_alternative(self.load_path) and record is not None and record.status in ("skipped", "blocked")
 
     @property
     def is_engine(self) -> bool:

@@ -181,6 +181,12 @@ _TOOLS = (
     (r"MPS|command buffer|Invalid buffer size", "the Activity Monitor"),
 )
 
+_NUMBER = re.compile(r"\b(?:GPU|[Dd]evice) (\d+)\b")
+"""That of the device whose memory ran out."""
+
+_SMALL = 1 << 28
+"""Bytes: half a context of CUDA."""
+
 _LONGEST = 300
 
 
@@ -208,11 +214,49 @@ def ends_the_worker(error: BaseException, device: torch.device | str | None = No
     """Return what a device said that this process can compute no more on; None where it can, or said nothing."""
     found = device_error(error)
     if found is not None and found.trouble is not Trouble.OPERATION:
-        return found
+        return None if of_another(error, device) else found
     if not _is_unexplained(error, device):
         return None
     meaning = f"{device} no longer adds up two numbers in this process: the kernel log (dmesg) says more"
     return DeviceError(trouble=Trouble.DEVICE, words=_words(error), meaning=meaning)
+
+
+def of_another(error: BaseException, device: torch.device | str | None) -> DeviceError | None:
+    """Return what another accelerator of this process said, where the worker's own one still computes.
+
+    An error names no device, but memory that ran out. What no stage asks for goes by way of the first one, as PEFT's
+    loading does; so an error of a worker of that one is its own, unless another no longer computes.
+    """
+    found, (kind, _, number) = device_error(error), str(device).partition(":")
+    if found is None or found.trouble is Trouble.OPERATION or device is None or kind == "cpu":
+        return None
+    own, count = int(number or 0), _count(kind)
+    if count < 2:
+        return None
+    if found.trouble is Trouble.MEMORY:
+        named = next((int(match[1]) for one in _chain(error) if (match := _NUMBER.search(str(one)))), None)
+        is_own = own == 0 or not _has_room(kind, own) if named is None else named == own
+        return None if is_own else found
+    is_first = own == 0 and all(computes(f"{kind}:{other}") for other in range(1, count))
+    return None if is_first or not computes(device) else found
+
+
+def _count(kind: str) -> int:
+    """Return how many devices of a type this process has."""
+    import torch
+
+    return int(getattr(getattr(torch, kind, None), "device_count", int)())
+
+
+def _has_room(kind: str, number: int) -> bool:
+    """Report whether a device has memory for what is asked of it without a number: a context, a library's handle."""
+    import torch
+
+    ask = getattr(getattr(torch, kind, None), "mem_get_info", None)
+    try:
+        return ask is not None and int(ask(number)[0]) > _SMALL
+    except Exception:  # whatever it says, it tells nothing
+        return False
 
 
 def computes(device: torch.device | str) -> bool:

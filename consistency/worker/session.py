@@ -61,6 +61,7 @@ class Session:
         self._unchanged: Unchanged | None = None
         self._begun: set[Stage] = set()
         self._left = ""  # why there is no model for the stages that are left
+        self._detour = ""  # why the adapter was not loaded as PEFT does by default
         self._operations = NondeterministicOperations()
         self._placement = Placement(torch.device(job.device))
         if not self._bases.is_first(job):
@@ -155,6 +156,8 @@ class Session:
                 self._left = f"the stage {spec.stage} failed and left the model changed: {left}"
             self._check(spec.stage)
             return
+        if spec.stage is Stage.ADAPTER and self._detour:
+            record_blocked(context.record, spec, self._detour, raised=self._detour)
         self._check(spec.stage)
         self._update(stages_done=(*self._state.stages_done, spec.stage))
 
@@ -195,10 +198,17 @@ class Session:
         _let_go(loaded, {})
         self._begin("load adapter")
         origins: dict[str, str] = {}
+        detours: list[str] = []
         with self._placement.watching():
             model = load_adapter(
-                loaded, case, initial=context.initial, origins=origins, autocast=job.autocast_adapter_dtype
-            )
+                loaded, case, initial=context.initial, origins=origins, autocast=job.autocast_adapter_dtype,
+                detours=detours,
+            )  # fmt: skip
+        if detours:
+            by_way = f"PEFT loads by way of another device, which fails: {detours[0]}"
+            reason = f"{by_way}; loaded with torch_device={job.device}"
+            self._update(environment={**self._state.environment, "adapter": reason})
+            self._detour = reason
         files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
         expected = expected_adapter(model, files)
         self._check("load adapter")

@@ -32,6 +32,32 @@ def test_a_lost_device_takes_nobody_with_it(run_on_double: RunsOnDouble, losses:
     assert lossy.wrong(run.process.returncode, run.report if there else None) == [], run.process.stderr
 
 
+@pytest.mark.parametrize("error", ERRORS)
+def test_the_first_device_that_fails_condemns_no_other(run_on_double: RunsOnDouble, error: str) -> None:
+    """PEFT loads every adapter by way of it: the others go on straight to their own, and their cards are not named."""
+    failure = {"device": "npu:0", "during": "model/loading.py:load_adapter", "from_call": 1, **ERRORS[error]}
+    others = ("npu:1", "npu:2")
+    run = run_on_double(
+        {"devices": 3, "failures": [failure]}, devices="cpu,npu:0,npu:1,npu:2", load_paths="shared",
+        stages="adapter,forward",
+    )  # fmt: skip
+    assert run.process.returncode == 3, run.process.stderr
+    workers = {worker["name"]: worker for worker in run.report["workers"]}
+    assert [workers[name]["status"] for name in ("npu:0", *others)] == ["lost", "ok", "ok"]
+    text = (run.folder / "report.md").read_text(encoding="utf-8") + run.process.stdout
+    condemned = text.partition("Environment")[0]
+    assert not [name for name in others if workers[name]["uuid"] in condemned]
+    for name in others:
+        assert {row["status"] for row in rows(run.report, "forward") if row["worker"] == name} <= {"equal", "within"}
+        adapter = [row for row in rows(run.report, "adapter") if row["worker"] == name]
+        (blocked, *again) = sorted(
+            (row for row in adapter if row["status"] != "equal"), key=lambda row: -len(row["reason"])
+        )
+        assert all("another device, by way of which it loads, fails" in row["reason"] for row in again)
+        assert blocked["reason"].endswith(f"; loaded with torch_device={name}")
+        assert str(ERRORS[error]["says"]).partition("\n")[0] in blocked["reason"]
+
+
 def test_a_load_that_is_slow_is_waited_for_and_one_that_is_frozen_is_not(run_on_double: RunsOnDouble) -> None:
     """Both write no event for longer than the limit: one waits for its disk, the other for its device."""
     during = "model/loading.py:load_base"

@@ -23,7 +23,7 @@ from consistency.errors import InputError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.identity import Start, start_of
-from consistency.worker.device_error import is_of_the_device
+from consistency.worker.device_error import is_of_the_device, of_another
 from consistency.worker.model.head_class import HEAD, auto_class, is_synthetic, labels, overwrite, synthetic
 from consistency.worker.model.running import device_of
 from consistency.worker.model.weight_files import WeightFiles, file_names
@@ -178,8 +178,12 @@ def load_adapter(
     origins: dict[str, str] | None = None,
     autocast: bool = True,
     instead: NamedAdapter | None = None,
+    detours: list[str] | None = None,
 ) -> torch.nn.Module:
     """Load the case's adapter onto the base by PEFT's default load path; `autocast` is its `autocast_adapter_dtype`.
+
+    Where a device fails that PEFT loads by way of, and the base's own does not, the adapter is loaded straight to that
+    one, and `detours` gets what the other said.
 
     Where `instead` is given, it is loaded instead, under its own name.
 
@@ -198,7 +202,12 @@ def load_adapter(
     torch_device = "cpu" if device_of(base.model).type == "cpu" else None
     problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
     try:
-        with _as_input_error(UNUSABLE, problem, where=path, hint=hint, device=device_of(base.model)), recording:
+        own = device_of(base.model)
+        with (
+            _as_input_error(UNUSABLE, problem, where=path, hint=hint, device=own),
+            _past_another_device(own, [] if detours is None else detours),
+            recording,
+        ):
             model = peft.PeftModel.from_pretrained(
                 base.model, path, adapter_name=ADAPTER_NAME if instead is None else instead.name,
                 autocast_adapter_dtype=autocast, torch_device=torch_device,
@@ -277,6 +286,30 @@ def load_model(case: Case, device: str, *, device_map: str | Mapping[str, Any] |
     """Load the base of a case, with its adapter if it has one."""
     base = load_base(case, device, device_map=device_map)
     return base.model if case.adapter is None else load_adapter(base, case)
+
+
+@contextmanager
+def _past_another_device(own: torch.device, detours: list[str]) -> Iterator[None]:
+    """Let PEFT load a file straight to a device, where the one fails by way of which it loads."""
+    from peft import PeftModel
+
+    real = PeftModel.load_adapter
+
+    def load(model: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return real(model, *args, **options)
+        except Exception as error:
+            said = of_another(error, own)
+            if said is None:
+                raise
+            detours.append(said.words)
+        return real(model, *args, **{**options, "torch_device": str(own)})
+
+    PeftModel.load_adapter = load
+    try:
+        yield
+    finally:
+        PeftModel.load_adapter = real
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
-from consistency.worker.device_error import is_of_the_device
+from consistency.worker.device_error import is_of_the_device, of_another
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import POISON, as_it_was, poison
 from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
@@ -49,8 +49,8 @@ def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]
                 context.job.case.adapter, ADAPTER_NAME, torch_device=device, low_cpu_mem_usage=load_path.low_memory
             )
         except UNUSABLE as error:
-            if is_of_the_device(error, context.device):
-                raise
+            if is_blocked(context, error):
+                return
             skip(context, f"PEFT cannot load this adapter twice: {first_line(error)}")
             return
         _look(context, load_path, by_digest, model.state_dict(keep_vars=True))
@@ -72,8 +72,8 @@ def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[s
                 context.job.case.adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=load_path.low_memory
             )
     except UNUSABLE as error:
-        if is_of_the_device(error, context.device):
-            raise
+        if is_blocked(context, error):
+            return
         why = first_line(error)
         if context.rewritten:
             why = "its method computes from the base's values, which the stand-in for the base lacks"
@@ -82,6 +82,17 @@ def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[s
     # the names that they have under PEFT's own model
     state = shell.state_dict(keep_vars=True)
     _look(context, load_path, by_digest, {name: state.get(module_place(name)) for name in context.expected})
+
+
+def is_blocked(context: Context, error: Exception) -> bool:
+    """Record a device on this load path that fails, where it is another than the worker's; raise what its own says."""
+    other = of_another(error, context.device)
+    if other is None and is_of_the_device(error, context.device):
+        raise error
+    if other is not None and context.record.wants("adapter", SETTINGS_LAYER):
+        reason = f"another device, by way of which it loads, fails: {other.words}"
+        context.record.absent("adapter", SETTINGS_LAYER, LOADED_AGAIN, status="blocked", reason=reason)
+    return other is not None
 
 
 def skip(context: Context, reason: str) -> None:

@@ -10,10 +10,9 @@ import torch
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER
 from consistency.errors import first_line
 from consistency.numerics.digest import digest
-from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import as_it_was, poison
-from consistency.worker.stages.adapter.load_paths import skip
+from consistency.worker.stages.adapter.load_paths import is_blocked, skip
 from consistency.worker.stages.context import Context
 
 
@@ -47,8 +46,8 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
             try:
                 context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
             except UNUSABLE as error:
-                if is_of_the_device(error, context.device):
-                    raise
+                if is_blocked(context, error):
+                    return {}
                 skip(context, f"PEFT cannot load this adapter twice: {first_line(error)}")
                 return {}
             for name, before in found.items():
