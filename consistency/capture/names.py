@@ -77,6 +77,13 @@ HOST = "cpu"
 RAISED = "raised"
 """Evidence of the row in the place of a stage that failed, or that needs what one left changed: the error."""
 
+CALLS, COMPUTED_AGAIN, NOT_RECOMPUTED = "calls", "computed_again_ratio", "not_recomputed"
+"""The stored list of the operations that make a wrong result; in its evidence the error over its allowance when these
+were computed again, or why there is no such list."""
+
+CUT = "cut."
+"""Before `actual`, `expected` and `allowed` of the one operation that a list was cut to."""
+
 _TO = "->"
 
 CAST_ON_THE_WAY = "cast_on_the_way"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,12 @@ KEEP_BYTES = 64 * 2**20
 
 PEER_KEEP_BYTES = 2**20
 """A tensor without a file is stored up to this size, so that a difference can be shown element by element."""
+
+
+Kept = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
+TraceWrong = Callable[[str, str, torch.Tensor, torch.Tensor], Kept | None]
+"""Called with layer, tensor, exact value and allowance of what is outside the `block` rule; returns what a reproducer
+needs to compute it again, and evidence. None where nothing computes it by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +77,17 @@ class Recorder(RecordStore):
         super().__init__(folder, blobs, only=only, remembers=remembers, operations=operations)
         self._keep = keep
         self._tolerance = tolerance
+        self._trace: TraceWrong | None = None
+        self._traced: set[str] = set()
+
+    @contextmanager
+    def tracing(self, trace: TraceWrong) -> Iterator[None]:
+        """Let the first tensor of a stage that is outside its rule be computed again, for a reproducer."""
+        self._trace = trace
+        try:
+            yield
+        finally:
+            self._trace = None
 
     def tolerance(self, *, stage: str, layer: str, dtype: torch.dtype) -> UserTolerance | None:
         """Return what the user allows for a tensor, None where the derived rules apply."""
@@ -248,7 +266,13 @@ class Recorder(RecordStore):
                 status = "equal"
         failed = status == "outside"
         worth_keeping = failed and actual.nbytes <= KEEP_BYTES
-        parts = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
+        parts: dict[str, torch.Tensor | None] = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
+        allowed = parts.get("allowed")
+        if exact is not None and allowed is not None and self._trace is not None and stage not in self._traced:
+            traced = self._trace(layer, tensor, exact, allowed)
+            if traced is not None:
+                self._traced.add(stage)
+                parts, more = {**parts, **traced[0]}, {**more, **traced[1]}
         kept = {name: self.keep(t) for name, t in parts.items() if t is not None and t.nbytes <= KEEP_BYTES}
         if found is None:
             rule = Rule.PEER

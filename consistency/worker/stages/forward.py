@@ -74,6 +74,7 @@ from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.merge_effect import record_merge_effect
+from consistency.worker.stages.wrong_result import computed_again
 
 T = TypeVar("T")
 Results = dict[str, torch.Tensor]
@@ -199,22 +200,34 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
     if mode != MERGED and context.record.wants("forward", WHOLE_MODEL):
         record_given(context, "forward", mode, answer)
     reason = "" if replay.was_complete(_exact(mode)) else NOT_REPLAYED
-    for name, result in found.items():
-        layer, tensor = row_of(mode, name)
-        if context.record.wants("forward", layer):
-            record_block(
-                context, "forward", layer, tensor, actual=result, digests=digests[name], reference=answer,
-                name=f"{mode}::{name}", exact_name=f"{_exact(mode)}::{name}", named=_named(mode),
-                more=half_kernels.evidence(kernels), reason=reason,
-            )  # fmt: skip
+
+    def again(watch: Callable[[Given], Given]) -> None:
+        _in_mode(context, model, inputs, mode, functools.partial(run, watch=watch))
+
+    with context.record.tracing(computed_again(context, again, mode, lambda: half_kernels.computing(kernels))):
+        for name, result in found.items():
+            layer, tensor = row_of(mode, name)
+            if context.record.wants("forward", layer):
+                record_block(
+                    context, "forward", layer, tensor, actual=result, digests=digests[name], reference=answer,
+                    name=f"{mode}::{name}", exact_name=f"{_exact(mode)}::{name}", named=_named(mode),
+                    more=half_kernels.evidence(kernels), reason=reason,
+                )  # fmt: skip
 
 
-def by_blocks(context: Context, inputs: Activations, mode: str, answer: Reference) -> tuple[Results, Replay]:
+def by_blocks(
+    context: Context,
+    inputs: Activations,
+    mode: str,
+    answer: Reference,
+    *,
+    watch: Callable[[Given], Given] = lambda g: g,
+) -> tuple[Results, Replay]:
     """Run the blocks in a mode that the model is in, on the decisions of the exact pass; return what was decided."""
     model = context.model
     replay = Replay(_decisions(context), model, f"{cpu_error.products_on(model, context.device)}{_named(mode)}")
     with deciding(replay.watch_if_any(_exact(mode)), gradient=False, places=replay.places):
-        return results_of(model, inputs, functools.partial(answer.given, _exact(mode))), replay
+        return results_of(model, inputs, watch(functools.partial(answer.given, _exact(mode)))), replay
 
 
 def row_of(mode: str, name: str) -> tuple[str, str]:

@@ -28,14 +28,24 @@ def cut_moved(tensors: Mapping[str, torch.Tensor], worst: Sequence[int] | None) 
     str
         Which part of the whole they are.
     """
+    found, start = cut_results(tensors, worst)
+    if start is None:
+        return found, f"whole, shape {tuple(tensors['expected'].shape)}"
+    end = start + found["expected"].numel()
+    return found, f"elements {start} to {end} of shape {tuple(tensors['expected'].shape)}"
+
+
+def cut_results(
+    tensors: Mapping[str, torch.Tensor], worst: Sequence[int] | None, taken: int = 0
+) -> tuple[dict[str, torch.Tensor], int | None]:
+    """Do the same where others take up some of the bytes; return the first element, None if they are whole."""
     expected = tensors["expected"]
-    room = MOST_BYTES // (len(tensors) * max(t.element_size() for t in tensors.values()))
+    room = max(1, MOST_BYTES - taken) // (len(tensors) * max(t.element_size() for t in tensors.values()))
     if expected.numel() <= room:
-        return {name: t.contiguous() for name, t in tensors.items()}, f"whole, shape {tuple(expected.shape)}"
+        return {name: t.contiguous() for name, t in tensors.items()}, None
     centre = _first_difference(tensors) if worst is None else _flat(worst, expected.shape)
     start = min(max(0, centre - room // 2), expected.numel() - room)
-    found = {name: t.reshape(-1)[start : start + room].clone() for name, t in tensors.items()}
-    return found, f"elements {start} to {start + room} of shape {tuple(expected.shape)}"
+    return {name: t.reshape(-1)[start : start + room].clone() for name, t in tensors.items()}, start
 
 
 def cut_product(

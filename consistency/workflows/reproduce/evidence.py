@@ -11,6 +11,7 @@ import msgspec
 
 from consistency.capture.archives import read_sent
 from consistency.capture.folder import MANIFEST, Capture
+from consistency.capture.names import CALLS
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.capture.records import TensorRecord
 from consistency.capture.soak import ChangedTensor
@@ -200,7 +201,13 @@ def _changed(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> 
     return change if change is not None and change.measure is not None else None
 
 
-def _rank(record: TensorRecord) -> tuple[bool, bool, int, int]:
-    """Prefer records that the worker itself found wrong, then stored tensors, then small ones."""
+def _rank(record: TensorRecord) -> tuple[bool, bool, bool, int, int]:
+    """Prefer what the worker itself found wrong, then what can be computed again, stored tensors, and small ones."""
     kept = record.blob is not None and (record.reference_blob is not None or bool(record.ingredients))
-    return (record.status != "outside", not kept, math.prod(record.shape), record.order)
+    return (
+        record.status != "outside",
+        CALLS not in record.ingredients,
+        not kept,
+        math.prod(record.shape),
+        record.order,
+    )

@@ -10,7 +10,6 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from consistency.capture.claim import PARTIAL, claim_of, claimed, scratch_folder
 from consistency.capture.transport import ARCHIVE
@@ -26,9 +25,6 @@ from consistency.workflows.reproduce.parts import Parts, device_of, load_argumen
 from consistency.workflows.reproduce.readme import readme
 from consistency.workflows.reproduce.trial import Reproduced, try_script
 from consistency.workflows.saved_report import redaction_for
-
-if TYPE_CHECKING:
-    pass
 
 _TEXTS = (".json", ".md", ".txt")
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -171,4 +167,6 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
     write_json(folder / "environment.json", {**environment, "simulated": info.simulated})
     for name, source in scripts.items():
         shutil.copyfile(SCRIPTS / source, folder / name)
+    for name, text in parts.texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(readme(evidence, parts, scripts), encoding="utf-8")

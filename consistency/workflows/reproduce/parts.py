@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from consistency.capture.names import HOST, split_pair
+from consistency.capture.names import CALLS, CUT, HOST, NOT_RECOMPUTED, split_pair
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.devices.spec import parse_device
@@ -20,12 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The contents of the folder: script, tensors, which part of the whole they are, and the script's parameters."""
+    """The contents of the folder: script, tensors, which part of the whole they are, and the script's parameters.
+
+    Attributes
+    ----------
+    texts : mapping of str to str
+        Further files, by name.
+    why_not : str
+        Why the script does not compute it again, where the device has tried.
+    """
 
     script: str
     tensors: Mapping[str, torch.Tensor]
     window: str
     facts: Mapping[str, Any]
+    texts: Mapping[str, str] = field(default_factory=dict)
+    why_not: str = ""
 
     @property
     def computes(self) -> bool:
@@ -62,16 +73,54 @@ def parts_of(evidence: Evidence) -> Parts:
         return Parts(script="moved.py", tensors=tensors, window=window, facts=hop)
     if record.stage == Stage.TRANSFER:
         return Parts(script="moved.py", tensors={"expected": _payload()}, window="generated", facts=_hop(evidence))
+    why_not = str(record.evidence.get(NOT_RECOMPUTED, ""))
+    if CALLS in record.ingredients and made_of.keys() == stored.keys() and actual is not None and expected is not None:
+        try:
+            return _of_calls(made_of, actual, expected, worst)
+        except ValueError as error:  # somebody has changed them
+            why_not = str(error)
     if expected is not None and actual is not None and record.measure is not None:
         allowed = {name: tensor for name, tensor in made_of.items() if name == "allowed"}
         tensors, window = cut_moved({"expected": expected, "actual": actual, **allowed}, worst)
-        return Parts(script="recorded.py", tensors=tensors, window=window, facts={"allowed": _allowed(evidence)})
+        return Parts(
+            script="recorded.py", tensors=tensors, window=window, facts={"allowed": _allowed(evidence)}, why_not=why_not
+        )
     raise CaptureError(
         "no stored tensor shows this finding",
         where=evidence.name,
         got=evidence.finding.message,
         hint=("it concerns a fact, not a tensor: " if record.rule == "limit" else "")
         + (evidence.finding.next or "run the case again on this machine"),
+    )
+
+
+def _of_calls(
+    made_of: Mapping[str, torch.Tensor], actual: torch.Tensor, expected: torch.Tensor, worst: Sequence[int] | None
+) -> Parts:
+    """Return the calls that made a wrong result, what they take, and the result; raise a `CallsError`."""
+    import numpy as np
+
+    from consistency.numerics import aten_calls
+    from consistency.workflows.reproduce.cut import cut_results
+
+    text = bytes(made_of[CALLS].tolist()).decode("utf-8")
+    inputs = {name: one for name, one in made_of.items() if name.isidentifier() and name.startswith(("in", "host"))}
+    calls, _ = aten_calls.read_calls(text, inputs)
+    results = {"actual": actual, "expected": expected, "allowed": made_of["allowed"]}
+    is_cut = f"{CUT}actual" in made_of
+    if is_cut:
+        results = {name: made_of[f"{CUT}{name}"] for name in results}
+        _, number = aten_calls.largest_share(results["actual"], results["expected"], results["allowed"])
+        worst = [int(i) for i in np.unravel_index(number, results["actual"].shape)]
+    kept, start = cut_results(results, worst, sum(one.nbytes for one in inputs.values()))
+    window = f"from element {start}, {kept['actual'].numel()} of them" if start is not None else "whole"
+    what = f"operation {calls[-1].operation} inside of its module" if is_cut else "its module"
+    return Parts(
+        script="calls.py",
+        tensors={**inputs, **kept},
+        window=f"by {what}: {window}, shape {tuple(results['actual'].shape)}",
+        facts={"start": start or 0},
+        texts={"calls.txt": text, "aten_calls.py": Path(aten_calls.__file__).read_text(encoding="utf-8")},
     )
 
 

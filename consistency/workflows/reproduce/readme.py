@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from consistency.capture.names import COMPUTED_AGAIN
 from consistency.text import one_line
 from consistency.workflows.reproduce.evidence import Evidence
 from consistency.workflows.reproduce.parts import Parts
@@ -26,6 +27,7 @@ def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
         f"{torch}. This folder has one of {1 + len(evidence.others)} tensors, {parts.window}.",
         "",
         *_made_by(evidence),
+        *_recomputed(evidence, parts),
         "```",
         "pip install torch safetensors",
         *(
@@ -51,6 +53,29 @@ def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
         "* `environment.json`: where it was found; `transcript.txt`: the script's output where this folder was written",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _recomputed(evidence: Evidence, parts: Parts) -> list[str]:
+    """Return the lines that state what is computed again, and what it was when the device did so."""
+    if parts.why_not:
+        return [f"It is not computed again here: {_code(parts.why_not)}.", ""]
+    if parts.script != "calls.py":
+        return []
+    ratio = evidence.record.evidence.get(COMPUTED_AGAIN)
+    lines = [
+        "`calls.txt` has the operations that the module called on that device, from its inputs on, and "
+        "`aten_calls.py` runs them: no code of a model, no pickle, nothing but torch's own operations."
+    ]
+    if isinstance(ratio, int | float):
+        lines.append(
+            f"The device computed them again after it was found: {ratio:.3g} times tolerance"
+            + (
+                ", so wrong again."
+                if ratio > 1
+                else ". That was right: the fault comes and goes, or is not in these calls."
+            )
+        )
+    return [*lines, ""]
 
 
 def _made_by(evidence: Evidence) -> list[str]:

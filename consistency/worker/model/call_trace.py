@@ -1,0 +1,316 @@
+"""Note which operations of ATen a module calls on given inputs, and keep what they take, for a reproducer.
+
+Below autograd every operation passes a dispatch mode, whatever Python code has called it: transformers', PEFT's or a
+hook's. What is noted is the flat list of calls that a result depends on (`numerics/aten_calls.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from consistency.capture.names import CALLS, CUT, module_place
+from consistency.numerics.aten_calls import (
+    MOST_CALLS,
+    PRODUCTS,
+    AtenCall,
+    CallsError,
+    Name,
+    allowed_alone,
+    allowed_operation,
+    blamed,
+    each,
+    largest_share,
+    read_calls,
+    run_calls,
+    run_exactly,
+)
+from consistency.numerics.identity import storage_of
+from consistency.numerics.operands import each_tensor
+from consistency.worker.model.block_pass import Given, ResultPlace
+from consistency.worker.model.blocks import blocks_of
+
+MOST_BYTES = 7 * 2**20
+"""Of what the calls take: with some of their result, a reproducer stays under 10 MB, which issue trackers accept."""
+
+
+class NotTracedError(Exception):
+    """Why there are no calls that could be run elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """Calls, what they take, on the CPU, and the result that they had on the device."""
+
+    text: str
+    inputs: Mapping[str, torch.Tensor]
+    result: torch.Tensor
+
+
+class CallTrace(TorchDispatchMode):
+    """Note calls while the mode is active."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        self._device = device
+        self._known: dict[int, str] = {}
+        self._kept: list[torch.Tensor] = []
+        self._calls: list[AtenCall] = []
+        self._held: dict[int, tuple[Name, torch.Tensor]] = {}
+        """All tensors, by identity: none may leave its identity to another."""
+        self._storages: dict[str, int] = {}
+        self._inputs: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+        """Inputs that are written into, as they were."""
+        self.refused = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        noted = None if self.refused else self._given(func, args, kwargs)
+        found = func(*args, **kwargs)
+        results = [one for one in _pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+        if noted is not None and results and not self.refused:
+            names = tuple(self._name(one, f"v{len(self._held)}") for one in results)
+            self._calls.append(AtenCall(operation=func, args=noted[0], kwargs=noted[1], results=names))
+        return found
+
+    def _given(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return what a call takes, by names; what it writes into is kept as it was."""
+        named = each_tensor(self._input, (args, kwargs))
+        if func._schema.is_mutable:
+            if not allowed_operation(func):
+                self.refused = f"{func} is no operation that a reproducer may call"
+            places = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            written = [places.get(one.name) for one in func._schema.arguments if one.is_write]
+            storages = {storage_of(one) for one in written if isinstance(one, torch.Tensor)}
+            for name, tensor in self._inputs.items():
+                if name not in self._before and storage_of(tensor) in storages:
+                    self._before[name] = _elements(tensor)
+        return tuple(_pytree.tree_map_only(torch.device, self._place, named))
+
+    def _place(self, device: torch.device) -> torch.device:
+        return torch.device("meta" if device.type == self._device.type else "cpu")
+
+    def _input(self, tensor: torch.Tensor) -> Name:
+        if id(tensor) not in self._held:
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+                self.refused = f"it computes with a {type(tensor).__name__}"
+                return Name("other")
+            words = re.sub(r"\W+", "_", self._known.get(id(tensor), ""))
+            start = "in" if tensor.device.type == self._device.type else "host"
+            name = self._name(tensor, f"{start}{len(self._inputs) + 1}{words and '_'}{words}")
+            self._inputs[name] = tensor
+        return self._held[id(tensor)][0]
+
+    def _name(self, tensor: torch.Tensor, name: str) -> Name:
+        if id(tensor) not in self._held:
+            self._held[id(tensor)] = Name(name), tensor
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
+                self._storages[name] = storage_of(tensor)
+        return self._held[id(tensor)][0]
+
+    def know(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return a tensor, which has a name where it is an input."""
+        self._known[id(tensor)] = name
+        self._kept.append(tensor)
+        return tensor
+
+    def finish(self, result: torch.Tensor | None) -> Traced:
+        """Return the calls that a result depends on.
+
+        Raises
+        ------
+        NotTracedError
+        """
+        with _disable_current_modes():
+            if result is None or id(result) not in self._held:
+                raise NotTracedError("its module returns what no noted operation has made")
+            last, calls = self._held[id(result)][0], list[AtenCall]()
+            needed, storages = {str(last)}, {self._storages.get(last)}
+            for call in reversed(self._calls):
+                names = [one for one in _pytree.tree_leaves((call.args, call.kwargs)) if isinstance(one, Name)]
+                writes = call.operation._schema.is_mutable and any(self._storages.get(n) in storages for n in names)
+                if writes or not needed.isdisjoint(call.results):
+                    calls.insert(0, call)
+                    needed.update(names)
+                    storages.update(map(self._storages.get, names))
+            inputs = {name: tensor for name, tensor in self._inputs.items() if name in needed}
+            self._refuse(calls, inputs)
+            lines = list[str]()
+            for name, tensor in inputs.items():
+                lines.append(f"# {name}: {self._known.get(id(tensor), 'given to the module')}, {list(tensor.shape)}")
+                if not tensor.is_contiguous():
+                    shape, strides = list(tensor.shape), list(tensor.stride())
+                    lines.append(f"{name} = aten.as_strided.default({name}, {shape}, {strides}, 0)")
+            try:
+                text = "\n".join([*lines, *map(str, calls), f"return {last}", ""])
+                read_calls(text, inputs)
+            except CallsError as error:
+                raise NotTracedError(str(error)) from None
+            kept = {name: self._before.get(name, _elements(tensor)) for name, tensor in inputs.items()}
+            return Traced(text=text, inputs=kept, result=_copy(result))
+
+    def _refuse(self, calls: Sequence[AtenCall], inputs: Mapping[str, torch.Tensor]) -> None:
+        """Raise where other calls, or other values, would be run."""
+        shared = Counter(storage_of(tensor) for tensor in inputs.values())
+        if any(name in self._before and shared[storage_of(tensor)] > 1 for name, tensor in inputs.items()):
+            self.refused = "it writes into what it reads by several views"
+        for call in calls:
+            if not allowed_operation(call.operation):
+                self.refused = f"{call.operation} is no operation that a reproducer may call"
+        if self.refused or len(calls) + len(inputs) > MOST_CALLS:
+            raise NotTracedError(self.refused or f"it calls {len(calls)} operations")
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU of the memory that a tensor spans, as it is if that is its elements in order."""
+    with _disable_current_modes():
+        tensor = tensor.detach()
+        if tensor.is_contiguous():
+            return _copy(tensor)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return _copy(tensor.as_strided((span,), (1,)))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+Pass = Callable[[Callable[[Given], Given]], None]
+"""Runs a pass by blocks; called with what takes the place of the function that gives blocks their values."""
+
+
+def trace_module(model: torch.nn.Module, place: ResultPlace, device: torch.device, run: Pass) -> Traced:
+    """Run a pass, and return the calls of the module that makes the result at a place.
+
+    Raises
+    ------
+    NotTracedError
+    """
+    blocks = {module_place(name): block for name, block in blocks_of(model).items()}
+    parts = {f"{name}.{part}": child for name, block in blocks.items() for part, child in block.named_children()}
+    module, (part, _, number) = (blocks | parts).get(place.layer), place.part.partition("@")
+    if module is None or part.startswith("input."):
+        raise NotTracedError("it is made outside of the blocks")
+    trace, done = CallTrace(device), list[Traced | NotTracedError]()
+    results, count = list[torch.Tensor](), 0
+
+    def watch(given: Given) -> Given:
+        def watched(name: str, value: torch.Tensor) -> torch.Tensor:
+            if name == str(place):
+                results.append(value)
+            with _disable_current_modes():
+                found = given(name, value)
+            return trace.know(found, ResultPlace.of(name).part)
+
+        return watched
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count != int(number or 1):
+            return module._call_impl(*args, **kwargs)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            trace.know(tensor, name)
+        with trace:
+            found = module._call_impl(*args, **kwargs)
+        if place.layer in parts:  # what a block has made is known before it gives others what is given
+            results[:] = [one for one in _pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+        try:
+            done.append(trace.finish(results[0] if results else None))
+        except NotTracedError as error:
+            done.append(error)
+        return found
+
+    module._compiled_call_impl = call  # which `__call__` takes, with all hooks inside
+    try:
+        run(watch)
+    finally:
+        del module._compiled_call_impl
+    traced = done[0] if done else NotTracedError("its module was not called again")
+    if isinstance(traced, NotTracedError):
+        raise traced
+    return traced
+
+
+def kept_parts(
+    traced: Traced, device: torch.device, unit: float, *, exact: torch.Tensor, allowed: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Return what a reproducer needs, and how far the result was off when it was computed again, over its allowance.
+
+    Calls that take too much are cut to the one that is off by itself, with results of its own.
+
+    Raises
+    ------
+    NotTracedError
+    """
+    calls, last = read_calls(traced.text, traced.inputs)
+    if not torch.equal(_copy(run_calls(calls, traced.inputs, device)[last]), traced.result):
+        raise NotTracedError("the same calls give other bits when they are repeated")
+    again = largest_share(traced.result, exact, allowed)[0]
+    if _bytes(traced) <= MOST_BYTES:
+        return _as_tensors(traced), again
+    size = f"its calls take {_bytes(traced) >> 20} MiB"
+    if again <= 1:
+        raise NotTracedError(f"{size}, and their result was right when it was computed again")
+    inputs = {name: one if name.startswith("host") else one.to(device) for name, one in traced.inputs.items()}
+    for number in blamed(calls, inputs, device, lambda found: largest_share(found[last], exact, allowed)[0])[:4]:
+        before = run_calls(calls[:number], inputs, device)
+        one = _alone(calls[number], before, device)
+        own, result = read_calls(one.text, one.inputs)
+        expected = run_exactly(own, one.inputs)[result]
+        if _bytes(one) > MOST_BYTES and calls[number].operation.overloadpacket.__name__ in PRODUCTS:
+            error = (one.result.to(torch.float64) - expected).abs()
+            one = _alone(calls[number], before, device, int(error.reshape(-1, error.shape[-1]).amax(0).argmax()))
+            own, result = read_calls(one.text, one.inputs)
+            expected = run_exactly(own, one.inputs)[result]
+        if _bytes(one) > MOST_BYTES:
+            continue
+        limit = allowed_alone(own, one.inputs, result, max(unit, torch.finfo(one.result.dtype).eps / 2))
+        if largest_share(one.result, expected, limit)[0] > 1:
+            cut = {f"{CUT}actual": one.result, f"{CUT}expected": expected, f"{CUT}allowed": limit}
+            return {**_as_tensors(one), **cut}, again
+    raise NotTracedError(f"{size}, and no part that is smaller shows it by itself")
+
+
+def _alone(
+    call: AtenCall, values: Mapping[str, torch.Tensor], device: torch.device, column: int | None = None
+) -> Traced:
+    """Return a call by itself; of a product only the columns around one, as many as there is room for."""
+
+    def operand(value: Any) -> Any:
+        if isinstance(value, Name):
+            return values[value]
+        return device if isinstance(value, torch.device) and value.type == "meta" else value
+
+    args, kwargs = _pytree.tree_map(operand, (list(call.args), dict(call.kwargs)))
+    if column is not None:
+        first = PRODUCTS[call.operation.overloadpacket.__name__]
+        rows, matrix = args[first : first + 2]
+        room = (MOST_BYTES - rows.nbytes) // ((matrix.numel() // matrix.shape[-1] + 1) * matrix.element_size()) // 2
+        start = max(0, min(column - room // 2, matrix.shape[-1] - room))
+        args[first + 1] = matrix[..., start : start + room]
+        if first and args[0].dim() and args[0].shape[-1] > 1:
+            args[0] = args[0][..., start : start + room]
+    trace = CallTrace(device)
+    with torch.no_grad(), trace:
+        found = each(call.operation(*args, **kwargs))
+    return trace.finish(found[0])
+
+
+def _as_tensors(traced: Traced) -> dict[str, torch.Tensor]:
+    text = torch.frombuffer(bytearray(traced.text.encode()), dtype=torch.uint8)
+    return {CALLS: text, **traced.inputs}
+
+
+def _bytes(traced: Traced) -> int:
+    return sum(one.nbytes for one in traced.inputs.values())

@@ -1,0 +1,41 @@
+"""Compute the first wrong result of a stage again, and keep the calls that make it, for a reproducer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from consistency.capture.names import COMPUTED_AGAIN, NOT_RECOMPUTED
+from consistency.errors import first_line
+from consistency.numerics.real import Real
+from consistency.worker.model.block_pass import ResultPlace
+from consistency.worker.model.call_trace import NotTracedError, Pass, kept_parts, trace_module
+from consistency.worker.precision import products_of
+from consistency.worker.recorder import Kept, TraceWrong
+from consistency.worker.stages.context import Context
+
+
+def computed_again(
+    context: Context, run: Pass, mode: str, computing: Callable[[], AbstractContextManager[None]]
+) -> TraceWrong:
+    """Return what traces a result of a mode, by a pass that is run again with what computes on this device."""
+
+    def trace(layer: str, tensor: str, exact: torch.Tensor, allowed: torch.Tensor) -> Kept | None:
+        place = ResultPlace(layer, tensor.removeprefix(mode).removeprefix("."))
+        if place.part.startswith("input."):
+            return None
+        context.events.step(f"{layer}, computed again", 0, 1)
+        unit = products_of(context.device).matmul.operand_error
+        try:
+            with torch.no_grad(), computing():
+                traced = trace_module(context.model, place, context.device, run)
+                parts, share = kept_parts(traced, context.device, unit, exact=exact, allowed=allowed)
+        except NotTracedError as error:
+            return {}, {NOT_RECOMPUTED: str(error)}
+        except Exception as error:  # model code of any kind may raise anything, and what is found is found
+            return {}, {NOT_RECOMPUTED: first_line(error)}
+        return parts, {COMPUTED_AGAIN: Real(share)}
+
+    return trace

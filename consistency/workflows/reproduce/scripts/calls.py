@@ -1,0 +1,151 @@
+"""Make the calls of calls.txt on this machine, and check their result. Needs only torch and safetensors.
+
+python reproduce.py [--device cuda:1] [--times 3] [--as-recorded]
+
+calls.txt is what the wrong module called: operations of ATen, on the recorded inputs. Its result is compared with
+float64, by the error that each element may have: what random rounding errors make, in passes on the CPU.
+
+Where it happens here, the calls are made again with one operation after the other in float64: the one without whose
+errors the result is right is off. If the result is wrong in float64 too, the calls themselves are wrong, as Python code
+makes them, or what they take, as a weight that has changed in memory.
+
+Exits with 0 if the result is right (it does not happen here) and 1 if it is not (it happens here). With --as-recorded
+the recorded result is checked instead.
+"""
+
+import argparse
+import ctypes
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+FACTS = json.loads((HERE / "finding.json").read_text(encoding="utf-8"))
+os.environ.update(FACTS["variables"])  # kernels are chosen when torch is imported
+sys.path.insert(0, str(HERE))
+sys.dont_write_bytecode = True
+
+import aten_calls  # noqa: E402 - after the variables, since it imports torch
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+
+def as_bytes(tensor):
+    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+
+
+def refuse(text):
+    """Exit with a status that is neither of the two answers."""
+    print(text, file=sys.stderr)
+    sys.exit(2)
+
+
+def digest(tensor):
+    raw = as_bytes(tensor)
+    return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # works without NumPy
+
+
+def choose_device(wanted):
+    """Return the device of the finding if this machine has it, else the best that it has."""
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, AssertionError):
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        other = "cpu" if accelerator is None else str(torch.device(accelerator.type, 0))
+        print(f"this machine has no {wanted}: using {other} instead")
+        return other
+    return wanted
+
+
+def apply_settings(settings):
+    """Compute as the worker did, as far as settings outside of the environment go."""
+    torch.set_float32_matmul_precision(settings.get("float32_matmul_precision", "highest"))
+    torch.use_deterministic_algorithms(bool(settings.get("deterministic_algorithms")), warn_only=True)
+    if isinstance(settings.get("threads"), int):
+        torch.set_num_threads(max(1, min(settings["threads"], os.cpu_count() or 1)))
+    for name, of, attribute in (
+        ("matmul_allow_tf32", torch.backends.cuda.matmul, "allow_tf32"),
+        ("cudnn_allow_tf32", torch.backends.cudnn, "allow_tf32"),
+        ("fp16_reduced_precision_reduction", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+        ("bf16_reduced_precision_reduction", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    ):
+        if isinstance(settings.get(name), bool) and torch.cuda.is_available():
+            setattr(of, attribute, settings[name])
+
+
+def cause(calls, inputs, device, share):
+    """Return which operation is off, in words."""
+    try:
+        if share(aten_calls.run_exactly(calls, inputs)) > 1:
+            return "in float64 too: what is called is wrong, or what it takes, and not how it is computed"
+        wrong = aten_calls.blamed(calls, inputs, device, share)
+    except Exception as error:  # an operation that has no kernel in float64
+        return f"not looked for: {str(error).splitlines()[0]}"
+    if not wrong:
+        return "no operation explains it alone"
+    shown = "".join(f"\n    {calls[number]}" for number in wrong[:4])
+    more = f"\n    and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+    return f"{calls[wrong[0]].operation}: with its result in float64, rounded, all is right{shown}{more}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default=FACTS["device"])
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--as-recorded", action="store_true", help="check the recorded result instead of computing")
+    options = parser.parse_args()
+
+    tensors = load_file(HERE / "tensors.safetensors")
+    for name, tensor in tensors.items():
+        if digest(tensor) != FACTS["sha256"].get(name):
+            refuse(f"tensors.safetensors is damaged: {name} does not match finding.json")
+    actual, expected, allowed = (tensors.pop(name) for name in ("actual", "expected", "allowed"))
+    start, window = FACTS["start"], actual.numel()
+
+    def part(result):
+        return result.detach().to("cpu").reshape(-1)[start : start + window]
+
+    def share_of(found):
+        return aten_calls.largest_share(found, expected, allowed)[0]
+
+    def text(result):
+        ratio, worst = aten_calls.largest_share(result, expected, allowed)
+        got, exact, limit = (one.reshape(-1)[worst].item() for one in (result, expected, allowed))
+        return f"{ratio:.3g} times tolerance (+-{limit:.3g}), at element {start + worst}: got {got!r}, exact {exact!r}"
+
+    try:
+        calls, result = aten_calls.read_calls((HERE / "calls.txt").read_text(encoding="utf-8"), tensors)
+    except aten_calls.CallsError as error:
+        refuse(f"calls.txt: {error}")
+    print(f"finding:  {FACTS['message']}")
+    print(f"tensor:   {FACTS['tensor']}, {FACTS['window']}")
+    print(f"recorded: on {FACTS['worker']}: {text(actual)}")
+    if options.as_recorded:
+        return 1 if share_of(actual) > 1 else 0
+
+    device = choose_device(options.device)
+    apply_settings(FACTS["settings"])
+    print(f"here:     torch {torch.__version__}, {device}, {len(calls)} calls")
+    wrong = 0
+    with torch.no_grad():
+        for _ in range(options.times):
+            try:
+                found = part(aten_calls.run_calls(calls, tensors, device)[result])
+            except Exception as error:  # a traceback would end with the status that means: it happens here
+                refuse(f"the calls do not run here: {error}")
+            if found.numel() != window:
+                refuse(f"the calls make {found.numel()} elements, and {window} were recorded")
+            wrong += share_of(found) > 1
+        same = torch.equal(as_bytes(found), as_bytes(actual))
+        as_recorded = ", bitwise as recorded" if same else ""
+        print(f"  {wrong} of {options.times} results wrong; the last: {text(found)}{as_recorded}")
+        if wrong:
+            print(f"cause:    {cause(calls, tensors, device, lambda values: share_of(part(values[result])))}")
+    print("it happens here" if wrong else "it does not happen here")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

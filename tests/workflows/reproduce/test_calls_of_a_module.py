@@ -1,0 +1,167 @@
+"""A wrong kernel, or wrong code, of one device: the reproducer calls what the module called, and says which."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import runpy
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from consistency.case.options import Options
+from consistency.case.stages import Stage
+from consistency.worker.faults import computed
+from consistency.worker.model import call_trace
+from consistency.worker.stages import wrong_result
+from consistency.workflows import pipeline
+from consistency.workflows.reproduce.folder import reproduce
+from consistency.workflows.reproduce.trial import Reproduced
+from tests.launch.in_this_process import in_this_process
+
+pytestmark = pytest.mark.process
+
+FAULTY = "cpu@baseline"
+
+
+def wrong_kernel() -> Callable[[], None]:
+    """Let SiLU in float32 be off by a thousandth on this process's CPU; return what takes that back."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def silu(x: torch.Tensor) -> torch.Tensor:
+        found = x * torch.sigmoid(x)
+        return found * 1.001 if x.dtype == torch.float32 else found
+
+    with warnings.catch_warnings(action="ignore"):  # torch says that it is overridden
+        library.impl("silu", silu, "CPU")
+    return library._destroy
+
+
+@contextlib.contextmanager
+def with_wrong_kernel() -> Iterator[None]:
+    undo = wrong_kernel()
+    try:
+        yield
+    finally:
+        undo()
+
+
+def found_with(fault: str | None, out: Path) -> Path:
+    options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=(Stage.FORWARD,))
+    plan = dataclasses.replace(pipeline.prepare(options), faults={} if fault is None else {FAULTY: fault})
+    with in_this_process():
+        pipeline.run(plan, out, watch=lambda *_: None)
+    return out
+
+
+@pytest.fixture(scope="module")
+def of_a_kernel(tmp_path_factory: pytest.TempPathFactory) -> Reproduced:
+    folder = tmp_path_factory.mktemp("kernel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(computed, "layer_zero", wrong_kernel)
+        found_with("forward-layer-zero", folder / "run")
+    return reproduce(folder / "run", 1, folder / "reproducer")
+
+
+def run_here(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Run the script in this process, in which an operation may be wrong."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        patch.setattr(sys, "argv", ["reproduce.py", *arguments])
+        patch.setattr(sys, "path", [*sys.path])
+        runpy.run_path(str(folder / "reproduce.py"), run_name="__main__")
+    sys.modules.pop("aten_calls", None)
+    return int(str(ended.value.code)), out.getvalue()
+
+
+def test_a_wrong_kernel_is_named_where_it_is_and_not_seen_where_it_is_not(of_a_kernel: Reproduced) -> None:
+    assert (of_a_kernel.happens_here, of_a_kernel.shows, of_a_kernel.needs_model) == (False, True, False)
+    assert "it does not happen here" in of_a_kernel.output
+    with with_wrong_kernel():
+        status, text = run_here(of_a_kernel.folder)
+    assert status == 1
+    assert "aten.silu.default: with its result in float64, rounded, all is right" in text
+    assert "bitwise as recorded" in text
+    status, text = run_here(of_a_kernel.folder)
+    assert (status, "cause" in text) == (0, False)
+
+
+def test_a_stranger_needs_torch_and_safetensors_alone(of_a_kernel: Reproduced) -> None:
+    blocked = "import sys\nfor n in ('transformers','peft','consistency','numpy'): sys.modules[n] = None\n"
+    code = f"{blocked}sys.argv = ['reproduce.py']\nimport runpy\nrunpy.run_path('reproduce.py', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-I", "-W", "ignore", "-c", code],
+        cwd=of_a_kernel.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    names = {file.name for file in of_a_kernel.folder.iterdir()}
+    assert {"calls.txt", "aten_calls.py", "reproduce.py", "tensors.safetensors"} <= names
+    assert "__pycache__" not in names
+
+
+def test_calls_that_somebody_has_changed_are_refused(of_a_kernel: Reproduced, tmp_path: Path) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(of_a_kernel.folder, folder)
+    for text in (
+        "import os",
+        "v1 = aten.from_file.default('none')\nreturn v1",
+        "v1 = aten.zeros.default([2])\nreturn v1",
+    ):
+        (folder / "calls.txt").write_text(text)
+        assert run_here(folder)[0] == 2, "neither of the two answers"
+
+
+def test_wrong_calls_are_wrong_in_float64_too(tmp_path: Path) -> None:
+    """What a hook does to a result is among the calls, so it happens on every machine."""
+    made = reproduce(found_with("forward-layer-zero", tmp_path / "run"), 1, tmp_path / "reproducer")
+    assert made.happens_here
+    assert "in float64 too: what is called is wrong, or what it takes" in made.output
+    assert "aten.fill_.Tensor(" in (made.folder / "calls.txt").read_text()
+    assert "so wrong again" in (made.folder / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_fault_outside_of_the_calls_is_said_to_be_none_of_them(tmp_path: Path) -> None:
+    made = reproduce(found_with("forward-off", tmp_path / "run"), 1, tmp_path / "reproducer")
+    assert (made.happens_here, made.shows) == (False, True)
+    assert "the fault comes and goes, or is not in these calls" in (made.folder / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_what_is_too_large_is_cut_to_its_wrong_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_trace, "MOST_BYTES", 1 << 18)
+    monkeypatch.setattr(computed, "layer_zero", wrong_kernel)
+    made = reproduce(found_with("forward-layer-zero", tmp_path / "run"), 1, tmp_path / "reproducer")
+    lines = (made.folder / "calls.txt").read_text().splitlines()
+    assert [line for line in lines if "aten." in line] == ["v1 = aten.silu.default(in1)"]
+    assert (made.happens_here, made.shows) == (False, True)
+    with with_wrong_kernel():
+        assert run_here(made.folder)[0] == 1
+
+
+@pytest.mark.slow
+def test_what_cannot_be_cut_is_compared_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_trace, "MOST_BYTES", 1 << 10)
+    made = reproduce(found_with("forward-layer-zero", tmp_path / "run"), 1, tmp_path / "reproducer")
+    assert made.needs_model
+    assert "no part that is smaller shows it by itself" in (made.folder / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_healthy_run_traces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[object] = []
+    monkeypatch.setattr(wrong_result, "trace_module", lambda _, place, *__: places.append(place))
+    found_with(None, tmp_path / "healthy")
+    assert places == []
+    found_with("forward-layer-zero", tmp_path / "wrong")
+    assert [str(place) for place in places] == ["model.layers.2.self_attn::"], "once, and this test can fail"
