@@ -24,7 +24,7 @@ MOST_CALLS, MOST_CHARACTERS = 2_000, 4_096
 
 _PRIVATE = frozenset({
     "_to_copy", "_unsafe_view", "_reshape_alias", "_softmax", "_log_softmax", "_fused_rms_norm", "_safe_softmax",
-    "_native_batch_norm_legit_no_training", "_adaptive_avg_pool2d",
+    "_native_batch_norm_legit_no_training", "_adaptive_avg_pool2d", "_native_multi_head_attention", "_grouped_mm",
 })  # fmt: skip
 _ATTENTION = "_scaled_dot_product_"
 _REFUSED = re.compile(r"set_|.*resize.*|from_file|record_stream|.*storage.*")
@@ -258,12 +258,18 @@ def blamed(
     for number, call in enumerate(calls):
         if computes(call):
             of.setdefault(str(call.operation), []).append(number)
-    shares = {name: share(run_calls(calls, inputs, device, numbers)) for name, numbers in of.items()}
+
+    def without(numbers: Collection[int]) -> float:
+        try:
+            return share(run_calls(calls, inputs, device, numbers))
+        except (RuntimeError, NotImplementedError):  # it has no kernel in float64
+            return float("inf")
+
+    shares = {name: without(numbers) for name, numbers in of.items()}
     best = min(shares, key=lambda name: shares[name], default="")
     if not shares or not shares[best] <= 1:
         return []
-    alone = [number for number in of[best] if share(run_calls(calls, inputs, device, {number})) <= 1]
-    return alone or of[best]
+    return [number for number in of[best] if without({number}) <= 1] or of[best]
 
 
 def allowed_alone(calls: Sequence[AtenCall], inputs: Tensors, result: str, unit: float) -> torch.Tensor:

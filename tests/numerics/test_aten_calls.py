@@ -85,7 +85,7 @@ HOSTILE = [
     "return in2",
     "return os",
     "v1 = " + "(" * 500,
-    "v1 = aten.view.default(in1, " + "[" * 150 + "]" * 150 + ")",
+    "v1 = aten.view.default(in1, " + "[" * 250 + "]" * 250 + ")",
     "v1 = aten.add.Tensor(in1, " + "-" * 3000 + "1)",
     "v1 = aten.add.Tensor(in1, " + "9" * 4000 + ")",
     "v1 = aten.t.default(in1) # " + "x" * 5000,
