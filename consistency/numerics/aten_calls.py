@@ -25,6 +25,7 @@ MOST_CALLS, MOST_CHARACTERS = 2_000, 4_096
 _PRIVATE = frozenset({
     "_to_copy", "_unsafe_view", "_reshape_alias", "_softmax", "_log_softmax", "_fused_rms_norm", "_safe_softmax",
     "_native_batch_norm_legit_no_training", "_adaptive_avg_pool2d", "_native_multi_head_attention", "_grouped_mm",
+    "_softmax_backward_data", "_log_softmax_backward_data", "_fused_rms_norm_backward",
 })  # fmt: skip
 _ATTENTION = "_scaled_dot_product_"
 _REFUSED = re.compile(r"set_|.*resize.*|from_file|record_stream|.*storage.*")

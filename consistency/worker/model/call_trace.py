@@ -34,7 +34,6 @@ from consistency.numerics.aten_calls import (
 )
 from consistency.numerics.identity import storage_of
 from consistency.numerics.operands import each_tensor
-from consistency.worker.model.block_pass import Given, ResultPlace
 from consistency.worker.model.blocks import blocks_of
 
 MOST_BYTES = 7 * 2**20
@@ -54,17 +53,20 @@ class Traced:
     result: torch.Tensor
 
 
+_Key = tuple[Any, ...]
+
+
 class CallTrace(TorchDispatchMode):
     """Note calls while the mode is active."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
         self._device = device
-        self._known: dict[int, str] = {}
+        self._known: dict[_Key, str] = {}
         self._kept: list[torch.Tensor] = []
         self._calls: list[AtenCall] = []
-        self._held: dict[int, tuple[Name, torch.Tensor]] = {}
-        """All tensors, by identity: none may leave its identity to another."""
+        self._held: dict[_Key, tuple[Name, torch.Tensor]] = {}
+        """All tensors, by their memory, which none may leave to another: autograd makes objects of its own of views."""
         self._storages: dict[str, int] = {}
         self._inputs: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
@@ -101,26 +103,26 @@ class CallTrace(TorchDispatchMode):
         return torch.device("meta" if device.type == self._device.type else "cpu")
 
     def _input(self, tensor: torch.Tensor) -> Name:
-        if id(tensor) not in self._held:
+        if _key(tensor) not in self._held:
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
                 self.refused = f"it computes with a {type(tensor).__name__}"
                 return Name("other")
-            words = re.sub(r"\W+", "_", self._known.get(id(tensor), ""))
+            words = re.sub(r"\W+", "_", self._known.get(_key(tensor), ""))
             start = "in" if tensor.device.type == self._device.type else "host"
             name = self._name(tensor, f"{start}{len(self._inputs) + 1}{words and '_'}{words}")
             self._inputs[name] = tensor
-        return self._held[id(tensor)][0]
+        return self._held[_key(tensor)][0]
 
     def _name(self, tensor: torch.Tensor, name: str) -> Name:
-        if id(tensor) not in self._held:
-            self._held[id(tensor)] = Name(name), tensor
+        if _key(tensor) not in self._held:
+            self._held[_key(tensor)] = Name(name), tensor
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
                 self._storages[name] = storage_of(tensor)
-        return self._held[id(tensor)][0]
+        return self._held[_key(tensor)][0]
 
     def know(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a tensor, which has a name where it is an input."""
-        self._known[id(tensor)] = name
+        self._known[_key(tensor)] = name
         self._kept.append(tensor)
         return tensor
 
@@ -132,9 +134,9 @@ class CallTrace(TorchDispatchMode):
         NotTracedError
         """
         with _disable_current_modes():
-            if result is None or id(result) not in self._held:
+            if result is None or _key(result) not in self._held:
                 raise NotTracedError("its module returns what no noted operation has made")
-            last, calls = self._held[id(result)][0], list[AtenCall]()
+            last, calls = self._held[_key(result)][0], list[AtenCall]()
             needed, storages = {str(last)}, {self._storages.get(last)}
             for call in reversed(self._calls):
                 names = [one for one in _pytree.tree_leaves((call.args, call.kwargs)) if isinstance(one, Name)]
@@ -147,7 +149,7 @@ class CallTrace(TorchDispatchMode):
             self._refuse(calls, inputs)
             lines = list[str]()
             for name, tensor in inputs.items():
-                lines.append(f"# {name}: {self._known.get(id(tensor), 'given to the module')}, {list(tensor.shape)}")
+                lines.append(f"# {name}: {self._known.get(_key(tensor), 'given to the module')}, {list(tensor.shape)}")
                 if not tensor.is_contiguous():
                     shape, strides = list(tensor.shape), list(tensor.stride())
                     lines.append(f"{name} = aten.as_strided.default({name}, {shape}, {strides}, 0)")
@@ -171,6 +173,12 @@ class CallTrace(TorchDispatchMode):
             raise NotTracedError(self.refused or f"it calls {len(calls)} operations")
 
 
+def _key(tensor: torch.Tensor) -> _Key:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    return storage_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the CPU of the memory that a tensor spans, as it is if that is its elements in order."""
     with _disable_current_modes():
@@ -185,61 +193,67 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-Pass = Callable[[Callable[[Given], Given]], None]
-"""Runs a pass by blocks; called with what takes the place of the function that gives blocks their values."""
+Saw = Callable[[str, torch.Tensor], torch.Tensor]
+"""Called by a pass with the name of a result and its value, which it returns."""
 
 
-def trace_module(model: torch.nn.Module, place: ResultPlace, device: torch.device, run: Pass) -> Traced:
-    """Run a pass, and return the calls of the module that makes the result at a place.
+def trace_module(
+    model: torch.nn.Module, layer: str, name: str, device: torch.device, run: Callable[[Saw], None]
+) -> Traced:
+    """Run a pass, and return the calls that a result of this name depends on, in the module of a block that makes it.
+
+    A module in a block has no name of its own in a pass: its result is what it returns first.
 
     Raises
     ------
     NotTracedError
     """
-    blocks = {module_place(name): block for name, block in blocks_of(model).items()}
-    parts = {f"{name}.{part}": child for name, block in blocks.items() for part, child in block.named_children()}
-    module, (part, _, number) = (blocks | parts).get(place.layer), place.part.partition("@")
-    if module is None or part.startswith("input."):
+    blocks = {module_place(path): block for path, block in blocks_of(model).items()}
+    parts = {f"{path}.{part}": child for path, block in blocks.items() for part, child in block.named_children()}
+    is_part = name == f"{layer}::" and layer in parts
+    holder = layer if is_part else next((path for path in blocks if f"{layer}.".startswith(f"{path}.")), None)
+    if holder is None:
         raise NotTracedError("it is made outside of the blocks")
+    module, number = (blocks | parts)[holder], int(name.partition("@")[2] or 1)
     trace, done = CallTrace(device), list[Traced | NotTracedError]()
     results, count = list[torch.Tensor](), 0
 
-    def watch(given: Given) -> Given:
-        def watched(name: str, value: torch.Tensor) -> torch.Tensor:
-            if name == str(place):
-                results.append(value)
-            with _disable_current_modes():
-                found = given(name, value)
-            return trace.know(found, ResultPlace.of(name).part)
+    def saw(of: str, value: torch.Tensor) -> torch.Tensor:
+        if of == name:
+            results.append(value)
+        return value
 
-        return watched
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count != int(number or 1):
-            return module._call_impl(*args, **kwargs)
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            trace.know(tensor, name)
-        with trace:
-            found = module._call_impl(*args, **kwargs)
-        if place.layer in parts:  # what a block has made is known before it gives others what is given
-            results[:] = [one for one in _pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+    def finish() -> None:
         try:
             done.append(trace.finish(results[0] if results else None))
         except NotTracedError as error:
             done.append(error)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count != number:
+            return module._call_impl(*args, **kwargs)
+        for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+            trace.know(tensor, path)
+        with trace:
+            found = module._call_impl(*args, **kwargs)
+        if is_part:
+            results[:] = [one for one in _pytree.tree_leaves(found) if isinstance(one, torch.Tensor)]
+        if results:  # before a merged weight is another again
+            finish()
         return found
 
     module._compiled_call_impl = call  # which `__call__` takes, with all hooks inside
     try:
-        run(watch)
+        run(saw)
     finally:
         del module._compiled_call_impl
-    traced = done[0] if done else NotTracedError("its module was not called again")
-    if isinstance(traced, NotTracedError):
-        raise traced
-    return traced
+    if not done:  # gradients of parameters are known at the end
+        finish()
+    if isinstance(done[0], NotTracedError):
+        raise done[0]
+    return done[0]
 
 
 def kept_parts(

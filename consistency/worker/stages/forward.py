@@ -44,6 +44,7 @@ from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import Given, ResultPlace, as_exact, rounded, run_by_blocks
+from consistency.worker.model.call_trace import Saw
 from consistency.worker.model.disabling import DisableRefusedError, disabled
 from consistency.worker.model.float64_reference import Reference, Tables, given_name, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
@@ -201,10 +202,11 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
         record_given(context, "forward", mode, answer)
     reason = "" if replay.was_complete(_exact(mode)) else NOT_REPLAYED
 
-    def again(watch: Callable[[Given], Given]) -> None:
-        _in_mode(context, model, inputs, mode, functools.partial(run, watch=watch))
+    def again(saw: Saw) -> None:
+        _in_mode(context, model, inputs, mode, functools.partial(run, saw=saw))
 
-    with context.record.tracing(computed_again(context, again, mode, lambda: half_kernels.computing(kernels))):
+    made = {row_of(mode, name): name for name in found if "::input." not in name}
+    with context.record.tracing(computed_again(context, made, again, lambda: half_kernels.computing(kernels))):
         for name, result in found.items():
             layer, tensor = row_of(mode, name)
             if context.record.wants("forward", layer):
@@ -216,18 +218,19 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
 
 
 def by_blocks(
-    context: Context,
-    inputs: Activations,
-    mode: str,
-    answer: Reference,
-    *,
-    watch: Callable[[Given], Given] = lambda g: g,
+    context: Context, inputs: Activations, mode: str, answer: Reference, *, saw: Saw | None = None
 ) -> tuple[Results, Replay]:
-    """Run the blocks in a mode that the model is in, on the decisions of the exact pass; return what was decided."""
+    """Run the blocks in a mode that the model is in, on the decisions of the exact pass; return what was decided.
+
+    `saw` is called with what enters and leaves the blocks.
+    """
     model = context.model
     replay = Replay(_decisions(context), model, f"{cpu_error.products_on(model, context.device)}{_named(mode)}")
+    given = functools.partial(answer.given, _exact(mode))
     with deciding(replay.watch_if_any(_exact(mode)), gradient=False, places=replay.places):
-        return results_of(model, inputs, watch(functools.partial(answer.given, _exact(mode)))), replay
+        return results_of(
+            model, inputs, given if saw is None else lambda name, own: given(name, saw(name, own))
+        ), replay
 
 
 def row_of(mode: str, name: str) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -10,27 +10,36 @@ import torch
 from consistency.capture.names import COMPUTED_AGAIN, NOT_RECOMPUTED
 from consistency.errors import first_line
 from consistency.numerics.real import Real
-from consistency.worker.model.block_pass import ResultPlace
-from consistency.worker.model.call_trace import NotTracedError, Pass, kept_parts, trace_module
+from consistency.worker.model.call_trace import NotTracedError, Saw, kept_parts, trace_module
 from consistency.worker.precision import products_of
 from consistency.worker.recorder import Kept, TraceWrong
 from consistency.worker.stages.context import Context
 
 
 def computed_again(
-    context: Context, run: Pass, mode: str, computing: Callable[[], AbstractContextManager[None]]
+    context: Context,
+    names: Mapping[tuple[str, str], str],
+    run: Callable[[Saw], None],
+    computing: Callable[[], AbstractContextManager[None]],
 ) -> TraceWrong:
-    """Return what traces a result of a mode, by a pass that is run again with what computes on this device."""
+    """Return what traces a result that blocks make, by running the pass again.
+
+    Parameters
+    ----------
+    names : mapping
+        Of the results in the pass, by layer and tensor.
+    computing : callable
+        Gives what computes on this device in place of slow kernels.
+    """
 
     def trace(layer: str, tensor: str, exact: torch.Tensor, allowed: torch.Tensor) -> Kept | None:
-        place = ResultPlace(layer, tensor.removeprefix(mode).removeprefix("."))
-        if place.part.startswith("input."):
+        if (layer, tensor) not in names:
             return None
         context.events.step(f"{layer}, computed again", 0, 1)
         unit = products_of(context.device).matmul.operand_error
         try:
             with torch.no_grad(), computing():
-                traced = trace_module(context.model, place, context.device, run)
+                traced = trace_module(context.model, layer, names[layer, tensor], context.device, run)
                 parts, share = kept_parts(traced, context.device, unit, exact=exact, allowed=allowed)
         except NotTracedError as error:
             return {}, {NOT_RECOMPUTED: str(error)}

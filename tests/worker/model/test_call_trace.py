@@ -9,15 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from consistency.numerics.aten_calls import read_calls, run_calls, run_exactly
 from consistency.worker.model import call_trace
-from consistency.worker.model.block_pass import Given, ResultPlace, run_by_blocks
-from consistency.worker.model.call_trace import CallTrace, NotTracedError, Traced, kept_parts, trace_module
+from consistency.worker.model.block_pass import ResultPlace, run_by_blocks
+from consistency.worker.model.call_trace import CallTrace, NotTracedError, Saw, Traced, kept_parts, trace_module
 from tests.worker.model.kinds_of_models import GIVEN
 
 CPU = torch.device("cpu")
-
-
-def as_it_is(_: str, value: torch.Tensor) -> torch.Tensor:
-    return value
 
 
 @pytest.mark.slow
@@ -28,14 +24,14 @@ def test_what_a_module_calls_makes_its_result_again(make: Callable[[], Any], dty
     model = make().to(dtype).eval()
     inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in GIVEN[make].items()}
     found: dict[ResultPlace, torch.Tensor] = {}
-    run_by_blocks(model, inputs, as_it_is, lambda place, one: found.update({place: one.detach().clone()}))
+    run_by_blocks(model, inputs, lambda _, value: value, lambda place, one: found.update({place: one.detach().clone()}))
     places = [place for place in found if "input." not in place.part and "." in place.layer]
 
-    def run(watch: Callable[[Given], Given]) -> None:
-        run_by_blocks(model, inputs, watch(as_it_is), lambda *_: None)
+    def run(saw: Saw) -> None:
+        run_by_blocks(model, inputs, saw, lambda *_: None)
 
     for place in places:
-        traced = trace_module(model, place, CPU, run)
+        traced = trace_module(model, place.layer, str(place), CPU, run)
         assert torch.equal(traced.result, found[place]), place
         calls, result = read_calls(traced.text, traced.inputs)
         assert torch.equal(run_calls(calls, traced.inputs, CPU)[result], found[place]), place
@@ -43,13 +39,13 @@ def test_what_a_module_calls_makes_its_result_again(make: Callable[[], Any], dty
             continue
         exact = run_exactly(calls, traced.inputs)[result]
         torch.testing.assert_close(exact.float(), found[place].float(), rtol=0.1, atol=0.1)
-    assert all(not isinstance(module._compiled_call_impl, type(run)) for module in model.modules())
+    assert all(module._compiled_call_impl is None for module in model.modules())
 
 
 def test_what_is_made_outside_of_blocks_is_not_traced() -> None:
     make = next(iter(GIVEN))
     with pytest.raises(NotTracedError, match="outside of the blocks"):
-        trace_module(make(), ResultPlace("logits"), CPU, lambda _: None)
+        trace_module(make(), "logits", "logits::", CPU, lambda _: None)
 
 
 def traced_of(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Traced:

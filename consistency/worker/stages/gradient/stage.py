@@ -26,6 +26,7 @@ from consistency.worker.decisions.replay import Replay
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_backward import Backward
+from consistency.worker.model.call_trace import Saw
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
@@ -45,6 +46,7 @@ from consistency.worker.stages.gradients import (
     row_of,
     with_noise,
 )
+from consistency.worker.stages.wrong_result import computed_again
 from consistency.worker.training.backward import trained
 
 
@@ -101,16 +103,23 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
     if not answer.tables.failures and context.record.wants("gradient", WHOLE_MODEL):
         record_given(context, "gradient", GRADIENT, answer)
     reason = answer.tables.failures.get(ADAPTER_ON, "" if replay.is_complete() else NOT_REPLAYED)
-    for name, gradient in found.items():
-        layer, tensor = row_of(context, name)
-        if not context.record.wants("gradient", layer) or 0 in gradient.shape:
-            continue
-        if name not in of.wanted and (answer.tables.failures or answer.read(name) is None):
-            continue
-        record_block(
-            context, "gradient", layer, tensor, actual=gradient, digests=digests[name], reference=answer, name=name,
-            exact_name=name, more=half_kernels.evidence(kernels), reason=reason,
-        )  # fmt: skip
+
+    def once_more(saw: Saw) -> None:
+        follows = Replay(decisions_file(context), context.model, "")
+        on_what_is_given(of, answer, follows, lambda name, gradient: saw(name, computed(name, gradient)))
+
+    made = {row_of(context, name): name for name in found if "::output" not in name}
+    with context.record.tracing(computed_again(context, made, once_more, lambda: half_kernels.computing(kernels))):
+        for name, gradient in found.items():
+            layer, tensor = row_of(context, name)
+            if not context.record.wants("gradient", layer) or 0 in gradient.shape:
+                continue
+            if name not in of.wanted and (answer.tables.failures or answer.read(name) is None):
+                continue
+            record_block(
+                context, "gradient", layer, tensor, actual=gradient, digests=digests[name], reference=answer, name=name,
+                exact_name=name, more=half_kernels.evidence(kernels), reason=reason,
+            )  # fmt: skip
     for done, name in enumerate(of.wanted):
         layer, tensor = adapter_place(context.expected[name][0])
         if not context.record.wants("gradient", layer):
