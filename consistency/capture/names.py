@@ -81,6 +81,9 @@ CALLS, COMPUTED_AGAIN, NOT_RECOMPUTED = "calls", "computed_again_ratio", "not_re
 """The stored list of the operations that make a wrong result; in its evidence the error over its allowance when these
 were computed again, or why there is no such list."""
 
+LIMITS = "limits"
+"""Evidence of a result outside the `block` rule: the limits of its figures, by their names."""
+
 CUT = "cut."
 """Before `actual`, `expected` and `allowed` of the one operation that a list was cut to."""
 

@@ -12,6 +12,7 @@ and dtypes; none that takes a file's name, changes what memory a tensor has, or 
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _ATTENTION = "_scaled_dot_product_"
 _REFUSED = re.compile(r"set_|.*resize.*|from_file|record_stream|.*storage.*")
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """Products of two matrices, and where the first is among their arguments."""
+_TRIED = 6
+"""Operations, and calls of one, that are looked at for a cause: each takes a run of all calls."""
+
 _WORDS = ("none", "tanh", "floor", "trunc")
 """Values of options that are texts: how GELU is approximated, how a quotient is rounded."""
 
@@ -160,18 +164,30 @@ def _text(value: Any) -> str:
 
 
 def run_calls(
-    calls: Sequence[AtenCall], inputs: Tensors, device: Any, exactly: Collection[int] = ()
+    calls: Sequence[AtenCall],
+    inputs: Tensors,
+    device: Any,
+    exactly: Collection[int] = (),
+    errors: dict[int, float] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Run calls on a device, those whose numbers are in `exactly` in float64 with results rounded; return all tensors.
 
-    Inputs whose names begin with `host` stay on the CPU.
+    Inputs whose names begin with `host` stay on the CPU. `errors` gets how far each call by itself is from float64,
+    relative to its values and in roundings of its dtype.
     """
     values = {name: one.to("cpu" if name.startswith("host") else device, copy=True) for name, one in inputs.items()}
     for number, call in enumerate(calls):
         args, kwargs = _given((call.args, call.kwargs), lambda name: values[name], torch.device(device))
-        wide = _wide_results(call.operation, args, kwargs) if number in exactly and computes(call) else []
+        is_wanted = not call.operation.is_view and (errors is not None or number in exactly)
+        wide = _wide_results(call.operation, args, kwargs) if is_wanted else []
         found = each(call.operation(*args, **kwargs))
         for one, exact in zip(found, wide, strict=False):
+            if one.is_floating_point() and errors is not None:
+                own = one.to("cpu", _WIDE)
+                error = torch.where(own == exact, 0.0, own - exact).norm().nan_to_num(torch.inf, torch.inf)
+                size = exact.nan_to_num(0.0, 0.0, 0.0).norm() * torch.finfo(one.dtype).eps
+                errors[number] = float(error / size.clamp_min(1e-300))
+                break
             if one.is_floating_point():
                 one.copy_(exact)
         values.update(zip(call.results, found, strict=True))
@@ -185,11 +201,6 @@ def run_exactly(calls: Sequence[AtenCall], inputs: Tensors) -> dict[str, torch.T
         args, kwargs = _given((call.args, call.kwargs), lambda name: values[name], torch.device("cpu"))
         values.update(zip(call.results, _wide_results(call.operation, args, kwargs), strict=False))
     return values
-
-
-def computes(call: AtenCall) -> bool:
-    """Report whether a call makes numbers of its own, rather than another view."""
-    return not call.operation.is_view
 
 
 def each(found: Any) -> list[torch.Tensor]:
@@ -238,13 +249,29 @@ def _widened(value: Any) -> Any:
     return _WIDE if value in _NARROW else value
 
 
-def largest_share(actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor) -> tuple[float, int]:
-    """Return the largest error over what is allowed, and the number of its element."""
-    error = (actual.detach().to("cpu", _WIDE).reshape(-1) - expected.to(_WIDE).reshape(-1)).abs()
-    share = torch.where(error == 0, 0.0, error / allowed.to(_WIDE).reshape(-1))
+def largest_share(
+    actual: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, limits: Mapping[str, float] | None = None
+) -> tuple[float, int, str]:
+    """Return the largest error over what is allowed, the number of the worst element, and whose error it is.
+
+    `allowed` is of each element by itself. `limits` are those of it, of a row (its root mean square) and of the scale
+    (the component along the exact values), in units of what rounding makes in each element.
+    """
+    exact = expected.to(_WIDE)
+    error = (actual.detach().to("cpu", _WIDE).reshape(-1) - exact.reshape(-1)).reshape(exact.shape)
+    share = torch.where(error == 0, 0.0, error / allowed.to(_WIDE).reshape(exact.shape))
     share = torch.where(share.isnan(), torch.inf, share)
-    worst = int(share.argmax())
-    return float(share[worst]), worst
+    worst = int(share.abs().reshape(-1).argmax())
+    found = {"element": float(share.abs().max())}
+    if limits is not None and exact.dim() > 0 and bool(share.isfinite().all()):
+        rows = share.reshape(-1, exact.shape[-1])
+        rows = rows.T if limits.get("by_columns") else rows
+        found["row"] = float(rows.square().mean(1).sqrt().max()) * limits["element"] / limits["row"]
+        values = exact.nan_to_num(0.0, 0.0, 0.0) / allowed.to(_WIDE).reshape(exact.shape)
+        along = float((share * values).sum().abs() / values.square().sum().clamp_min(1e-300))
+        found["scale"] = along / limits["scale"]
+    whose = max(found, key=lambda name: found[name])
+    return found[whose], worst, whose
 
 
 def blamed(
@@ -252,25 +279,23 @@ def blamed(
 ) -> list[int]:
     """Return the calls of the one operation without whose errors the result is within `share` 1; none where none is.
 
-    Every operation in turn is computed in float64 from the same operands and rounded, and all others as they are. Of
-    its calls those are returned that explain the result alone, or all of them.
+    The operations with the largest errors of their own are tried in turn: each is computed in float64 from the same
+    operands and rounded, and all others as they are. Of its calls those are returned that explain the result alone, or
+    all of them.
     """
-    of: dict[str, list[int]] = {}
-    for number, call in enumerate(calls):
-        if computes(call):
-            of.setdefault(str(call.operation), []).append(number)
+    errors: dict[int, float] = {}
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # one without float64: what comes before it is known
+        run_calls(calls, inputs, device, errors=errors)
 
-    def without(numbers: Collection[int]) -> float:
-        try:
-            return share(run_calls(calls, inputs, device, numbers))
-        except (RuntimeError, NotImplementedError):  # it has no kernel in float64
-            return float("inf")
+    def is_right_without(numbers: Collection[int]) -> bool:
+        return share(run_calls(calls, inputs, device, numbers)) <= 1
 
-    shares = {name: without(numbers) for name, numbers in of.items()}
-    best = min(shares, key=lambda name: shares[name], default="")
-    if not shares or not shares[best] <= 1:
-        return []
-    return [number for number in of[best] if without({number}) <= 1] or of[best]
+    worst = sorted(errors, key=lambda number: -errors[number])
+    for operation in list(dict.fromkeys(str(calls[number].operation) for number in worst))[:_TRIED]:
+        numbers = [number for number in worst if str(calls[number].operation) == operation]
+        if is_right_without(numbers):
+            return [number for number in numbers[:_TRIED] if is_right_without({number})] or numbers
+    return []
 
 
 def allowed_alone(calls: Sequence[AtenCall], inputs: Tensors, result: str, unit: float) -> torch.Tensor:
@@ -278,8 +303,10 @@ def allowed_alone(calls: Sequence[AtenCall], inputs: Tensors, result: str, unit:
 
     32 times what rounding its operands changes, of eight draws, and 8 roundings of its result, for sums and functions;
     of a product of matrices also K float32 roundings of the sum of its absolute products (Higham, Accuracy and
-    Stability of Numerical Algorithms, 2002, section 3.5). `unit` is the roundoff of its result and its products.
+    Stability of Numerical Algorithms, 2002, section 3.5). `unit` is the roundoff of its result and its products, which
+    counts as four of float32 at least: functions are evaluated by steps of their own, to a few units in the last place.
     """
+    unit = max(unit, 2.0**-22)
     exact = run_exactly(calls, inputs)[result]
     generator, most = torch.Generator().manual_seed(0), torch.zeros_like(exact)
     for _ in range(8):

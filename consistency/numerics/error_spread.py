@@ -94,6 +94,10 @@ class ErrorLimits(msgspec.Struct, frozen=True, kw_only=True):
     largest: Real
     by_columns: bool = False
 
+    def of_figures(self) -> dict[str, Real | bool]:
+        """Return the limit of each figure, and whether rows are columns."""
+        return {"row": self.row, "element": self.element, "scale": self.scale, "by_columns": self.by_columns}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorFigures:

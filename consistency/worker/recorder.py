@@ -13,8 +13,10 @@ import msgspec
 import torch
 
 from consistency.capture.folder import pack_blocks
+from consistency.capture.names import LIMITS
 from consistency.capture.records import Effect, RecordStatus, TensorRecord
 from consistency.case.tolerance import Override, choose
+from consistency.numerics.aten_calls import largest_share
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import Chunks
 from consistency.numerics.diagnosis import Diagnosis
@@ -38,9 +40,9 @@ PEER_KEEP_BYTES = 2**20
 
 
 Kept = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
-TraceWrong = Callable[[str, str, torch.Tensor, torch.Tensor], Kept | None]
-"""Called with layer, tensor, exact value and allowance of what is outside the `block` rule; returns what a reproducer
-needs to compute it again, and evidence. None where nothing computes it by itself."""
+TraceWrong = Callable[[str, str, Callable[[torch.Tensor], float]], Kept | None]
+"""Called with layer, tensor, and what tells how far a result is off, of one that is outside the `block` rule; returns
+what a reproducer needs to compute it again, and evidence. None where nothing computes it by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +271,7 @@ class Recorder(RecordStore):
         parts: dict[str, torch.Tensor | None] = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
         allowed = parts.get("allowed")
         if exact is not None and allowed is not None and self._trace is not None and stage not in self._traced:
-            traced = self._trace(layer, tensor, exact, allowed)
+            traced = self._trace(layer, tensor, lambda one: largest_share(one, exact, allowed, more.get(LIMITS))[0])
             if traced is not None:
                 self._traced.add(stage)
                 parts, more = {**parts, **traced[0]}, {**more, **traced[1]}

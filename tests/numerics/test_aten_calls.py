@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from consistency.numerics import aten_calls
 from consistency.numerics.aten_calls import (
     AtenCall,
     CallsError,
@@ -20,6 +21,7 @@ from consistency.numerics.aten_calls import (
     run_calls,
     run_exactly,
 )
+from consistency.numerics.error_spread import Spread
 
 aten = torch.ops.aten
 
@@ -134,7 +136,15 @@ def calls_of(text: str, *inputs: str) -> tuple[list[AtenCall], str]:
     return read_calls(text, inputs)
 
 
-TEXT = "v1 = aten.mm.default(in1, in2)\nv2 = aten.silu.default(v1)\nv3 = aten.add.Tensor(v2, v1)\nreturn v3"
+TEXT = """
+v1 = aten.mm.default(in1, in2)
+v2 = aten.silu.default(v1)
+v3 = aten.add.Tensor(v2, v1)
+v4 = aten.full_like.default(v3, -inf)
+v5 = aten.exp.default(v4)
+v6 = aten.add.Tensor(v3, v5)
+return v6
+"""
 
 
 def test_the_operation_that_is_off_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,12 +192,24 @@ def test_a_healthy_product_is_within_what_it_is_allowed_alone(dtype: torch.dtype
 
 def test_nan_is_worse_than_any_number() -> None:
     actual = torch.tensor([1.0, float("nan")])
-    assert largest_share(actual, torch.ones(2), torch.ones(2)) == (float("inf"), 1)
+    assert largest_share(actual, torch.ones(2), torch.ones(2)) == (float("inf"), 1, "element")
+
+
+def test_rows_and_the_scale_are_judged_as_the_rule_does() -> None:
+    """The figures of `Spread`, whose variance the allowance of an element tells."""
+    torch.manual_seed(0)
+    exact = torch.randn(16, 32, dtype=torch.float64)
+    drawn = [(exact + 1e-4 * torch.randn(16, 32)).float() for _ in range(4)]
+    spread = Spread.of(drawn, exact)
+    allowed = spread.allowed(exact, torch.float32)
+    for actual in (drawn[0], exact.float() * 1.01, exact.float().index_fill(0, torch.tensor([3]), 0.0)):
+        wanted = spread.figures(actual, exact)
+        share, _, whose = largest_share(actual, exact, allowed, spread.limits.of_figures())
+        assert share == pytest.approx(wanted.ratio)
+        assert getattr(wanted, whose) == wanted.ratio
 
 
 def test_the_copy_in_a_reproducer_needs_torch_alone() -> None:
-    from consistency.numerics import aten_calls
-
     assert "consistency" not in "".join(
         line for line in Path(aten_calls.__file__).read_text().splitlines() if line.startswith(("import ", "from "))
     )

@@ -36,8 +36,8 @@ from consistency.numerics.identity import storage_of
 from consistency.numerics.operands import each_tensor
 from consistency.worker.model.blocks import blocks_of
 
-MOST_BYTES = 7 * 2**20
-"""Of what the calls take: with some of their result, a reproducer stays under 10 MB, which issue trackers accept."""
+MOST_BYTES = 8 * 2**20
+"""Of what the calls take: with 1 MiB of results a reproducer stays under 10 MB, which issue trackers accept."""
 
 
 class NotTracedError(Exception):
@@ -257,7 +257,7 @@ def trace_module(
 
 
 def kept_parts(
-    traced: Traced, device: torch.device, unit: float, *, exact: torch.Tensor, allowed: torch.Tensor
+    traced: Traced, device: torch.device, unit: float, share: Callable[[torch.Tensor], float]
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Return what a reproducer needs, and how far the result was off when it was computed again, over its allowance.
 
@@ -270,14 +270,14 @@ def kept_parts(
     calls, last = read_calls(traced.text, traced.inputs)
     if not torch.equal(_copy(run_calls(calls, traced.inputs, device)[last]), traced.result):
         raise NotTracedError("the same calls give other bits when they are repeated")
-    again = largest_share(traced.result, exact, allowed)[0]
+    again = share(traced.result)
     if _bytes(traced) <= MOST_BYTES:
         return _as_tensors(traced), again
     size = f"its calls take {_bytes(traced) >> 20} MiB"
     if again <= 1:
         raise NotTracedError(f"{size}, and their result was right when it was computed again")
     inputs = {name: one if name.startswith("host") else one.to(device) for name, one in traced.inputs.items()}
-    for number in blamed(calls, inputs, device, lambda found: largest_share(found[last], exact, allowed)[0])[:4]:
+    for number in blamed(calls, inputs, device, lambda found: share(found[last]))[:4]:
         before = run_calls(calls[:number], inputs, device)
         one = _alone(calls[number], before, device)
         own, result = read_calls(one.text, one.inputs)

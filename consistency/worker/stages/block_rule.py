@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from consistency.capture.names import GIVEN, WHOLE_MODEL
+from consistency.capture.names import GIVEN, LIMITS, WHOLE_MODEL
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
@@ -231,7 +231,7 @@ def record_block(
         rounding=RoundingError(
             largest=spread.limits.largest, samples=rows_of(truth), drawn=spread.limits.drawn
         ),
-        outside=figures.evidence,
+        outside=lambda: {**figures.evidence(), LIMITS: spread.limits.of_figures()},
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def computed_again(
         Gives what computes on this device in place of slow kernels.
     """
 
-    def trace(layer: str, tensor: str, exact: torch.Tensor, allowed: torch.Tensor) -> Kept | None:
+    def trace(layer: str, tensor: str, share: Callable[[torch.Tensor], float]) -> Kept | None:
         if (layer, tensor) not in names:
             return None
         context.events.step(f"{layer}, computed again", 0, 1)
@@ -40,11 +40,11 @@ def computed_again(
         try:
             with torch.no_grad(), computing():
                 traced = trace_module(context.model, layer, names[layer, tensor], context.device, run)
-                parts, share = kept_parts(traced, context.device, unit, exact=exact, allowed=allowed)
+                parts, again = kept_parts(traced, context.device, unit, share)
         except NotTracedError as error:
             return {}, {NOT_RECOMPUTED: str(error)}
         except Exception as error:  # model code of any kind may raise anything, and what is found is found
             return {}, {NOT_RECOMPUTED: first_line(error)}
-        return parts, {COMPUTED_AGAIN: Real(share)}
+        return parts, {COMPUTED_AGAIN: Real(again)}
 
     return trace

@@ -40,7 +40,7 @@ def cut_results(
 ) -> tuple[dict[str, torch.Tensor], int | None]:
     """Do the same where others take up some of the bytes; return the first element, None if they are whole."""
     expected = tensors["expected"]
-    room = max(1, MOST_BYTES - taken) // (len(tensors) * max(t.element_size() for t in tensors.values()))
+    room = min(MOST_BYTES, MOST_BYTES - taken) // (len(tensors) * max(t.element_size() for t in tensors.values()))
     if expected.numel() <= room:
         return {name: t.contiguous() for name, t in tensors.items()}, None
     centre = _first_difference(tensors) if worst is None else _flat(worst, expected.shape)

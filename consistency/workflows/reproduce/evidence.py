@@ -11,7 +11,7 @@ import msgspec
 
 from consistency.capture.archives import read_sent
 from consistency.capture.folder import MANIFEST, Capture
-from consistency.capture.names import CALLS
+from consistency.capture.names import CALLS, NOT_RECOMPUTED
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.capture.records import TensorRecord
 from consistency.capture.soak import ChangedTensor
@@ -206,7 +206,7 @@ def _rank(record: TensorRecord) -> tuple[bool, bool, bool, int, int]:
     kept = record.blob is not None and (record.reference_blob is not None or bool(record.ingredients))
     return (
         record.status != "outside",
-        CALLS not in record.ingredients,
+        CALLS not in record.ingredients and NOT_RECOMPUTED not in record.evidence,
         not kept,
         math.prod(record.shape),
         record.order,

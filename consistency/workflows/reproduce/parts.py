@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from consistency.capture.names import CALLS, CUT, HOST, NOT_RECOMPUTED, split_pair
+from consistency.capture.names import CALLS, CUT, HOST, LIMITS, NOT_RECOMPUTED, split_pair
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.devices.spec import parse_device
@@ -76,7 +76,7 @@ def parts_of(evidence: Evidence) -> Parts:
     why_not = str(record.evidence.get(NOT_RECOMPUTED, ""))
     if CALLS in record.ingredients and made_of.keys() == stored.keys() and actual is not None and expected is not None:
         try:
-            return _of_calls(made_of, actual, expected, worst)
+            return _of_calls(made_of, actual, expected, worst, _limits(record.evidence.get(LIMITS)))
         except ValueError as error:  # somebody has changed them
             why_not = str(error)
     if expected is not None and actual is not None and record.measure is not None:
@@ -95,7 +95,11 @@ def parts_of(evidence: Evidence) -> Parts:
 
 
 def _of_calls(
-    made_of: Mapping[str, torch.Tensor], actual: torch.Tensor, expected: torch.Tensor, worst: Sequence[int] | None
+    made_of: Mapping[str, torch.Tensor],
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    worst: Sequence[int] | None,
+    limits: dict[str, float] | None,
 ) -> Parts:
     """Return the calls that made a wrong result, what they take, and the result; raise a `CallsError`."""
     import numpy as np
@@ -110,18 +114,27 @@ def _of_calls(
     is_cut = f"{CUT}actual" in made_of
     if is_cut:
         results = {name: made_of[f"{CUT}{name}"] for name in results}
-        _, number = aten_calls.largest_share(results["actual"], results["expected"], results["allowed"])
+        _, number, _ = aten_calls.largest_share(results["actual"], results["expected"], results["allowed"])
         worst = [int(i) for i in np.unravel_index(number, results["actual"].shape)]
-    kept, start = cut_results(results, worst, sum(one.nbytes for one in inputs.values()))
-    window = f"from element {start}, {kept['actual'].numel()} of them" if start is not None else "whole"
-    what = f"operation {calls[-1].operation} inside of its module" if is_cut else "its module"
+    kept, start = cut_results(results, worst, sum(one.nbytes for one in inputs.values()) - 2**20)
+    what = f"made by {calls[-1].operation} alone" if is_cut else "made by its module"
+    window = "whole" if start is None else f"elements {start} to {start + kept['actual'].numel()}"
     return Parts(
         script="calls.py",
         tensors={**inputs, **kept},
-        window=f"by {what}: {window}, shape {tuple(results['actual'].shape)}",
-        facts={"start": start or 0},
+        window=f"{what}: {window} of shape {tuple(results['actual'].shape)}",
+        facts={"start": start or 0, "limits": None if is_cut or start is not None else limits},
         texts={"calls.txt": text, "aten_calls.py": Path(aten_calls.__file__).read_text(encoding="utf-8")},
     )
+
+
+def _limits(stated: Any) -> dict[str, float] | None:
+    """Return the limits of the figures of a result, as recorded in the capture."""
+    if not isinstance(stated, dict):
+        return None
+    found = {name: stated.get(name) for name in ("row", "element", "scale")}
+    known = {name: float(one) for name, one in found.items() if isinstance(one, int | float) and one > 0}
+    return {**known, "by_columns": bool(stated.get("by_columns"))} if len(known) == len(found) else None
 
 
 def device_of(evidence: Evidence) -> str:

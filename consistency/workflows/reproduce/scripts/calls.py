@@ -3,7 +3,8 @@
 python reproduce.py [--device cuda:1] [--times 3] [--as-recorded]
 
 calls.txt is what the wrong module called: operations of ATen, on the recorded inputs. Its result is compared with
-float64, by the error that each element may have: what random rounding errors make, in passes on the CPU.
+float64, by the error that each element, each row and the scale of all may have: what random rounding errors make, in
+passes on the CPU.
 
 Where it happens here, the calls are made again with one operation after the other in float64: the one without whose
 errors the result is right is off. If the result is wrong in float64 too, the calls themselves are wrong, as Python code
@@ -107,12 +108,13 @@ def main():
         return result.detach().to("cpu").reshape(-1)[start : start + window]
 
     def share_of(found):
-        return aten_calls.largest_share(found, expected, allowed)[0]
+        return aten_calls.largest_share(found, expected, allowed, FACTS["limits"])[0]
 
     def text(result):
-        ratio, worst = aten_calls.largest_share(result, expected, allowed)
+        ratio, worst, whose = aten_calls.largest_share(result, expected, allowed, FACTS["limits"])
         got, exact, limit = (one.reshape(-1)[worst].item() for one in (result, expected, allowed))
-        return f"{ratio:.3g} times tolerance (+-{limit:.3g}), at element {start + worst}: got {got!r}, exact {exact!r}"
+        worst = f"element {start + worst}: got {got!r}, exact {exact!r}, tolerance +-{limit:.3g}"
+        return f"{ratio:.3g} times the tolerance of {'an' if whose == 'element' else 'a'} {whose}; {worst}"
 
     try:
         calls, result = aten_calls.read_calls((HERE / "calls.txt").read_text(encoding="utf-8"), tensors)
