@@ -180,7 +180,7 @@ def run_calls(
         args, kwargs = _given((call.args, call.kwargs), lambda name: values[name], torch.device(device))
         is_wanted = not call.operation.is_view and (errors is not None or number in exactly)
         wide = _wide_results(call.operation, args, kwargs) if is_wanted else []
-        found = each(call.operation(*args, **kwargs))
+        found = _results(call.operation, args, kwargs)
         for one, exact in zip(found, wide, strict=False):
             if one.is_floating_point() and errors is not None:
                 own = one.to("cpu", _WIDE)
@@ -190,7 +190,7 @@ def run_calls(
                 break
             if one.is_floating_point():
                 one.copy_(exact)
-        values.update(zip(call.results, found, strict=True))
+        values.update(zip(call.results, found, strict=False))
     return values
 
 
@@ -220,16 +220,19 @@ def _given(value: Any, of: Callable[[Name], Any], here: torch.device) -> Any:
 
 
 def _wide_results(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    args, kwargs = _widened(list(args)), _widened(dict(kwargs))
+    return _results(operation, _widened(list(args)), _widened(dict(kwargs)))
+
+
+def _results(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return what an operation makes; of attention by a kernel that is not here, its first result by torch's own."""
     try:
         return each(operation(*args, **kwargs))
     except (RuntimeError, NotImplementedError):
-        if not operation.overloadpacket.__name__.startswith(_ATTENTION):
+        name = operation.overloadpacket.__name__
+        if not name.startswith(_ATTENTION) or name.endswith("backward"):
             raise
-    # a kernel of the device, which the CPU has not: query, key and value come first in all
-    names = [one.name for one in operation._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, key, value = args[:3]
+    given = {**dict(zip([one.name for one in operation._schema.arguments], args, strict=False)), **kwargs}
+    query, key, value = args[:3]  # which come first in all
     found = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, given.get("attn_mask", given.get("attn_bias")), 0.0, bool(given.get("is_causal")),
         scale=given.get("scale"), enable_gqa=query.shape[-3] != key.shape[-3],

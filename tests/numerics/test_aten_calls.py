@@ -190,6 +190,21 @@ def test_a_healthy_product_is_within_what_it_is_allowed_alone(dtype: torch.dtype
     assert largest_share(own, exact, allowed)[0] > 1
 
 
+def test_attention_by_a_kernel_that_is_not_here_is_computed_by_torchs_own() -> None:
+    calls, result = calls_of(
+        "v1, v2, v3, v4 = aten._scaled_dot_product_efficient_attention.default(in1, in2, in2, None, False, 0.0, True,"
+        " scale=0.5)\nreturn v1",
+        "in1",
+        "in2",
+    )
+    inputs = {"in1": torch.randn(2, 4, 6, 8), "in2": torch.randn(2, 4, 6, 8)}
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        inputs["in1"], inputs["in2"], inputs["in2"], is_causal=True, scale=0.5
+    )
+    assert torch.equal(run_calls(calls, inputs, "cpu")[result], wanted)
+    torch.testing.assert_close(run_exactly(calls, inputs)[result].float(), wanted)
+
+
 def test_nan_is_worse_than_any_number() -> None:
     actual = torch.tensor([1.0, float("nan")])
     assert largest_share(actual, torch.ones(2), torch.ones(2)) == (float("inf"), 1, "element")

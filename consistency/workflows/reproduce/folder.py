@@ -21,7 +21,7 @@ from consistency.devices.settings import UNREADABLE
 from consistency.errors import CaptureError, UsageError
 from consistency.text import one_line
 from consistency.workflows.reproduce.evidence import Evidence, find_evidence
-from consistency.workflows.reproduce.parts import Parts, device_of, load_arguments, parts_of
+from consistency.workflows.reproduce.parts import CALLS_FILE, Parts, device_of, load_arguments, parts_of
 from consistency.workflows.reproduce.readme import readme
 from consistency.workflows.reproduce.trial import Reproduced, try_script
 from consistency.workflows.saved_report import redaction_for
@@ -92,8 +92,9 @@ def _beside(out: Path) -> Iterator[Path]:
 
 
 def _redact(folder: Path, report: Path) -> None:
-    """Take what names people and machines out of every text; the scripts hold none, and the tensors are numbers."""
-    texts = {file: file.read_text(encoding="utf-8") for file in folder.iterdir() if file.suffix in _TEXTS}
+    """Take what names people and machines out of every text; scripts and calls hold none, and tensors are numbers."""
+    files = [file for file in folder.iterdir() if file.suffix in _TEXTS and file.name != CALLS_FILE]
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
     redaction = redaction_for(report, texts.values())
     for file, text in texts.items():
         if file.suffix == ".json":  # value by value: in JSON a path may be escaped

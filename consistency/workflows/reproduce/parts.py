@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 
+CALLS_FILE = "calls.txt"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """The contents of the folder: script, tensors, which part of the whole they are, and the script's parameters.
@@ -124,7 +127,7 @@ def _of_calls(
         tensors={**inputs, **kept},
         window=f"{what}: {window} of shape {tuple(results['actual'].shape)}",
         facts={"start": start or 0, "limits": None if is_cut or start is not None else limits},
-        texts={"calls.txt": text, "aten_calls.py": Path(aten_calls.__file__).read_text(encoding="utf-8")},
+        texts={CALLS_FILE: text, "aten_calls.py": Path(aten_calls.__file__).read_text(encoding="utf-8")},
     )
 
 

@@ -63,17 +63,14 @@ def _recomputed(evidence: Evidence, parts: Parts) -> list[str]:
         return []
     ratio = evidence.record.evidence.get(COMPUTED_AGAIN)
     lines = [
-        "`calls.txt` has the operations that the module called on that device, from its inputs on, and "
-        "`aten_calls.py` runs them: no code of a model, no pickle, nothing but torch's own operations."
+        "`calls.txt` has the operations of torch that the module called on that device, from its inputs on, or the one "
+        "of them that is off, and `aten_calls.py` runs them: no code of a model, and no pickle.",
     ]
     if isinstance(ratio, int | float):
+        is_right = "That was right: the fault comes and goes, or is not in these calls."
         lines.append(
-            f"The device computed them again after it was found: {ratio:.3g} times tolerance"
-            + (
-                ", so wrong again."
-                if ratio > 1
-                else ". That was right: the fault comes and goes, or is not in these calls."
-            )
+            f"The device computed its module again when it was found: {ratio:.3g} times tolerance"
+            + (", so wrong again." if ratio > 1 else f". {is_right}")
         )
     return [*lines, ""]
 

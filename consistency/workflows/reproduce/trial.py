@@ -25,6 +25,8 @@ class Reproduced:
         Whether it finds the fault in the recorded tensors.
     needs_model : bool
         Whether only the second script, with the model, can reproduce it.
+    runs : bool
+        Whether this machine has what the script computes with.
     """
 
     folder: Path
@@ -32,6 +34,7 @@ class Reproduced:
     shows: bool
     output: str
     needs_model: bool
+    runs: bool = True
 
     @property
     def sentence(self) -> str:
@@ -39,6 +42,8 @@ class Reproduced:
         if self.happens_here:
             return "reproduced: it happens on this machine"
         recorded = "the recorded bytes show it" if self.shows else "no recorded bytes show it"
+        if not self.runs:
+            return f"not retried: this machine has not the operations for it; {recorded}"
         if self.needs_model:
             return f"not retried, which needs more than the stored tensors; {recorded}"
         return f"not reproduced: it does not happen on this machine now; {recorded}"
@@ -48,6 +53,7 @@ def try_script(folder: Path, name: str, *, computes: bool) -> Reproduced:
     """Run a script, in both ways if it computes; raise if it does not end with a documented status."""
     output = []
     statuses = []
+    runs = True
     for arguments in ([], ["--as-recorded"]) if computes else ([],):
         command = [sys.executable, "-P", name, *arguments]
         try:
@@ -60,7 +66,8 @@ def try_script(folder: Path, name: str, *, computes: bool) -> Reproduced:
             ) from None
         text = f"$ python {name} {' '.join(arguments)}".rstrip() + f"\n{done.stdout}{done.stderr}"
         output.append(text + f"(exit status {done.returncode})\n")
-        if done.returncode not in _HAPPENS and not (arguments and "were not recorded" in done.stderr):
+        runs = runs and "the calls do not run here" not in done.stderr
+        if runs and done.returncode not in _HAPPENS and not (arguments and "were not recorded" in done.stderr):
             raise ConsistencyError("the reproducer does not run here", where=folder, got=done.stderr.strip()[-600:])
         statuses.append(_HAPPENS.get(done.returncode, False))
     return Reproduced(
@@ -69,4 +76,5 @@ def try_script(folder: Path, name: str, *, computes: bool) -> Reproduced:
         shows=statuses[-1],
         output="\n".join(output),
         needs_model=not computes,
+        runs=runs,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import runpy
 import shutil
@@ -18,7 +19,7 @@ import torch
 
 from consistency.case.options import Options
 from consistency.case.stages import Stage
-from consistency.worker.faults import computed
+from consistency.worker.faults import compute, computed
 from consistency.worker.model import call_trace
 from consistency.worker.stages import wrong_result
 from consistency.workflows import pipeline
@@ -31,30 +32,38 @@ pytestmark = pytest.mark.process
 FAULTY = "cpu@baseline"
 
 
-def wrong_kernel() -> Callable[[], None]:
-    """Let SiLU in float32 be off by a thousandth on this process's CPU; return what takes that back."""
+def silu(x: torch.Tensor) -> torch.Tensor:
+    return off(x * torch.sigmoid(x))
+
+
+def silu_backward(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    share = torch.sigmoid(x)
+    return off(gradient * share * (1 + x * (1 - share)))
+
+
+def off(found: torch.Tensor) -> torch.Tensor:
+    return found * 1.001 if found.dtype == torch.float32 else found
+
+
+def wrong_kernel(function: Callable[..., torch.Tensor] = silu) -> Callable[[], None]:
+    """Let an operation in float32 be off by a thousandth on this process's CPU; return what takes that back."""
     library = torch.library.Library("aten", "IMPL")
-
-    def silu(x: torch.Tensor) -> torch.Tensor:
-        found = x * torch.sigmoid(x)
-        return found * 1.001 if x.dtype == torch.float32 else found
-
     with warnings.catch_warnings(action="ignore"):  # torch says that it is overridden
-        library.impl("silu", silu, "CPU")
+        library.impl(function.__name__, function, "CPU")
     return library._destroy
 
 
 @contextlib.contextmanager
-def with_wrong_kernel() -> Iterator[None]:
-    undo = wrong_kernel()
+def with_wrong_kernel(function: Callable[..., torch.Tensor] = silu) -> Iterator[None]:
+    undo = wrong_kernel(function)
     try:
         yield
     finally:
         undo()
 
 
-def found_with(fault: str | None, out: Path) -> Path:
-    options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=(Stage.FORWARD,))
+def found_with(fault: str | None, out: Path, stage: Stage = Stage.FORWARD) -> Path:
+    options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=(stage,))
     plan = dataclasses.replace(pipeline.prepare(options), faults={} if fault is None else {FAULTY: fault})
     with in_this_process():
         pipeline.run(plan, out, watch=lambda *_: None)
@@ -124,6 +133,7 @@ def test_calls_that_somebody_has_changed_are_refused(of_a_kernel: Reproduced, tm
         assert run_here(folder)[0] == 2, "neither of the two answers"
 
 
+@pytest.mark.slow
 def test_wrong_calls_are_wrong_in_float64_too(tmp_path: Path) -> None:
     """What a hook does to a result is among the calls, so it happens on every machine."""
     made = reproduce(found_with("forward-layer-zero", tmp_path / "run"), 1, tmp_path / "reproducer")
@@ -131,6 +141,17 @@ def test_wrong_calls_are_wrong_in_float64_too(tmp_path: Path) -> None:
     assert "in float64 too: what is called is wrong, or what it takes" in made.output
     assert "aten.fill_.Tensor(" in (made.folder / "calls.txt").read_text()
     assert "so wrong again" in (made.folder / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_of_the_backward_pass_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compute, "gradients_off", functools.partial(wrong_kernel, silu_backward))
+    made = reproduce(found_with("gradient-off", tmp_path / "run", Stage.GRADIENT), 1, tmp_path / "reproducer")
+    assert (made.happens_here, made.shows) == (False, True)
+    with with_wrong_kernel(silu_backward):
+        status, text = run_here(made.folder)
+    assert status == 1
+    assert "aten.silu_backward.default: with its result in float64, rounded, all is right" in text
 
 
 @pytest.mark.slow
@@ -167,4 +188,4 @@ def test_a_healthy_run_traces_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     found_with(None, tmp_path / "healthy")
     assert places == []
     found_with("forward-layer-zero", tmp_path / "wrong")
-    assert [str(place) for place in places] == ["model.layers.2.self_attn::"], "once, and this test can fail"
+    assert [str(place) for place in places] == ["model.layers.2.self_attn"], "once, and this test can fail"
