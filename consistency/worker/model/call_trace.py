@@ -32,12 +32,16 @@ from consistency.numerics.aten_calls import (
     run_calls,
     run_exactly,
 )
+from consistency.numerics.digest import as_bytes
 from consistency.numerics.identity import storage_of
 from consistency.numerics.operands import each_tensor
 from consistency.worker.model.blocks import blocks_of
 
 MOST_BYTES = 8 * 2**20
 """Of what the calls take: with 1 MiB of results a reproducer stays under 10 MB, which issue trackers accept."""
+
+_MOST_READ = 2**30
+"""Of the same, while the operation that is off is looked for."""
 
 
 class NotTracedError(Exception):
@@ -169,6 +173,9 @@ class CallTrace(TorchDispatchMode):
         for call in calls:
             if not allowed_operation(call.operation):
                 self.refused = f"{call.operation} is no operation that a reproducer may call"
+        size = sum(tensor.nbytes for tensor in inputs.values())
+        if size > _MOST_READ:
+            self.refused = f"its calls take {size >> 20} MiB"
         if self.refused or len(calls) + len(inputs) > MOST_CALLS:
             raise NotTracedError(self.refused or f"it calls {len(calls)} operations")
 
@@ -268,7 +275,7 @@ def kept_parts(
     NotTracedError
     """
     calls, last = read_calls(traced.text, traced.inputs)
-    if not torch.equal(_copy(run_calls(calls, traced.inputs, device)[last]), traced.result):
+    if not torch.equal(as_bytes(_copy(run_calls(calls, traced.inputs, device)[last])), as_bytes(traced.result)):
         raise NotTracedError("the same calls give other bits when they are repeated")
     again = share(traced.result)
     if _bytes(traced) <= MOST_BYTES:
@@ -278,15 +285,11 @@ def kept_parts(
         raise NotTracedError(f"{size}, and their result was right when it was computed again")
     inputs = {name: one if name.startswith("host") else one.to(device) for name, one in traced.inputs.items()}
     for number in blamed(calls, inputs, device, lambda found: share(found[last]))[:4]:
-        before = run_calls(calls[:number], inputs, device)
-        one = _alone(calls[number], before, device)
-        own, result = read_calls(one.text, one.inputs)
-        expected = run_exactly(own, one.inputs)[result]
+        values = run_calls(calls[:number], inputs, device)
+        one, own, result, expected = _alone(calls[number], values, device)
         if _bytes(one) > MOST_BYTES and calls[number].operation.overloadpacket.__name__ in PRODUCTS:
-            error = (one.result.to(torch.float64) - expected).abs()
-            one = _alone(calls[number], before, device, int(error.reshape(-1, error.shape[-1]).amax(0).argmax()))
-            own, result = read_calls(one.text, one.inputs)
-            expected = run_exactly(own, one.inputs)[result]
+            error = (one.result.to(torch.float64) - expected).abs().reshape(-1, expected.shape[-1])
+            one, own, result, expected = _alone(calls[number], values, device, int(error.amax(0).argmax()))
         if _bytes(one) > MOST_BYTES:
             continue
         limit = allowed_alone(own, one.inputs, result, max(unit, torch.finfo(one.result.dtype).eps / 2))
@@ -298,8 +301,8 @@ def kept_parts(
 
 def _alone(
     call: AtenCall, values: Mapping[str, torch.Tensor], device: torch.device, column: int | None = None
-) -> Traced:
-    """Return a call by itself; of a product only the columns around one, as many as there is room for."""
+) -> tuple[Traced, list[AtenCall], str, torch.Tensor]:
+    """Return a call by itself, as noted and as read, and its exact result; of a product only columns around one."""
 
     def operand(value: Any) -> Any:
         if isinstance(value, Name):
@@ -318,7 +321,9 @@ def _alone(
     trace = CallTrace(device)
     with torch.no_grad(), trace:
         found = each(call.operation(*args, **kwargs))
-    return trace.finish(found[0])
+    one = trace.finish(found[0])
+    calls, result = read_calls(one.text, one.inputs)
+    return one, calls, result, run_exactly(calls, one.inputs)[result]
 
 
 def _as_tensors(traced: Traced) -> dict[str, torch.Tensor]:

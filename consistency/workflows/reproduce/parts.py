@@ -12,7 +12,8 @@ from consistency.capture.names import CALLS, CUT, HOST, LIMITS, NOT_RECOMPUTED, 
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.devices.spec import parse_device
-from consistency.errors import CaptureError
+from consistency.errors import CaptureError, first_line
+from consistency.text import one_line
 from consistency.workflows.reproduce.evidence import Evidence
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def parts_of(evidence: Evidence) -> Parts:
     if CALLS in record.ingredients and made_of.keys() == stored.keys() and actual is not None and expected is not None:
         try:
             return _of_calls(made_of, actual, expected, worst, _limits(record.evidence.get(LIMITS)))
-        except ValueError as error:  # somebody has changed them
-            why_not = str(error)
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:  # somebody has changed them
+            why_not = f"its calls cannot be read: {first_line(error)}"
     if expected is not None and actual is not None and record.measure is not None:
         allowed = {name: tensor for name, tensor in made_of.items() if name == "allowed"}
         tensors, window = cut_moved({"expected": expected, "actual": actual, **allowed}, worst)
@@ -104,13 +105,17 @@ def _of_calls(
     worst: Sequence[int] | None,
     limits: dict[str, float] | None,
 ) -> Parts:
-    """Return the calls that made a wrong result, what they take, and the result; raise a `CallsError`."""
+    """Return the calls that made a wrong result, and what they take; raise a `ValueError` where they are none."""
     import numpy as np
 
     from consistency.numerics import aten_calls
-    from consistency.workflows.reproduce.cut import cut_results
+    from consistency.workflows.reproduce.cut import MOST_BYTES, cut_results
 
-    text = bytes(made_of[CALLS].tolist()).decode("utf-8")
+    listed = made_of[CALLS]
+    if listed.numel() > 2**20:
+        raise ValueError(f"{listed.numel()} characters of calls")
+    # a terminal obeys what a stranger's names may have in them
+    text = "".join(f"{one_line(line)}\n" for line in bytes(listed.tolist()).decode("utf-8").splitlines())
     inputs = {name: one for name, one in made_of.items() if name.isidentifier() and name.startswith(("in", "host"))}
     calls, _ = aten_calls.read_calls(text, inputs)
     results = {"actual": actual, "expected": expected, "allowed": made_of["allowed"]}
@@ -119,7 +124,10 @@ def _of_calls(
         results = {name: made_of[f"{CUT}{name}"] for name in results}
         _, number, _ = aten_calls.largest_share(results["actual"], results["expected"], results["allowed"])
         worst = [int(i) for i in np.unravel_index(number, results["actual"].shape)]
-    kept, start = cut_results(results, worst, sum(one.nbytes for one in inputs.values()) - 2**20)
+    size = sum(one.nbytes for one in inputs.values())
+    if size > MOST_BYTES:
+        raise ValueError(f"they take {size} bytes")
+    kept, start = cut_results(results, worst, size - 2**20)
     what = f"made by {calls[-1].operation} alone" if is_cut else "made by its module"
     window = "whole" if start is None else f"elements {start} to {start + kept['actual'].numel()}"
     return Parts(

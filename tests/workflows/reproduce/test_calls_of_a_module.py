@@ -23,7 +23,9 @@ from consistency.worker.faults import compute, computed
 from consistency.worker.model import call_trace
 from consistency.worker.stages import wrong_result
 from consistency.workflows import pipeline
+from consistency.workflows.reproduce import parts
 from consistency.workflows.reproduce.folder import reproduce
+from consistency.workflows.reproduce.parts import Parts
 from consistency.workflows.reproduce.trial import Reproduced
 from tests.launch.in_this_process import in_this_process
 
@@ -131,6 +133,37 @@ def test_calls_that_somebody_has_changed_are_refused(of_a_kernel: Reproduced, tm
     ):
         (folder / "calls.txt").write_text(text)
         assert run_here(folder)[0] == 2, "neither of the two answers"
+
+
+def kept(text: str, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    listed = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return {"calls": listed, "allowed": torch.ones(2), "in1": torch.zeros(2), **more}
+
+
+def of_calls(made_of: dict[str, torch.Tensor]) -> Parts:
+    return parts._of_calls(made_of, torch.ones(2), torch.zeros(2), None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        ("import os\nreturn in1", {}),
+        ("return actual", {}),
+        ("return in1\n" * 200_000, {}),
+        ("return in1", {"in2": torch.zeros(3 << 20)}),
+        ("return in1", {"calls": torch.tensor([1e9])}),
+        ("return in1", {"cut.actual": torch.zeros(2)}),
+    ],
+)
+def test_a_strangers_capture_is_compared_alone(text: str, more: dict[str, torch.Tensor]) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        of_calls(kept(text, **more))
+
+
+def test_a_strangers_names_command_no_terminal() -> None:
+    found = of_calls(kept("# \x1b[31mred\nv1 = aten.neg.default(in1)\nreturn v1"))
+    assert "\x1b" not in found.texts["calls.txt"]
+    assert found.tensors.keys() == {"in1", "actual", "expected", "allowed"}
 
 
 @pytest.mark.slow
