@@ -284,7 +284,7 @@ def blamed(
 
     The operations with the largest errors of their own are tried in turn: each is computed in float64 from the same
     operands and rounded, and all others as they are. Of its calls those are returned that explain the result alone, or
-    all of them.
+    else together.
     """
     errors: dict[int, float] = {}
     with contextlib.suppress(RuntimeError, NotImplementedError):  # one without float64: what comes before it is known
@@ -297,7 +297,14 @@ def blamed(
     for operation in list(dict.fromkeys(str(calls[number].operation) for number in worst))[:_TRIED]:
         numbers = [number for number in worst if str(calls[number].operation) == operation]
         if is_right_without(numbers):
-            return [number for number in numbers[:_TRIED] if is_right_without({number})] or numbers
+            alone = [number for number in numbers[:_TRIED] if is_right_without({number})]
+            if alone or len(numbers) > 2 * _TRIED:
+                return alone or numbers
+            needed = set(numbers)
+            for number in reversed(numbers):  # the least wrong first
+                if is_right_without(needed - {number}):
+                    needed.remove(number)
+            return sorted(needed)
     return []
 
 

@@ -169,6 +169,23 @@ def test_the_operation_that_is_off_is_blamed(monkeypatch: pytest.MonkeyPatch) ->
         assert blamed(calls, inputs, "cpu", share) == [1]  # type: ignore[arg-type]
 
 
+def test_several_calls_that_are_off_are_blamed_together() -> None:
+    text = "v1 = aten.silu.default(in1)\nv2 = aten.silu.default(in2)\nv3 = aten.silu.default(in3)\n"
+    calls, result = calls_of(f"{text}v4 = aten.cat.default([v1, v2, v3])\nreturn v4", "in1", "in2", "in3")
+    inputs = {name: torch.randn(4) for name in ("in1", "in2", "in3")}
+    exact = run_exactly(calls, inputs)[result]
+
+    class OffBy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            found = func(*args, **(kwargs or {}))
+            is_wrong = func is aten.silu.default and args[0].dtype == torch.float32
+            return found * 1.01 if is_wrong and not torch.equal(args[0], inputs["in2"]) else found
+
+    with OffBy():  # type: ignore[no-untyped-call]
+        limit = torch.full_like(exact, 1e-5)
+        assert blamed(calls, inputs, "cpu", lambda found: largest_share(found[result], exact, limit)[0]) == [0, 2]
+
+
 def test_inputs_stay_as_they_are_where_calls_write_into_them() -> None:
     calls, result = calls_of("v1 = aten.mul_.Tensor(in1, 2.0)\nreturn in1", "in1")
     one = torch.ones(3)
