@@ -345,9 +345,8 @@ class RoundingNoise(TorchDispatchMode):
         left, right = operation.factors
         terms = args[left].shape[-1]
         smaller = left if args[left].numel() <= args[right].numel() else right
-        dtype = args[left].dtype
-        parts = partial_sums(terms, self._partial_terms.get(dtype, terms))
-        if parts > 1 and operation.func in MATRIX_PRODUCTS:
+        each = self._partial_terms.get(args[left].dtype)
+        if each and operation.func in MATRIX_PRODUCTS and (parts := partial_sums(terms, each)) > 1:
             return self._in_parts(operation, args, kwargs, smaller, parts)
         return self._noisy(operation, operation.func(*self._shaken(args, smaller, terms), **kwargs), args, terms)
 
