@@ -159,6 +159,14 @@ _SAYINGS = (
         r"|too many resources requested for launch|operation not supported)",
         Trouble.OPERATION,
     ),
+    # ---- what devices talk by, before any of them computes
+    _Saying(
+        r"nccl(?:System|Internal|Remote)Error|nccl(?:InvalidUsage|InvalidArgument)|unhandled system error|/dev/shm/",
+        Trouble.OPERATION,
+        "the library by which devices talk could not be set up, or lost a process, which says nothing of a card: look "
+        "at `df -h /dev/shm` (a container has 64 MB of it without --shm-size or --ipc=host), at NCCL_SOCKET_IFNAME, and "
+        "at what NCCL_DEBUG=WARN prints",
+    ),
     # ---- whatever else a runtime says
     _Saying(
         r"(?:CUDA|HIP|MIOpen|cuDNN|cuBLAS|cuSOLVER|cuSPARSE|cuFFT|NPU function|NCCL|CUDA driver|hipBLAS) error\b"

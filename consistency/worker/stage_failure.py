@@ -17,7 +17,7 @@ from consistency.case.stages import StageSpec
 from consistency.errors import ConsistencyError, first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.identity import start_of
-from consistency.worker.device_error import ends_the_worker
+from consistency.worker.device_error import device_error, ends_the_worker
 from consistency.worker.model.structure import Structure
 from consistency.worker.quantized.held import is_composite
 from consistency.worker.recorder import Recorder
@@ -33,12 +33,12 @@ def is_of_a_stage(error: Exception, device: torch.device) -> bool:
 
 
 def stated(error: BaseException) -> str:
-    """Return the first line of an error, and where it was raised, without the folders that differ by machine."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return first_line(error)
-    last = frames[-1]
-    return f"{first_line(error)} (in {last.name}, {'/'.join(Path(last.filename).parts[-2:])}:{last.lineno})"
+    """Return the first line of an error, where it was raised, without folders that differ by machine, and a meaning."""
+    frames, said = traceback.extract_tb(error.__traceback__), device_error(error)
+    found = first_line(error)
+    if frames:
+        found += f" (in {frames[-1].name}, {'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno})"
+    return f"{found}: {said.meaning}" if said is not None and said.meaning else found
 
 
 def record_blocked(record: Recorder, spec: StageSpec, reason: str, *, raised: str) -> None:

@@ -15,6 +15,7 @@ from consistency.worker.device_error import (
     is_of_the_device,
     is_out_of_memory,
 )
+from consistency.worker.stage_failure import stated
 
 MORE = "\nCUDA kernel errors might be asynchronously reported at some other API call"
 
@@ -113,6 +114,34 @@ def test_what_a_runtime_says_ends_the_worker(error: Exception, meaning: str, wel
     assert meaning in found.meaning
     assert "{" not in found.meaning
     assert is_of_the_device(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+        "Last error:\nError while creating shared memory segment /dev/shm/nccl-kQ2 (size 9637888)",
+        "ncclInvalidUsage: This usually reflects invalid usage of the library.\nLast error:\nno socket found",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ],
+    ids=lambda text: text.partition(":")[0],
+)
+def test_devices_that_cannot_talk_are_no_broken_devices(text: str, well: str) -> None:
+    """A container with 64 MB of shared memory fails all ranks at once; their cards compute as before."""
+    head = (
+        "NCCL error in: NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2"
+    )
+    error = RuntimeError("all_reduce failed")
+    error.__cause__ = torch.distributed.DistBackendError(f"{head}\n{text}")
+    assert ends_the_worker(error, well) is None
+    assert "`df -h /dev/shm`" in stated(error)
+
+
+def test_a_device_that_fails_while_it_talks_is_one_that_fails(well: str) -> None:
+    text = (
+        "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nncclUnhandledCudaError: Call to CUDA function failed."
+    )
+    assert ends_the_worker(torch.distributed.DistBackendError(text), well) is not None
 
 
 @pytest.mark.parametrize(
