@@ -164,8 +164,8 @@ _SAYINGS = (
         r"nccl(?:System|Internal|Remote)Error|nccl(?:InvalidUsage|InvalidArgument)|unhandled system error|/dev/shm/",
         Trouble.OPERATION,
         "the library by which devices talk could not be set up, or lost a process, which says nothing of a card: look "
-        "at `df -h /dev/shm` (a container has 64 MB of it without --shm-size or --ipc=host), at NCCL_SOCKET_IFNAME, and "
-        "at what NCCL_DEBUG=WARN prints",
+        "at `df -h /dev/shm` (64 MB in a container without --shm-size or --ipc=host), at NCCL_SOCKET_IFNAME, and at "
+        "what NCCL_DEBUG=WARN prints",
     ),
     # ---- whatever else a runtime says
     _Saying(

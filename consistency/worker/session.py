@@ -25,6 +25,7 @@ from consistency.errors import UsageError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
+from consistency.worker.bound_kernels import BOUND, choose_by_device
 from consistency.worker.device_check import require_device
 from consistency.worker.memory.freed_pages import trim
 from consistency.worker.memory.host_memory import reset_peak
@@ -175,6 +176,8 @@ class Session:
         job, case = self._job, self._job.case
         loaded, digests = self._load_base()
         facts = {"dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
+        if BOUND and job.device != "cpu":
+            facts["bound_kernels"] = ", ".join(f"{name} of {package}" for name, package in sorted(BOUND.items()))
         self._update(environment={**self._state.environment, **facts})
         context = Context(
             **{field.name: getattr(machine, field.name) for field in dataclasses.fields(machine)},
@@ -314,7 +317,9 @@ def import_models() -> ModuleType:
     """Import transformers and PEFT; report apart from any fault of the model that their versions do not fit."""
     try:
         importlib.import_module("peft")
-        return importlib.import_module("transformers")
+        found = importlib.import_module("transformers")
+        choose_by_device()
+        return found
     except ImportError as error:
         versions = environment.describe(torch.device("cpu"))
         raise UsageError(

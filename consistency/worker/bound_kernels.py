@@ -1,0 +1,54 @@
+"""Functions of other packages that transformers binds into a model's code: on the CPU the model's own code runs.
+
+Where fla, mamba_ssm or causal_conv1d are installed, their functions take the place of transformers' own as a model's
+module is imported, whatever device it is for. They run on a GPU alone, so that a float64 pass, a pass with noise, and
+the CPU as a device would have no result.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_BINDER = "use_kernel_func_from_hub_with_fallback"
+
+BOUND: dict[str, str] = {}
+"""The package of each function that is bound in this process, by the function's name."""
+
+
+def choose_by_device() -> None:
+    """Let transformers bind them for other devices than the CPU alone; before a model's module is imported."""
+    from transformers import integrations
+    from transformers.integrations import hub_kernels
+
+    real = getattr(hub_kernels, _BINDER, None)
+    if real is None or getattr(real, "chooses_by_device", False):  # another version of transformers, or done
+        return
+
+    @functools.wraps(real)
+    def bind(name: str, package: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        decorate = real(name, package, *args, **kwargs)
+        return functools.partial(_chosen, name, package, decorate) if importlib.util.find_spec(package) else decorate
+
+    bind.chooses_by_device = True  # type: ignore[attr-defined]
+    for place in (hub_kernels, integrations):
+        setattr(place, _BINDER, bind)
+
+
+def _chosen(name: str, package: str, decorate: Callable[[Any], Any], function: Callable[..., Any]) -> Any:
+    bound, accepted = decorate(function), inspect.signature(function).parameters
+    BOUND[name] = package
+
+    @functools.wraps(bound)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        if first is None or first.device.type != "cpu":
+            return bound(*args, **kwargs)
+        return function(*args, **{key: value for key, value in kwargs.items() if key in accepted})
+
+    return call
