@@ -50,6 +50,8 @@ class ResultPlace(NamedTuple):
 Given = Callable[[str, torch.Tensor], torch.Tensor]
 """Called with the name of a value that enters or leaves a block, and the value; returns that to go on with."""
 
+_COLLECTING = "transformers.utils.output_capturing"
+
 Take = Callable[[ResultPlace, torch.Tensor], None]
 
 
@@ -100,6 +102,10 @@ class BlockPass:
         hooks.callback(block.register_forward_pre_hook(begin, with_kwargs=True).remove)
         self._follow_children(name, block, hooks)
         hooks.callback(block.register_forward_hook(end).remove)
+        # in its first pass transformers puts hooks in place that collect hidden states: of what is given, in all passes
+        for number, hook in list(block._forward_hooks.items()):
+            if getattr(hook, "__module__", "") == _COLLECTING:
+                block._forward_hooks[number] = block._forward_hooks.pop(number)
 
     def _follow_children(self, name: str, block: torch.nn.Module, hooks: ExitStack) -> None:
         """Watch the modules in a block."""

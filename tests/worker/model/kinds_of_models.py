@@ -39,6 +39,16 @@ def clip() -> Any:
     return transformers.CLIPVisionModel(config)
 
 
+def llava() -> Any:
+    """Its language model takes hidden states of the vision tower, which transformers collects by hooks of its own."""
+    vision = {**SMALL, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
+    del vision["vocab_size"]
+    text = {**SMALL, "model_type": "llama", "num_key_value_heads": 2}
+    return transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, image_seq_length=4)
+    )
+
+
 def mamba() -> Any:
     config = transformers.MambaConfig(hidden_size=32, state_size=8, num_hidden_layers=2, vocab_size=64)
     return transformers.MambaForCausalLM(config)
@@ -58,6 +68,10 @@ GIVEN: dict[Callable[[], Any], Tensors] = {
     two_layers: {"input_ids": IDS},
     t5: {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]},
     albert: {"input_ids": IDS},
+    llava: {
+        "input_ids": torch.cat([torch.full((2, 4), 63), IDS], 1),
+        "pixel_values": torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8),
+    },
     clip: {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)},
     mamba: {"input_ids": IDS},
     mixtral: {"input_ids": IDS},

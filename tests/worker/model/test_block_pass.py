@@ -75,7 +75,7 @@ def test_no_wrong_module_is_unseen_and_none_makes_another_block_wrong(passes: Pa
         wrong = {place for place, result in passes.again().items() if not torch.equal(result, right[place])}
         handle.remove()
         own = next((block for block in blocks if f"{name}.".startswith(f"{block}.")), None)
-        if ran:
+        if ran and not name.endswith("vision_tower.post_layernorm"):  # nothing takes what it returns
             assert wrong, f"{name} is wrong, and nothing differs"
         if own is not None:
             assert {place for place in wrong if not place.startswith((f"{own}:", f"{own}."))} == set()
