@@ -289,14 +289,14 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
     """Compute what all workers are judged by, on the CPU, and publish it."""
     case, exact = context.job.case, Exact(track=Track(_decisions(context)))
     modes = _modes(context)
-    # of a large model one sequence with the adapter shows how far the outputs are from float64
+    # of a large model one sequence shows how far the outputs are from float64
     is_whole = len(_by_blocks(context, model)) == len(modes) or bool(case.engine_outputs)
     of_ends = inputs if is_whole else first_sequences(inputs, 1)
     found: dict[str, dict[str, Any]] = {}
     for done, mode in enumerate(modes):
         is_compared = mode in _by_blocks(context, model)
         try:
-            if mode != MERGED and (is_whole or mode == modes[0]):
+            if mode != MERGED:
                 context.events.step(f"{mode}, float64", done, len(modes))
                 _in_float64(model, inputs, mode, exact, by_blocks=is_compared, of_ends=of_ends)
             if not is_compared or _exact(mode) in exact.failures:

@@ -66,9 +66,7 @@ def test_of_a_large_model_one_sequence_shows_how_far_the_outputs_are(
     monkeypatch.setattr(forward, "_by_blocks", lambda *_: ["adapter_on"])
     found = [r for r in look(llama, adapter, stages=("forward",)) if r.stage == "forward"]
     ends = {r.tensor: r for r in found if r.tensor.endswith(".end_to_end")}
-    assert {name: r.evidence.get("positions") for name, r in ends.items()} == {
-        "adapter_on.end_to_end": 16, "adapter_off.end_to_end": None, "adapter_merged.end_to_end": 16
-    }  # fmt: skip
+    assert {r.evidence["positions"] for r in ends.values()} == {16}
     assert set(ends) == {f"{mode}.end_to_end" for mode in ("adapter_on", "adapter_off", "adapter_merged")}
     assert {r.tensor.partition(".")[0] for r in found if r.tensor not in ends} == {"adapter_on"}
 
