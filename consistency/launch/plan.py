@@ -175,7 +175,8 @@ def _turns(devices: Sequence[DeviceInfo]) -> dict[str, int]:
     before: Counter[str] = Counter()
     found = {}
     for info in devices:
-        card = info.uuid or f"{info.spec.type}:{info.spec.index}"
+        # partitions of one AMD card may share its UUID, and not the function of its PCI address
+        card = f"{info.uuid} {info.pci_bus_id}" if info.uuid else f"{info.spec.type}:{info.spec.index}"
         found[info.spec.name] = 0 if info.spec.is_cpu else before[card]
         before[card] += 1
     return found

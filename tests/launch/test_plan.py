@@ -81,6 +81,13 @@ def test_two_names_of_one_card_are_one_card() -> None:
     assert [len(wave) for wave in plan_waves(CASE, found)] == [2, 2]
 
 
+def test_partitions_of_one_card_are_devices_of_their_own() -> None:
+    """In an MI300X that is split (CPX) they may report the card's UUID."""
+    parts = devices("cuda:0", "cuda:1")
+    found = [replace(info, uuid="GPU-a", pci_bus_id=f"0000:05:00.{number}") for number, info in enumerate(parts)]
+    assert [len(wave) for wave in plan_waves(CASE, found)] == [2, 2]
+
+
 def test_labels_name_the_path_where_it_is_not_the_usual_one() -> None:
     first, second = plan_waves(CASE, devices("cuda:0", "cuda:1"))
     assert first[0].label == "cuda:0"

@@ -12,6 +12,9 @@ from consistency.case.budget.shape import read_shape
 from consistency.case.case import Case
 from consistency.worker.memory.host_memory import free_bytes
 
+CONTEXT_BYTES = 1 << 29
+"""Of CUDA on a device, at most: each worker that sees all devices opens one on every one of them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
@@ -44,8 +47,11 @@ def choose(case: Case, device: torch.device) -> Placed:
 
 
 def _room(device: torch.device) -> int | None:
-    """Return a device's free memory, with what its allocator keeps for reuse."""
+    """Return a device's free memory, with what its allocator keeps for reuse, less the contexts of other workers."""
     module = torch.get_device_module(device.type)
     if hasattr(module, "empty_cache"):
         module.empty_cache()
-    return free_bytes(device)
+    free = free_bytes(device)
+    if free is None or getattr(module, "simulated", False):
+        return free
+    return max(0, free - CONTEXT_BYTES * (module.device_count() - 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,3 +75,15 @@ def test_a_quantized_base_is_not_offloaded(free: Any, tmp_path: Path) -> None:
     found = choose(prepare_case(Options(base=str(tmp_path))), NPU)
     assert not found.offload
     assert str(found).endswith("but a quantized base is not offloaded")
+
+
+@pytest.mark.parametrize(("devices", "taken"), [(1, 0), (8, 7)])
+def test_each_other_worker_that_sees_a_device_takes_a_context_of_it(
+    devices: int, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(device_count=lambda: devices)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr(offload_choice, "free_bytes", lambda _: 24 << 30)
+    assert offload_choice._room(torch.device("cuda:0")) == (24 << 30) - taken * (1 << 29)
+    module.simulated = True
+    assert offload_choice._room(torch.device("cuda:0")) == 24 << 30
