@@ -199,7 +199,8 @@ def load_adapter(
     if base.offload is not None:
         base.offload.detach()
     # by default PEFT copies by way of the first accelerator, which is no way for a reference on the CPU
-    torch_device = "cpu" if device_of(base.model).type == "cpu" else None
+    is_detour = device_of(base.model).type == "cpu" and peft.utils.infer_device() != "cpu"
+    torch_device = "cpu" if is_detour else None
     problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
     try:
         own = device_of(base.model)
