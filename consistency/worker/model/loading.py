@@ -128,7 +128,7 @@ def load_base(
     """Load the base of a case onto a device, or onto several by a device map; `offload` leaves it on the host."""
     place = "cpu" if offload else device
     if case.factory is not None:
-        model, files, missing = _from_factory(case.factory, place), None, frozenset[str]()
+        model, files, missing = _from_factory(case.factory, place, case.dtype), None, frozenset[str]()
     else:
         model, missing = _from_folder(case, place, device_map)
         files = WeightFiles.of_base(case.base, allow_pickle=case.allow_pickle)
@@ -375,7 +375,7 @@ def _from_folder(
     return model, frozenset(info.get("missing_keys") or ()) | anew
 
 
-def _from_factory(text: str, device: str) -> torch.nn.Module:
+def _from_factory(text: str, device: str, dtype: str) -> torch.nn.Module:
     module_name, _, function_name = text.partition(":")
     sys.path.append(os.getcwd())  # a user's own module is in the working directory; installed ones come first
     try:
@@ -389,7 +389,27 @@ def _from_factory(text: str, device: str) -> torch.nn.Module:
         raise InputError(
             "the factory does not return a module", where=f"python:{text}", got=type(model).__name__, wanted="Module"
         )
+    if dtype != "auto":
+        _bring_to(model, getattr(torch, dtype), text)
     return model.to(device)
+
+
+def _bring_to(model: torch.nn.Module, dtype: torch.dtype, text: str) -> None:
+    """Cast what is stored in a number format, as loading in that dtype does.
+
+    Transformers' models keep what they compute themselves, such as rotary frequencies, in its own dtype.
+    """
+    from transformers import PreTrainedModel
+
+    if next(quantized_layers(model), None) is not None:
+        raise InputError(
+            "a quantized model cannot be brought to another dtype", where=f"python:{text}", got=f"--dtype {name_of(dtype)}",
+            wanted="no --dtype: it is checked in the dtype that its factory gives it",
+        )  # fmt: skip
+    kept = model.state_dict(keep_vars=True).keys() if isinstance(model, PreTrainedModel) else None
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and tensor.itemsize > 1 and (kept is None or name in kept):
+            tensor.data = tensor.data.to(dtype)
 
 
 def _tensors(model: torch.nn.Module, files: WeightFiles | None) -> dict[str, torch.Tensor]:

@@ -124,3 +124,9 @@ def a_llama_that_does_not_run() -> torch.nn.Module:
     model.register_forward_pre_hook(lambda *_: torch.ones(7).view(3, -1))
     assert isinstance(model, torch.nn.Module)
     return model
+
+
+def a_plain_module() -> torch.nn.Module:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    module.register_buffer("turns", torch.ones(2, dtype=torch.complex64), persistent=False)
+    return module

@@ -80,3 +80,26 @@ def test_an_error_of_code_leads_to_the_versions(llama: Path, monkeypatch: pytest
     versions = f"does peft {peft.__version__} fit transformers {transformers.__version__}? "
     expected = f"{versions if isinstance(error, TypeError) else ''}is it for {case.base}?"
     assert (raised.value.parts["hint"], raised.value.parts["got"]) == (expected, f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize("function", ["a_model", "a_plain_module"])
+def test_the_model_of_a_factory_is_brought_to_the_dtype(function: str) -> None:
+    """It was computed as the factory gave it, and reported as what was asked for."""
+    case = case_of(Path(f"python:tests.worker.model.made_models:{function}"), None, dtype="bfloat16")
+    base = load_base(case, "cpu")
+    assert base.dtype == "bfloat16"
+    assert {tensor.dtype for tensor in base.model.parameters()} == {torch.bfloat16}
+    for name, tensor in base.model.named_buffers():  # as `from_pretrained` leaves them; numbers that are no floats too
+        assert tensor.dtype == (torch.complex64 if name == "turns" else torch.float32)
+
+
+def test_the_model_of_a_factory_keeps_its_dtype_where_none_is_asked_for() -> None:
+    case = case_of(Path("python:tests.worker.model.made_models:a_plain_module"), None, dtype="auto")
+    assert load_base(case, "cpu").dtype == "float32"
+
+
+def test_a_quantized_model_of_a_factory_is_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consistency.worker.model.loading.quantized_layers", lambda model: iter([("0", model)]))
+    case = case_of(Path("python:tests.worker.model.made_models:a_plain_module"), None, dtype="float16")
+    with pytest.raises(InputError, match="a quantized model cannot be brought to another dtype"):
+        load_base(case, "cpu")
