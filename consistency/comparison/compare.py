@@ -13,7 +13,7 @@ from consistency.capture.names import BY_BLOCKS, END_TO_END
 from consistency.capture.records import WorkerFacts
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
-from consistency.case.stages import Stage
+from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.findings.collect import find
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import mergings
@@ -98,7 +98,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
         versions=_versions(workers),
         planted=tuple(f"{p.info.planted} in {p.label}" for p in workers if p.info.planted is not None),
         sources=tuple(map(_source, captures)),
-        merging=mergings(workers),
+        merging=mergings(workers, wrong=any(t.stage in (*MOVES_WEIGHTS, Stage.MERGED) and t.is_wrong for t in tensors)),
     )
 
 

@@ -58,9 +58,11 @@ class Merging(MergeEffect, frozen=True, kw_only=True):
     advice: str = ""
 
 
-def mergings(workers: Iterable[ComparedWorker]) -> tuple[Merging, ...]:
-    """Return what merging does, of each capture whose worker measured it."""
-    return tuple(judged(worker.label, worker.merging) for worker in workers if worker.merging is not None)
+def mergings(workers: Iterable[ComparedWorker], *, wrong: bool = False) -> tuple[Merging, ...]:
+    """Return what merging does, of each capture whose worker measured it; where a weight is wrong, none is advised."""
+    found = (judged(worker.label, worker.merging) for worker in workers if worker.merging is not None)
+    unsafe = (Advice.MERGE, Advice.KEEP_FLOAT32, Advice.MERGE_IN_FLOAT32) if wrong else ()
+    return tuple(msgspec.structs.replace(one, advice="") if one.advice in unsafe else one for one in found)
 
 
 def judged(worker: str, effect: MergeEffect) -> Merging:

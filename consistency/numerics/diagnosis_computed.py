@@ -135,8 +135,11 @@ def _added(chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
 def _zeros(seen: _Summary) -> Diagnosis | None:
     if not seen.all_zero or not seen.nonzero_expected:
         return None
-    of = {"of": "what was added to the weight"} if seen.has_base else {}
-    return Diagnosis(word=Word.ZEROS, evidence={"nonzero_in_reference": seen.nonzero_expected, **of})
+    return Diagnosis(word=Word.ZEROS, evidence={"nonzero_in_reference": seen.nonzero_expected, **_of(seen)})
+
+
+def _of(seen: _Summary) -> dict[str, str]:
+    return {"of": "what was added to the weight"} if seen.has_base else {}
 
 
 def _bit_flip(seen: _Summary) -> Diagnosis | None:
@@ -201,4 +204,4 @@ def _wrong_scale(seen: _Summary, chunks: Chunks) -> Diagnosis | None:
         if bool(np.any(np.abs(added - ratio * expected) > 1.1 * max(1.0, abs(ratio)) * allowed)):
             return None
         moves = moves or bool(np.any(np.abs(expected * (ratio - 1)) > 0.5 * allowed))
-    return Diagnosis(word=Word.WRONG_SCALE, evidence={"ratio": ratio}) if moves else None
+    return Diagnosis(word=Word.WRONG_SCALE, evidence={"ratio": ratio, **_of(seen)}) if moves else None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import msgspec
 
+from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.wording import counted
-from consistency.case.stages import Stage, stages_of
+from consistency.case.stages import MOVES_WEIGHTS, Stage, stages_of
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import difference_of
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
@@ -65,18 +67,42 @@ _OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
 
 def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Finding:
     shown = msgspec.structs.replace(finding, detail=(*_worst(hits), *finding.evidence), consequences=())
-    if folder is not None and _is_of_a_group(finding):
-        return msgspec.structs.replace(shown, next=_bisect_command(folder, number))
-    if folder is None or not _is_reproducible(finding, hits):
+    if folder is None:
         return shown
-    commands = [f"{_AGAIN}{finding.next}"] if finding.next and is_command(finding.next) else []
-    if any(tensor.rule in _MEASURED for tensor, _ in hits):
-        commands.append(f"{_SETTING}{_bisect_command(folder, number)}")
+    again = finding.next if finding.next and is_command(finding.next) else None
+    bisect = f"consistency bisect {shlex.quote(folder)} --finding {number}{_allowing(again)}"
+    if _is_of_a_group(finding):
+        return msgspec.structs.replace(shown, next=bisect)
+    differs = [tensor for tensor, _ in hits if tensor.layer != SETTINGS_LAYER]
+    if not _is_reproducible(finding, hits):
+        # what was not stored: a setting may explain it nevertheless
+        is_run = again is not None and again.startswith(_RUN)
+        return msgspec.structs.replace(shown, next=bisect) if is_run and _is_loaded(finding, differs) else shown
+    commands = [f"{_AGAIN}{again}"] if again else []
+    if again and any(tensor.rule in _MEASURED for tensor in differs):
+        commands.append(f"{_SETTING}{bisect}")
     return msgspec.structs.replace(shown, detail=(*shown.detail, *commands), next=reproduce_command(folder, number))
 
 
-def _bisect_command(folder: str, number: int) -> str:
-    return f"consistency bisect {shlex.quote(folder)} --finding {number}"
+_RUN = f"{_COMMAND}run "
+_NOT_ASKED = ("--base", "--adapter", "--inputs", "--wrapper")
+_FLAGS = ("--trust-remote-code", "--allow-pickle")
+
+
+def _allowing(again: str | None) -> str:
+    """Return the options by which a command is allowed what the one that repeats the check names: see `received`."""
+    words = shlex.split(again or "")
+    if any(word.startswith("builtin:") for word in words):
+        return ""
+    kept = [word for before, word in pairwise(words) if word in (*_NOT_ASKED, *_FLAGS) or before in _NOT_ASKED]
+    return f" {shlex.join(kept)}" if kept else ""
+
+
+def _is_loaded(finding: Finding, differs: Sequence[TensorComparison]) -> bool:
+    """Return whether bytes of the model differ, and some worker has the right ones."""
+    return finding.severity != "note" and any(
+        tensor.stage in MOVES_WEIGHTS and not set(tensor.workers) <= set(finding.workers) for tensor in differs
+    )
 
 
 def _is_of_a_group(finding: Finding) -> bool:
@@ -93,11 +119,13 @@ def _is_reproducible(finding: Finding, hits: _Hits) -> bool:
 
 
 def _hits(finding: Finding, tensors: Mapping[str, Sequence[TensorComparison]]) -> _Hits:
-    """Return the rows that are outside, of the finding's tensors and workers on its load paths."""
+    """Return the rows that are outside, of the finding's own tensors and workers on its load paths."""
     workers = frozenset(finding.workers)
+    others = {name for consequence in finding.consequences for name in consequence.tensors}
     return [
         (tensor, row)
         for name in dict.fromkeys(finding.tensors)
+        if name not in others
         for tensor in tensors.get(name, ())
         if not finding.load_paths or tensor.load_path in finding.load_paths
         for row in tensor.outcomes

@@ -76,3 +76,13 @@ def test_each_capture_has_its_own(make_capture: MakeCapture) -> None:
     ]
     captures = [read_capture(make_capture(name, {"cpu": [computed(), *records]})) for name in ("a", "b")]
     assert [one.worker for one in compare(captures).merging] == ["a:cpu", "b:cpu"]
+
+
+def test_nothing_is_advised_where_a_merged_weight_is_wrong(make_capture: MakeCapture) -> None:
+    record = TensorRecord(
+        status="equal", stage="merging", layer="model", tensor="logits", rule="limit", merging=effect()
+    )
+    wrong = compare([read_capture(make_capture("a", {"cpu": [computed(ratio=2.0), record]}))])
+    assert [one.advice for one in wrong.merging] == [""]
+    right = compare([read_capture(make_capture("b", {"cpu": [computed(), record]}))])
+    assert [one.advice for one in right.merging] == [Advice.MERGE]

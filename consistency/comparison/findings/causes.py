@@ -12,7 +12,7 @@ from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.wording import and_more, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
-from consistency.comparison.findings.details import describe
+from consistency.comparison.findings.details import correctly_rounded, describe
 from consistency.comparison.findings.load_paths import (
     Verdict,
     copies,
@@ -125,7 +125,7 @@ def find_causes(
         caused = [(other, groups[other]) for other in follows.get(cause, ())]
         opening = f"{cause.stage} · {some(cause.workers)} · "
         differ = "the files differ" if all(row.own_file is True for row in group.samples) else ""
-        reasons = [_why(cause, group, same, software=software), differ, _deeper(cause, group, tensors)]
+        reasons = [_why(cause, group, same, software=software), differ, _deeper(cause, group, tensors), _strict(group)]
         why = ": ".join(filter(None, reasons))
         ending = f"{cause.verdict.where}: {why}" if why else cause.verdict.where
         what = _what(cause, group, totals)
@@ -285,6 +285,14 @@ def _deeper(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -
         return ""
     deepest = [one for one in beyond if one is not None]
     return f"the adapter is for {max(deepest) + 1} layers, the base has {last}" if min(deepest) >= last else ""
+
+
+def _strict(group: _Group) -> str:
+    """State that a user's tolerance asks for more than the dtype can hold, where it fails what is correctly rounded."""
+    pairs = [pair for pair in zip(group.tensors, group.samples, strict=True) if pair[1].mismatched == 0]
+    if group.rule != Rule.USER or not pairs:
+        return ""
+    return f"{len(pairs)} of them hold {correctly_rounded(pairs[0][0])}"
 
 
 def _depth(tensor: TensorComparison) -> int | None:

@@ -307,6 +307,8 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     words += _given("--inputs", *filter(None, [case.inputs]))
     words += _given("--load-paths", *([",".join(case.load_paths)] if case.load_paths else []))
     words += _given("--tolerance", *map(str, case.tolerance))
+    words += _given("--placement", *([case.placement] if case.placement != "auto" else []))
+    words += ["--allow-pickle"] * case.allow_pickle + ["--trust-remote-code"] * case.trust_remote_code
     return shlex.join([*words, "--devices", ",".join(devices)]) + REPEAT
 
 

@@ -5,24 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from consistency.capture.soak import ChangedTensor
+from consistency.capture.wording import counted
+from consistency.case.stages import Stage
 from consistency.comparison.result import Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 
 _EVIDENCE = {
-    "ratio": "{}× the reference",
     "offset_bytes": "from byte {}",
     "length_bytes": "{} bytes long",
     "tf32_bound_ratio": "{}× the tolerance of TF32 products",
     "when": "when {}",
     "also": "could also be {}",
     "unit": "counted in {}: torch has no such dtype",
+}
+"""How other evidence is shown, by its name."""
+
+_OF_A_PEAK = {
     "layers": "peak is {}× the layer's weight",
     "adding_peak_bytes": "{} bytes while the delta was added",
     "adding_allowed_bytes": "{} allowed",
     "kept_bytes": "{} bytes still allocated at the end",
     "kept_allowed_bytes": "{} allowed",
 }
-"""How other evidence is shown, by its name."""
+"""The same of memory, whose names mean something else elsewhere."""
 
 
 def describe(tensor: TensorComparison, row: Outcome) -> str:
@@ -33,6 +38,8 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
     evidence = row.evidence
     place = f"{tensor.layer}.{tensor.tensor}" + (f"{list(row.worst_index)}" if row.worst_index is not None else "")
     parts = [place, row.reason or ""]
+    if "tolerance" in evidence and row.mismatched == 0:
+        parts.append(correctly_rounded(tensor))
     if row.worst_index is not None and "actual" in evidence:
         parts.append(
             f"got {_number(evidence['actual'])} ({evidence.get('actual_bits')}), "
@@ -49,15 +56,24 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
         allowed = "the user tolerance" if "tolerance" in evidence else allowed
         parts.append(f"{_number(row.ratio)}× {allowed}")
     parts.append(str(evidence.get("kept", "")))
-    parts += [f"{name} {evidence[name]}" for name in ("got", "wanted", "holds") if name in evidence]
+    parts += [f"{name} {_counted(evidence[name])}" for name in ("got", "wanted", "holds") if name in evidence]
     parts.append(str(evidence.get("own_file", "")))
-    parts += [text.format(_number(evidence[k])) for k, text in _EVIDENCE.items() if evidence.get(k) is not None]
+    if evidence.get("ratio") is not None:
+        of = f"{evidence['of']} is " if "of" in evidence else ""
+        parts.append(f"{of}{_number(evidence['ratio'])}× the reference")
+    shown = _OF_A_PEAK | _EVIDENCE if tensor.stage == Stage.MEMORY else _EVIDENCE
+    parts += [text.format(_number(evidence[k])) for k, text in shown.items() if evidence.get(k) is not None]
     blocks = evidence.get("blocks")
     if blocks and isinstance(blocks, list) and row.worst_index is None:
         parts.append(f"blocks {blocks[:8]} of 256 KiB")
     if evidence.get("inactive"):
         parts.append(f"inactive: {_listed(evidence['inactive'])}")
     return " · ".join(part for part in parts if part)
+
+
+def correctly_rounded(tensor: TensorComparison) -> str:
+    """Say of a tensor that a user's tolerance fails, and no device could compute better, which of both is to blame."""
+    return f"the exact values correctly rounded: the tolerance is below one rounding of {tensor.dtype}"
 
 
 def describe_change(change: ChangedTensor) -> str:
@@ -81,6 +97,13 @@ def describe_change(change: ChangedTensor) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _counted(value: Any) -> str:
+    """Write the settings of layers, each with the number that have it."""
+    if not isinstance(value, dict) or not all(isinstance(layers, int) for layers in value.values()):
+        return str(value)
+    return ", ".join(f"{text} in {counted(layers, 'layer')}" for text, layers in value.items())
 
 
 def _listed(value: Any) -> str:

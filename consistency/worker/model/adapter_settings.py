@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,26 @@ def rank_and_scaling(model: torch.nn.Module) -> dict[str, list[Any]]:
     for name, module in _adapted(model):
         settings = getattr(module, "r", None), getattr(module, "scaling", None)
         found[name] = [of.get(ADAPTER_NAME) if isinstance(of, dict) else None for of in settings]
+    return found
+
+
+def stated_scaling(layer: Any, adapter: str = ADAPTER_NAME) -> float:
+    """Return alpha over rank or its square root, as the config of a LoRA asks, whatever scaling its layer has now."""
+    rank = int(layer.r[adapter])
+    stabilized = bool(layer.use_rslora.get(adapter, False))
+    return float(layer.lora_alpha[adapter]) / (math.sqrt(rank) if stabilized else rank)
+
+
+def other_scalings(model: Any) -> dict[str, tuple[float, float]]:
+    """Return the layers of a LoRA whose scaling is not what its config asks for, with both: its own and that one."""
+    if getattr(model.peft_config[ADAPTER_NAME].peft_type, "value", "") != "LORA":
+        return {}
+    found = {}
+    for name, module in _adapted(model):
+        if ADAPTER_NAME in getattr(module, "r", ()) and ADAPTER_NAME in getattr(module, "scaling", ()):
+            own, wanted = float(module.scaling[ADAPTER_NAME]), stated_scaling(module)
+            if not math.isclose(own, wanted, rel_tol=1e-6):  # either may have been computed in float32
+                found[name] = own, wanted
     return found
 
 

@@ -12,6 +12,7 @@ from consistency.devices.products import Products
 from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, merged_allowance
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.precision import Precision
+from consistency.worker.model.adapter_settings import stated_scaling
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import has_quantized_weight
 from consistency.worker.precision import products_of
@@ -80,7 +81,7 @@ def low_rank_of(
     return LowRank(
         left=a.T if transposed else b,
         right=b.T if transposed else a,
-        scaling=float(layer.scaling[adapter]),
+        scaling=stated_scaling(layer, adapter),
         adapter=dtype,
         rounds_delta=type(layer) is not lora.Linear,
         products=products_of(context.device),

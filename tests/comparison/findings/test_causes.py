@@ -66,6 +66,9 @@ def test_another_word_worker_stage_or_path_is_another_cause() -> None:
         ({"evidence": {"also": "rounded-to-tf32"}}, "could also be rounded-to-tf32"),
         ({"evidence": {"unit": "bytes"}}, "counted in bytes: torch has no such dtype"),
         ({"evidence": {"got": [1], "wanted": [2]}}, "got [1] · wanted [2]"),
+        ({"evidence": {"got": {"rank 8": 4}, "wanted": {"rank 4": 1}}}, "got rank 8 in 4 layers · wanted rank 4 in 1 layer"),
+        ({"evidence": {"ratio": 2.0, "of": "what was added"}}, "what was added is 2× the reference"),
+        ({"evidence": {"tolerance": "atol=1e-9"}, "mismatched": 0, "ratio": Real(9.0)}, "below one rounding of float32"),
         ({"mismatched": 3, "elements": 4}, "3 of 4 elements"),
         ({"ratio": Real(2.5)}, "2.5× tolerance"),
         ({"reason": "only the reference has it"}, "only the reference has it"),
@@ -83,6 +86,11 @@ def test_evidence_in_words(row: dict[str, Any], words: str) -> None:
     text = describe(one, one.outcomes[0])
     assert text.startswith("layers.0.w")
     assert words in text
+
+
+def test_the_number_of_layers_with_settings_is_no_peak_of_memory() -> None:
+    one = tensor("adapter_settings", "rank_and_scaling", "cuda:0", evidence={"layers": 4})
+    assert "peak" not in describe(one, one.outcomes[0])
 
 
 @pytest.mark.parametrize("evidence", [{"bits": 3}, {"blocks": 5}, {"ratio": None}, {"inactive": "x"}, {"holds": {}}])
@@ -155,3 +163,14 @@ def test_an_adapter_for_a_deeper_base_is_told_so() -> None:
     other = tensor("model.layers.0.r", "lora_A", "cpu", word=Word.UNEXPECTED)
     (finding,) = causes(*fits, *beyond, other)
     assert "layers, the base" not in finding.message
+
+
+def test_a_tolerance_that_fails_what_is_correctly_rounded_is_to_blame_itself() -> None:
+    fields = {"rule": "user", "stage": "merged", "evidence": {"tolerance": "atol=1e-9"}, "ratio": Real(9.0)}
+    (finding,) = causes(
+        tensor("a", "w", "cpu", mismatched=0, **fields), tensor("b", "w", "cpu", mismatched=3, **fields)
+    )
+    why = "1 of them hold the exact values correctly rounded: the tolerance is below one rounding of float32"
+    assert finding.message.endswith(why)
+    (other,) = causes(tensor("b", "w", "cpu", mismatched=3, **fields))
+    assert "rounding" not in other.message

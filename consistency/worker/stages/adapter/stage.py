@@ -21,7 +21,7 @@ from consistency.numerics.dtype import name_of
 from consistency.numerics.identity import start_of
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.words import Word
-from consistency.worker.model.adapter_settings import inactive_layers, rank_and_scaling
+from consistency.worker.model.adapter_settings import inactive_layers, other_scalings, rank_and_scaling
 from consistency.worker.model.expected_adapter import is_made_anew
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
@@ -156,7 +156,17 @@ def _settings(context: Context) -> None:
     """Record rank, scaling and active adapters, which are no tensors but change every result."""
     table = rank_and_scaling(context.model)
     inactive = inactive_layers(context.model)
+    other = other_scalings(context.model)
     effect, why = effect_of(context)
+    if other:
+        pairs = Counter(
+            (f"scaling {own:g}", f"scaling {wanted:g}, by adapter_config.json,") for own, wanted in other.values()
+        )
+        why = {
+            "got": {got: layers for (got, _), layers in pairs.items()},
+            "wanted": {asked: layers for (_, asked), layers in pairs.items()},
+            **why,
+        }
     raw = json.dumps(table, sort_keys=True).encode()
     tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     context.record.computed(
@@ -164,8 +174,8 @@ def _settings(context: Context) -> None:
         SETTINGS_LAYER,
         RANK_AND_SCALING,
         actual=tensor,
-        status="outside" if inactive else "measured",
-        word=Word.INACTIVE if inactive else None,
+        status="outside" if inactive or other else "measured",
+        word=Word.INACTIVE if inactive else Word.SETTINGS if other else None,
         digests=[digest(tensor)],
         evidence={
             "layers": len(table),

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from peft.tuners.ia3.layer import Linear as IA3Linear
-from peft.tuners.lora.layer import Linear, ParamWrapper
+from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 from safetensors.torch import load_file, save_file
 
 from consistency.capture.records import TensorRecord
@@ -221,3 +221,27 @@ def test_a_layer_whose_tensor_is_not_in_the_file_is_said_to_lack_it(llama: Path,
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata={"format": "pt"})
     found = [r for r in look(llama, adapter, stages=(Stage.MERGED,)) if r.tensor == "delta" and r.status == "skipped"]
     assert [r.reason for r in found] == ["the adapter's file has no lora_B of this layer: its merged weight is judged"]
+
+
+def test_a_scaling_that_is_not_the_files_is_found_and_so_is_the_merge_by_it(
+    llama: Path, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exact value took the scaling of the loaded layer, and weights with twice the delta were right."""
+    adapter = on_llama(
+        llama, peft.LoraConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=["q_proj", "embed_tokens"])
+    )
+
+    def statuses() -> set[tuple[str, str]]:
+        found = look(llama, adapter, stages=(Stage.ADAPTER, Stage.MERGED))
+        return {(r.tensor, r.status) for r in found if r.stage == "merged" or r.tensor == "rank_and_scaling"}
+
+    merged = ("delta", "weight", "weight_safe_merge")
+    assert statuses() == {("rank_and_scaling", "measured"), *((tensor, "within") for tensor in merged)}
+    for kind in (Linear, Embedding):
+
+        def update(layer: Any, name: str, *args: Any, real: Any = kind.update_layer, **options: Any) -> None:
+            real(layer, name, *args, **options)
+            layer.scaling[name] *= 2
+
+        monkeypatch.setattr(kind, "update_layer", update)
+    assert statuses() == {(tensor, "outside") for tensor in ("rank_and_scaling", *merged)}

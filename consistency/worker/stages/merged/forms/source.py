@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from consistency.devices.products import Products
 from consistency.numerics.dtype import name_of
 from consistency.numerics.running_error import Arithmetic
 from consistency.numerics.typed import HALF_TYPES, Typed
+from consistency.worker.model.adapter_settings import stated_scaling
 from consistency.worker.model.loading import ADAPTER_NAME
 
 
@@ -76,6 +76,4 @@ class Source:
 
     def lora_scaling(self) -> float:
         """Return alpha over rank or its square root, as the configuration asks, of a LoRA."""
-        rank = int(self.layer.r[ADAPTER_NAME])
-        stabilized = bool(self.layer.use_rslora.get(ADAPTER_NAME, False))
-        return float(self.layer.lora_alpha[ADAPTER_NAME]) / (math.sqrt(rank) if stabilized else rank)
+        return stated_scaling(self.layer)
