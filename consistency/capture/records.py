@@ -247,6 +247,10 @@ class WorkerInfo(WorkerFacts, frozen=True, kw_only=True, forbid_unknown_fields=T
         Settings that were not as requested when a stage ended.
     inputs_digest : str or None
         Of the fixed inputs of the forward stage.
+    config : dict
+        Of the base, as it was loaded: what may change its results.
+    sources : str
+        Digest of the files of configs, and of the code of a factory.
     kernel_key : str
         Workers with the same key run the same program on the same type of device: bitwise equal results are expected.
     planted : str or None
@@ -255,5 +259,7 @@ class WorkerInfo(WorkerFacts, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     changes: tuple[SettingChange, ...] = ()
     inputs_digest: str | None = None
+    config: dict[str, Any] = {}
+    sources: str = ""
     kernel_key: str = ""
     planted: str | None = None

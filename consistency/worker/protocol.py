@@ -185,6 +185,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     kernel_key: str = ""
     changes: tuple[SettingChange, ...] = ()
     inputs_digest: str | None = None
+    config: dict[str, Any] = {}
+    sources: str = ""
     stages_done: tuple[str, ...] = ()
     peak_bytes: int | None = None
     stage_memory: tuple[StageMemory, ...] = ()

@@ -39,6 +39,7 @@ from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.inputs import digest_of, sourced_inputs
 from consistency.worker.model.kept_base import BaseKeeper, Taken
 from consistency.worker.model.loading import LoadedBase, load_adapter, load_base
+from consistency.worker.model.sources import config_of, sources_of
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.nondeterministic import NondeterministicOperations
@@ -178,7 +179,9 @@ class Session:
         facts = {"dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
         if BOUND and job.device != "cpu":
             facts["bound_kernels"] = ", ".join(f"{name} of {package}" for name, package in sorted(BOUND.items()))
-        self._update(environment={**self._state.environment, **facts})
+        self._update(
+            environment={**self._state.environment, **facts}, config=config_of(loaded.model), sources=sources_of(case)
+        )
         context = Context(
             **{field.name: getattr(machine, field.name) for field in dataclasses.fields(machine)},
             base=loaded,

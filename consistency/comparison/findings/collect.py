@@ -21,7 +21,12 @@ from consistency.comparison.findings.in_common import find_unknown_hosts
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.no_effect import find_no_effect
 from consistency.comparison.findings.nothing_compared import find_not_finite, find_nothing_compared, find_unexplained
-from consistency.comparison.findings.of_workers import find_adapter_config, find_failed_stages, find_wrong_digests
+from consistency.comparison.findings.of_workers import (
+    find_adapter_config,
+    find_base_config,
+    find_failed_stages,
+    find_wrong_digests,
+)
 from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.quantized import find_quantized
 from consistency.comparison.findings.ranks import find_ranks
@@ -66,6 +71,7 @@ def find(
         *find_not_finite(compared, tensors),
         *_software(compared),
         *_inputs(compared),
+        *find_base_config(compared),
         *find_wrong_digests(compared),
         *find_transfer(compared, tensors),
         *find_causes(
@@ -77,7 +83,7 @@ def find(
         *find_device_use(tensors),
         *find_ranks(tensors),
         *find_trajectories(tensors, next_step=functools.partial(_once_more, compared, reference)),
-        *find_casts(tensors),
+        *find_casts(tensors, {p.label: p.info.environment.get("dtype") for p in compared}),
         *_not_repeatable(compared, tensors),
         *find_soak(
             compared, next_step=functools.partial(_soak_again, compared, reference), as_deployed=AS_DEPLOYED

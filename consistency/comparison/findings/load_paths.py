@@ -177,8 +177,11 @@ class _Cast:
     by_load_path: dict[str, list[TensorComparison]] = field(default_factory=dict)
 
 
-def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
-    """Report casts: where all devices make them, the load path does it; where some do not, it is a fault."""
+def find_casts(tensors: Sequence[TensorComparison], dtypes: Mapping[str, object]) -> Iterable[Finding]:
+    """Report casts: where all devices make them, the load path does it; where some do not, it is a fault.
+
+    By worker, `dtypes` is that of its base: PEFT casts to it, so that another one says nothing.
+    """
     adapter = [t for t in tensors if t.stage == "adapter"]
     defaults = {(t.name, t.load_path): t.dtype for t in adapter if not is_alternative(t.load_path)}
     casts: dict[tuple[str, tuple[str, ...]], _Cast] = {}
@@ -191,7 +194,9 @@ def find_casts(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
             stored.setdefault((tensor.dtype, usual), {}).setdefault(tensor.load_path, []).append(tensor)
         through = [outcome for outcome in tensor.outcomes if outcome.cast]
         if through:
-            partial = any(not row.cast and row.status == "equal" for row in tensor.outcomes)
+            bases = {dtypes.get(worker) for outcome in through for worker in outcome.workers}
+            without = (row for row in tensor.outcomes if not row.cast and row.status == "equal")
+            partial = any(dtypes.get(worker) in bases for row in without for worker in row.workers)
             # the reference worker does not take every load path itself: where all cast, there is one note for all
             named = tuple(worker for outcome in through for worker in outcome.workers) if partial else ()
             cast = casts.setdefault((through[0].cast, named), _Cast())

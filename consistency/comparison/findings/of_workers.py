@@ -1,13 +1,14 @@
-"""What workers say of themselves: stages that failed, a device that gets digests wrong, an adapter's config.
+"""What workers say of themselves: stages that failed, wrong digests, the configs of base and adapter.
 
-What a failed stage had recorded is compared. Of the config it is what a run cannot check: the base that it was trained
-on, and fields that PEFT ignores.
+What a failed stage had recorded is compared. Of the adapter's config it is what a run cannot check: the base that it
+was trained on, and fields that PEFT ignores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from consistency.capture.json_codec import encode_json
 from consistency.capture.names import DIGEST_FAULT, IGNORED_FIELDS, RANK_AND_SCALING, SETTINGS_LAYER, TRAINED_ON
 from consistency.capture.wording import some
 from consistency.case.stages import Stage
@@ -74,3 +75,32 @@ def find_adapter_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]
             message=f"adapter · PEFT ignores what it does not know of adapter_config.json: {text}",
             next="load it with the PEFT that saved it, or a later one: peft_version in adapter_config.json",
         )  # fmt: skip
+
+
+_MOST_SETTINGS = 4
+
+
+def find_base_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+    """Report bases whose configs differ: each worker is judged against float64 by its own, so that no row shows it.
+
+    Another version of transformers has other fields: only those that both have are compared then.
+    """
+    found: dict[bytes, list[ComparedWorker]] = {}
+    for p in compared:
+        if p.info.config:
+            found.setdefault(encode_json(p.info.config), []).append(p)
+    (first, *_), *others = list(found.values()) or [list(compared)]
+    for workers in others:
+        own, wanted, labels = workers[0].info, first.info, tuple(dict.fromkeys(p.label for p in workers))
+        names = own.config.keys() & wanted.config.keys()
+        if own.environment.get("transformers") == wanted.environment.get("transformers"):
+            names = own.config.keys() | wanted.config.keys()
+        pairs = [(name, own.config.get(name), wanted.config.get(name)) for name in sorted(names)]
+        texts = [f"{name} is {a!r} and {b!r} on {first.label}" for name, a, b in pairs if a != b]
+        if texts:
+            yield Finding(
+                kind=FindingKind.SETTINGS, severity="error", workers=labels,
+                message=f"base · {some(labels)} · another config, so another function: {some(texts, _MOST_SETTINGS)}",
+                general=f"base · {some(labels)} · another config, so another function",
+                next="capture again with one config.json: consistency diff shows what differs in the files",
+            )  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
@@ -77,7 +78,7 @@ def _programs(
     found: dict[tuple[Any, ...], list[ComparedWorker]] = {}
     for p in compared:
         if p.program is not None and p.label not in off.names and p.info.status == "ok":
-            found.setdefault((*p.program, p.info.inputs_digest, p.case.dtype), []).append(p)
+            found.setdefault((*p.program, p.info.inputs_digest, p.case.dtype, encode_json(p.info.config)), []).append(p)
     return [members for members in found.values() if len(members) > 1]
 
 

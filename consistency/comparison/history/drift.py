@@ -14,7 +14,7 @@ import msgspec
 from consistency.capture.folder import Capture
 from consistency.capture.reader import brief
 from consistency.capture.wording import some, when
-from consistency.case.stages import MOVES_WEIGHTS
+from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
@@ -145,18 +145,20 @@ def find_drift(
     stages: dict[tuple[str, str], tuple[str, ...]] = {}
     changed: dict[str, list[str]] = {}
     drifted: dict[object, tuple[_Drift, list[WorkerRecord]]] = {}
+    fresh: list[WorkerRecord] = []
     known = _find_earlier(history, run)
     tensors = _Tensors(history, tables)
     is_fleet = len(run.workers.devices) > MOST_APART
     for worker in run.workers:
         earlier = known.get((worker.device, worker.load_path))
         if earlier is None:
+            fresh.append(worker)
             continue
         if not earlier.good and earlier.latest.software != worker.software:
             changed.setdefault(_changes(earlier, run, worker), []).append(worker.name)
         differing = {
             stage: found
-            for stage, (before, _) in earlier.good.items()
+            for stage, (before, _) in sorted(earlier.good.items(), key=lambda good: _place(good[0]))
             if before.bits[stage] != worker.bits[stage]
             and (found := tensors.differing(before.table, worker.table, stage))
         }
@@ -170,14 +172,21 @@ def find_drift(
             )  # fmt: skip
             drifted.setdefault(drift if is_fleet else worker.key, (drift, []))[1].append(worker)
     findings = []
+    compared = [known[key] for worker in run.workers if (key := (worker.device, worker.load_path)) in known]
+    is_common = len({device for device, _ in stages}) > 1 and len(stages) == sum(bool(one.good) for one in compared)
     for drift, workers in drifted.values():
         names = [name for _, found in drift.differing for name in found]
         size = "" if comparison is None else magnitude(comparison, workers[0], names, drift.report)
-        finding = _finding(workers, drift, tensors.now(drift.table), size)
+        finding = _finding(workers, drift, tensors.now(drift.table), size, is_common=is_common)
         if not pinned and not any(stage in MOVES_WEIGHTS for stage, _ in drift.differing):
             message = finding.message + AS_DEPLOYED
             finding = msgspec.structs.replace(finding, severity="note", message=message, next=None)
         findings.append(finding)
+    if fresh and (since := _with_other_inputs(history, run, fresh)):
+        renewed = tuple(worker.name for worker in fresh)
+        what = "base, adapter, config, factory, text, dtype or level"
+        message = f"{some(renewed)}: other inputs than in the run of {when(since)} ({what}); bits not compared"
+        findings.append(Finding(kind=FindingKind.INPUTS, severity="note", message=message, workers=renewed))
     for text, labels in changed.items():
         message = f"{some(labels)}: software or settings changed since the previous run{text}; bits not compared"
         findings.append(Finding(kind=FindingKind.SOFTWARE, severity="note", message=message, workers=tuple(labels)))
@@ -220,6 +229,21 @@ def _find_earlier(history: History, now: RunRecord) -> dict[tuple[str, str], _Ea
         if not new and not known:
             break
     return found
+
+
+def _with_other_inputs(history: History, now: RunRecord, workers: Sequence[WorkerRecord]) -> str:
+    """Return the time of the latest run of the same case on one of these devices, or an empty text."""
+    wanted = {(worker.device, worker.case or now.case) for worker in workers}
+    for run in history.earlier():
+        before = run.workers.select({device for device, _ in wanted})
+        if any((one.device, one.case or run.case) in wanted and one.status == "ok" for one in before):
+            return run.at
+    return ""
+
+
+def _place(stage: str) -> int:
+    """Return the place of a stage in the report's order, whatever order runs recorded it in."""
+    return list(Stage).index(Stage(stage)) if stage in set(Stage) else len(Stage)
 
 
 def _same_bits(history: History, now: RunRecord, worker: WorkerRecord, stages: Sequence[str]) -> str:
@@ -272,8 +296,17 @@ class _Tensors:
         return self._differing[pair]
 
 
-def _finding(workers: Sequence[WorkerRecord], drift: _Drift, table: Table, size: str) -> Finding:
-    """Return the finding of workers that drifted alike, `size` of which is how far."""
+_ALONE = "run again: a device whose results change between runs is failing; check its ECC error counters"
+_TOGETHER = (
+    "look for what all devices have in common: code that the model imports, a file that no stage reads, a library, the "
+    "host's memory"
+)
+
+
+def _finding(
+    workers: Sequence[WorkerRecord], drift: _Drift, table: Table, size: str, *, is_common: bool = False
+) -> Finding:
+    """Return the finding of workers that drifted alike, `size` of which is how far; `is_common`: all did at once."""
     tensors = [name for _, found in drift.differing for name in found]
     where = ", ".join(
         f"{len(found)} of {sum(name.startswith(f'{stage}::') for name in table)} {stage}"
@@ -286,6 +319,7 @@ def _finding(workers: Sequence[WorkerRecord], drift: _Drift, table: Table, size:
             f"drift · {_devices(workers)} · {where} tensors differ bitwise from the run of "
             f"{when(drift.since)}: same inputs, same software"
             + (f"; they are those of the run of {when(drift.back)}" if drift.back else "")
+            + ("; every device that is compared drifted, so the cause is common to them" if is_common else "")
         ),
         general=f"drift · {_devices(workers)} · {', '.join(stage for stage, _ in drift.differing)} tensors differ "
         "bitwise from an earlier run: same inputs, same software",
@@ -296,8 +330,8 @@ def _finding(workers: Sequence[WorkerRecord], drift: _Drift, table: Table, size:
             *([size] if size else []),
             *([f"the earlier run's report: {drift.report}"] if drift.report else []),
         ),
-        next="run again: a device whose results change between runs is failing; check its ECC error counters",
-        state=digest_of([f"{name}={table[name]}" for name in tensors]),
+        next=_TOGETHER if is_common else _ALONE,
+        state=digest_of(sorted(f"{name}={table[name]}" for name in tensors)),
     )
 
 

@@ -403,7 +403,8 @@ def _bring_to(model: torch.nn.Module, dtype: torch.dtype, text: str) -> None:
 
     if next(quantized_layers(model), None) is not None:
         raise InputError(
-            "a quantized model cannot be brought to another dtype", where=f"python:{text}", got=f"--dtype {name_of(dtype)}",
+            "a quantized model cannot be brought to another dtype", where=f"python:{text}",
+            got=f"--dtype {name_of(dtype)}",
             wanted="no --dtype: it is checked in the dtype that its factory gives it",
         )  # fmt: skip
     kept = model.state_dict(keep_vars=True).keys() if isinstance(model, PreTrainedModel) else None

@@ -414,3 +414,41 @@ def test_no_word_of_a_list_is_broken(run: Run, tmp_path: Path, width: int, monke
         assert out.getvalue().count("a-case-with-a-rather-long-name") == 2
         assert all(when(row.at) in out.getvalue() for row in runs)
         assert max(map(len, out.getvalue().splitlines())) <= width
+
+
+def test_the_order_in_which_runs_recorded_their_stages_is_no_other_drift(
+    tmp_path: Path, make_capture: MakeCapture
+) -> None:
+    """An accepted drift failed again the next night: its state followed the order of a set."""
+    stages = ("merged", "forward", "gradient")
+    findings = []
+    for order in (stages, stages[::-1]):
+        url = str(tmp_path / "-".join(order))
+        for digest in ("a", "b"):
+            records = [record(stage, "l", digest) for stage in order]
+            folder = make_capture(f"{order[0]}-{digest}", {"cpu": records}, info={"cpu": {"uuid": "u"}}, host="h")
+            captures = [read_capture(folder)]
+            found = add_run(History(url), captures, compare_captures(captures), None)
+        (finding,) = drift(found)
+        findings.append((finding.state, finding.message.partition(" tensors")[0], finding.tensors))
+    assert findings[0] == findings[1]
+
+
+def test_what_drifted_on_every_device_at_once_accuses_none(run: Run) -> None:
+    run({"a": "m", "b": "m", "c": "m"})
+    (alone,) = drift(run({"a": "m2", "b": "m", "c": "m"}))
+    assert "ECC" in str(alone.next)
+    for found in drift(run({"a": "m3", "b": "m3", "c": "m3"})):
+        assert found.message.endswith("every device that is compared drifted, so the cause is common to them")
+        assert "ECC" not in str(found.next)
+
+
+def test_other_inputs_than_the_night_before_are_told_once(run: Run) -> None:
+    """A flipped bit in the adapter's file, an edited config or factory: consistent, and no line of it."""
+    assert not run({"a": "m"}, base="b").findings
+    (note,) = run({"a": "m2"}, base="another").findings
+    assert (note.kind, note.severity, note.workers) == ("inputs", "note", ("a",))
+    assert "other inputs than in the run of" in note.message
+    assert not run({"a": "m2"}, base="another").findings
+    (note,) = run({"a": "m2"}, base="another", info={"a": {"sources": "of an edited factory"}}).findings
+    assert note.kind == "inputs"
