@@ -38,6 +38,9 @@ ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_
 END_TO_END = "end_to_end"
 """Suffix of an output in that stage which the device computed on its own activations: shown, not judged."""
 
+OVERFLOWS = "NaN or infinite too"
+"""In the reason of a block whose passes on the CPU overflow: it has no error to compare with."""
+
 BY_BLOCKS = "by_blocks"
 """Key in the evidence of such an output: false where the blocks of a large model were not compared in its mode."""
 

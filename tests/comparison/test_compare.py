@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from consistency.capture.names import GIVEN
+from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
+from consistency.comparison.compare import compare
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 from consistency.worker.stages.block_rule import OTHER_HOST
@@ -359,7 +361,7 @@ def test_files_that_differ_without_kept_tensors_tell_the_block(make_capture: Mak
     row = only_row(found, "b:cpu")
     assert row.status == "outside"
     assert row.evidence["blocks"] == [1]
-    assert errors(found)[0].message.endswith(": the files differ")
+    assert errors(found)[0].message.endswith(": the files differ, and nothing tells which is right")
 
 
 def test_other_shape_or_dtype_is_structure(make_capture: MakeCapture) -> None:
@@ -502,3 +504,20 @@ def test_no_more_tensors_are_missing_than_there_are(make_capture: MakeCapture) -
     (finding,) = errors(found)
     assert finding.kind == "missing"
     assert "2 of 2 tensors missing" in finding.message
+
+
+def test_the_file_of_one_host_accuses_no_majority(make_capture: MakeCapture) -> None:
+    """The first host's file was the measure of all others, whoever of them had the flipped bit."""
+    odd, usual = ([moved(held=file, file=file)] for file in ("odd", "usual"))
+    captures = [
+        read_capture(make_capture(name, {"cpu": records}))
+        for name, records in (("b", odd), ("a", usual), ("a2", usual))
+    ]
+    three = compare(captures)
+    (finding,) = three.findings
+    assert (three.reference, finding.workers) == ("a:cpu", ("b:cpu",))
+    assert finding.message.endswith(": the files differ")
+    two = compare(captures[:2])
+    (finding,) = two.findings
+    assert (two.reference, finding.workers) == ("b:cpu", ("a:cpu",))
+    assert finding.message.endswith(": the files differ, and nothing tells which is right")

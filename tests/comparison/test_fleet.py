@@ -210,7 +210,9 @@ def test_what_one_capture_has_lost_another_may_hold(make_capture: MakeCapture) -
         names.append(blob_key("float32", tensor.shape, tensor.numpy().tobytes()))
     one = make_capture("a", {"cpu": [moved("f", "f", blob=names[0], reference_blob=names[0])]})
     other = moved("g", "g", blob=names[1], reference_blob=names[1])
-    folders = [one, make_capture("b", {"cpu": [other]}), make_capture("c", {"cpu": [other]})]
+    # or the second and the third were a majority
+    again = make_capture("a2", {"cpu": [moved("f", "f", blob=names[0], reference_blob=names[0])]})
+    folders = [one, make_capture("b", {"cpu": [other]}), make_capture("c", {"cpu": [other]}), again]
     for folder, place in ((folders[0], 0), (folders[2], 1)):
         save_file({"tensor": tensors[place]}, folder / "blobs" / f"{names[place]}.safetensors")
     found = comparing.compare_folders(folders, None)

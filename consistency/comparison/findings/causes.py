@@ -124,7 +124,7 @@ def find_causes(
         software = is_software(same, cause.workers)
         caused = [(other, groups[other]) for other in follows.get(cause, ())]
         opening = f"{cause.stage} · {some(cause.workers)} · "
-        differ = "the files differ" if all(row.own_file is True for row in group.samples) else ""
+        differ = _of_files(group, cause.workers)
         reasons = [_why(cause, group, same, software=software), differ, _deeper(cause, group, tensors), _strict(group)]
         why = ": ".join(filter(None, reasons))
         ending = f"{cause.verdict.where}: {why}" if why else cause.verdict.where
@@ -152,6 +152,14 @@ def find_causes(
             next=compare_file(cause.stage) if _is_of_the_file(cause, group) else next_step(cause.workers),
             load_paths=load_paths,
         )
+
+
+def _of_files(group: _Group, workers: Sequence[str]) -> str:
+    """State that workers hold the bytes of their own files, which are not those of the reference worker's."""
+    if not all(row.own_file is True for row in group.samples):
+        return ""
+    others = {w for t in group.tensors for row in t.outcomes if row.status == "equal" for w in row.workers} - {*workers}
+    return "the files differ" if len(others) > len(workers) else "the files differ, and nothing tells which is right"
 
 
 def _by_name(tensors: Sequence[TensorComparison]) -> dict[str, dict[str, TensorComparison]]:

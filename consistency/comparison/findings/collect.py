@@ -20,7 +20,12 @@ from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.in_common import find_unknown_hosts
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.no_effect import find_no_effect
-from consistency.comparison.findings.nothing_compared import find_not_finite, find_nothing_compared, find_unexplained
+from consistency.comparison.findings.nothing_compared import (
+    find_not_finite,
+    find_nothing_compared,
+    find_overflow,
+    find_unexplained,
+)
 from consistency.comparison.findings.of_workers import (
     find_adapter_config,
     find_base_config,
@@ -69,6 +74,7 @@ def find(
         *find_failed_stages(compared),
         *find_nothing_compared(compared, tensors),
         *find_not_finite(compared, tensors),
+        *find_overflow(compared),
         *_software(compared),
         *_inputs(compared),
         *find_base_config(compared),

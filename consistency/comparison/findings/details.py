@@ -41,9 +41,10 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
     if "tolerance" in evidence and row.mismatched == 0:
         parts.append(correctly_rounded(tensor))
     if row.worst_index is not None and "actual" in evidence:
+        other = f"{row.reference} has" if row.own_file else "wanted"  # of two files neither is known to be right
         parts.append(
             f"got {_number(evidence['actual'])} ({evidence.get('actual_bits')}), "
-            f"wanted {_number(evidence.get('expected'))} ({evidence.get('expected_bits')})"
+            f"{other} {_number(evidence.get('expected'))} ({evidence.get('expected_bits')})"
         )
     if "bits" in evidence:
         fields = evidence.get("fields")
@@ -56,7 +57,8 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
         allowed = "the user tolerance" if "tolerance" in evidence else allowed
         parts.append(f"{_number(row.ratio)}× {allowed}")
     parts.append(str(evidence.get("kept", "")))
-    parts += [f"{name} {_counted(evidence[name])}" for name in ("got", "wanted", "holds") if name in evidence]
+    names = {"got": "got", "wanted": f"{row.reference} has" if row.own_file else "wanted", "holds": "holds"}
+    parts += [f"{text} {_counted(evidence[name])}" for name, text in names.items() if name in evidence]
     parts.append(str(evidence.get("own_file", "")))
     if evidence.get("ratio") is not None:
         of = f"{evidence['of']} is " if "of" in evidence else ""

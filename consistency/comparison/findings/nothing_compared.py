@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.names import END_TO_END, OVERFLOWS, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, listed, some
 from consistency.case.load_path import is_alternative
@@ -15,7 +15,7 @@ from consistency.comparison.coverage import coverage
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key, tables_of
-from consistency.comparison.result import BAD, Finding, TensorComparison
+from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.numerics.rules import Rule
 
@@ -200,6 +200,34 @@ def find_not_finite(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
             detail=in_part,
             next=_NEXT if where else None,
         )
+
+
+def find_overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+    """Report outputs that are NaN or infinite and finite in float64, where nothing that is wrong explains it.
+
+    Blocks are compared on equal inputs, and one whose passes on the CPU overflow too is not.
+    """
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    outputs: dict[str, None] = {}
+    for p in compared:
+        records = [record for record in p.records.stage(Stage.FORWARD).values() if not record.load_path]
+        lost = [
+            record for record in records
+            if record.tensor.endswith(END_TO_END) and (seen := record.measure) is not None
+            and not math.isfinite(float(seen.max_abs)) and seen.not_finite < seen.elements
+        ]  # fmt: skip
+        if lost and not any(record.status == "outside" for record in p.records.values()):
+            beyond = [record for record in records if OVERFLOWS in (record.reason or "")]
+            first = min(beyond, key=lambda record: record.order, default=None)
+            found.setdefault((lost[0].dtype, "" if first is None else first.layer), {})[p.label] = None
+            outputs |= dict.fromkeys(tensor_name(*record.key) for record in lost)
+    for (dtype, layer), labels in found.items():
+        text = f"forward · {some(list(labels))} · outputs are NaN or infinite in {dtype}, and finite in float64"
+        yield Finding(
+            kind=FindingKind.NON_FINITE_VALUES, severity="error", workers=tuple(labels), tensors=tuple(outputs),
+            message=f"{text}, first in {layer}" if layer else text, general=text,
+            next="use bfloat16, which has the range of float32, or float32" if dtype == "float16" else None,
+        )  # fmt: skip
 
 
 def _in_files(compared: Sequence[ComparedWorker]) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from consistency.capture.names import GIVEN, LIMITS, WHOLE_MODEL
+from consistency.capture.names import GIVEN, LIMITS, OVERFLOWS, WHOLE_MODEL
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
@@ -257,7 +257,7 @@ def _record_whole_numbers(
 def _overflow(exact: torch.Tensor, dtype: torch.dtype, spread: Spread) -> str:
     """Return why a tensor is not judged whose exact values the dtype has not, or not what they are made from."""
     if not math.isfinite(spread.limits.row):
-        return f"passes in {name_of(dtype)} on the CPU are NaN or infinite too: there is no error to compare with"
+        return f"passes in {name_of(dtype)} on the CPU are {OVERFLOWS}: there is no error to compare with"
     largest = max(abs(float(exact.min())), abs(float(exact.max())))
     if not math.isfinite(largest):
         largest = float(torch.where(exact.isfinite(), exact, 0.0).abs().max())
