@@ -79,6 +79,25 @@ def take_out(path: Path, tensor: Path) -> None:
         raise CaptureError("cannot unpack a stored tensor", where=path, got=error) from None
 
 
+def read_member(path: Path, name: str) -> bytes:
+    """Return one file of an archive, from its top or from a folder in it.
+
+    Raises
+    ------
+    CaptureError
+        There is none, or it is damaged.
+    """
+    try:
+        with _opened(path) as archive:
+            found = next((one for one in archive.infolist() if one.filename in (name, f"{path.stem}/{name}")), None)
+            if found is None:
+                raise CaptureError(f"no {name} in this archive", where=path)
+            check_unpacked(path.stat().st_size, found.file_size, MOST_CAPTURE_BYTES)
+            return archive.read(found)
+    except _DAMAGE as error:
+        raise CaptureError(f"cannot read {name}", where=path, got=error) from None
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     with ArchiveFile(path) as file, zipfile.ZipFile(file) as archive:

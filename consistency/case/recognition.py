@@ -81,6 +81,8 @@ def has_tokenizer(folder: Path) -> bool:
 def base_folder(folder: Path) -> None:
     """Raise, and say what the folder is, unless it has the config of a base."""
     names = _names(folder)
+    if names is not None and BASE_CONFIG in names and _field(folder / BASE_CONFIG, "_diffusers_version"):
+        names = {"model_index.json"}  # a part of a pipeline, such as its `unet`
     if names is None or BASE_CONFIG in names:
         return
     if ADAPTER_CONFIG in names:

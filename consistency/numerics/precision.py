@@ -54,4 +54,4 @@ def partial_sums_error(terms: int, unit: float, *, each: int = SPLIT_TERMS) -> f
 
 def partial_sums(terms: int, each: int) -> int:
     """Return how many partial sums of an inner product a device may store in a half type, one after another."""
-    return terms if each == 1 else min(MOST_SPLITS, math.ceil(terms / each))
+    return terms if each <= 1 else min(MOST_SPLITS, math.ceil(terms / each))

@@ -233,9 +233,10 @@ def _cell(found: Sequence[tuple[RunRecord, WorkerRecord]], known: _Known) -> Cel
     workers: dict[Key, WorkerRecord]
     workers = {(worker.case or run.case, worker.load_path): worker for run, worker in found}
     bits: dict[Key, str]
-    bits = {(*key, w.inputs, stage): digest for key, w in workers.items() for stage, digest in w.bits.items()}
-    software = {key: worker.software for key, worker in workers.items() if worker.bits}
-    inputs = {key: worker.inputs for key, worker in workers.items() if worker.bits}
+    whole = {key: worker for key, worker in workers.items() if worker.bits and worker.status == "ok"}
+    bits = {(*key, w.inputs, stage): digest for key, w in whole.items() for stage, digest in w.bits.items()}
+    software = {key: worker.software for key, worker in whole.items()}
+    inputs = {key: worker.inputs for key, worker in whole.items()}
     changes = [
         f"other {what}"
         for what, now, then in (("software", software, known.software), ("inputs", inputs, known.inputs))

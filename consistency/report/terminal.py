@@ -80,7 +80,9 @@ def _write(write: Writer, document: Document, view: View, found: Comparison | Su
     if rest := "" if view.verbose else and_more(len(notes) - _MOST_NOTES, "note"):
         write.line(f"{rest}: -v shows all")
     if document.not_checked:
-        write.line(document.not_checked)
+        first, *others = document.not_checked.split(", ")
+        is_short = view.verbose or found.verdict != "consistent" or not others
+        write.line(document.not_checked if is_short else f"{first} {and_more(len(others), 'thing')}: -v lists them")
     for text in document.unwritten:
         write.line(f"not written: {text}", style="yellow")
     if view.folder is not None:
@@ -245,7 +247,7 @@ def _tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
 def _worst(tensor: TensorComparison) -> str:
     row = worst_of(tensor.outcomes)
     parts = [f"{row.workers[0]}: {row.status}"]
-    if row.word and row.status != "within":
+    if row.word and row.status not in ("within", "equal"):
         parts.append(row.word)
     if row.share is not None:
         parts.append(f"{row.share:.3g}× tolerance")

@@ -118,11 +118,14 @@ class Session:
         return True
 
     def _loaded(self, machine: Machine, specs: list[StageSpec]) -> Context | None:
-        """Load base and adapter; None where a library fails over them, which blocks the stages that need them."""
+        """Load base and adapter; None where a library fails over them, which blocks the stages that need them.
+
+        A user's own function may raise anything, which ends this worker: its report has the whole traceback.
+        """
         try:
             return self._load(machine, specs)
         except Exception as error:  # model code of any kind may raise anything
-            if not is_of_a_stage(error, machine.device):
+            if self._job.case.factory is not None or not is_of_a_stage(error, machine.device):
                 raise
             self._left = f"the model could not be loaded: {stated(error)}"
             return None

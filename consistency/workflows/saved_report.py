@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from consistency.capture.archive import read_member
 from consistency.capture.bounded import read_regular
-from consistency.capture.folder import CASES
+from consistency.capture.folder import CASES, MANIFEST
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.capture.transport import ARCHIVE
 from consistency.capture.wording import some
 from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult
@@ -71,6 +74,8 @@ def redaction_for(path: Path, texts: Iterable[str]) -> Redaction:
 
 
 def _content(path: Path) -> tuple[bytes, Path]:
+    if path.is_file() and path.name.endswith(ARCHIVE):
+        return read_member(path, REPORT), path
     file = latest_run(path) / REPORT if path.is_dir() else path
     if file.exists():
         return _bytes(file, path), file
@@ -79,6 +84,8 @@ def _content(path: Path) -> tuple[bytes, Path]:
         hint = f"this is a suite: give the folder of a case, {file.parent / CASES / 'NAME'}"
     elif below := sorted(str(one.parent) for one in path.glob(f"*/{REPORT}")):
         hint = f"there are reports in {some(below, _MOST_FOLDERS)}"
+    elif any((path / name).exists() for name in (MANIFEST, f"captures/{MANIFEST}")):
+        hint = f"this is a capture: consistency compare {shlex.quote(str(path))} makes its report"
     raise UsageError("no report here", where=path, wanted=f"{REPORT}, or the --out folder of a run", hint=hint)
 
 

@@ -284,3 +284,10 @@ def test_recognition_needs_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-P", "-c", script], check=False, timeout=60, env=dict(os.environ))
     assert done.returncode == 0
+
+
+def test_a_part_of_a_pipeline_is_told_as_the_pipeline_is(tmp_path: Path) -> None:
+    """Its config has no model_type, and that it lacks one told nobody what it is."""
+    folder = put(tmp_path / "unet", (BASE, "diffusion_pytorch_model.safetensors"))
+    (folder / BASE).write_text('{"_class_name": "UNet2DConditionModel", "_diffusers_version": "0.30.0"}')
+    assert "a pipeline or LoRA of diffusers" in refused(folder, None).what

@@ -123,3 +123,12 @@ def test_what_is_beyond_the_drawing_does_not_flatten_the_rest(huge: float) -> No
     assert found.limit == 14.0
     assert all(b - a > 0.5 for a, b in itertools.pairwise(sorted(set(heights(found)))))
     assert found.largest == huge or math.isnan(found.largest or 0)
+
+
+def test_what_a_lost_worker_left_is_neither_other_bits_nor_other_inputs() -> None:
+    """It ends in the middle of a stage, and what it had recorded was drawn as a change of software and inputs."""
+    part = {"merged": "half"}
+    lost = worker("cuda:0", bits=part, inputs="fewer", software="?", status="lost", verdict="incomplete")
+    (line,) = table(run(0, worker("cuda:0")), run(1, lost), run(2, worker("cuda:0")))
+    assert letters(line) == "A–A"
+    assert [cell.change for cell in line.cells if cell] == ["", "", ""]

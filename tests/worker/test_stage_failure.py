@@ -178,3 +178,11 @@ def test_an_adapter_with_pruned_ranks_is_checked(llama: Path, look: Look, tmp_pa
         (again,) = (r for r in found if r.tensor == LOADED_AGAIN)
         assert again.status == "skipped"
         assert "PEFT cannot load this adapter twice: IndexError" in (again.reason or "")
+
+
+def test_a_factory_that_fails_ends_its_worker_with_its_own_error(llama: Path, look: Look) -> None:
+    """It ended the whole run as bad input, without the device and the user's own lines."""
+    base = Path("python:tests.worker.model.made_models:a_factory_that_fails")
+    with pytest.raises(ZeroDivisionError, match="in the user's own code") as caught:
+        look(base, None, stages=("base",))
+    assert caught.traceback[-1].name == "a_factory_that_fails"

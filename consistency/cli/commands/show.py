@@ -155,7 +155,7 @@ def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
         raise UsageError("the file exists", where=parsed.out, hint="give --force, or another --out")
     else:
         with scratch_folder("show") as scratch:
-            _write_folder(parsed, comparison, scratch / "packed" / parsed.out.stem)
+            _write_folder(parsed, comparison, scratch / "packed")
             pack(scratch / "packed", parsed.out)
     print(f"{'redacted report' if parsed.redact else 'report'}: {parsed.out}")
     return 0

@@ -17,6 +17,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.capture.wording import time_of
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
+from consistency.comparison.history.baseline import UNSEEN
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
@@ -144,8 +145,9 @@ def _marks(simulated: bool, findings: Iterable[Finding]) -> Iterator[str]:
 
 
 def _reason(findings: Sequence[Finding]) -> str:
-    """Return the first error, or the first warning: that is the order of findings, but for those of software."""
-    worst = sorted((f for f in findings if f.severity != "note"), key=lambda f: _SEVERITIES.index(f.severity))
+    """Return the first error, or the first warning: what is lost, then the order of findings, but for software."""
+    found = (f for f in findings if f.severity != "note")
+    worst = sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), f.kind not in UNSEEN))
     return worst[0].message if worst else ""
 
 

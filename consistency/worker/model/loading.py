@@ -382,9 +382,7 @@ def _from_factory(text: str, device: str, dtype: str) -> torch.nn.Module:
         factory = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise InputError("cannot import the model factory", where=f"python:{text}", got=error) from error
-    # a user's own function may raise anything, and is theirs to fix
-    with _as_input_error((Exception,), "the model factory failed", where=f"python:{text}", device=device):
-        model = factory()
+    model = factory()
     if not isinstance(model, torch.nn.Module):
         raise InputError(
             "the factory does not return a module", where=f"python:{text}", got=type(model).__name__, wanted="Module"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from consistency.cli.main import main
@@ -112,3 +114,32 @@ def test_what_excludes_each_other_is_said(tmp_path: Path, capsysbinary: pytest.C
     for given in (("--csv", "--json"), ("--layers", "--finding", 1), ("--csv", "--finding", 1)):
         assert "only one of them can be printed" in shown(capsysbinary, folder, *given, status=2)
     assert shown(capsysbinary, folder, "--csv", "--layers").startswith("stage,")
+
+
+def test_an_archive_of_a_report_is_printed_as_its_folder_is(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """What `show --redact --out NAME.zip` wrote could be opened by nothing."""
+    folder, archive = saved(faulty(), tmp_path / "out"), tmp_path / "public.zip"
+    shown(capsysbinary, folder, "--redact", "--out", archive)
+    with zipfile.ZipFile(archive) as made:
+        assert "report.json" in made.namelist()
+    assert "zeros in 3 of 3 lora_B tensors" in shown(capsysbinary, archive)
+    archive.write_bytes(b"no archive")
+    assert "cannot read report.json" in shown(capsysbinary, archive, status=2)
+
+
+def test_a_capture_is_told_from_a_report(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    (tmp_path / "capture.json").write_text("{}")
+    assert f"this is a capture: consistency compare {tmp_path}" in shown(capsysbinary, tmp_path, status=2)
+
+
+def test_what_was_not_checked_is_a_line_in_a_report_without_a_finding(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    left = ("stage transfer", "stage operators", "a second run")
+    folder = saved(msgspec.structs.replace(comparison([]), not_checked=left), tmp_path / "out")
+    assert "not checked (level standard): stage transfer and 2 more things: -v lists them" in shown(
+        capsysbinary, folder
+    )
+    assert ", ".join(left) in shown(capsysbinary, folder, "-v")

@@ -101,3 +101,10 @@ def test_of_many_devices_the_odd_ones_have_names_and_the_others_a_count(tmp_path
 def test_of_few_devices_all_have_names() -> None:
     made = of_comparison(many_devices(8, 1))
     assert (len(made.devices), made.devices_left_out) == (64, 0)
+
+
+def test_a_lost_worker_is_the_reason_whatever_else_was_found() -> None:
+    """A drift came first in order, and the line that monitoring shows named that and another device."""
+    lost = Finding(kind="lost-worker", severity="error", message="worker cpu@baseline was lost", workers=("b",))
+    found = msgspec.structs.replace(faulty(), findings=(*faulty().findings, lost), verdict="incomplete")
+    assert of_comparison(found).reason == "worker cpu@baseline was lost"

@@ -130,3 +130,7 @@ def a_plain_module() -> torch.nn.Module:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4))
     module.register_buffer("turns", torch.ones(2, dtype=torch.complex64), persistent=False)
     return module
+
+
+def a_factory_that_fails() -> torch.nn.Module:
+    raise ZeroDivisionError("in the user's own code")
