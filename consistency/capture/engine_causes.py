@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import enum
 
-CAUSE, PLACES, ROWS = "cause", "cause_places", "rows_outside"
-"""Evidence of a row: one of these words, what it is about, and the rows of the batch, where they are not all."""
+CAUSE, SEVERAL, PLACES, ROWS = "cause", "causes", "cause_places", "rows_outside"
+"""Evidence of a row: one of these words or several, what it is about, and the rows of the batch, if not all."""
 
 
 class Cause(enum.StrEnum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from consistency.capture.soak import ChangedTensor
@@ -40,15 +41,8 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
     parts = [place, row.reason or ""]
     if "tolerance" in evidence and row.mismatched == 0:
         parts.append(correctly_rounded(tensor))
-    if row.worst_index is not None and "actual" in evidence:
-        other = f"{row.reference} has" if row.own_file else "wanted"  # of two files neither is known to be right
-        parts.append(
-            f"got {_number(evidence['actual'])} ({evidence.get('actual_bits')}), "
-            f"{other} {_number(evidence.get('expected'))} ({evidence.get('expected_bits')})"
-        )
-    if "bits" in evidence:
-        fields = evidence.get("fields")
-        parts.append(f"bit {_listed(evidence['bits'])}" + (f" ({_listed(fields)})" if fields else ""))
+    # of two files neither is known to be right
+    parts += _element(evidence, row.worst_index, f"{row.reference} has" if row.own_file else "wanted")
     if row.mismatched:
         parts.append(f"{row.mismatched} of {row.elements} elements")
     if row.ratio is not None:
@@ -83,18 +77,21 @@ def describe_change(change: ChangedTensor) -> str:
     evidence, found = change.evidence, change.measure
     index = None if found is None else found.worst_index
     parts = [f"{change.layer}.{change.tensor}" + (f"{list(index)}" if index is not None else "")]
-    if index is not None and "actual" in evidence:
-        parts.append(
-            f"got {_number(evidence['actual'])} ({evidence.get('actual_bits')}), "
-            f"wanted {_number(evidence.get('expected'))} ({evidence.get('expected_bits')})"
-        )
-    if "bits" in evidence:
-        fields = evidence.get("fields")
-        parts.append(f"bit {_listed(evidence['bits'])}" + (f" ({_listed(fields)})" if fields else ""))
+    parts += _element(evidence, index, "wanted")
     if found is not None:
         parts.append(f"{found.mismatched} of {found.elements} elements")
     parts.append(f"in {change.occurrences.count} repeats" if change.occurrences.count > 1 else "in one repeat")
     return " · ".join(parts)
+
+
+def _element(evidence: Mapping[str, Any], index: Sequence[int] | None, wanted: str) -> Iterator[str]:
+    """Yield both values of the worst element with their bit patterns, and the bits that differ."""
+    if index is not None and "actual" in evidence:
+        got = f"got {_number(evidence['actual'])} ({evidence.get('actual_bits')})"
+        yield f"{got}, {wanted} {_number(evidence.get('expected'))} ({evidence.get('expected_bits')})"
+    if "bits" in evidence:
+        fields = evidence.get("fields")
+        yield f"bit {_listed(evidence['bits'])}" + (f" ({_listed(fields)})" if fields else "")
 
 
 def _number(value: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, Cause
+from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
 from consistency.capture.names import BATCHES
 from consistency.capture.wording import listed, some
 from consistency.case.inference.request import OUTPUT
@@ -29,6 +29,14 @@ def find_engines(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCom
         yield from _wrong(engine, [(t, row) for t, row in rows if t.layer == OUTPUT and row.status in BAD])
         yield from _batches(engine, [(t, row) for t, row in rows if t.layer == BATCHES])
         yield from _part(engine, rows)
+        outputs = [(t, row) for t, row in rows if t.layer == OUTPUT]
+        if outputs and all(row.status == "skipped" for _, row in outputs):
+            yield Finding(
+                kind=FindingKind.NOTHING_COMPARED, severity="error", workers=(engine.label,),
+                message=f"forward · {engine.label} · nothing was compared of this engine: "
+                + "; ".join(dict.fromkeys(row.reason or "" for _, row in outputs if "none" not in (row.reason or ""))),
+                tensors=tuple(t.name for t, _ in outputs),
+            )  # fmt: skip
 
 
 def of_devices(tensors: Sequence[TensorComparison], compared: Sequence[ComparedWorker]) -> list[TensorComparison]:
@@ -68,15 +76,22 @@ def _wrong(engine: ComparedWorker, wrong: _Wrong) -> Iterator[Finding]:
             general=f"{Stage.FORWARD} · {engine.label}: {_sentence(cause, places, rows[:1])}",
             workers=(engine.label,),
             tensors=tuple(t.name for t, _ in rows),
-            cause=cause.sentence(places) if isinstance(cause, Cause) else None,
+            cause=_sentence(cause, places, rows) if isinstance(cause, Cause) else None,
             detail=tuple(line for t, row in rows for line in (describe(t, row), *_tried(row))),
-            next=cause.todo if isinstance(cause, Cause) else _again(engine),
+            next="; or ".join(one.todo for one in _causes(rows[0][1])) or _again(engine),
             load_paths=(engine.load_path,),
         )
 
 
 def _cause(row: Outcome) -> Cause | None:
-    return next((cause for cause in Cause if cause == row.evidence.get(CAUSE)), None)
+    return next(iter(_causes(row)), None)
+
+
+def _causes(row: Outcome) -> list[Cause]:
+    """Return what explains a row, in the order of `Cause`: several where they come to the same here."""
+    several = row.evidence.get(SEVERAL)
+    named = [row.evidence.get(CAUSE), *(several if isinstance(several, list) else ())]
+    return [cause for cause in Cause if cause in named]
 
 
 def _rows_of(row: Outcome) -> str:
@@ -87,7 +102,8 @@ def _rows_of(row: Outcome) -> str:
 
 def _sentence(cause: Cause | Word, places: str, rows: _Wrong) -> str:
     if isinstance(cause, Cause):
-        return cause.sentence(places)
+        others = [one.phrase.replace("{}", places) for one in _causes(rows[0][1]) if one != cause]
+        return ", or ".join([cause.sentence(places), *others]) + (", which is the same here" if others else "")
     if cause == Word.MISSING:
         return "; ".join(dict.fromkeys(row.reason or "missing" for _, row in rows))
     found = cause.about(OUTPUT, computed=True)
@@ -105,8 +121,6 @@ def _tried(row: Outcome) -> Iterator[str]:
     share = row.evidence.get("cause_bound_ratio")
     if share is not None:
         yield f"the explanation is within the rule: {float(share):.2g} of what is allowed"
-    if several := row.evidence.get("causes"):
-        yield f"several explain it equally: {', '.join(map(str, several))}"
     if left := row.evidence.get("not_tried"):
         yield f"not tried, for this model: {', '.join(map(str, left))}"
 

@@ -41,7 +41,7 @@ def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         workers=tuple(merged),
         detail=(
             "a step is the distance of two neighbouring levels; rounding to the nearest makes up to half of one",
-            "to keep all of the adapter, leave it unmerged, or merge it into the base that was not quantized",
+            "to keep all of the adapter, leave it unmerged, or dequantize the base, merge into that, and keep 16 bits",
         ),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, Cause
+from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
 from consistency.capture.names import ADAPTER_OFF
 from consistency.capture.wording import some
 from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, error_factor
@@ -99,7 +99,7 @@ class Answer:
         if len(self.fits) == 1:
             ((cause, (places, share)),) = self.fits.items()
             return {CAUSE: cause.value, "cause_bound_ratio": share, **({PLACES: places} if places else {}), **found}
-        return {"causes": [cause.value for cause in self.fits], **found} if self.fits else found
+        return {SEVERAL: [cause.value for cause in self.fits], **found} if self.fits else found
 
 
 def explain(question: Question) -> Answer:

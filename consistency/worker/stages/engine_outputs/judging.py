@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from consistency.capture.engine_causes import CAUSE, SEVERAL
 from consistency.capture.folder import worker_slug
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON
 from consistency.capture.records import WorkerInfo
@@ -186,7 +187,7 @@ class _Engine:
         reason = None
         if not passes(share):
             evidence |= self._why(mode, actual, truth, bound).evidence()
-            if self.forward.again() is not None and "cause" not in evidence:
+            if self.forward.again() is not None and not evidence.keys() & {CAUSE, SEVERAL}:
                 reason = (
                     "the model decides (a router, a selection), and rounding may have an engine decide otherwise, "
                     "which cannot be replayed there"
@@ -233,6 +234,7 @@ class _Engine:
 
         batch = self._passes(rows)
         one = batch if watch() is not None else self._passes(rows[:1])
+        free = self._passes(rows, decides=True)
         question = Question(
             mode=mode, wanted=wanted, seen=seen, share=share, rounding=bound.rounding,
             passes=batch, first=one,
@@ -242,23 +244,26 @@ class _Engine:
         )  # fmt: skip
         try:
             found = explain(question)
+            if not found.fits and watch() is not None:  # a real mistake may have the router decide otherwise
+                found = explain(replace(question, passes=free, first=free))
         except Exception as error:  # model code of any kind may raise anything
             if not is_of_the_model(error, self.forward.model):
                 raise
             found = Answer(not_tried=(f"the rest, after {first_line(error)}",))
         return replace(found, rows=tuple(rows) if len(rows) < self.view.shape[0] else ())
 
-    def _passes(self, rows: list[int]) -> Passes:
-        """Return passes of some rows of the inputs."""
-        if tuple(rows) not in self.passes:
+    def _passes(self, rows: list[int], *, decides: bool = False) -> Passes:
+        """Return passes of some rows of the inputs, that decide as the right pass did or each by itself."""
+        key = (*rows, decides)
+        if key not in self.passes:
             whole = len(rows) == self.view.shape[0]
             inputs = {name: one if whole else one[rows] for name, one in self.forward.inputs.items()}
-            self.passes[tuple(rows)] = Passes(
+            self.passes[key] = Passes(
                 model=self.forward.model, inputs=inputs,
-                watch=self.forward.again,
+                watch=self.forward.again if not decides else lambda: None,
                 step=functools.partial(self.context.events.step, done=0, total=1),
             )  # fmt: skip
-        return self.passes[tuple(rows)]
+        return self.passes[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

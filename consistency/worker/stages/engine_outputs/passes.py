@@ -194,7 +194,10 @@ def saved_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def scalings_of(layers: Sequence[Any], config: Any) -> dict[str, dict[int, float]]:
-    """Return other scalings of LoRA, by the name of the mistake; those that are no mistake here are left out."""
+    """Return other scalings of LoRA, by the name of the mistake; those that are no mistake here are left out.
+
+    Several mistakes may come to the same scalings: with alpha = r, no rank-stabilization and no scaling at all.
+    """
     now = {place: float(layer.scaling[ADAPTER_NAME]) for place, layer in enumerate(layers)}
     ranks = [float(getattr(layer, "r", {}).get(ADAPTER_NAME) or 0) for layer in layers]
     alphas = [float(getattr(layer, "lora_alpha", {}).get(ADAPTER_NAME) or 0) for layer in layers]
@@ -205,7 +208,4 @@ def scalings_of(layers: Sequence[Any], config: Any) -> dict[str, dict[int, float
         found["rslora ignored" if root else "rslora assumed"] = dict(enumerate(swapped))
         same = config.lora_alpha / (math.sqrt(config.r) if root else config.r)
         found["patterns ignored"] = dict.fromkeys(now, same)
-    different: dict[tuple[float, ...], str] = {tuple(now.values()): ""}
-    for name, scalings in found.items():  # of two that are the same here, the first
-        different.setdefault(tuple(scalings.values()), name)
-    return {name: found[name] for name in different.values() if name}
+    return {name: scalings for name, scalings in found.items() if scalings != now}

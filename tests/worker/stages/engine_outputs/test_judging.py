@@ -11,12 +11,14 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers
 
 from consistency.case.builtin import BUILTIN_CASES, builtin_folder
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import InputError
 from consistency.worker.stages.engine_outputs import explanations, judging
-from tests.worker.model.made_models import on_llama
+from tests.versions import loads_onto_mixtures
+from tests.worker.model.made_models import SIZES, adapter_on, on_llama, saved
 from tests.worker.stages.engine_outputs.made_engines import (
     MERGED,
     OFF,
@@ -237,3 +239,35 @@ def test_without_the_judgement_nothing_is_found(llama: Path, tmp_path: Path, mon
     files = written(engine, tmp_path, {"ignored": {ON: engine.logits(off=True)}})
     monkeypatch.setattr(judging, "explain", lambda _: explanations.Answer())
     assert [finding.kind for finding in errors(judged(llama, adapter, tmp_path, files))["ignored"]] == ["differs"]
+
+
+def test_mistakes_that_come_to_the_same_are_all_named(llama: Path, tmp_path: Path) -> None:
+    """With alpha = r, which is common, an ignored use_rslora was called a scaling of 1, with the advice for that."""
+    config = peft.LoraConfig(r=4, lora_alpha=4, use_rslora=True, target_modules=["q_proj", "v_proj"])
+    adapter = on_llama(llama, config)
+    engine = request(llama, adapter, tmp_path / "in.safetensors")
+    files = written(engine, tmp_path, {"one": {ON: with_scalings(engine, lambda _: 1.0)}})
+    ((finding,),) = errors(judged(llama, adapter, tmp_path, files)).values()
+    assert finding.kind == "scaling-ignored"
+    assert "as if scaling were 1, or as if scaling were lora_alpha / r: use_rslora is ignored" in finding.message
+    assert "lora_alpha * sqrt(r)" in str(finding.next)
+
+
+@loads_onto_mixtures
+def test_a_mixture_is_explained_by_passes_that_decide_themselves_or_told_not_to_be_judged(tmp_path: Path) -> None:
+    """A mistake moves the router, so that passes held to the right decisions explained none, and all was consistent."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    base = saved(transformers.MixtralForCausalLM(config), tmp_path / "base")
+    lora = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"])
+    adapter = adapter_on(transformers.MixtralForCausalLM.from_pretrained(base), lora, tmp_path / "adapter")
+    engine = request(base, adapter, tmp_path / "in.safetensors")
+    outputs = {
+        "healthy": {ON: engine.logits()},
+        "scaling": {ON: with_scalings(engine, lambda _: 1.0)},
+        "other": {ON: with_scalings(engine, lambda scaling: 3 * scaling)},
+    }
+    report = judged(base, adapter, tmp_path, written(engine, tmp_path, outputs))
+    found = {name: [finding.kind for finding in those] for name, those in errors(report).items()}
+    assert found == {"scaling": ["scaling-ignored"], "other": ["nothing-compared"]}
+    assert report.verdict == "incomplete"
