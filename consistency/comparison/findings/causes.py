@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -116,6 +116,7 @@ def find_causes(
     groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
     totals = _totals(tensors)
     follows = _consequences(groups)
+    renamed = {cause.workers: text for cause, group in groups.items() if (text := _renamed(cause, group, groups))}
     for cause, group in groups.items():
         if any(cause in caused for caused in follows.values()):
             continue
@@ -126,7 +127,8 @@ def find_causes(
         opening = f"{cause.stage} · {some(cause.workers)} · "
         differ = _of_files(group, cause.workers)
         reasons = [_why(cause, group, same, software=software), differ, _deeper(cause, group, tensors), _strict(group)]
-        why = ": ".join(filter(None, reasons))
+        new_names = renamed.get(cause.workers) if cause.word in NO_COUNTERPART else None
+        why = ": ".join(filter(None, [*reasons, new_names if cause.word == Word.UNEXPECTED else None]))
         ending = f"{cause.verdict.where}: {why}" if why else cause.verdict.where
         what = _what(cause, group, totals)
         yield Finding(
@@ -149,7 +151,11 @@ def find_causes(
             detail=tuple(
                 _described(t, row, what) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
             ),
-            next=compare_file(cause.stage) if _is_of_the_file(cause, group) else next_step(cause.workers),
+            next="rename the keys in the file, or save the adapter again from the model that PEFT made"
+            if new_names
+            else compare_file(cause.stage)
+            if _is_of_the_file(cause, group)
+            else next_step(cause.workers),
             load_paths=load_paths,
         )
 
@@ -293,6 +299,31 @@ def _deeper(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -
         return ""
     deepest = [one for one in beyond if one is not None]
     return f"the adapter is for {max(deepest) + 1} layers, the base has {last}" if min(deepest) >= last else ""
+
+
+def _renamed(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> str:
+    """State the part of their paths by which names in the file differ from all those that the model lacks."""
+    lacking = groups.get(replace(cause, word=Word.MISSING))
+    has, lacks = ({f"{t.layer}.{t.tensor}" for t in of.tensors} if of else set() for of in (group, lacking))
+    if cause.word != Word.UNEXPECTED or not lacks or len(has) != len(lacks):
+        return ""
+    own = min(has).split(".")
+    wanted = max((name.split(".") for name in sorted(lacks)), key=lambda parts: _alike(own[::-1], parts[::-1]))
+    end = _alike(own[::-1], wanted[::-1])
+    begin = _alike(own[: len(own) - end], wanted[: len(wanted) - end])
+    begin -= begin == len(own) - end > 0  # a part that the file's names lack is told by the one before it
+    old, new = ("".join(f"{part}." for part in parts[begin : len(parts) - end]) for parts in (own, wanted))
+    if not old or {name.replace(old, new, 1) for name in has} != lacks:
+        return ""
+    old = old.removesuffix("base_model.model.") or old  # which begins all names in the file, and is left out here
+    return (
+        f"in the file {old!r} stands where the model has {new!r}" if new else f"but for {old!r} they are those missing"
+    )
+
+
+def _alike(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return how many parts are the same at the beginning."""
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _strict(group: _Group) -> str:

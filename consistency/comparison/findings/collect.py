@@ -331,9 +331,9 @@ def _given(option: str, *values: str) -> Iterator[str]:
 
 
 def _compare_file(reference: ComparedWorker | None, stage: str) -> str | None:
-    """Return a command that compares the base or the adapter with the folder that it was copied from."""
+    """Return what compares the base or the adapter with the folder that it was copied from."""
     folder = None if reference is None else reference.case.adapter if stage == Stage.ADAPTER else reference.case.base
-    return f"consistency diff SOURCE {shlex.quote(folder)}" if folder else None
+    return f"compare it with what it was copied from: consistency diff SOURCE {shlex.quote(folder)}" if folder else None
 
 
 def _profile(p: ComparedWorker) -> str:

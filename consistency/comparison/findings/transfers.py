@@ -192,7 +192,7 @@ def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: Host
         cause="; ".join(reason.text for reason in why) or None,
         detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *about(host_facts)),
         next=next(
-            (reason.fix for reason in why if reason.fix), "consistency doctor --out DIR, before and after a reboot"
+            (reason.fix for reason in why if reason.fix), "run consistency doctor --out DIR before and after a reboot"
         ),
     )
 

@@ -174,3 +174,31 @@ def test_a_tolerance_that_fails_what_is_correctly_rounded_is_to_blame_itself() -
     assert finding.message.endswith(why)
     (other,) = causes(tensor("b", "w", "cpu", mismatched=3, **fields))
     assert "rounding" not in other.message
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "says"),
+    [
+        ("_orig_mod.base_model.model.model.layers.{}.q", "model.layers.{}.q", "but for '_orig_mod.' they are"),
+        ("module.model.layers.{}.q", "model.layers.{}.q", "but for 'module.' they are those missing"),
+        (
+            "model.layers.{}.q", "model.language_model.layers.{}.q",
+            "in the file 'model.' stands where the model has 'model.language_model.'",
+        ),
+        (
+            "language_model.model.layers.{}.q", "model.language_model.layers.{}.q",
+            "in the file 'language_model.model.' stands where the model has 'model.language_model.'",
+        ),
+    ],
+)  # fmt: skip
+def test_keys_that_differ_by_a_part_of_their_path_are_connected(own: str, wanted: str, says: str) -> None:
+    """The same tensors stood as missing and as without a counterpart, side by side."""
+    there = [tensor(own.format(n), "lora_A", "cpu", word=Word.UNEXPECTED) for n in range(2)]
+    lacks = [tensor(wanted.format(n), "lora_A", "cpu", word=Word.MISSING) for n in range(2)]
+    first, second = causes(*there, *lacks)
+    assert f"without a counterpart: {says}" in first.message
+    assert first.next == second.next
+    assert str(first.next).startswith("rename the keys")
+    other = tensor("model.layers.7.k", "lora_A", "cpu", word=Word.MISSING)
+    first, _ = causes(*there, lacks[0], other)
+    assert first.message.endswith("without a counterpart")
