@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import msgspec
 
-from consistency.capture.names import SETTINGS_LAYER
+from consistency.capture.names import SETTINGS_LAYER, UPDATED
 from consistency.capture.wording import counted
 from consistency.case.stages import MOVES_WEIGHTS, Stage, stages_of
 from consistency.comparison.kinds import FindingKind
@@ -76,7 +76,7 @@ def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Fi
     differs = [tensor for tensor, _ in hits if tensor.layer != SETTINGS_LAYER]
     if not _is_reproducible(finding, hits):
         # what was not stored: a setting may explain it nevertheless
-        is_run = again is not None and again.startswith(_RUN)
+        is_run = again is not None and again.startswith(f"{_COMMAND}run ")
         return msgspec.structs.replace(shown, next=bisect) if is_run and _is_loaded(finding, differs) else shown
     commands = [f"{_AGAIN}{again}"] if again else []
     if again and any(tensor.rule in _MEASURED for tensor in differs):
@@ -84,7 +84,6 @@ def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Fi
     return msgspec.structs.replace(shown, detail=(*shown.detail, *commands), next=reproduce_command(folder, number))
 
 
-_RUN = f"{_COMMAND}run "
 _NOT_ASKED = ("--base", "--adapter", "--inputs", "--wrapper")
 _FLAGS = ("--trust-remote-code", "--allow-pickle")
 
@@ -115,7 +114,9 @@ def _is_reproducible(finding: Finding, hits: _Hits) -> bool:
     """Return whether a tensor was stored that is wrong element by element: a drift's earlier bits are kept nowhere."""
     if finding.severity == "note" or finding.kind == FindingKind.DRIFT:
         return False
-    return any(row.worst_index is not None or tensor.stage == Stage.TRANSFER for tensor, row in hits)
+    # of a factor after the optimizer's step no exact value is stored
+    kept = [(tensor, row) for tensor, row in hits if not tensor.tensor.endswith(f".{UPDATED}")]
+    return any(row.worst_index is not None or tensor.stage == Stage.TRANSFER for tensor, row in kept)
 
 
 def _hits(finding: Finding, tensors: Mapping[str, Sequence[TensorComparison]]) -> _Hits:
