@@ -80,13 +80,7 @@ def take_out(path: Path, tensor: Path) -> None:
 
 
 def read_member(path: Path, name: str) -> bytes:
-    """Return one file of an archive, from its top or from a folder in it.
-
-    Raises
-    ------
-    CaptureError
-        There is none, or it is damaged.
-    """
+    """Return one file of an archive, from its top or from a folder in it; a `CaptureError` where there is none."""
     try:
         with _opened(path) as archive:
             found = next((one for one in archive.infolist() if one.filename in (name, f"{path.stem}/{name}")), None)

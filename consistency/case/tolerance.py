@@ -107,14 +107,15 @@ def of_architecture(overrides: Sequence[Override], architecture: str) -> tuple[O
 
 
 def as_overrides(given: object, *, where: str) -> tuple[Override, ...]:
-    """Read what a user wrote: a list of tables, or of texts as the command line has them.
+    """Read what a user wrote: tables, or texts as the command line has them; one alone needs no list.
 
     Raises
     ------
     UsageError
         It is no such list, or one of it has an unknown field, or a value that cannot be used.
     """
-    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+    given = [given] if isinstance(given, (str, Mapping)) else given
+    if not isinstance(given, Sequence):
         raise UsageError(
             "tolerances are a list of tables", where=where, got=given, wanted=f'[[tolerance]], or "{_EXAMPLE}"'
         )

@@ -53,7 +53,8 @@ def _status(parsed: argparse.Namespace) -> int:
     except ConsistencyError as error:
         if parsed.format == "prometheus":
             raise  # metrics of an earlier result stay, and their time says how old they are
-        _put(parsed, _no_result(error) if parsed.format == "json" else no_result_line(_said(error), parsed.format))
+        said = ", wanted ".join(filter(None, [error.what, error.parts.get("wanted")]))
+        _put(parsed, _no_result(error) if parsed.format == "json" else no_result_line(said, parsed.format))
         return NAGIOS["UNKNOWN"] if parsed.format == "nagios" else NO_RESULT
     text, exit_status = _shown(parsed.format, status, status.age_s(datetime.now(UTC)), max_age_s)
     _put(parsed, text)
@@ -81,12 +82,6 @@ def _shown(form: str, status: Status, age_s: float, max_age_s: float | None) -> 
         table = {**msgspec.structs.asdict(status), "age_s": round(age_s, 3), "stale": stale, "state": state}
         return encode_json(table, indent=1).decode(), exit_status
     return lines.text_line(status, age_s, max_age_s), exit_status
-
-
-def _said(error: ConsistencyError) -> str:
-    """Return what is wrong with an option in words that fit a line; of a result it is enough that there is none."""
-    wanted = error.parts.get("wanted") if error.parts.get("where") == "--max-age" else None
-    return f"{error.what}, wanted {wanted}" if wanted else error.what
 
 
 def _no_result(error: ConsistencyError) -> str:

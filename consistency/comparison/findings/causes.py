@@ -12,7 +12,7 @@ from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.wording import and_more, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
-from consistency.comparison.findings.details import correctly_rounded, describe
+from consistency.comparison.findings.details import CORRECTLY_ROUNDED, describe
 from consistency.comparison.findings.load_paths import (
     Verdict,
     copies,
@@ -331,7 +331,7 @@ def _strict(group: _Group) -> str:
     pairs = [pair for pair in zip(group.tensors, group.samples, strict=True) if pair[1].mismatched == 0]
     if group.rule != Rule.USER or not pairs:
         return ""
-    return f"{len(pairs)} of them hold {correctly_rounded(pairs[0][0])}"
+    return f"{len(pairs)} of them hold {CORRECTLY_ROUNDED}{pairs[0][0].dtype}"
 
 
 def _depth(tensor: TensorComparison) -> int | None:

@@ -79,6 +79,7 @@ def find(
         *_inputs(compared),
         *find_base_config(compared),
         *find_wrong_digests(compared),
+        *_not_repeatable(compared, tensors),
         *find_transfer(compared, tensors),
         *find_causes(
             [t for t in without_trajectories(of_devices(tensors, compared)) if t.stage != Stage.TRANSFER],
@@ -90,7 +91,6 @@ def find(
         *find_ranks(tensors),
         *find_trajectories(tensors, next_step=functools.partial(_once_more, compared, reference)),
         *find_casts(tensors, {p.label: p.info.environment.get("dtype") for p in compared}),
-        *_not_repeatable(compared, tensors),
         *find_soak(
             compared, next_step=functools.partial(_soak_again, compared, reference), as_deployed=AS_DEPLOYED
         ),

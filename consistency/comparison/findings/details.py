@@ -30,6 +30,9 @@ _OF_A_PEAK = {
 }
 """The same of memory, whose names mean something else elsewhere."""
 
+CORRECTLY_ROUNDED = "the exact values correctly rounded: the tolerance is below one rounding of "
+"""What a user's tolerance fails, and no device could compute better; a dtype follows."""
+
 
 def describe(tensor: TensorComparison, row: Outcome) -> str:
     """Describe one wrong tensor in one line: its worst element, both values, and both bit patterns.
@@ -40,7 +43,7 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
     place = f"{tensor.layer}.{tensor.tensor}" + (f"{list(row.worst_index)}" if row.worst_index is not None else "")
     parts = [place, row.reason or ""]
     if "tolerance" in evidence and row.mismatched == 0:
-        parts.append(correctly_rounded(tensor))
+        parts.append(CORRECTLY_ROUNDED + tensor.dtype)
     # of two files neither is known to be right
     parts += _element(evidence, row.worst_index, f"{row.reference} has" if row.own_file else "wanted")
     if row.mismatched:
@@ -65,11 +68,6 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
     if evidence.get("inactive"):
         parts.append(f"inactive: {_listed(evidence['inactive'])}")
     return " · ".join(part for part in parts if part)
-
-
-def correctly_rounded(tensor: TensorComparison) -> str:
-    """Say of a tensor that a user's tolerance fails, and no device could compute better, which of both is to blame."""
-    return f"the exact values correctly rounded: the tolerance is below one rounding of {tensor.dtype}"
 
 
 def describe_change(change: ChangedTensor) -> str:

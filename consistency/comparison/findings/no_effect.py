@@ -53,7 +53,8 @@ def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             workers=labels,
             cause=cause or None,
             detail=(f"adapter {workers[0].case.adapter}",),
-            next="check that this is the trained adapter: a new one changes nothing with most methods",
+            next="check that this is the trained adapter, and that the model calls its layers: one that reads their "
+            "weight itself leaves the adapter out",
         )
 
 

@@ -207,7 +207,7 @@ def find_overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
 
     Blocks are compared on equal inputs, and one whose passes on the CPU overflow too is not.
     """
-    found: dict[tuple[str, str], dict[str, None]] = {}
+    found: dict[str, dict[str, None]] = {}
     outputs: dict[str, None] = {}
     for p in compared:
         records = [record for record in p.records.stage(Stage.FORWARD).values() if not record.load_path]
@@ -218,15 +218,15 @@ def find_overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         ]  # fmt: skip
         if lost and not any(record.status == "outside" for record in p.records.values()):
             beyond = [record for record in records if OVERFLOWS in (record.reason or "")]
-            first = min(beyond, key=lambda record: record.order, default=None)
-            found.setdefault((lost[0].dtype, "" if first is None else first.layer), {})[p.label] = None
+            first = f", first in {min(beyond, key=lambda record: record.order).layer}" if beyond else ""
+            text = f"outputs are NaN or infinite in {lost[0].dtype}, and finite in float64{first}"
+            found.setdefault(text, {})[p.label] = None
             outputs |= dict.fromkeys(tensor_name(*record.key) for record in lost)
-    for (dtype, layer), labels in found.items():
-        text = f"forward · {some(list(labels))} · outputs are NaN or infinite in {dtype}, and finite in float64"
+    for text, labels in found.items():
         yield Finding(
             kind=FindingKind.NON_FINITE_VALUES, severity="error", workers=tuple(labels), tensors=tuple(outputs),
-            message=f"{text}, first in {layer}" if layer else text, general=text,
-            next="use bfloat16, which has the range of float32, or float32" if dtype == "float16" else None,
+            message=f"forward · {some(list(labels))} · {text}", general=f"forward · {text.partition(', first')[0]}",
+            next="use bfloat16, which has the range of float32, or float32" if " float16," in text else None,
         )  # fmt: skip
 
 

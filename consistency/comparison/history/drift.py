@@ -29,6 +29,7 @@ from consistency.comparison.result import Comparison, Finding, with_findings, wi
 from consistency.errors import CaptureError
 
 _MOST_DETAILS = 5
+_ORDER = {stage.value: place for place, stage in enumerate(Stage)}  # of a report, whatever order a run had
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,7 +159,7 @@ def find_drift(
             changed.setdefault(_changes(earlier, run, worker), []).append(worker.name)
         differing = {
             stage: found
-            for stage, (before, _) in sorted(earlier.good.items(), key=lambda good: _place(good[0]))
+            for stage, (before, _) in sorted(earlier.good.items(), key=lambda good: _ORDER.get(good[0], len(_ORDER)))
             if before.bits[stage] != worker.bits[stage]
             and (found := tensors.differing(before.table, worker.table, stage))
         }
@@ -239,11 +240,6 @@ def _with_other_inputs(history: History, now: RunRecord, workers: Sequence[Worke
         if any((one.device, one.case or run.case) in wanted and one.status == "ok" for one in before):
             return run.at
     return ""
-
-
-def _place(stage: str) -> int:
-    """Return the place of a stage in the report's order, whatever order runs recorded it in."""
-    return list(Stage).index(Stage(stage)) if stage in set(Stage) else len(Stage)
 
 
 def _same_bits(history: History, now: RunRecord, worker: WorkerRecord, stages: Sequence[str]) -> str:

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from consistency.case.case import Case
 
 _NO_RESULT = frozenset((
@@ -22,20 +20,16 @@ _NO_RESULT = frozenset((
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """Return the settings of a model's config that may change what it computes, by name; nothing where it has none."""
+    """Return the settings of a model's config that may change what it computes, by name; nothing where it has none.
+
+    What JSON has not is named by its type: an address would be another one in each process.
+    """
     found = getattr(getattr(model, "config", None), "to_dict", None)
     try:
-        table = json.loads(json.dumps(found(), default=_plain)) if callable(found) else {}
+        table = json.loads(json.dumps(found(), default=lambda value: type(value).__name__)) if callable(found) else {}
     except (TypeError, ValueError, RecursionError):
         return {}
     return dict(_settings(table))
-
-
-def _plain(value: object) -> object:
-    """Return what JSON can hold of a value, the same in every process: no address of an object, no order of a set."""
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
 def _settings(table: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:

@@ -28,8 +28,7 @@ def test_a_config_is_what_may_change_results() -> None:
 
 
 def test_values_that_json_has_not_are_the_same_in_every_process() -> None:
-    found = config_of(model_of(its_own=object(), several={"b", "a"}, kept_in=torch.float16))
-    assert (found["its_own"], found["several"], found["kept_in"]) == ("object", ["a", "b"], "torch.float16")
+    assert config_of(model_of(its_own=object()))["its_own"] == "object"
 
 
 def test_an_edited_config_is_another_source(tmp_path: Path) -> None:

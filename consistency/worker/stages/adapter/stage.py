@@ -159,14 +159,9 @@ def _settings(context: Context) -> None:
     other = other_scalings(context.model)
     effect, why = effect_of(context)
     if other:
-        pairs = Counter(
-            (f"scaling {own:g}", f"scaling {wanted:g}, by adapter_config.json,") for own, wanted in other.values()
-        )
-        why = {
-            "got": {got: layers for (got, _), layers in pairs.items()},
-            "wanted": {asked: layers for (_, asked), layers in pairs.items()},
-            **why,
-        }
+        own, asked = zip(*other.values(), strict=True)
+        why["got"] = dict(Counter(f"scaling {one:g}" for one in own))
+        why["wanted"] = dict(Counter(f"scaling {one:g}, by adapter_config.json," for one in asked))
     raw = json.dumps(table, sort_keys=True).encode()
     tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     context.record.computed(
