@@ -128,6 +128,7 @@ def find_causes(
         differ = _of_files(group, cause.workers)
         reasons = [_why(cause, group, same, software=software), differ, _deeper(cause, group, tensors), _strict(group)]
         new_names = renamed.get(cause.workers) if cause.word in NO_COUNTERPART else None
+        file = compare_file(cause.stage) if _is_of_the_file(cause, group) else None
         why = ": ".join(filter(None, [*reasons, new_names if cause.word == Word.UNEXPECTED else None]))
         ending = f"{cause.verdict.where}: {why}" if why else cause.verdict.where
         what = _what(cause, group, totals)
@@ -150,12 +151,9 @@ def find_causes(
             ),
             detail=tuple(
                 _described(t, row, what) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
-            ),
-            next="rename the keys in the file, or save the adapter again from the model that PEFT made"
-            if new_names
-            else compare_file(cause.stage)
-            if _is_of_the_file(cause, group)
-            else next_step(cause.workers),
+            )
+            + (("results of each are judged by its own files",) if differ else ()),
+            next=_RENAME if new_names else file or next_step(cause.workers),
             load_paths=load_paths,
         )
 
@@ -301,6 +299,9 @@ def _deeper(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -
     return f"the adapter is for {max(deepest) + 1} layers, the base has {last}" if min(deepest) >= last else ""
 
 
+_RENAME = "rename the keys in the file, or save the adapter again from the model that PEFT made"
+
+
 def _renamed(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> str:
     """State the part of their paths by which names in the file differ from all those that the model lacks."""
     lacking = groups.get(replace(cause, word=Word.MISSING))
@@ -316,9 +317,7 @@ def _renamed(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> s
     if not old or {name.replace(old, new, 1) for name in has} != lacks:
         return ""
     old = old.removesuffix("base_model.model.") or old  # which begins all names in the file, and is left out here
-    return (
-        f"in the file {old!r} stands where the model has {new!r}" if new else f"but for {old!r} they are those missing"
-    )
+    return f"the file has {old!r} where the model has {new!r}" if new else f"but for {old!r} they are those missing"
 
 
 def _alike(one: Sequence[str], other: Sequence[str]) -> int:

@@ -20,18 +20,8 @@ from consistency.comparison.findings.host import find_host_problems
 from consistency.comparison.findings.in_common import find_unknown_hosts
 from consistency.comparison.findings.load_paths import find_casts
 from consistency.comparison.findings.no_effect import find_no_effect
-from consistency.comparison.findings.nothing_compared import (
-    find_not_finite,
-    find_nothing_compared,
-    find_overflow,
-    find_unexplained,
-)
-from consistency.comparison.findings.of_workers import (
-    find_adapter_config,
-    find_base_config,
-    find_failed_stages,
-    find_wrong_digests,
-)
+from consistency.comparison.findings.nothing_compared import find_not_finite, find_nothing_compared, find_unexplained
+from consistency.comparison.findings.of_workers import find_configs, find_failed_stages, find_wrong_digests
 from consistency.comparison.findings.placement import find_device_use
 from consistency.comparison.findings.quantized import find_quantized
 from consistency.comparison.findings.ranks import find_ranks
@@ -74,10 +64,8 @@ def find(
         *find_failed_stages(compared),
         *find_nothing_compared(compared, tensors),
         *find_not_finite(compared, tensors),
-        *find_overflow(compared),
         *_software(compared),
         *_inputs(compared),
-        *find_base_config(compared),
         *find_wrong_digests(compared),
         *_not_repeatable(compared, tensors),
         *find_transfer(compared, tensors),
@@ -99,7 +87,7 @@ def find(
         *_settings(compared),
         *find_unknown_hosts(compared, groups),
         *find_no_effect(compared),
-        *find_adapter_config(compared),
+        *find_configs(compared),
         *find_quantized(compared),
         *find_tolerances(compared),
         # so that the report of a drill is not mistaken for one of a real fault

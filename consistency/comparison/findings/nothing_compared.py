@@ -173,6 +173,7 @@ def find_not_finite(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
 
     Where the file has none and the others of a tensor were compared, it is a note: an output may rule words out by −∞.
     """
+    yield from _overflow(compared)
     in_files, in_part = _in_files(compared), _in_part(compared)
     where = "; ".join(f"in the {file}: {some(places, _MOST)}" for file, places in in_files.items())
     unknown = [(t, outcome.workers) for t in tensors for outcome in t.outcomes if outcome.reason == NOT_FINITE]
@@ -202,7 +203,7 @@ def find_not_finite(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
         )
 
 
-def find_overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Report outputs that are NaN or infinite and finite in float64, where nothing that is wrong explains it.
 
     Blocks are compared on equal inputs, and one whose passes on the CPU overflow too is not.

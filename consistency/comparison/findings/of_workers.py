@@ -53,8 +53,9 @@ def find_wrong_digests(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         )
 
 
-def find_adapter_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+def find_configs(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Report each of these once, with the workers that found it."""
+    yield from _of_base(compared)
     bases: dict[str, dict[str, None]] = {}
     fields: dict[str, dict[str, None]] = {}
     for p in compared:
@@ -80,7 +81,7 @@ def find_adapter_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]
 _MOST_SETTINGS = 4
 
 
-def find_base_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+def _of_base(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Report bases whose configs differ: each worker is judged against float64 by its own, so that no row shows it.
 
     Another version of transformers has other fields: only those that both have are compared then.
@@ -89,9 +90,9 @@ def find_base_config(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     for p in compared:
         if p.info.config:
             found.setdefault(encode_json(p.info.config), []).append(p)
-    (first, *_), *others = list(found.values()) or [list(compared)]
-    for workers in others:
-        own, wanted, labels = workers[0].info, first.info, tuple(dict.fromkeys(p.label for p in workers))
+    for workers in list(found.values())[1:]:
+        first, labels = next(iter(found.values()))[0], tuple(dict.fromkeys(p.label for p in workers))
+        own, wanted = workers[0].info, first.info
         names = own.config.keys() & wanted.config.keys()
         if own.environment.get("transformers") == wanted.environment.get("transformers"):
             names = own.config.keys() | wanted.config.keys()

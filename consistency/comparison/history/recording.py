@@ -163,18 +163,10 @@ class _Recorder:
         case = worker.case
         read = [stages[name].read if name in stages else () for name in ("base", "adapter")]
         adapters = tuple((one.name, one.path) for one in case.adapters)
-        same = (
-            case.dtype,
-            case.level,
-            worker.info.inputs_digest,
-            worker.info.sources,
-            case.base,
-            case.adapter,
-            *read,
-            adapters,
-        )
+        given = worker.info.inputs_digest, worker.info.sources
+        same = (case.dtype, case.level, *given, case.base, case.adapter, *read, adapters)
         if same not in self._files:
-            parts: list[Any] = [case.dtype, case.level, worker.info.inputs_digest, worker.info.sources]
+            parts: list[Any] = [case.dtype, case.level, *given]
             parts += [
                 digests or _marks(folder) for digests, folder in zip(read, (case.base, case.adapter), strict=True)
             ]

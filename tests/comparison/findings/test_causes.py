@@ -183,11 +183,11 @@ def test_a_tolerance_that_fails_what_is_correctly_rounded_is_to_blame_itself() -
         ("module.model.layers.{}.q", "model.layers.{}.q", "but for 'module.' they are those missing"),
         (
             "model.layers.{}.q", "model.language_model.layers.{}.q",
-            "in the file 'model.' stands where the model has 'model.language_model.'",
+            "the file has 'model.' where the model has 'model.language_model.'",
         ),
         (
             "language_model.model.layers.{}.q", "model.language_model.layers.{}.q",
-            "in the file 'language_model.model.' stands where the model has 'model.language_model.'",
+            "the file has 'language_model.model.' where the model has 'model.language_model.'",
         ),
     ],
 )  # fmt: skip
