@@ -78,9 +78,6 @@ def find_configs(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-_MOST_SETTINGS = 4
-
-
 def _of_base(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Report bases whose configs differ: each worker is judged against float64 by its own, so that no row shows it.
 
@@ -101,7 +98,7 @@ def _of_base(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         if texts:
             yield Finding(
                 kind=FindingKind.SETTINGS, severity="error", workers=labels,
-                message=f"base · {some(labels)} · another config, so another function: {some(texts, _MOST_SETTINGS)}",
+                message=f"base · {some(labels)} · another config, so another function: {some(texts)}",
                 general=f"base · {some(labels)} · another config, so another function",
                 next="capture again with one config.json: consistency diff shows what differs in the files",
             )  # fmt: skip

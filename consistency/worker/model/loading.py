@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import re
 import sys
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from consistency.worker.model.offload import Offload
 
 ADAPTER_NAME = "default"
+_OTHER_ROWS = re.compile(
+    r"mismatch for \S*(?:embed|wte|lm_head)\S*: .*?Size\(\[(\d+), (\d+)\]\).*?Size\(\[(\d+), \2\]\)"
+)
 
 # what transformers and PEFT raise over files, configs and adapters that they cannot use, or cannot load twice
 UNUSABLE = (
@@ -224,6 +228,12 @@ def load_adapter(
                 wanted="every tensor of the modules in modules_to_save of adapter_config.json",
                 hint="save it again by PEFT's save_pretrained(), or take the module out of modules_to_save",
             ) from lost
+        rows = _OTHER_ROWS.search(str(error.parts["got"]))
+        if rows is not None:
+            hint = (
+                f"a base with {rows[1]} rows: model.resize_token_embeddings({rows[1]}), and save it; it has {rows[3]}"
+            )
+            raise InputError(problem, where=path, got=error.parts["got"], hint=hint) from lost
         if isinstance(lost, TypeError | AttributeError):  # as code raises that was written for another version
             hint = f"does peft {peft.__version__} fit transformers {transformers.__version__}? {hint}"
             raise InputError(problem, where=path, got=error.parts["got"], hint=hint) from lost

@@ -103,3 +103,17 @@ def test_a_quantized_model_of_a_factory_is_not_cast(monkeypatch: pytest.MonkeyPa
     case = case_of(Path("python:tests.worker.model.made_models:a_plain_module"), None, dtype="float16")
     with pytest.raises(InputError, match="a quantized model cannot be brought to another dtype"):
         load_base(case, "cpu")
+
+
+def test_an_embedding_with_more_rows_asks_for_a_base_of_that_size(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint asked whether the adapter is for this base; a token was added to it."""
+    case = case_of(llama, on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj"])))
+    says = (
+        "Error(s) in loading state_dict: size mismatch for base_model.model.model.embed_tokens.weight: copying a param "
+        "with shape torch.Size([65, 32]) from checkpoint, the shape in current model is torch.Size([64, 32])."
+    )
+    base = load_base(case, "cpu")
+    monkeypatch.setattr(peft.PeftModel, "from_pretrained", raising(RuntimeError(says)))
+    with pytest.raises(InputError) as raised:
+        load_adapter(base, case)
+    assert "model.resize_token_embeddings(65)" in str(raised.value.parts["hint"])
