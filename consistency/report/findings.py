@@ -75,7 +75,6 @@ def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Fi
         return msgspec.structs.replace(shown, next=bisect)
     differs = [tensor for tensor, _ in hits if tensor.layer != SETTINGS_LAYER]
     if not _is_reproducible(finding, hits):
-        # what was not stored: a setting may explain it nevertheless
         is_run = again is not None and again.startswith(f"{_COMMAND}run ")
         return msgspec.structs.replace(shown, next=bisect) if is_run and _is_loaded(finding, differs) else shown
     commands = [f"{_AGAIN}{again}"] if again else []

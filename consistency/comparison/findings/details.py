@@ -44,7 +44,6 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
     parts = [place, row.reason or ""]
     if "tolerance" in evidence and row.mismatched == 0:
         parts.append(CORRECTLY_ROUNDED + tensor.dtype)
-    # of two files neither is known to be right
     parts += _element(evidence, row.worst_index, f"{row.reference} has" if row.own_file else "wanted")
     if row.mismatched:
         parts.append(f"{row.mismatched} of {row.elements} elements")

@@ -228,11 +228,8 @@ def load_adapter(
                 wanted="every tensor of the modules in modules_to_save of adapter_config.json",
                 hint="save it again by PEFT's save_pretrained(), or take the module out of modules_to_save",
             ) from lost
-        rows = _OTHER_ROWS.search(str(error.parts["got"]))
-        if rows is not None:
-            hint = (
-                f"a base with {rows[1]} rows: model.resize_token_embeddings({rows[1]}), and save it; it has {rows[3]}"
-            )
+        if (rows := _OTHER_ROWS.search(str(error.parts["got"]))) is not None:
+            hint = f"resize the base from {rows[3]} rows: model.resize_token_embeddings({rows[1]}), and save it"
             raise InputError(problem, where=path, got=error.parts["got"], hint=hint) from lost
         if isinstance(lost, TypeError | AttributeError):  # as code raises that was written for another version
             hint = f"does peft {peft.__version__} fit transformers {transformers.__version__}? {hint}"
