@@ -521,3 +521,4 @@ def test_the_file_of_one_host_accuses_no_majority(make_capture: MakeCapture) -> 
     (finding,) = two.findings
     assert (two.reference, finding.workers) == ("b:cpu", ("a:cpu",))
     assert finding.message.endswith(": the files differ, and nothing tells which is right")
+    assert "sha256sum" in str(finding.next)

@@ -164,6 +164,6 @@ def test_redacted_report_is_one_file_where_that_is_its_name(
     show = ("show", tmp_path / "out", "--redact", "--out", tmp_path / "public.zip")
     assert cli_here(*show).returncode == 0
     with zipfile.ZipFile(tmp_path / "public.zip") as archive:
-        assert sorted(archive.namelist()) == [f"public/report.{end}" for end in ("html", "json", "md")]
+        assert sorted(archive.namelist()) == [f"report.{end}" for end in ("html", "json", "md")]
     assert cli_here(*show).returncode == 2
     assert cli_here(*show, "--force").returncode == 0

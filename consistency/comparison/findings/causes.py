@@ -153,7 +153,7 @@ def find_causes(
                 _described(t, row, what) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
             )
             + (("results of each are judged by its own files",) if differ else ()),
-            next=_RENAME if new_names else file or next_step(cause.workers),
+            next=_RENAME if new_names else file or next_step(cause.workers) or (_WHICH_FILE if differ else None),
             load_paths=load_paths,
         )
 
@@ -299,6 +299,7 @@ def _deeper(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -
     return f"the adapter is for {max(deepest) + 1} layers, the base has {last}" if min(deepest) >= last else ""
 
 
+_WHICH_FILE = "compare sha256sum of both files with where they came from; consistency diff A B names what differs"
 _RENAME = "rename the keys in the file, or save the adapter again from the model that PEFT made"
 
 
