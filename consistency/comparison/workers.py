@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from consistency.capture.records import WorkerInfo
 from consistency.capture.soak import ChangedTensor
 from consistency.case.case import Case
 from consistency.case.load_path import is_alternative, main_path
-from consistency.case.stages import MOVES_WEIGHTS, SPECS
+from consistency.case.stages import SPECS
 from consistency.comparison.records import Key, Records, RecordTables
 
 
@@ -203,36 +203,15 @@ def in_order_of(workers: Sequence[ComparedWorker], names: Container[str]) -> lis
 
 
 def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None:
-    """Return the first capture's plain CPU, else its first CPU, else its first worker with records.
-
-    Where more than half of the captures were made from the same files, it is the first of these: a file of one host
-    accuses no others.
-    """
+    """Return the first capture's plain CPU, else its first CPU, else its first worker with records."""
     useful = [p for p in workers if p.records and not p.is_engine]
     if not useful:
         return None
     ended_well = [p for p in useful if p.info.status == "ok"] or useful
-    files = _files({id(p.capture): p for p in reversed(ended_well)})
-    (usual, count), *_ = Counter(files.values()).most_common(1)
-    if 2 * count > len(files):
-        ended_well = [p for p in ended_well if files[id(p.capture)] == usual]
     first = [p for p in ended_well if p.capture is ended_well[0].capture]
     plain = [p for p in first if p.info.name == "cpu"]
     cpus = [p for p in first if p.is_cpu]
     return (plain or cpus or first)[0]
-
-
-def _files(captures: Mapping[int, ComparedWorker]) -> dict[int, tuple[str | None, ...]]:
-    """Return the digests of what each capture's files hold, as one of its workers read them."""
-    known: dict[tuple[int, ...], tuple[str | None, ...]] = {}
-    found = {}
-    for name, p in captures.items():
-        tables = [p.records.stage(stage) for stage in MOVES_WEIGHTS]
-        same = tuple(map(id, tables))
-        if same not in known:
-            known[same] = tuple(table[key].reference_digest for table in tables for key in sorted(table))
-        found[name] = known[same]
-    return found
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:

@@ -506,14 +506,18 @@ def test_no_more_tensors_are_missing_than_there_are(make_capture: MakeCapture) -
     assert "2 of 2 tensors missing" in finding.message
 
 
-def test_the_file_of_one_host_accuses_no_majority(make_capture: MakeCapture) -> None:
-    """The first host's file was the measure of all others, whoever of them had the flipped bit."""
+def test_of_files_that_differ_the_odd_ones_are_named(make_capture: MakeCapture) -> None:
+    """The first capture is the reference, whoever of them has the flipped bit."""
     odd, usual = ([moved(held=file, file=file)] for file in ("odd", "usual"))
     captures = [
         read_capture(make_capture(name, {"cpu": records}))
         for name, records in (("b", odd), ("a", usual), ("a2", usual))
     ]
     three = compare(captures)
+    (finding,) = three.findings
+    assert (three.reference, finding.workers) == ("b:cpu", ("a:cpu", "a2:cpu"))
+    assert finding.message.endswith(": the files differ, and those of b:cpu are the odd ones")
+    three = compare([captures[1], captures[0], captures[2]])
     (finding,) = three.findings
     assert (three.reference, finding.workers) == ("a:cpu", ("b:cpu",))
     assert finding.message.endswith(": the files differ")

@@ -163,6 +163,8 @@ def _of_files(group: _Group, workers: Sequence[str]) -> str:
     if not all(row.own_file is True for row in group.samples):
         return ""
     others = {w for t in group.tensors for row in t.outcomes if row.status == "equal" for w in row.workers} - {*workers}
+    if len(others) < len(workers):
+        return f"the files differ, and those of {some(sorted(others))} are the odd ones"
     return "the files differ" if len(others) > len(workers) else "the files differ, and nothing tells which is right"
 
 

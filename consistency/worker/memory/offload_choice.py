@@ -54,4 +54,4 @@ def _room(device: torch.device) -> int | None:
     free = free_bytes(device)
     if free is None or getattr(module, "simulated", False):
         return free
-    return max(0, free - CONTEXT_BYTES * (module.device_count() - 1))
+    return max(0, free - CONTEXT_BYTES * (int(module.device_count()) - 1))
