@@ -204,8 +204,9 @@ def test_what_a_worker_leaves_that_dies_in_its_soak(
 def test_memory_stays_flat_over_repeats(llama: Path, adapter: Path, soak_of: SoakOf) -> None:
     found = soak_of(llama, adapter, soak_s=4500, stages=WEIGHTS)
     assert found.repeats >= 50
-    *_, middle, _, last = found.memory_bytes  # in a process of many tests the first repeats may take an arena more
-    assert last - middle < 2**21  # pieces of the C library; 25 repeats' activations alone are more
+    first, _, middle, _, last = found.memory_bytes[-5:]
+    # in a process of many tests an arena may be taken at any time, once; a leak grows in both halves
+    assert min(last - middle, middle - first) < 2**21  # pieces of the C library; 25 repeats' activations alone are more
 
 
 @pytest.mark.slow
