@@ -82,3 +82,12 @@ class FindingKind(enum.StrEnum):
     SETTINGS = "settings"
     ROUNDED = "rounded"
     NAMES = "names"
+
+
+UNSEEN: frozenset[str] = frozenset(
+    {
+        FindingKind.LOST_WORKER, FindingKind.FAILED_WORKER, FindingKind.DAMAGED_CAPTURE, FindingKind.LOST_NODE,
+        FindingKind.NOTHING_COMPARED,
+    }
+)  # fmt: skip
+"""Kinds of findings that report a part that could not be checked."""

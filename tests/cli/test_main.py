@@ -264,12 +264,17 @@ def test_factory_without_adapter(cli: Cli, tmp_path: Path) -> None:
     done = cli("run", "--devices", "cpu", "--base", "python:factory:make", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert {one["layer"] for one in json.loads(done.stdout)["outcomes"] if one["stage"] == "base"} == {"weight", "bias"}
-    bad = {"nothing": "cannot import the model factory", "number": "does not return a module", "broken": "no luck"}
+    bad = {
+        "nothing": "cannot import the model factory",
+        "number": "does not return a module",
+        "broken": "did not finish",
+    }
     config = [f'[[case]]\nname = "{function}"\nbase = "python:factory:{function}"\n' for function in bad]
     (tmp_path / "bad.toml").write_text('devices = "cpu"\n' + "".join(config))
     done = cli("run", "bad.toml", "--json", cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    said = {case["name"]: case["error"] for case in json.loads(done.stdout)["cases"]}
+    assert done.returncode == 3, done.stderr
+    assert "ValueError: no luck" in done.stderr, "what a factory raises is of the worker in which it does"
+    said = {case["name"]: case["error"] or case["headline"] for case in json.loads(done.stdout)["cases"]}
     assert said.keys() == bad.keys()
     for function, words in bad.items():
         assert words in said[function]

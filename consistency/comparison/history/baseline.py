@@ -19,21 +19,13 @@ from consistency.capture.claim import claim_of, claimed
 from consistency.capture.json_codec import decode_json
 from consistency.capture.whole_file import remove_leftovers
 from consistency.capture.writer import write_json
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison.kinds import UNSEEN, FindingKind
 from consistency.comparison.result import Comparison, Finding, WorkerSummary, with_findings
 from consistency.errors import UsageError
 
 SCHEMA = "consistency.baseline/1"
 
 _WAIT_S = 60.0  # for others that change the same baseline: each takes moments
-
-UNSEEN: frozenset[str] = frozenset(
-    {
-        FindingKind.LOST_WORKER, FindingKind.FAILED_WORKER, FindingKind.DAMAGED_CAPTURE, FindingKind.LOST_NODE,
-        FindingKind.NOTHING_COMPARED,
-    }
-)  # fmt: skip
-"""Kinds of findings that report a part that could not be checked."""
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
