@@ -306,28 +306,3 @@ def blamed(
                     needed.remove(number)
             return sorted(needed)
     return []
-
-
-def allowed_alone(calls: Sequence[AtenCall], inputs: Tensors, result: str, unit: float) -> torch.Tensor:
-    """Return what one operation on inputs may be off by, wherever it is right.
-
-    32 times what rounding its operands changes, of eight draws, and 8 roundings of its result, for sums and functions;
-    of a product of matrices also K float32 roundings of the sum of its absolute products (Higham, Accuracy and
-    Stability of Numerical Algorithms, 2002, section 3.5). `unit` is the roundoff of its result and its products, which
-    counts as four of float32 at least: functions are evaluated by steps of their own, to a few units in the last place.
-    """
-    unit = max(unit, 2.0**-22)
-    exact = run_exactly(calls, inputs)[result]
-    generator, most = torch.Generator().manual_seed(0), torch.zeros_like(exact)
-    for _ in range(8):
-        moved = {}
-        for name, one in inputs.items():
-            own = max(unit, torch.finfo(one.dtype).eps / 2) if one.dtype in _NARROW else 0.0
-            noise = torch.rand(one.shape, generator=generator, dtype=_WIDE) * 2 - 1 if own else None
-            moved[name] = one if noise is None else one.to(_WIDE) * (1 + own * noise)
-        most = torch.maximum(most, (run_exactly(calls, moved)[result] - exact).abs())
-    allowed = 32 * most + 8 * unit * exact.abs() + 1e-300
-    if first := [PRODUCTS[one] for call in calls if (one := call.operation.overloadpacket.__name__) in PRODUCTS]:
-        values = run_exactly(calls, {name: one.abs() for name, one in inputs.items()})
-        allowed += values[calls[-1].args[first[-1] + 1]].shape[-2] * 2.0**-24 * values[result]
-    return allowed

@@ -355,7 +355,7 @@ def _scale_limit(weighted: torch.Tensor, weights: torch.Tensor, independent: int
         Errors of all passes.
     """
     whole = float(weights.sum())
-    if not whole > 0 or not math.isfinite(whole):
+    if not whole > 0 or not math.isfinite(whole) or not bool(weighted.isfinite().all()):
         return math.inf
     of_rows = weighted.square().mean(0)  # variance of each row's, times the square of its weight
     rows = float(of_rows.sum().square() / of_rows.square().sum().clamp_min(1e-300))

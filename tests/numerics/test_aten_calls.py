@@ -13,7 +13,6 @@ from consistency.numerics import aten_calls
 from consistency.numerics.aten_calls import (
     AtenCall,
     CallsError,
-    allowed_alone,
     allowed_operation,
     blamed,
     largest_share,
@@ -192,19 +191,6 @@ def test_inputs_stay_as_they_are_where_calls_write_into_them() -> None:
     assert run_calls(calls, {"in1": one}, "cpu")[result].tolist() == [2.0] * 3
     assert run_exactly(calls, {"in1": one})[result].tolist() == [2.0] * 3
     assert one.tolist() == [1.0] * 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_healthy_product_is_within_what_it_is_allowed_alone(dtype: torch.dtype) -> None:
-    calls, result = calls_of("v1 = aten.mm.default(in1, in2)\nreturn v1", "in1", "in2")
-    inputs = {"in1": torch.randn(32, 2048).to(dtype), "in2": torch.randn(2048, 64).to(dtype)}
-    exact = run_exactly(calls, inputs)[result]
-    allowed = allowed_alone(calls, inputs, result, torch.finfo(dtype).eps / 2)
-    own = run_calls(calls, inputs, "cpu")[result]
-    assert largest_share(own, exact, allowed)[0] < 0.3
-    own[3, 5] = 0
-    own[3, 5] -= exact[3, 5].sign() * 20
-    assert largest_share(own, exact, allowed)[0] > 1
 
 
 def test_attention_by_a_kernel_that_is_not_here_is_computed_by_torchs_own() -> None:

@@ -126,6 +126,17 @@ def test_values_that_no_pass_rounds_are_right_to_one_rounding() -> None:
     assert spread.figures((exact * 1.05).to(torch.bfloat16), exact).ratio > 1
 
 
+@pytest.mark.parametrize("overflow", [math.nan, math.inf])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_passes_that_overflow_have_no_limits(overflow: float, passes: int) -> None:
+    """As of a model in float16 whose values are too large for it: such a tensor is not judged."""
+    exact = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    drawn = [(exact * (1 + 1e-3 * torch.randn_like(exact))).to(torch.float16) for _ in range(3)]
+    for one in drawn[:passes]:
+        one[3, 5] = overflow
+    assert not math.isfinite(float(Spread.of(drawn, exact).limits.row))
+
+
 def test_one_pass_shows_no_spread() -> None:
     with pytest.raises(ValueError, match="two passes"):
         Spread.of([torch.zeros(2, 2)], torch.zeros(2, 2, dtype=torch.float64))

@@ -17,10 +17,7 @@ ON_THE_CPU = {
     "numerics/kernels/check.py",
     "numerics/kernels/compiled_error.py",
     "worker/memory/mapped_pages.py",
-    "workflows/reproduce/scripts/calls.py",
-    "workflows/reproduce/scripts/merged.py",
-    "workflows/reproduce/scripts/moved.py",
-    "workflows/reproduce/scripts/recorded.py",
+    "workflows/reproduce/scripts/shared.py",
 }
 """Modules that hand addresses to C, of tensors on the CPU."""
 

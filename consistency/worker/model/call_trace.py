@@ -17,13 +17,13 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from consistency.capture.names import CALLS, CUT, module_place
+from consistency.devices.products import Products
 from consistency.numerics.aten_calls import (
     MOST_CALLS,
     PRODUCTS,
     AtenCall,
     CallsError,
     Name,
-    allowed_alone,
     allowed_operation,
     blamed,
     each,
@@ -32,9 +32,12 @@ from consistency.numerics.aten_calls import (
     run_calls,
     run_exactly,
 )
+from consistency.numerics.bound import gamma
 from consistency.numerics.digest import as_bytes
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.identity import storage_of
 from consistency.numerics.operands import each_tensor
+from consistency.numerics.precision import partial_sums_error
 from consistency.worker.model.blocks import blocks_of
 
 MOST_BYTES = 8 * 2**20
@@ -264,11 +267,11 @@ def trace_module(
 
 
 def kept_parts(
-    traced: Traced, device: torch.device, unit: float, share: Callable[[torch.Tensor], float]
+    traced: Traced, device: torch.device, products: Products, share: Callable[[torch.Tensor], float]
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Return what a reproducer needs, and how far the result was off when it was computed again, over its allowance.
 
-    Calls that take too much are cut to the one that is off by itself, with results of its own.
+    Calls that take too much are cut to the product of matrices that is off by itself, with results of its own.
 
     Raises
     ------
@@ -285,23 +288,43 @@ def kept_parts(
         raise NotTracedError(f"{size}, and their result was right when it was computed again")
     inputs = {name: one if name.startswith("host") else one.to(device) for name, one in traced.inputs.items()}
     for number in blamed(calls, inputs, device, lambda found: share(found[last]))[:4]:
+        if calls[number].operation.overloadpacket.__name__ not in PRODUCTS:
+            continue
         values = run_calls(calls[:number], inputs, device)
-        one, own, result, expected = _alone(calls[number], values, device)
-        if _bytes(one) > MOST_BYTES and calls[number].operation.overloadpacket.__name__ in PRODUCTS:
+        one, own, expected = _alone(calls[number], values, device)
+        if _bytes(one) > MOST_BYTES:
             error = (one.result.to(torch.float64) - expected).abs().reshape(-1, expected.shape[-1])
-            one, own, result, expected = _alone(calls[number], values, device, int(error.amax(0).argmax()))
+            one, own, expected = _alone(calls[number], values, device, int(error.amax(0).argmax()))
         if _bytes(one) > MOST_BYTES:
             continue
-        limit = allowed_alone(own, one.inputs, result, max(unit, torch.finfo(one.result.dtype).eps / 2))
+        limit = _allowed_product(own, one, expected, products)
         if largest_share(one.result, expected, limit)[0] > 1:
             cut = {f"{CUT}actual": one.result, f"{CUT}expected": expected, f"{CUT}allowed": limit}
             return {**_as_tensors(one), **cut}, again
     raise NotTracedError(f"{size}, and no part that is smaller shows it by itself")
 
 
+def _allowed_product(
+    calls: Sequence[AtenCall], one: Traced, expected: torch.Tensor, products: Products
+) -> torch.Tensor:
+    """Return what a product of matrices may be off by: K roundings of the sum of its absolute products, and the store.
+
+    Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.5, with what the settings in force permit.
+    The worker's own passes with noise would not do: on a CPU under test they have its fault.
+    """
+    values = run_exactly(calls, {name: tensor.abs() for name, tensor in one.inputs.items()})
+    last, dtype = calls[-1], one.result.dtype
+    terms = values[last.args[PRODUCTS[last.operation.overloadpacket.__name__] + 1]].shape[-2]
+    error = gamma(terms + 2, UNIT_ROUNDOFF[torch.float32]) + products.matmul.product_error
+    if (each := products.partial_terms.get(name_of(dtype))) is not None:
+        error += partial_sums_error(terms, UNIT_ROUNDOFF[dtype], each=each)
+    summed = error * values[last.results[0]]
+    return summed + UNIT_ROUNDOFF[dtype] * (expected.abs() + summed)
+
+
 def _alone(
     call: AtenCall, values: Mapping[str, torch.Tensor], device: torch.device, column: int | None = None
-) -> tuple[Traced, list[AtenCall], str, torch.Tensor]:
+) -> tuple[Traced, list[AtenCall], torch.Tensor]:
     """Return a call by itself, as noted and as read, and its exact result; of a product only columns around one."""
 
     def operand(value: Any) -> Any:
@@ -323,7 +346,7 @@ def _alone(
         found = each(call.operation(*args, **kwargs))
     one = trace.finish(found[0])
     calls, result = read_calls(one.text, one.inputs)
-    return one, calls, result, run_exactly(calls, one.inputs)[result]
+    return one, calls, run_exactly(calls, one.inputs)[result]
 
 
 def _as_tensors(traced: Traced) -> dict[str, torch.Tensor]:

@@ -36,11 +36,11 @@ def computed_again(
         if (layer, tensor) not in names:
             return None
         context.events.step(f"{layer}, computed again", 0, 1)
-        unit = products_of(context.device).matmul.operand_error
+        products = products_of(context.device)
         try:
             with torch.no_grad(), computing():
                 traced = trace_module(context.model, layer, names[layer, tensor], context.device, run)
-                parts, again = kept_parts(traced, context.device, unit, share)
+                parts, again = kept_parts(traced, context.device, products, share)
         except NotTracedError as error:
             return {}, {NOT_RECOMPUTED: str(error)}
         except Exception as error:  # model code of any kind may raise anything, and what is found is found

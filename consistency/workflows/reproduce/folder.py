@@ -147,7 +147,7 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
     }
     # the scripts print these, and a terminal obeys what a stranger's capture may have in them
     facts = {name: one_line(value) if isinstance(value, str) else value for name, value in facts.items()}
-    scripts = {parts.script_name: parts.script}
+    scripts = {parts.script_name: parts.script, "shared.py": "shared.py"}
     case = evidence.participant.case
     if case.adapter is not None and case.factory is None and evidence.record.stage in _OF_MODEL:
         scripts["load_with_peft.py"] = "load_with_peft.py"

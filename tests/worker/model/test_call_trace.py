@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from consistency.devices.products import Products
 from consistency.numerics.aten_calls import largest_share, read_calls, run_calls, run_exactly
 from consistency.worker.model import call_trace
 from consistency.worker.model.block_pass import ResultPlace, run_by_blocks
@@ -116,7 +117,7 @@ def test_a_large_product_is_cut_to_columns_around_its_fault(bias: bool, monkeypa
         calls, result = read_calls(traced.text, traced.inputs)
         exact = run_exactly(calls, traced.inputs)[result]
         limit = torch.full_like(exact, 1e-3)
-        parts, share = kept_parts(traced, CPU, 0.0, lambda one: largest_share(one, exact, limit)[0])
+        parts, share = kept_parts(traced, CPU, Products(), lambda one: largest_share(one, exact, limit)[0])
     assert share > 100
     inputs = {name: one for name, one in parts.items() if name.startswith("in")}
     assert sum(one.nbytes for one in inputs.values()) < 1 << 17
@@ -128,7 +129,29 @@ def test_a_large_product_is_cut_to_columns_around_its_fault(bias: bool, monkeypa
     assert not ((own.double() - parts["cut.expected"]).abs() > parts["cut.allowed"]).any()
 
 
+def in_one_accumulator(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(left.shape[0], right.shape[1])
+    for k in range(left.shape[1]):
+        total.addr_(left[:, k].float(), right[k].float())
+    return total.to(left.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_healthy_product_is_within_what_it_is_allowed_alone(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    left, right = torch.randn(32, 2048).to(dtype), torch.randn(2048, 64).to(dtype)
+    traced = traced_of(torch.mm, left, right)
+    calls, result = read_calls(traced.text, traced.inputs)
+    exact = run_exactly(calls, traced.inputs)[result]
+    limit = call_trace._allowed_product(calls, traced, exact, Products())
+    for found in (traced.result, in_one_accumulator(left, right)):
+        assert largest_share(found, exact, limit)[0] < 1
+    wrong = traced.result.clone()
+    wrong[3, 5] += exact[3, 5].sign() * 4
+    assert largest_share(wrong, exact, limit)[0] > 1
+
+
 def test_calls_that_do_not_repeat_are_refused() -> None:
     traced = traced_of(lambda x: x + torch.rand(2), torch.ones(2))
     with pytest.raises(NotTracedError, match="other bits"):
-        kept_parts(traced, CPU, 0.0, lambda _: 2.0)
+        kept_parts(traced, CPU, Products(), lambda _: 2.0)

@@ -16,49 +16,17 @@ the recorded result is checked instead.
 
 import argparse
 import contextlib
-import ctypes
-import hashlib
-import json
 import os
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-FACTS = json.loads((HERE / "finding.json").read_text(encoding="utf-8"))
-os.environ.update(FACTS["variables"])  # kernels are chosen when torch is imported
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.dont_write_bytecode = True
 
-import aten_calls  # noqa: E402 - after the variables, since it imports torch
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from shared import FACTS, HERE, as_bytes, choose_device, load_tensors, refuse, torch  # noqa: E402
 
-
-def as_bytes(tensor):
-    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-
-
-def refuse(text):
-    """Exit with a status that is neither of the two answers."""
-    print(text, file=sys.stderr)
-    sys.exit(2)
-
-
-def digest(tensor):
-    raw = as_bytes(tensor)
-    return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # works without NumPy
-
-
-def choose_device(wanted):
-    """Return the device of the finding if this machine has it, else the best that it has."""
-    try:
-        torch.empty(1, device=wanted)
-    except (RuntimeError, AssertionError):
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        other = "cpu" if accelerator is None else str(torch.device(accelerator.type, 0))
-        print(f"this machine has no {wanted}: using {other} instead")
-        return other
-    return wanted
+# isort: split
+import aten_calls  # noqa: E402 - after `shared`, which sets what torch reads when it is imported
 
 
 def apply_settings(settings):
@@ -97,10 +65,7 @@ def main():
     parser.add_argument("--as-recorded", action="store_true", help="check the recorded result instead of computing")
     options = parser.parse_args()
 
-    tensors = load_file(HERE / "tensors.safetensors")
-    for name, tensor in tensors.items():
-        if digest(tensor) != FACTS["sha256"].get(name):
-            refuse(f"tensors.safetensors is damaged: {name} does not match finding.json")
+    tensors = load_tensors()
     actual, expected, allowed = (tensors.pop(name) for name in ("actual", "expected", "allowed"))
     start, window = FACTS["start"], actual.numel()
 

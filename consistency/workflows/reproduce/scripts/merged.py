@@ -12,46 +12,13 @@ Exits with 0 if the result is within tolerance (it does not happen here) and 1 i
 """
 
 import argparse
-import ctypes
-import hashlib
-import json
-import os
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-FACTS = json.loads((HERE / "finding.json").read_text(encoding="utf-8"))
-os.environ.update(FACTS["variables"])  # kernels are chosen when torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.dont_write_bytecode = True
 
-import torch  # noqa: E402 - after the variables
-from safetensors.torch import load_file  # noqa: E402
-
-
-def as_bytes(tensor):
-    return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-
-
-def refuse(text):
-    """Exit with a status that is neither of the two answers."""
-    print(text, file=sys.stderr)
-    sys.exit(2)
-
-
-def digest(tensor):
-    raw = as_bytes(tensor)
-    return hashlib.sha256(ctypes.string_at(raw.data_ptr(), raw.numel())).hexdigest()  # works without NumPy
-
-
-def choose_device(wanted):
-    """Return the device of the finding if this machine has it, else the best that it has."""
-    try:
-        torch.empty(1, device=wanted)
-    except (RuntimeError, AssertionError):
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        other = "cpu" if accelerator is None else str(torch.device(accelerator.type, 0))
-        print(f"this machine has no {wanted}: using {other} instead")
-        return other
-    return wanted
+from shared import FACTS, as_bytes, choose_device, load_tensors, torch  # noqa: E402
 
 
 def merge(tensors, device):
@@ -92,10 +59,7 @@ def main():
     parser.add_argument("--as-recorded", action="store_true", help="check the recorded weight instead of computing")
     options = parser.parse_args()
 
-    tensors = load_file(HERE / "tensors.safetensors")
-    for name, tensor in tensors.items():
-        if digest(tensor) != FACTS["sha256"][name]:
-            refuse(f"tensors.safetensors is damaged: {name} does not match finding.json")
+    tensors = load_tensors()
     ratio, text = judge(tensors["actual"], tensors)
     print(f"finding:  {FACTS['message']}")
     print(f"tensor:   {FACTS['tensor']}, {FACTS['window']}")
