@@ -227,7 +227,7 @@ def _results(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Return what an operation makes; of attention by a kernel that is not here, its first result by torch's own."""
     try:
         return each(operation(*args, **kwargs))
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # no such kernel on this device; of others it is raised again
         name = operation.overloadpacket.__name__
         if not name.startswith(_ATTENTION) or name.endswith("backward"):
             raise

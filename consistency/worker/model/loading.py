@@ -306,7 +306,7 @@ def _past_another_device(own: torch.device, detours: list[str]) -> Iterator[None
     def load(model: Any, *args: Any, **options: Any) -> Any:
         try:
             return real(model, *args, **options)
-        except Exception as error:
+        except Exception as error:  # whatever it is: what no other device said is raised again
             said = of_another(error, own)
             if said is None:
                 raise
