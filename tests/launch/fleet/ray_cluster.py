@@ -137,22 +137,28 @@ class RayCluster:
         return found
 
     def _boot(self, node: str, *arguments: str) -> None:
-        """Start a node, and wait until it is there."""
+        """Start a node, and wait until it is there; one that gives up is started again."""
         command = [
             sys.executable, "-P", "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
             f"--node-name={node}", "--num-cpus=1", "--object-store-memory=80000000", *arguments,
         ]  # fmt: skip
         own = {name: value for name, value in self.environment.items() if name != "RAY_ADDRESS"}
-        with (self.home / f"{node}.log").open("wb") as log:
-            self._started[node] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={**own, **self.given, _HOME: str(self.home), _NODE: node},
-            )  # fmt: skip
         until = time.monotonic() + 180
-        while "Ray runtime started" not in (text := (self.home / f"{node}.log").read_text()):
-            assert self._started[node].poll() is None, text
-            assert time.monotonic() < until, text
-            time.sleep(0.2)
+        while True:
+            with (self.home / f"{node}.log").open("wb") as log:
+                self._started[node] = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                    env={**own, **self.given, _HOME: str(self.home), _NODE: node},
+                )  # fmt: skip
+            while self._started[node].poll() is None:
+                if "Ray runtime started" in (text := (self.home / f"{node}.log").read_text()):
+                    return
+                assert time.monotonic() < until, text
+                time.sleep(0.2)
+            # Ray gives a node 30 s to come up, whatever else the machine does; what it has started may still be there
+            assert time.monotonic() < until, (self.home / f"{node}.log").read_text()
+            for process in self._processes(node):
+                _send(process, signal.SIGKILL)
 
 
 @contextmanager
