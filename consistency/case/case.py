@@ -106,10 +106,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return whether inputs are made, in the sizes of the level; otherwise a file has them."""
         return self.inputs is None or self.inputs.endswith(".txt")
 
-    @property
-    def sequences(self) -> int:
-        """Return how many sequences are made."""
-        return self.fit.sequences or self.plan.sequences
+    def sequences(self, matrix_elements: int = 0) -> int:
+        """Return how many sequences are made for a model with so many elements in its matrices."""
+        whole = self.plan.sequences
+        made = max(1, whole // 2) if self.plan.is_large(matrix_elements) else whole
+        return min(made, self.fit.sequences or made)
 
     @property
     def tokens(self) -> int:
@@ -177,5 +178,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def _cut(self) -> list[str]:
         if not any(SPECS[stage].feeds_inputs for stage in self.stages):
             return []
-        sizes = (("sequences", self.sequences, self.plan.sequences), ("tokens of each", self.tokens, self.plan.tokens))
+        sizes = (
+            ("sequences", self.sequences(), self.plan.sequences), ("tokens of each", self.tokens, self.plan.tokens)
+        )  # fmt: skip
         return [f"{whole - cut} of {whole} {what}, for lack of memory" for what, cut, whole in sizes if cut < whole]

@@ -307,6 +307,13 @@ class LevelPlan:
     float64_merges: int
     not_checked: tuple[str, ...]
 
+    def is_large(self, matrix_elements: int) -> bool:
+        """Return whether a model of this size gets half of the sequences, and of the passes with noise of gradients."""
+        return _LARGE < matrix_elements > self.float64_merges
+
+
+_LARGE = 1 << 28
+"""Elements of matrices: four passes with gradients take a minute of a core then."""
 
 MOST_MERGED = 1 << 28
 """Elements of the largest layer that is merged in float64, at any level: three arrays of it take 6 GiB."""

@@ -51,7 +51,7 @@ def test_a_report_names_what_was_not_looked_at() -> None:
 def test_a_report_names_what_did_not_fit() -> None:
     whole = Case(name="x", base="/b")
     cut = msgspec.structs.replace(whole, fit=Fit(tokens=4, sequences=2))
-    assert (cut.sequences, cut.tokens) == (2, 4)
+    assert (cut.sequences(), cut.tokens) == (2, 4)
     added = ("6 of 8 sequences, for lack of memory", "12 of 16 tokens of each, for lack of memory")
     assert cut.not_checked() == (*whole.not_checked(), *added)
     bytes_alone = msgspec.structs.replace(cut, stages=(Stage.ADAPTER,))

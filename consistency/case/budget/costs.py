@@ -57,8 +57,8 @@ RESULTS_OF_BLOCK = 5
 NOISY_PASSES = 3
 """Passes with noise of each mode (`LEAST_PASSES` of `block_rule`)."""
 
-NOISY_GRADIENTS, NOISY_LARGE_GRADIENTS, LARGE_GRADIENTS = 8, 4, 1 << 28
-"""The same of gradients, and of a model with more matrix elements (`passes_for_sums` of `block_rule`)."""
+NOISY_GRADIENTS, NOISY_LARGE_GRADIENTS = 8, 4
+"""The same of gradients, and of a large model (`passes_for_sums` of `block_rule`)."""
 
 CUT_STEPS = 1 << 31
 """Steps of the decompositions of one type of combination but at level thorough: the longer side of a delta squared, as
@@ -110,7 +110,7 @@ class Setting:
 
     @property
     def sequences(self) -> int:
-        return self.shape.sequences or self.case.sequences
+        return self.shape.sequences or self.case.sequences(self.shape.matrix_elements)
 
     @property
     def tokens(self) -> int:
@@ -226,7 +226,7 @@ def gradient(s: Setting) -> Cost:
     rows, trained = s.positions, s.shape.trained_elements
     states = rows * (s.shape.blocks + 1) * (s.shape.hidden or 0)
     one_block = rows * (_of_one_token(s) + 3 * (s.shape.vocabulary or 0))
-    noisy = NOISY_LARGE_GRADIENTS if s.shape.matrix_elements > LARGE_GRADIENTS else NOISY_GRADIENTS
+    noisy = NOISY_LARGE_GRADIENTS if s.case.plan.is_large(s.shape.matrix_elements) else NOISY_GRADIENTS
     noisy = noisy if s.makes_reference else 0
     native = (2 * states + one_block + trained) * s.shape.width
     given = (2 * states * s.shape.width + (states + trained) * 8) if s.makes_reference else 0

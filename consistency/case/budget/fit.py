@@ -134,7 +134,7 @@ def _cuts(case: Case, shape: Shape) -> Iterator[Fit]:
     yield case.fit
     if not set(CUT) & set(case.stages):
         return
-    sequences, tokens = shape.sequences or case.sequences, case.tokens
+    sequences, tokens = shape.sequences or case.sequences(shape.matrix_elements), case.tokens
     if case.makes_inputs:
         for fewer in _halves(tokens, FEWEST_TOKENS):
             yield msgspec.structs.replace(case.fit, tokens=fewer)
@@ -200,8 +200,8 @@ def _changes(case: Case, fitted: Case, workers: Sequence[WorkerEstimate], at_onc
         yield f"{at_once} of {most} workers at a time"
     if fitted.tokens < case.tokens:
         yield f"forward and gradient: {fitted.tokens} of {case.tokens} tokens"
-    if fitted.sequences < case.sequences:
-        yield f"forward and gradient: {fitted.sequences} of {case.sequences} sequences"
+    if fitted.sequences() < case.sequences():
+        yield f"forward and gradient: {fitted.sequences()} of {case.sequences()} sequences"
     for worker in workers:
         if worker.placement == "offload" and case.placement == "auto":
             yield f"{worker.worker}: offload, the base is streamed from the host layer by layer"

@@ -22,6 +22,7 @@ from consistency.case.inputs_file import paragraphs
 from consistency.case.recognition import has_tokenizer
 from consistency.errors import InputError, first_line
 from consistency.worker.model.id_checks import IGNORE_INDEX, LABELS, TOKEN_IDS, Tables, ask, text_config
+from consistency.worker.model.running import matrix_elements
 
 SEED = 2520
 
@@ -38,9 +39,10 @@ def sourced_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.
     """Return the same, and what the inputs are: text, tensors of a file, or random ids and why they are no text."""
     if case.inputs is not None and not case.makes_inputs:
         return _from_file(case.inputs), "", "tensors of the file in --inputs"
-    inputs, reason = made_inputs(model, sequences=case.sequences, tokens=case.tokens)
+    sequences = case.sequences(matrix_elements(model))
+    inputs, reason = made_inputs(model, sequences=sequences, tokens=case.tokens)
     takes_ids = inputs is not None and not inputs.keys().isdisjoint(TOKEN_IDS)
-    rows, why = _text(case, model) if takes_ids else (None, "the model takes no token ids")
+    rows, why = _text(case, model, sequences) if takes_ids else (None, "the model takes no token ids")
     if inputs is not None and rows is not None:
         return _with_text(inputs, rows, model), "", "text" if case.inputs is None else "the text in --inputs"
     if case.inputs is not None:
@@ -82,11 +84,11 @@ def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple
     return _with_image(inputs, config, generator), ""
 
 
-def _text(case: Case, model: torch.nn.Module) -> tuple[npt.NDArray[np.int64] | None, str]:
+def _text(case: Case, model: torch.nn.Module, sequences: int) -> tuple[npt.NDArray[np.int64] | None, str]:
     """Return the ids of a text, a row per sequence, or None and why there are none that the model has rows for."""
     if case.factory is not None or not has_tokenizer(Path(case.base)):
         return None, "the base has no tokenizer"
-    rows, reason = _encoded(case.base, case.inputs, case.sequences, case.tokens)
+    rows, reason = _encoded(case.base, case.inputs, sequences, case.tokens)
     tables = Tables.of(model)
     limit = min(filter(None, (tables.vocabulary, tables.embedding_rows)), default=0)
     if rows is not None and case.inputs is None and rows.max() >= limit:  # of a user's text it is a finding

@@ -28,9 +28,6 @@ large models, whose rows are wide."""
 ROWS = 32
 """Of all passes together, for which more are computed."""
 
-_LARGE = 1 << 28
-"""Elements of matrices: four passes with gradients take a minute of a core then."""
-
 T = TypeVar("T")
 
 Read = Callable[[str], Readable | None]
@@ -49,8 +46,7 @@ def passes_for_sums(context: Context, model: torch.nn.Module) -> int:
 
     Of a large model they are fewer, but at level thorough.
     """
-    is_large = _LARGE < matrix_elements(model) > context.job.case.plan.float64_merges
-    return MOST_PASSES // 2 if is_large else MOST_PASSES
+    return MOST_PASSES // 2 if context.job.case.plan.is_large(matrix_elements(model)) else MOST_PASSES
 
 
 def draw(

@@ -8,11 +8,11 @@ import functools
 import pytest
 
 from consistency.case.budget.costs import (
-    LARGE_GRADIENTS,
     LOAD_BYTES,
     LOAD_SHARE,
     LOAD_SIDE,
     NOISY_GRADIENTS,
+    NOISY_LARGE_GRADIENTS,
     NOISY_PASSES,
     PART_BYTES,
     RESULTS_OF_BLOCK,
@@ -43,7 +43,7 @@ def test_every_stage_has_a_cost() -> None:
 def test_gradient_grows_with_the_depth_by_the_states_between_blocks() -> None:
     cost, deep = functools.partial(cost_of, Stage.GRADIENT), deeper(LARGE, 2)
     once, twice = cost(setting(shape=deep)), cost(setting(shape=deeper(deep, 2)))
-    states = 8 * 16 * deep.blocks * 4096  # sequences × tokens × blocks × hidden
+    states = 4 * 16 * deep.blocks * 4096  # sequences × tokens × blocks × hidden
     # values and their gradients in bfloat16; in float64 both, and in float32 what is to be the same the second time
     of_states = states * (2 * 2 + 2 * 8 + 4)
     assert twice.host_bytes - once.host_bytes == of_states
@@ -71,7 +71,7 @@ def test_only_the_worker_that_makes_the_reference_computes_in_float64(stage: Sta
 def test_the_decisions_of_a_router_are_in_scratch_files(stage: Stage) -> None:
     """A score for each position."""
     plain, routed = (cost_of(stage, setting(shape=dataclasses.replace(LARGE, experts=experts))) for experts in (0, 8))
-    scores = 8 * 16 * LARGE.blocks * 8
+    scores = 4 * 16 * LARGE.blocks * 8
     assert routed.scratch_bytes - plain.scratch_bytes == scores * 4
     assert routed.kept_bytes - plain.kept_bytes == scores * 16
     other = cost_of(stage, setting(shape=dataclasses.replace(LARGE, experts=8), makes_reference=False))
@@ -89,7 +89,7 @@ def test_the_result_of_a_step_has_a_file_and_what_all_are_given_stays() -> None:
     cost = functools.partial(cost_of, Stage.GRADIENT)
     found, other = cost(setting()), cost(setting(makes_reference=False))
     assert found.scratch_bytes == other.scratch_bytes == LARGE.largest_trained_elements * 4
-    states = 8 * 16 * (LARGE.blocks + 1) * (LARGE.hidden or 0)
+    states = 4 * 16 * (LARGE.blocks + 1) * (LARGE.hidden or 0)
     assert found.kept_bytes == 2 * states * LARGE.width + 8 * (states + LARGE.trained_elements)
     assert other.kept_bytes == 0
 
@@ -97,7 +97,7 @@ def test_the_result_of_a_step_has_a_file_and_what_all_are_given_stays() -> None:
 @pytest.mark.parametrize(("shape", "modes"), [(LARGE, 1), (SMALL, 2)])
 def test_exact_results_of_blocks_stay(shape: Shape, modes: int) -> None:
     found = functools.partial(cost_of, Stage.FORWARD)(setting(shape=shape))
-    rows = 8 * 16
+    rows = setting(shape=shape).positions
     of_one = rows * ((RESULTS_OF_BLOCK * shape.blocks + 1) * (shape.hidden or 0) + (shape.vocabulary or 0)) * 8
     assert found.kept_bytes == modes * of_one
     assert functools.partial(cost_of, Stage.FORWARD)(setting(makes_reference=False)).kept_bytes == 0
@@ -112,8 +112,8 @@ def test_sizes_are_those_that_the_worker_uses() -> None:
 
     assert TRAINING_STEPS == steps.STEPS
     assert TRAINING_PARTS == backward.PASSES
-    passes = NOISY_PASSES, NOISY_GRADIENTS, LARGE_GRADIENTS
-    assert passes == (block_rule.LEAST_PASSES, block_rule.MOST_PASSES, block_rule._LARGE)
+    assert (NOISY_PASSES, NOISY_GRADIENTS) == (block_rule.LEAST_PASSES, block_rule.MOST_PASSES)
+    assert NOISY_LARGE_GRADIENTS == NOISY_GRADIENTS // 2
     assert (WINDOW_BYTES, PART_BYTES) == (weight_files.MAPPED_BYTES, widening.PART_BYTES)
     assert LOAD_BYTES == 3 * load._CPU_BATCH * load._CPU_SIDE**2 * 4
     assert (LOAD_SIDE, LOAD_SHARE) == (load._LARGEST_SIDE, load._SHARE)

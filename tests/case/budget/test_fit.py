@@ -69,7 +69,7 @@ def test_what_is_left_out_is_said() -> None:
     one = least(CASE)
     found = budget(MARGIN * one - 1)
     assert found.case.tokens < 16
-    assert found.case.sequences == 8
+    assert found.case.sequences() == 8
     text = f"{16 - found.case.tokens} of 16 tokens of each, for lack of memory"
     assert found.not_checked == (text,)
     assert text in found.case.not_checked()
@@ -101,7 +101,7 @@ def test_a_refusal_takes_no_margin() -> None:
     cut = msgspec.structs.replace(CASE, fit=Fit(tokens=4, sequences=1))
     least = make_budget(cut, planned("cpu"), available_bytes=None)
     found = budget(least.workers[0].host_private_bytes, "cpu")
-    assert (found.case.sequences, found.refusal) == (1, None)
+    assert (found.case.sequences(), found.refusal) == (1, None)
     assert budget(least.workers[0].host_private_bytes - 1, "cpu").refusal is not None
 
 

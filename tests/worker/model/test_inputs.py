@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from consistency.case.fit import Fit
 from consistency.case.inputs_file import paragraphs
 from consistency.case.stages import LEVELS, Level
 from consistency.errors import InputError
+from consistency.worker.model import inputs as made
 from consistency.worker.model.inputs import TEXT, _encoded, digest_of, fixed_inputs, sourced_inputs
 
 
@@ -151,6 +153,23 @@ def test_a_base_with_a_tokenizer_reads_text(level: Level, shape: tuple[int, int]
     assert digest_of(again) == digest_of(inputs)
     again["input_ids"].zero_()
     assert inputs["input_ids"].any()
+
+
+@pytest.mark.parametrize("level", Level)
+def test_a_large_model_gets_half_of_the_sequences(
+    level: Level, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, case = LEVELS[level], Case(name="x", base=str(tokenizer), level=level)
+    elements = (1 << 28) + 1
+    monkeypatch.setattr(made, "matrix_elements", lambda _: elements)
+    inputs, _, _ = sourced_inputs(case, Trained())
+    assert inputs is not None
+    half = plan.sequences if level is Level.THOROUGH else max(1, plan.sequences // 2)
+    assert len(inputs["input_ids"]) == half
+    assert case.sequences(elements) == half
+    assert case.sequences(elements - 1) == case.sequences() == plan.sequences
+    cut = msgspec.structs.replace(case, fit=Fit(sequences=1))
+    assert cut.sequences(elements) == cut.sequences() == 1
 
 
 def test_text_has_a_paragraph_for_each_sequence_of_the_largest_level() -> None:

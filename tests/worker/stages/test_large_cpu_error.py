@@ -7,8 +7,8 @@ from pathlib import Path
 import peft
 import pytest
 
+from consistency.case import stages
 from consistency.case.stages import Level
-from consistency.worker.stages import block_rule
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import on_llama
 
@@ -29,7 +29,7 @@ def test_a_large_model_is_judged_by_fewer_passes(
         }
 
     small = figures()
-    monkeypatch.setattr(block_rule, "_LARGE", 1)
+    monkeypatch.setattr(stages, "_LARGE", 1)
     large = figures()
     assert small.keys() == large.keys()
     for key, (error, samples, drawn) in large.items():
