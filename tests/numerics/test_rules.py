@@ -77,6 +77,7 @@ def test_luck_is_the_quantile_of_simulated_errors(
     samples: int, drawn: int, freedom: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rules, "LEAST_FACTOR", 0.5)
+    monkeypatch.setattr(rules, "_error_factor", rules._error_factor.__wrapped__)  # others have called it without that
     errors = np.sqrt(np.random.default_rng(0).chisquare(freedom, (100_000, samples + drawn)))
     ratios = errors[:, :samples].max(-1) / errors[:, samples:].max(-1)
     assert error_factor(samples, drawn, freedom, chance=1e-2) == pytest.approx(np.quantile(ratios, 0.99), rel=0.02)

@@ -126,7 +126,8 @@ def test_a_flip_that_rounding_does_not_explain_is_none(kind: str, tmp_path: Path
 
 
 def test_a_worker_that_decides_alike_has_no_flip(tmp_path: Path) -> None:
-    *_, replay = judged(Model(*DECIDE["hard mask"]), tmp_path, 0.0)
+    decide, tie = DECIDE["hard mask"]
+    *_, replay = judged(Model(decide, tie + 0.02), tmp_path, 0.0)  # nearer, rounding decides, which kernels differ in
     assert replay.flips == []
 
 
