@@ -30,6 +30,7 @@ class Stage(enum.StrEnum):
     ADAPTERS = "adapters"
     MEMORY = "memory"
     SHARDING = "sharding"
+    GENERATION = "generation"
     COLLECTIVES = "collectives"
     REPLICAS = "replicas"
     SHARDS = "shards"
@@ -203,6 +204,12 @@ SPECS: dict[Stage, StageSpec] = {
             cost=f"{_COSTS}:nothing",
             short="shard",
             levels=(Level.THOROUGH,), option="device_map", opens_devices=True,
+        ),
+        StageSpec(  # several passes of one token at a time, so not of the level `standard`
+            stage=Stage.GENERATION, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.generation.stage:run",
+            cost=f"{_COSTS}:nothing",
+            short="gen",
+            levels=(Level.THOROUGH,), feeds_inputs=True, by=(Stage.FORWARD,),
         ),
         StageSpec(  # on request alone: what a group of real accelerators does has not been seen
             stage=Stage.COLLECTIVES, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.collectives.stage:run",

@@ -42,6 +42,9 @@ class FindingKind(enum.StrEnum):
     REPLICA_DRIFT = "replica-drift"
     HEALTHY_SPLIT = "healthy-split"
 
+    # the text that a device writes
+    UNDECIDED_TEXT = "undecided-text"
+
     # a training by each device alone
     LEFT_TRAJECTORY = "left-trajectory"
     KEPT_TRAJECTORY = "kept-trajectory"

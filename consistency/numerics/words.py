@@ -107,6 +107,13 @@ class Word(enum.StrEnum):
     LABELS_CHANGED = "labels-changed", "labels changed during transfer to a device"
     CHANGED_ON_THE_WAY = "changed-on-the-way", "values changed during transfer to a device"
     OTHER_ANSWER = "other-answer", "a different result than on one device"
+    OTHER_TOKEN = "other-token", "a token that rounding does not explain"
+    WRONG_ALONE = "wrong-alone", "a wrong result for one sequence at a time, and a right one for all together"
+    WRONG_WITH_CACHE = "wrong-with-cache", "a wrong result with a cache, and a right one without"
+    WRONG_WITH_PADDING = "wrong-with-padding", "a wrong result with padding, and a right one without"
+    BATCH_CHANGES_MODEL = "batch-changes-the-model", "in float64 too another result for one sequence at a time"
+    CACHE_CHANGES_MODEL = "cache-changes-the-model", "in float64 too another result with a cache"
+    PADDING_CHANGES_MODEL = "padding-changes-the-model", "in float64 too another result with padding"
     DOES_NOT_RUN = "does-not-run", "a model that does not run"
 
     # a model that several devices train or hold together

@@ -28,6 +28,9 @@ REFERENCE_FILE = "reference.safetensors"
 GRADIENT_FILE = "gradient.safetensors"
 """Name of the float64 gradients there."""
 
+GENERATION_FILE = "generation.safetensors"
+"""The exact logits of the texts that the reference's worker writes."""
+
 TRAJECTORY_FILE = "trajectory.safetensors"
 """Name of the float64 trajectory of the adapter there."""
 

@@ -35,7 +35,7 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     large = "copies of 256 MiB and more"
     rest = (large, "most operators", "large operators", "safe_merge", again, "a second run on the same device")
     together = ("stage collectives", "stage replicas", "stage shards", "stage tensor-parallel")
-    later = ("stage sharding", *together, "stage wrapping")
+    later = ("stage sharding", "stage generation", *together, "stage wrapping")
     trained = "stage trajectory"
     assert quick.not_checked() == ("stage forward", "stage gradient", trained, "stage memory", *later, *rest)
     widened = Case(name="x", base="/b", level=Level.QUICK)

@@ -225,5 +225,5 @@ def test_bytes_that_were_moved_are_out_of_reach(stage: str) -> None:
 
 
 def test_every_stage_computes_or_moves_bytes_or_has_limits_of_its_own() -> None:
-    moves, limits = {"transfer", "base", "adapter"}, {"memory", "sharding", "wrapping"}
+    moves, limits = {"transfer", "base", "adapter"}, {"memory", "sharding", "generation", "wrapping"}
     assert {stage.value for stage in Stage} - moves - limits == set(COMPUTED)

@@ -27,6 +27,7 @@ from consistency.comparison.findings.quantized import find_quantized
 from consistency.comparison.findings.ranks import find_ranks
 from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
+from consistency.comparison.findings.texts import find_texts
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.trajectories import find_trajectories, without_trajectories
 from consistency.comparison.findings.transfers import find_transfer
@@ -77,6 +78,7 @@ def find(
         *find_engines(compared, tensors),
         *find_device_use(tensors),
         *find_ranks(tensors),
+        *find_texts(tensors),
         *find_trajectories(tensors, next_step=functools.partial(_once_more, compared, reference)),
         *find_casts(tensors, {p.label: p.info.environment.get("dtype") for p in compared}),
         *find_soak(

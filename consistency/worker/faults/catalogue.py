@@ -118,7 +118,7 @@ _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 _TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
 _ADAPTERS, _COLLECTIVES = (Stage.ADAPTERS,), (Stage.COLLECTIVES,)
 _REPLICAS, _SHARDS, _TENSOR_PARALLEL = (Stage.REPLICAS,), (Stage.SHARDS,), (Stage.TENSOR_PARALLEL,)
-_TRAJECTORY = (Stage.TRAJECTORY,)
+_TRAJECTORY, _GENERATION = (Stage.TRAJECTORY,), (Stage.GENERATION,)
 _BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
 
 _ROWS: tuple[Fault, ...] = (
@@ -336,6 +336,34 @@ _ROWS: tuple[Fault, ...] = (
         name="ids-past-vocabulary", plant="sharding:an_added_token", expected="ids-past-vocabulary",
         stages=_SHARDING, case="C4", words="ids past the vocabulary: largest id",
         needs=(Need.TOKENS,),
+    ),
+    Fault(
+        name="cache-key-not-written", plant="generation:last_key_not_written", expected="wrong-with-cache",
+        stages=_GENERATION, shows_in=".cache",
+    ),
+    Fault(
+        name="cache-rows-exchanged", plant="generation:rows_exchanged", expected="wrong-with-cache",
+        stages=_GENERATION, shows_in=".cache",
+    ),
+    Fault(
+        name="cache-keys-in-float8", plant="generation:keys_in_float8", expected="wrong-with-cache",
+        stages=_GENERATION, shows_in=".cache",
+    ),
+    Fault(
+        name="cache-stale-keys", plant="generation:stale_keys", expected="wrong-with-cache", stages=_GENERATION,
+        shows_in=".static_cache",
+    ),
+    Fault(
+        name="padding-not-masked", plant="generation:padding_is_seen", expected="padding-changes-the-model",
+        stages=_GENERATION, shows_in=".padded",
+    ),
+    Fault(
+        name="adapter-off-in-steps", plant="generation:off_in_steps", expected="wrong-with-cache",
+        stages=_GENERATION, shows_in=".cache", needs=(Need.TRAINED, Need.LORA_LINEAR),
+    ),
+    Fault(
+        name="generation-another-token", plant="generation:another_token", expected="other-token",
+        stages=_GENERATION, shows_in="prompt 0.text",
     ),
     Fault(
         name="sum-last-elements", plant="collectives:last_elements", expected="block", stages=_COLLECTIVES,

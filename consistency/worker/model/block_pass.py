@@ -78,6 +78,11 @@ class BlockPass:
         self._calls: dict[str, int] = {}
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def begin_again(self) -> None:
+        """Begin another call of the model: what was known of the one before is not."""
+        self._calls.clear()
+        self._known.clear()
+
     @contextmanager
     def following(self, model: torch.nn.Module) -> Iterator[None]:
         """Follow the blocks of a model."""

@@ -321,7 +321,7 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
     tables = Tables(
         failures=exact.failures, names=tuple(tensors), limits=limits_of(found),
     )  # fmt: skip
-    if context.job.others_wait or case.soak_s is not None or Stage.SHARDING in case.stages:
+    if context.job.others_wait or case.soak_s is not None or {Stage.SHARDING, Stage.GENERATION} & {*case.stages}:
         publish(context.scratch, tensors, tables)
     return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=tensors)
 

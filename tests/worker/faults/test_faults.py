@@ -77,7 +77,9 @@ HERE = [f for f in FAULTS.values() if not f.accelerators and not NOT_IN_TWO & {*
 OF_A_GROUP = {f.name for f in HERE if Need.RANKS in f.needs}  # in tests/worker/stages/collectives
 WRONG = [f for f in HERE if f.name not in {*LOST, *OTHERS, *OF_A_GROUP}]
 LONG = {
-    name for stage in (Stage.ADAPTERS, Stage.TRAJECTORY) for name in [f.name for f in WRONG if f.stages[0] is stage][2:]
+    name
+    for stage in (Stage.ADAPTERS, Stage.TRAJECTORY, Stage.GENERATION)
+    for name in [f.name for f in WRONG if f.stages[0] is stage][2:]
 }
 """Faults of stages that take seconds, but for two of each."""
 SENTENCES = {

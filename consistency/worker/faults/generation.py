@@ -1,0 +1,69 @@
+"""Faults of generating text: in a cache, in the mask of a padded batch, in what is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from consistency.worker.faults.planting import Install, changing, instead
+
+_LAYER = 1
+
+Keys = torch.Tensor
+
+
+def _keys(change: Callable[[Any, Keys], Keys]) -> Install:
+    """Change the keys that a cache gives back for one new token, in one layer, but of a float64 pass."""
+
+    @instead("transformers.cache_utils:Cache.update")
+    def update(real: Callable[..., tuple[Keys, Keys]], cache: Any, key: Keys, value: Keys, layer: int, *rest: Any,
+               **more: Any) -> tuple[Keys, Keys]:  # fmt: skip
+        keys, values = real(cache, key, value, layer, *rest, **more)
+        if layer == _LAYER and key.shape[-2] == 1 and key.dtype != torch.float64:
+            keys = change(cache, keys.clone())
+        return keys, values
+
+    return update
+
+
+def _is_static(cache: Any) -> bool:
+    return type(cache).__name__ == "StaticCache"
+
+
+def _not_written(cache: Any, keys: Keys) -> Keys:
+    if not _is_static(cache):
+        keys[..., -1, :] = keys[..., -2, :]
+    return keys
+
+
+def _stale(cache: Any, keys: Keys) -> Keys:
+    if _is_static(cache):
+        keys[..., 1, :] = keys[..., 0, :]
+    return keys
+
+
+last_key_not_written = _keys(_not_written)
+rows_exchanged = _keys(lambda _, keys: keys.flip(0))
+keys_in_float8 = _keys(lambda _, keys: keys.to(torch.float8_e4m3fn).to(keys.dtype))
+stale_keys = _keys(_stale)
+
+
+@instead("transformers.masking_utils:prepare_padding_mask")
+def padding_is_seen(real: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let every token see the padding before it."""
+    return real(None if mask is None or not mask.is_floating_point() else mask, *args, **kwargs)
+
+
+@instead("peft.tuners.lora.layer:Linear.forward")
+def off_in_steps(real: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Leave the adapter out where one token is computed at a time."""
+    is_step = x.dim() == 3 and x.shape[1] == 1 and x.dtype != torch.float64
+    return layer.base_layer(x) if is_step else real(layer, x, *args, **kwargs)
+
+
+@changing("consistency.worker.stages.generation.text:_written")
+def another_token(written: torch.Tensor) -> None:
+    """Choose one token that is not the most likely."""
+    written[0, 2] += 1

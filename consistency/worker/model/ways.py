@@ -1,0 +1,273 @@
+"""Ways in which a model computes the same tokens: alone, step by step with a cache, beside others in a padded batch.
+
+Each is the model's own call, by its own `generate` where there is a cache, with a logits processor that chooses the
+given tokens. What enters and leaves each block is replaced by the rows of a pass over the whole sequences, so the same
+exact values judge each block's rows, whichever way they are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from consistency.worker.model.block_pass import BlockPass, Given, ResultPlace
+from consistency.worker.model.running import device_of, outputs, without_gradients
+
+LOGITS = "logits"
+
+PADS = (0, 3, 7, 1)
+"""Before the sequences of a padded batch, in turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Some rows of one result.
+
+    Attributes
+    ----------
+    index : torch.Tensor
+        `(rows,)`: sequence times length, and position.
+    values : torch.Tensor
+        `(rows, elements)`, on the CPU.
+    sequence : int or None
+        The one that has computed them, of a table that all have in common.
+    """
+
+    index: torch.Tensor
+    values: torch.Tensor
+    sequence: int | None = None
+
+
+Found = dict[str, list[Rows]]
+"""By the names of the places."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Columns:
+    """Which positions of which sequences the columns of the batch that runs now are.
+
+    Attributes
+    ----------
+    sequences, pads : torch.Tensor
+        Of each row of the batch: its sequence, and the columns before it.
+    seen, now : int
+        Columns of the calls before, and of this one.
+    """
+
+    length: int
+    sequences: torch.Tensor
+    pads: torch.Tensor
+    seen: int = 0
+    now: int = 0
+
+    def begin(self, columns: int) -> None:
+        self.seen, self.now = self.seen + self.now, columns
+
+    def positions(self, last: int | None = None) -> torch.Tensor:
+        """Return the position of each column of this call, or of the last ones, `(batch, columns)`."""
+        columns = torch.arange(self.seen, self.seen + self.now)
+        return (columns if last is None else columns[-last:]) - self.pads[:, None]
+
+    def given(self, own: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
+        """Return what the columns are given of a tensor of whole sequences; its own values where that has none."""
+        positions = self.positions()
+        if whole is None or whole.shape[1:2] != (self.length,) or own.shape[2:] != whole.shape[2:]:
+            return own
+        if own.shape[:2] == positions.shape:
+            rows = self.sequences if len(whole) > 1 else torch.zeros_like(self.sequences)
+        elif own.shape[:2] == (1, self.now) == (len(whole), self.now):
+            rows, positions = torch.zeros(1, dtype=torch.long), positions[:1]
+        else:
+            return own
+        chosen = whole[rows[:, None], positions.clamp(0, self.length - 1)].to(own.device, own.dtype)
+        real = ((positions >= 0) & (positions < self.length)).to(own.device)
+        return torch.where(real.reshape(*real.shape, *[1] * (own.dim() - 2)), chosen, own)
+
+    def rows(self, result: torch.Tensor, exact: torch.Size, last: int | None = None) -> Iterator[Rows]:
+        """Yield the rows of a result that stand in the exact one of this shape."""
+        positions, sequences = self.positions(last), self.sequences[:, None]
+        if result.dim() != len(exact):
+            return
+        if result.dim() == 2 and len(result) == positions.numel():  # as routers have them
+            result = result.reshape(*positions.shape, -1)
+        real = (positions >= 0) & (positions < self.length)
+        if exact[:2] == (1, self.length):
+            for number, one in enumerate(result):
+                if one.shape[:1] == positions.shape[1:]:
+                    values = one[real[number].to(one.device)].detach().to("cpu")
+                    index = positions[number][real[number]]
+                    yield Rows(index=index, values=values.reshape(len(values), -1), sequence=number)
+        elif result.shape[:2] == positions.shape:
+            values = result[real.to(result.device)].detach().to("cpu")
+            yield Rows(index=(sequences * self.length + positions)[real], values=values.reshape(len(values), -1))
+
+
+@dataclass(slots=True, kw_only=True)
+class Way:
+    """One way of computing sequences, and the results on what is given.
+
+    Attributes
+    ----------
+    ids : torch.Tensor
+        `(sequences, length)`, on the CPU.
+    given : callable
+        Gives what a place of whole sequences is given, by name; None where it has none.
+    shapes : mapping of str to torch.Size
+        Of the exact results that have a row for each token: see `by_rows`.
+    found : dict
+        The rows of each place.
+    other_shapes : dict
+        Of results that have no row for each token.
+    """
+
+    model: Any
+    ids: torch.Tensor
+    given: Callable[[str], torch.Tensor | None]
+    shapes: Mapping[str, torch.Size]
+    found: Found = field(default_factory=dict)
+    other_shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    def alone(self) -> None:
+        """Run each sequence by itself, without a cache."""
+        for number in range(len(self.ids)):
+            inputs = {"input_ids": self.ids[number : number + 1]}
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+            with self._following([number], [0]), torch.no_grad(), without_gradients(self.model):
+                outputs(self.model, inputs)
+
+    def cached(self, **more: Any) -> None:
+        """Generate the second half of the sequences, side by side; `more` goes to `generate`."""
+        self._generate([0] * len(self.ids), **more)
+
+    def padded(self) -> None:
+        """Do the same with unlike sequences, by a mask."""
+        most = self.ids.shape[1] // 2 - 1
+        self._generate([min(PADS[number % len(PADS)], most) for number in range(len(self.ids))])
+
+    def _generate(self, pads: list[int], **more: Any) -> None:
+        count, length = self.ids.shape
+        width = length // 2
+        prompt, mask = torch.zeros(count, width, dtype=torch.long), torch.zeros(count, width, dtype=torch.long)
+        for number, pad in enumerate(pads):
+            prompt[number, pad:], mask[number, pad:] = self.ids[number, : width - pad], 1
+        device = device_of(self.model)
+        with self._following(list(range(count)), pads), without_gradients(self.model):
+            generated(
+                self.model, prompt.to(device), mask.to(device), length - width + 1, choosing=self._choose(pads), **more
+            )
+
+    def _choose(self, pads: list[int]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return a logits processor by which the next tokens are those of the sequences."""
+
+        def choose(before: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            chosen = torch.full_like(scores, -torch.inf)
+            for number, pad in enumerate(pads):
+                position = before.shape[1] - pad
+                chosen[number, int(self.ids[number, position]) if position < self.ids.shape[1] else 0] = 0
+            return chosen
+
+        return choose
+
+    @contextmanager
+    def _following(self, sequences: list[int], pads: list[int]) -> Iterator[None]:
+        """Let the blocks compute on what is given, and keep the results of some sequences."""
+        columns = _Columns(length=self.ids.shape[1], sequences=torch.tensor(sequences), pads=torch.tensor(pads))
+
+        def take(place: ResultPlace, result: torch.Tensor, last: int | None = None) -> None:
+            name = str(place)
+            if result.is_floating_point() and name in self.shapes:
+                rows = list(columns.rows(result, self.shapes[name], last))
+                self.found.setdefault(name, []).extend(rows)
+                if not rows:
+                    self.other_shapes[name] = result.shape
+
+        given: Given = lambda name, own: columns.given(own, self.given(name))  # noqa: E731
+        blocks = BlockPass(given, take)
+
+        def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            columns.begin(0 if ids is None else ids.shape[1])
+            blocks.begin_again()
+
+        def end(_: Any, __: Any, found: Any) -> None:
+            logits = getattr(found, LOGITS, None)
+            if isinstance(logits, torch.Tensor) and logits.dim() == 3:
+                take(ResultPlace(LOGITS), logits, last=logits.shape[1])
+
+        base = base_of(self.model)
+        hooks = [base.register_forward_pre_hook(begin, with_kwargs=True), base.register_forward_hook(end)]
+        try:
+            with blocks.following(self.model):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def base_of(model: Any) -> Any:
+    """Return the model without PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def generated(
+    model: Any,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    tokens: int,
+    *,
+    choosing: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    **more: Any,
+) -> torch.Tensor:
+    """Return the greedy continuation by the model's own `generate`, `(batch, tokens)`: no end of the text ends it."""
+    from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+    class Choosing(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores if choosing is None else choosing(input_ids, scores)
+
+    base = base_of(model)
+    kept, base.generation_config = (
+        base.generation_config,
+        GenerationConfig(
+            do_sample=False, num_beams=1, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, **more
+        ),
+    )  # which says what a call leaves open, as sampling or a penalty
+    try:
+        with torch.no_grad():
+            found: torch.Tensor = model.generate(
+                input_ids=ids, attention_mask=mask, logits_processor=LogitsProcessorList([Choosing()])
+            )
+    finally:
+        base.generation_config = kept
+    return found[:, ids.shape[1] :]
+
+
+def by_rows(result: torch.Tensor, length: int) -> torch.Tensor | None:
+    """Return a result of whole sequences with a row for each token, `(rows, elements)`; None if it has none.
+
+    A table of positions has those of one sequence; routers and experts have the tokens of all in one dimension.
+    """
+    if result.dim() > 2 and result.shape[1] == length:
+        return result.reshape(-1, result.shape[2:].numel())
+    return result if result.dim() == 2 and len(result) % length == 0 else None
+
+
+def in_place(found: list[Rows], rows: torch.Tensor, left_out: torch.Tensor) -> torch.Tensor:
+    """Return rows with those that a way has computed in their place, but what is left out.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        `(rows, elements)`.
+    left_out : torch.Tensor
+        `(rows,)`, bool; of others than these rows if a table has fewer.
+    """
+    rows = rows.clone()
+    for some in found:
+        kept = ~left_out[some.index] if len(left_out) == len(rows) else torch.ones_like(some.index, dtype=torch.bool)
+        rows[some.index[kept]] = some.values[kept].to(rows.dtype)
+    return rows

@@ -1,0 +1,291 @@
+"""Stage `generation`: the same tokens in every way that text is generated, and the text that the device writes.
+
+A cache and a padded batch are code paths of their own. The sequences of the stage `forward` are computed in each such
+way by the model's own `generate` (`worker/model/ways.py`), each block on what that stage gives it, so its float64
+results and limits judge each block's rows: no second rule, no second float64 pass. A row after a router's choice that
+rounding may turn is left out in its block. Where a way is wrong, it is run in float64 too: if it is wrong there, the
+model's code computes something else in that way, on every device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, WHOLE_MODEL, module_place
+from consistency.capture.records import RecordStatus
+from consistency.case.stages import Stage
+from consistency.devices.backends import CPU
+from consistency.errors import first_line
+from consistency.numerics.decision import Decision
+from consistency.numerics.exact import Float64Mode
+from consistency.numerics.file_tensor import mapped
+from consistency.numerics.rules import passes
+from consistency.numerics.words import Word
+from consistency.worker import cpu_error
+from consistency.worker.decisions.array_file import ArrayFile
+from consistency.worker.decisions.replay import deciding
+from consistency.worker.decisions.track import Places, Settled, Table
+from consistency.worker.model import half_kernels
+from consistency.worker.model.block_pass import ResultPlace, run_by_blocks
+from consistency.worker.model.blocks import blocks_of
+from consistency.worker.model.float64_reference import Reference, given_name, wait_for
+from consistency.worker.model.inputs import fixed_inputs
+from consistency.worker.model.loading import load_model
+from consistency.worker.model.running import Activations, is_of_the_model, tokens_of
+from consistency.worker.model.ways import Rows, Way, base_of, by_rows, in_place
+from consistency.worker.protocol import DECISIONS_FILE
+from consistency.worker.quantized.exact import exact_layers
+from consistency.worker.stages.block_rule import block_ratio
+from consistency.worker.stages.context import Context
+from consistency.worker.stages.generation.text import record_text
+
+STAGE = "generation"
+
+SEQUENCES = 4
+
+STATIC = "static_cache"
+
+_CONTINUOUS = ("max", "min")
+"""Decisions of which the value is used, and another one gives nearly the same: the largest score before a softmax."""
+
+WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
+    "alone": (Way.alone, Word.WRONG_ALONE, Word.BATCH_CHANGES_MODEL),
+    "cache": (Way.cached, Word.WRONG_WITH_CACHE, Word.CACHE_CHANGES_MODEL),
+    STATIC: (
+        functools.partial(Way.cached, cache_implementation="static", disable_compile=True), Word.WRONG_WITH_CACHE,
+        Word.CACHE_CHANGES_MODEL,
+    ),
+    "padded": (Way.padded, Word.WRONG_WITH_PADDING, Word.PADDING_CHANGES_MODEL),
+}  # fmt: skip
+"""How each is computed, and what is wrong where the device is, and where the model's code is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exact:
+    """What judges the rows of sequences, whichever way they are computed.
+
+    Attributes
+    ----------
+    length : int
+        Of each sequence.
+    shapes : dict
+        Of the exact results, by the names of their places.
+    undecided : dict
+        Rows whose decisions rounding may turn, by block; of the empty name, in every block.
+    whole : dict
+        The rows of whole sequences on this device, by the names of their places.
+    """
+
+    context: Context
+    mode: str
+    reference: Reference
+    length: int
+    shapes: dict[str, torch.Size]
+    undecided: dict[str, torch.Tensor]
+    whole: dict[str, torch.Tensor]
+
+    def given(self, name: str) -> torch.Tensor | None:
+        found = self.reference.read(given_name(self.mode, name))
+        return None if found is None else mapped(found)
+
+    def left_out(self, layer: str) -> torch.Tensor:
+        """Return which rows of a module's result are not judged."""
+        found = [rows for block, rows in self.undecided.items() if not block or f"{layer}.".startswith(f"{block}.")]
+        return torch.stack(found).any(0) if found else torch.zeros(0, dtype=torch.bool)
+
+    def ratio(self, name: str, rows: list[Rows], dtype: torch.dtype) -> float | None:
+        """Return the figures of a way's rows over their limits; None where they are not judged."""
+        found = self.reference.read(f"{self.mode}::{name}")
+        assert found is not None
+        exact, layer = mapped(found), ResultPlace.of(name).layer
+        flat = by_rows(exact, self.length)
+        assert flat is not None
+        ratios = []
+        for sequence in {some.sequence for some in rows}:
+            own = [some for some in rows if some.sequence == sequence]
+            actual = in_place(own, flat.to(dtype), self.left_out(layer)).reshape(exact.shape)
+            ratios.append(block_ratio(self.context, STAGE, layer, actual, self.reference, f"{self.mode}::{name}"))
+        return max((one for one in ratios if one is not None), key=lambda one: (one != one, one), default=None)
+
+    def has_same_bits(self, name: str, rows: list[Rows]) -> bool:
+        """Report whether a way's rows have the bits that they have in whole sequences."""
+        return all(torch.equal(self.whole[name][some.index], some.values) for some in rows)
+
+
+def run(context: Context) -> None:
+    """Compute the sequences of the stage `forward` in every way, and judge the rows of each module."""
+    inputs, reason = _inputs(context)
+    if inputs is None:
+        _skip(context, WHOLE_MODEL, "everything", reason)
+        return
+    reference = wait_for(context.scratch, context.events)
+    mode = ADAPTER_OFF if context.job.case.adapter is None else ADAPTER_ON
+    failure = reference if isinstance(reference, str) else reference.tables.failures.get(mode)
+    if isinstance(reference, str) or failure:
+        context.record.fact(STAGE, WHOLE_MODEL, "everything", status="blocked", reason=failure)
+        return
+    exact = _exact(context, inputs, mode, reference)
+    for done, name in enumerate(WAYS):
+        context.events.step(name, done, len(WAYS))
+        _judge(context, name, exact, inputs["input_ids"][:SEQUENCES])
+    context.events.step("the text that it writes", len(WAYS), len(WAYS))
+    prompts = inputs["input_ids"][:SEQUENCES, : inputs["input_ids"].shape[1] // 2]
+    record_text(context, prompts, inputs["input_ids"].shape[1])
+
+
+def _inputs(context: Context) -> tuple[Activations | None, str]:
+    """Return the sequences of the stage `forward`, or None and why they are not generated in other ways."""
+    case, model = context.job.case, context.model
+    if Stage.FORWARD not in case.stages:
+        return None, "the stage forward, whose float64 results judge it, is not run"
+    if not getattr(base_of(model), "can_generate", lambda: False)():
+        return None, "the model generates no text"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return None, "ways to generate are compared of decoders alone"
+    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        return None, "the adapter puts tokens of its own before the text"
+    inputs, reason = fixed_inputs(case, context.base.model)
+    if inputs is None:
+        return None, reason
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if ids is None or ids.dim() != 2 or set(inputs) - {"input_ids", "attention_mask"}:
+        return None, "the inputs are not token ids alone"
+    if mask is not None and not mask.all():
+        return None, "the inputs have a mask"
+    if ids.shape[1] < 4:
+        return None, "the sequences have fewer than four tokens"
+    return inputs, ""
+
+
+def _exact(context: Context, inputs: Activations, mode: str, reference: Reference) -> _Exact:
+    """Run whole sequences once more, and note where what is decided there may turn."""
+    length = inputs["input_ids"].shape[1]
+    names = [name for name in reference.tables.names if name.startswith(f"{mode}::")]
+    whole: dict[str, torch.Tensor] = {}
+    decided: list[str] = []
+    places = Places(context.model)
+    table = Table.of(_decisions(context)).passes.get(mode, ())
+
+    def note(_: Decision) -> None:
+        decided.append(places.now)
+
+    def take(place: ResultPlace, result: torch.Tensor) -> None:
+        rows = by_rows(result.detach().to(CPU), length) if result.is_floating_point() else None
+        if rows is not None and f"{mode}::{place}" in names:
+            whole[str(place)] = rows
+
+    kernels = half_kernels.replacement(context.model, tokens_of(inputs))
+    with half_kernels.computing(kernels), deciding(note if table else None, gradient=False, places=places):
+        run_by_blocks(context.model, inputs, functools.partial(reference.given, mode), take)
+    shapes = {}
+    for name in whole:
+        found = reference.read(f"{mode}::{name}")
+        assert found is not None
+        shapes[name] = torch.Size(found.shape)
+    count = inputs["input_ids"].numel()
+    return _Exact(
+        context=context, mode=mode, reference=reference, length=length, shapes=shapes, whole=whole,
+        undecided=_undecided(context, table, decided, count),
+    )  # fmt: skip
+
+
+def _undecided(context: Context, table: tuple[Settled, ...], places: list[str], count: int) -> dict[str, torch.Tensor]:
+    """Return the rows in which a decision may turn by rounding, by the block that decides."""
+    blocks = [module_place(name) for name in blocks_of(context.model)]
+    title = cpu_error.products_on(context.model, context.device)
+    file, found = ArrayFile(_decisions(context)), dict[str, torch.Tensor]()
+    for number, settled in enumerate(table):
+        if settled.name in _CONTINUOUS:
+            continue
+        place = places[number] if len(places) == len(table) else ""
+        block = next((block for block in blocks if f"{place}.".startswith(f"{block}.")), "")
+        margins = file.read(settled.exact).to(torch.float64)
+        if settled.dim is not None:  # between the last that is chosen and the first that is not
+            chosen = settled.decided.shape[settled.dim]
+            if chosen == margins.shape[settled.dim]:
+                continue
+            best = margins.topk(chosen + 1, dim=settled.dim).values
+            margins = best.select(settled.dim, chosen - 1) - best.select(settled.dim, chosen)
+        near = margins <= float(settled.allowed.get(title, math.inf))
+        if count in (near.shape[:1].numel(), near.shape[:2].numel()):
+            rows = near.reshape(count, -1).any(1)
+        else:  # in another order than that of tokens
+            rows = near.any().expand(count)
+        found[block] = found[block] | rows if block in found else rows
+    return found
+
+
+def _judge(context: Context, name: str, exact: _Exact, ids: torch.Tensor) -> None:
+    """Run a way, and record how the rows of each module stand to their limits."""
+    _, of_device, of_model = WAYS[name]
+    if name == STATIC and not base_of(context.model)._supports_default_dynamic_cache():
+        _skip(context, WHOLE_MODEL, name, "the model has a cache of its own")
+        return
+    try:
+        way = _run(context.model, name, exact, ids)
+    except Exception as error:  # model code of any kind may raise anything
+        if not is_of_the_model(error, context.model):
+            raise
+        _skip(context, WHOLE_MODEL, name, f"the model does not run in this way: {first_line(error)}")
+        return
+    found = {place: rows for place, rows in way.found.items() if rows}
+    ratios = {place: exact.ratio(place, rows, rows[0].values.dtype) for place, rows in found.items()}
+    wrong = [place for place, ratio in ratios.items() if ratio is not None and not passes(ratio)]
+    word = None
+    if wrong:
+        word = of_model if _is_wrong_in_float64(context, name, exact, ids, wrong[0]) else of_device
+    for place, ratio in ratios.items():
+        layer, part = ResultPlace.of(place)
+        if ratio is None or not context.record.wants(STAGE, layer):
+            continue
+        is_same = exact.has_same_bits(place, found[place])
+        status: RecordStatus = "outside" if place in wrong else "equal" if is_same else "within"
+        left_out = exact.left_out(layer)
+        context.record.fact(
+            STAGE, layer, f"{name}.{part}" if part else name, status=status, share=ratio,
+            word=word if place in wrong else None,
+            evidence={
+                "rows": sum(len(one.index) for one in found[place]), "bits_of_whole_sequences": is_same,
+                "undecided_rows": int(sum(left_out[one.index].sum() for one in found[place]) if len(left_out) else 0),
+            },
+        )  # fmt: skip
+    for place, shape in way.other_shapes.items():
+        layer, part = ResultPlace.of(place)
+        if not part and context.record.wants(STAGE, layer):
+            _skip(context, layer, f"{name}.shape", f"it has no row for each token in this way: {list(shape)}")
+
+
+def _run(model: torch.nn.Module, name: str, exact: _Exact, ids: torch.Tensor) -> Way:
+    way = Way(model=model, ids=ids, given=exact.given, shapes=exact.shapes)
+    with half_kernels.computing(half_kernels.replacement(model, ids.numel())):
+        WAYS[name][0](way)
+    return way
+
+
+def _is_wrong_in_float64(context: Context, name: str, exact: _Exact, ids: torch.Tensor, place: str) -> bool:
+    """Report whether a result is wrong in this way without any rounding, so by the model's own code."""
+    with context.events.on_cpu():
+        model = context.model if context.device.type == CPU else load_model(context.job.case, CPU)
+        try:
+            with torch.no_grad(), exact_layers(model), Float64Mode():
+                rows = _run(model, name, exact, ids).found.get(place, [])
+        except Exception as error:  # code that insists on its own dtype, or model code of any kind
+            if not is_of_the_model(error, model):
+                raise
+            return False
+    ratio = exact.ratio(place, rows, exact.whole[place].dtype)
+    return ratio is not None and not passes(ratio)
+
+
+def _decisions(context: Context) -> Any:
+    return context.scratch / DECISIONS_FILE.format(Stage.FORWARD)
+
+
+def _skip(context: Context, layer: str, tensor: str, reason: str) -> None:
+    context.record.fact(STAGE, layer, tensor, status="skipped", reason=reason)

@@ -1,0 +1,231 @@
+r"""The text that a device writes by itself, and whether rounding explains where it parts from another's.
+
+The worker that makes the reference writes a continuation of each prompt, one at a time, and computes its exact logits.
+Every worker writes its own: a token is right if its exact logit is as large as the largest, but for what rounding may
+do to the two. So two healthy devices may write different texts, and how soon is in the figures too: with a gap g
+between the two largest logits and a standard deviation s of what rounding does to that gap, one device takes the second
+with probability :math:`p = \Phi(-g/s)`, and two part with :math:`2 p (1 - p)`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.wording import counted
+from consistency.case.recognition import has_tokenizer
+from consistency.case.stages import Stage
+from consistency.devices.backends import CPU
+from consistency.errors import first_line
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.error_spread import Spread
+from consistency.numerics.exact import Float64Mode
+from consistency.numerics.file_tensor import mapped
+from consistency.numerics.rules import ratio
+from consistency.numerics.words import Word
+from consistency.worker import cpu_error
+from consistency.worker.model import half_kernels
+from consistency.worker.model.float64_reference import Reference, Tables, publish, wait_for
+from consistency.worker.model.loading import load_model
+from consistency.worker.model.running import activations, device_of, is_of_the_model
+from consistency.worker.model.ways import LOGITS, generated
+from consistency.worker.protocol import GENERATION_FILE
+from consistency.worker.quantized.exact import exact_layers
+from consistency.worker.stages.block_rule import LEAST_PASSES, draw, limits_of, named_factors, spread_in
+from consistency.worker.stages.context import Context
+
+TEXT = "text"
+"""The name of the fact."""
+
+_PATH = "path"
+
+_NEAR = 3.0
+"""Standard deviations of a gap up to which two tokens are nearly tied: a device takes the second in one of 740."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def record_text(context: Context, prompts: torch.Tensor, tokens: int) -> None:
+    """Record of each prompt whether the text that this device writes is right, and of all how soon two part.
+
+    Parameters
+    ----------
+    prompts : torch.Tensor
+        `(prompts, length)`, on the CPU.
+    """
+    answer: Reference | str
+    if context.job.makes_reference:
+        on_cpu = context.device.type == CPU
+        with nullcontext() if on_cpu else context.events.on_cpu():
+            answer = _make(context, context.model if on_cpu else load_model(context.job.case, CPU), prompts, tokens)
+    else:
+        answer = wait_for(context.scratch, context.events, GENERATION_FILE)
+    failure = answer if isinstance(answer, str) else answer.tables.failures.get(TEXT)
+    if isinstance(answer, str) or failure:
+        is_lost = isinstance(answer, str)
+        context.record.fact(
+            Stage.GENERATION, WHOLE_MODEL, TEXT, status="blocked" if is_lost else "skipped", reason=failure
+        )
+        return
+    path, exact = (mapped(_read(answer, name)) for name in (_PATH, LOGITS))
+    products = cpu_error.products_on(context.model, context.device)
+    spread, deviation = spread_in(answer, products, LOGITS), mapped(_read(answer, _of_gaps(products)))
+    assert spread is not None
+    dtype = next(p.dtype for p in context.model.parameters() if p.dtype in UNIT_ROUNDOFF)
+    allowed = spread.allowed(exact, dtype)
+    try:
+        own = _written(context.model, prompts, tokens)
+    except Exception as error:  # model code of any kind may raise anything
+        if not is_of_the_model(error, context.model):
+            raise
+        context.record.fact(Stage.GENERATION, WHOLE_MODEL, TEXT, status="skipped", reason=_does_not_run(error))
+        return
+    for number in range(len(prompts)):
+        _record_prompt(context, number, own[number], path[number], exact[number], allowed[number])
+    _record_partings(context, exact, deviation, dtype)
+
+
+def _read(reference: Reference, name: str) -> Any:
+    found = reference.read(name)
+    assert found is not None
+    return found
+
+
+def _does_not_run(error: Exception) -> str:
+    return f"the model does not generate: {first_line(error)}"
+
+
+def _written(model: Any, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return the continuation of each prompt by itself, `(prompts, tokens)`, on the CPU: where faults are planted."""
+    with half_kernels.computing(half_kernels.replacement(model, prompts.numel())):
+        rows = (prompt[None].to(device_of(model)) for prompt in prompts)
+        return torch.cat([generated(model, row, torch.ones_like(row), tokens).to(CPU) for row in rows])
+
+
+def _make(context: Context, model: Any, prompts: torch.Tensor, tokens: int) -> Reference | str:
+    """Write the continuations, and compute their exact logits and what rounding makes in these."""
+    tensors: dict[str, torch.Tensor] = {}
+    limits, failure = {}, {}
+    try:
+        path = _written(model, prompts, tokens)
+        whole = torch.cat([prompts, path[:, :-1]], 1)
+        inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+
+        def logits(_: str = "") -> torch.Tensor:
+            return activations(model, inputs)[LOGITS][:, prompts.shape[1] - 1 :].contiguous()
+
+        with exact_layers(model), Float64Mode():
+            exact = logits().to(torch.float64)
+        with half_kernels.computing(half_kernels.replacement(model, whole.numel())):
+            drawn = draw(context, model, logits, LEAST_PASSES)
+        found = {title: {LOGITS: Spread.of(passes, exact)} for title, passes in drawn.items()}
+        of_gaps = {_of_gaps(title): _deviation(passes, exact) for title, passes in drawn.items()}
+        tensors, limits = {_PATH: path, LOGITS: exact, **named_factors(found), **of_gaps}, limits_of(found)
+    except Exception as error:  # code that insists on its own dtype, or model code of any kind
+        if not is_of_the_model(error, model):
+            raise
+        failure = {TEXT: _does_not_run(error)}
+    tables = Tables(failures=failure, names=tuple(tensors), limits=limits)
+    publish(context.scratch, tensors or {"": torch.zeros(1)}, tables, GENERATION_FILE)
+    return Reference(path=context.scratch / GENERATION_FILE, tables=tables, made=tensors)
+
+
+def _record_prompt(
+    context: Context, number: int, own: torch.Tensor, path: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor
+) -> None:
+    """Judge the tokens of one prompt, up to the first that is not that of the reference."""
+    parted = (own != path).nonzero()
+    known = int(parted[0]) + 1 if len(parted) else len(own)
+    steps = torch.arange(known)
+    best, chosen = exact[:known].argmax(-1), own[:known]
+    gap = exact[steps, best] - exact[steps, chosen]
+    may = torch.where(best == chosen, 0.0, allowed[steps, best] + allowed[steps, chosen])
+    shares = [ratio(float(one), float(limit)) if float(one) else 0.0 for one, limit in zip(gap, may, strict=True)]
+    worst = max(range(known), key=shares.__getitem__)
+    is_wrong = shares[worst] > 1
+    step = worst if is_wrong else known - 1
+    reason, evidence = None, dict[str, Any]()
+    if is_wrong or len(parted):
+        other = int(best[step]) if is_wrong else int(path[step])
+        apart = abs(float(exact[step, other] - exact[step, own[step]]))
+        limit = float(allowed[step, other] + allowed[step, own[step]])
+        words = _words(context, int(own[step]), other)
+        verdict = "which rounding does not explain" if is_wrong else "both are right"
+        reason = (
+            f"{words[0]} for {words[1]} at token {step + 1}: their exact logits are {apart:.2g} apart, and rounding "
+            f"may move them by {limit:.2g}: {verdict}"
+        )
+        evidence = {"token": step, "id": int(own[step]), "other_id": other, "gap": apart, "allowed": limit}
+    context.record.fact(
+        Stage.GENERATION, f"prompt {number}", TEXT,
+        status="outside" if is_wrong else "within" if reason else "equal", word=Word.OTHER_TOKEN if is_wrong else None,
+        share=max(shares), reason=reason, evidence={"tokens": len(own), **evidence},
+    )  # fmt: skip
+
+
+def _of_gaps(title: str) -> str:
+    return f"{title}|gap"
+
+
+def _two_largest(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gap between the two largest logits of each step, and which they are, `(steps,)` and `(steps, 2)`."""
+    top, index = exact.reshape(-1, exact.shape[-1]).topk(2, dim=-1)
+    return top[:, 0] - top[:, 1], index
+
+
+def _deviation(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> torch.Tensor:
+    """Return the standard deviation of what rounding does to the gap of each step, drawn to the median of all."""
+    gap, index = _two_largest(exact)
+    pairs = (one.reshape(-1, one.shape[-1]).to(torch.float64).gather(1, index) for one in drawn)
+    square = torch.stack([(pair[:, 0] - pair[:, 1] - gap).square() for pair in pairs]).sum(0)
+    return ((square + square.median()) / (2 * len(drawn))).sqrt()
+
+
+def _record_partings(context: Context, exact: torch.Tensor, deviation: torch.Tensor, dtype: torch.dtype) -> None:
+    """Record in how many steps two tokens are nearly tied, and after how many two healthy devices have parted."""
+    gap, _ = _two_largest(exact)
+    tied = int((gap <= _NEAR * deviation).sum())
+    tokens = {name_of(other): _tokens_to_part(gap, deviation, dtype, other) for other in (dtype, *_DTYPES)}
+    own, *others = (f"{_some(count)} in {name}" for name, count in tokens.items())
+    context.record.fact(
+        Stage.GENERATION, WHOLE_MODEL, TEXT, status="within",
+        reason=f"{tied} of {len(gap)} tokens are nearly tied: two healthy devices write the same text for {own} "
+        f"({', '.join(others)})",
+        evidence={"nearly_tied": tied, "steps": len(gap), "tokens": {n: c for n, c in tokens.items() if c}},
+    )  # fmt: skip
+
+
+def _tokens_to_part(gap: torch.Tensor, deviation: torch.Tensor, dtype: torch.dtype, other: torch.dtype) -> float | None:
+    """Return after how many tokens a parting is likelier than not, None if after more than a million."""
+    scaled = deviation * UNIT_ROUNDOFF[other] / UNIT_ROUNDOFF[dtype]
+    second = torch.special.ndtr(-gap / scaled.clamp_min(1e-300))
+    hazard = float((2 * second * (1 - second)).mean())
+    return math.log(2) / -math.log1p(-hazard) if hazard > math.log(2) / 1e6 else None
+
+
+def _some(tokens: float | None) -> str:
+    return "more than a million tokens" if tokens is None else f"some {counted(max(1, round(tokens)), 'token')}"
+
+
+def _words(context: Context, *ids: int) -> list[str]:
+    """Return tokens as text, where the base has a tokenizer, and by their ids."""
+    case = context.job.case
+    read = None if case.factory is not None or not has_tokenizer(Path(case.base)) else _tokenizer(case.base)
+    return [f"id {one}" if read is None else f"{read.decode([one])!r} (id {one})" for one in ids]
+
+
+@functools.lru_cache(maxsize=2)
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # the code and the files of any kind of tokenizer: ids alone then
+        return None

@@ -1,0 +1,173 @@
+"""Stage `generation`: healthy ways are within, what is wrong in one is found in its layer and way, and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from consistency.capture.records import TensorRecord
+from consistency.worker.faults import generation as faults
+from consistency.worker.stages.generation import text
+from consistency.worker.stages.generation.stage import WAYS
+from tests.worker.conftest import Look
+from tests.worker.model.made_models import SIZES, a_llama, on_llama, saved
+
+LAYERS = 2
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return saved(a_llama(num_hidden_layers=LAYERS), tmp_path / "llama")
+
+
+@pytest.fixture
+def adapter(base: Path) -> Path:
+    return on_llama(base, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+
+
+def of_generation(records: list[TensorRecord]) -> list[TensorRecord]:
+    return [one for one in records if one.stage == "generation"]
+
+
+def generate(look: Look, base: Path, adapter: Path | None = None, **changes: Any) -> list[TensorRecord]:
+    return of_generation(look(base, adapter, stages=("forward", "generation"), **changes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_module_is_judged_in_every_way(look: Look, base: Path, adapter: Path, dtype: str) -> None:
+    found = generate(look, base, adapter, dtype=dtype)
+    assert {one.status for one in found} <= {"equal", "within"}
+    by_way = {way: {one.layer for one in found if one.tensor == way} for way in WAYS}
+    modules = {f"model.layers.{i}{part}" for i in range(LAYERS) for part in ("", ".self_attn", ".mlp")}
+    for way, layers in by_way.items():
+        assert modules | {"logits"} <= layers, way
+    judged = [one for one in found if one.tensor in WAYS and one.limit_ratio is not None]
+    assert all(0 < float(one.limit_ratio or 0) < 1 for one in judged if "bits_of_whole_sequences" in one.evidence)
+    rows = {way: max(one.evidence["rows"] for one in found if one.tensor == way) for way in WAYS}
+    assert rows["alone"] == rows["cache"] == rows["static_cache"] == 4 * 16
+    assert rows["padded"] == 4 * 16 - sum((0, 3, 7, 1)), "as far as the longest goes"
+
+
+PLANTED: dict[str, tuple[Callable[[], Callable[[], None]], str, str]] = {
+    "last key": (faults.last_key_not_written, "cache", "wrong-with-cache"),
+    "rows of the cache": (faults.rows_exchanged, "cache", "wrong-with-cache"),
+    "narrow keys": (faults.keys_in_float8, "cache", "wrong-with-cache"),
+    "stale keys": (faults.stale_keys, "static_cache", "wrong-with-cache"),
+    "no adapter in steps": (faults.off_in_steps, "cache", "wrong-with-cache"),
+    "padding": (faults.padding_is_seen, "padded", "padding-changes-the-model"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_fault_is_found_in_its_way_and_its_layer(look: Look, base: Path, adapter: Path, name: str) -> None:
+    """A stale key stands in a static cache alone, a key that was not written in a dynamic one, padding in a batch."""
+    plant, way, word = PLANTED[name]
+    undo = plant()
+    try:
+        found = generate(look, base, adapter)
+    finally:
+        undo()
+    wrong = [one for one in found if one.status == "outside"]
+    assert way in {one.tensor for one in wrong}
+    assert not [one for one in wrong if one.tensor == "alone"], "which has no cache and no padding"
+    assert {str(one.word) for one in wrong if one.tensor == way} == {word}
+    if "adapter" not in name and name != "padding":
+        assert {one.layer.split(".")[2] for one in wrong if one.layer.startswith("model.layers.")} == {"1"}
+
+
+def test_a_token_that_rounding_does_not_explain_is_wrong(look: Look, base: Path, adapter: Path) -> None:
+    undo = faults.another_token()
+    try:
+        found = generate(look, base, adapter)
+    finally:
+        undo()
+    wrong = [one for one in found if one.status == "outside"]
+    assert [(one.layer, one.tensor, str(one.word)) for one in wrong] == [("prompt 0", "text", "other-token")]
+    assert wrong[0].evidence["token"] == 2
+    assert float(wrong[0].evidence["gap"]) > float(wrong[0].evidence["allowed"])
+    assert "which rounding does not explain" in str(wrong[0].reason)
+
+
+def test_two_tokens_that_are_tied_may_be_chosen_by_turns(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a head that has each row twice, a device may choose the one or the other."""
+    model = a_llama(num_hidden_layers=1)
+    base = saved(model, tmp_path / "tied")
+    with torch.no_grad():
+        head = model.lm_head.weight
+        head[32:] = head[:32]
+    model.save_pretrained(base)
+    written = text._written
+    calls = []
+
+    def by_turns(*given: Any) -> torch.Tensor:
+        calls.append(given)
+        found = written(*given)
+        if len(calls) == 2:  # the device's own, after that of the reference
+            found[1, 5] = (found[1, 5] + 32) % 64
+        return found
+
+    monkeypatch.setattr(text, "_written", by_turns)
+    found = {one.layer: one for one in generate(look, base) if one.tensor == "text"}
+    assert [found[f"prompt {i}"].status for i in range(4)] == ["equal", "within", "equal", "equal"]
+    parted = found["prompt 1"]
+    assert parted.evidence["token"] == 5
+    assert "both are right" in str(parted.reason)
+    assert found["model"].evidence["nearly_tied"] == found["model"].evidence["steps"] == 4 * 16
+
+
+def test_partings_come_as_soon_as_they_are_said_to() -> None:
+    """Draw two devices by the same deviation, and count tokens until they part."""
+    generator = torch.Generator().manual_seed(0)
+    gap = torch.rand(2000, generator=generator, dtype=torch.float64) * 20
+    deviation = torch.full_like(gap, 0.5)
+    said = text._tokens_to_part(gap, deviation, torch.bfloat16, torch.bfloat16)
+    errors = torch.randn(2, 400, 2000, generator=generator, dtype=torch.float64) * deviation
+    of_text = gap[torch.randint(2000, (400, 2000), generator=generator)]
+    first = ((errors[0] > of_text) != (errors[1] > of_text)).to(torch.int8).argmax(1).to(torch.float64)
+    assert said == pytest.approx(float(first.median()), rel=0.25)
+    assert text._tokens_to_part(gap, deviation, torch.bfloat16, torch.float32) is None or (
+        text._tokens_to_part(gap, deviation, torch.bfloat16, torch.float32) or 0
+    ) > 100 * (said or 0)
+
+
+def test_model_code_that_is_wrong_in_a_way_is_named_as_what_it_is(look: Look, tmp_path: Path) -> None:
+    """RWKV's code reads the padding, and for one token of each of several sequences it adds up their states."""
+    config = transformers.RwkvConfig(
+        vocab_size=64, hidden_size=32, attention_hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        context_length=64,
+    )  # fmt: skip
+    found = generate(look, saved(transformers.RwkvForCausalLM(config), tmp_path / "rwkv"))
+    wrong = {(one.tensor, str(one.word)) for one in found if one.status == "outside"}
+    assert wrong == {("padded", "padding-changes-the-model"), ("cache", "cache-changes-the-model")}
+    skipped = {one.tensor: str(one.reason) for one in found if one.status == "skipped"}
+    assert skipped["static_cache"] == "the model has a cache of its own"
+    assert "[4, 4, 32]" in skipped["cache.shape"], "as the bug is: a batch by a batch"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_after_a_choice_that_rounding_may_turn_are_left_out(look: Look, tmp_path: Path, dtype: str) -> None:
+    config = transformers.MixtralConfig(
+        **{**SIZES, "num_hidden_layers": 2}, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    found = generate(look, saved(transformers.MixtralForCausalLM(config), tmp_path / "mixtral"), dtype=dtype)
+    assert {one.status for one in found} <= {"equal", "within"}
+    left_out = sum(one.evidence.get("undecided_rows", 0) for one in found)
+    judged = sum(one.evidence.get("rows", 0) for one in found) - left_out
+    assert judged > 0
+    assert bool(left_out) == (dtype == "bfloat16")
+
+
+def test_what_cannot_be_generated_says_why(look: Look, base: Path, adapter: Path, masked_bert: Path) -> None:
+    (alone,) = of_generation(look(base, adapter, stages=("generation",)))
+    assert alone.reason == "the stage forward, whose float64 results judge it, is not run"
+    (other,) = generate(look, masked_bert)
+    assert (other.status, other.reason) == ("skipped", "the model generates no text")
