@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from consistency.worker.stages.context import Context
 TEXT = "text"
 """The name of the fact."""
 
-_PATH = "path"
+_PATH, _GAP = "path", "gap"
 
 _NEAR = 3.0
 """Standard deviations of a gap up to which two tokens are nearly tied: a device takes the second in one of 740."""
@@ -76,10 +76,16 @@ def record_text(context: Context, prompts: torch.Tensor, tokens: int) -> None:
         return
     path, exact = (mapped(_read(answer, name)) for name in (_PATH, LOGITS))
     products = cpu_error.products_on(context.model, context.device)
-    spread, deviation = spread_in(answer, products, LOGITS), mapped(_read(answer, _of_gaps(products)))
-    assert spread is not None
     dtype = next(p.dtype for p in context.model.parameters() if p.dtype in UNIT_ROUNDOFF)
-    allowed = spread.allowed(exact, dtype)
+    spread, of_gap = spread_in(answer, products, LOGITS), spread_in(answer, products, _GAP)
+    assert spread is not None
+    assert of_gap is not None
+    pairs = _two_largest(exact)
+    gaps = _gaps(exact, pairs)
+    limits = _Limits(
+        exact=exact, each=spread.allowed(exact, dtype), pairs=pairs.reshape(*exact.shape[:2], 2),
+        of_pair=of_gap.allowed(gaps, torch.float32).reshape(exact.shape[:2]),
+    )  # fmt: skip
     try:
         own = _written(context.model, prompts, tokens)
     except Exception as error:  # model code of any kind may raise anything
@@ -88,8 +94,8 @@ def record_text(context: Context, prompts: torch.Tensor, tokens: int) -> None:
         context.record.fact(Stage.GENERATION, WHOLE_MODEL, TEXT, status="skipped", reason=_does_not_run(error))
         return
     for number in range(len(prompts)):
-        _record_prompt(context, number, own[number], path[number], exact[number], allowed[number])
-    _record_partings(context, exact, deviation, dtype)
+        _record_prompt(context, number, own[number], path[number], limits)
+    _record_partings(context, gaps[:, 0], (of_gap.rows * of_gap.columns).sqrt()[:, 0], dtype)
 
 
 def _read(reference: Reference, name: str) -> Any:
@@ -125,9 +131,15 @@ def _make(context: Context, model: Any, prompts: torch.Tensor, tokens: int) -> R
             exact = logits().to(torch.float64)
         with half_kernels.computing(half_kernels.replacement(model, whole.numel())):
             drawn = draw(context, model, logits, LEAST_PASSES)
-        found = {title: {LOGITS: Spread.of(passes, exact)} for title, passes in drawn.items()}
-        of_gaps = {_of_gaps(title): _deviation(passes, exact) for title, passes in drawn.items()}
-        tensors, limits = {_PATH: path, LOGITS: exact, **named_factors(found), **of_gaps}, limits_of(found)
+        pairs = _two_largest(exact)
+        found = {
+            title: {
+                LOGITS: Spread.of(passes, exact),
+                _GAP: Spread.of([_gaps(one, pairs).to(torch.float32) for one in passes], _gaps(exact, pairs)),
+            }
+            for title, passes in drawn.items()
+        }
+        tensors, limits = {_PATH: path, LOGITS: exact, **named_factors(found)}, limits_of(found)
     except Exception as error:  # code that insists on its own dtype, or model code of any kind
         if not is_of_the_model(error, model):
             raise
@@ -137,32 +149,54 @@ def _make(context: Context, model: Any, prompts: torch.Tensor, tokens: int) -> R
     return Reference(path=context.scratch / GENERATION_FILE, tables=tables, made=tensors)
 
 
-def _record_prompt(
-    context: Context, number: int, own: torch.Tensor, path: torch.Tensor, exact: torch.Tensor, allowed: torch.Tensor
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limits:
+    """What rounding may do to the gap between two logits.
+
+    Attributes
+    ----------
+    exact, each : torch.Tensor
+        `(prompts, steps, words)`: the logits, and the error that each may have.
+    pairs, of_pair : torch.Tensor
+        `(prompts, steps, 2)` and `(prompts, steps)`: the two largest, and the error that their gap may have.
+    """
+
+    exact: torch.Tensor
+    each: torch.Tensor
+    pairs: torch.Tensor
+    of_pair: torch.Tensor
+
+    def of(self, prompt: int, step: int, one: int, other: int) -> tuple[float, float]:
+        """Return by how much the exact logit of one token is above that of another, and what rounding may do to it."""
+        gap = float(self.exact[prompt, step, one] - self.exact[prompt, step, other])
+        if {one, other} == {*self.pairs[prompt, step].tolist()}:
+            return gap, float(self.of_pair[prompt, step])
+        return gap, float(self.each[prompt, step, one] + self.each[prompt, step, other])
+
+
+def _record_prompt(context: Context, number: int, own: torch.Tensor, path: torch.Tensor, limits: _Limits) -> None:
     """Judge the tokens of one prompt, up to the first that is not that of the reference."""
     parted = (own != path).nonzero()
     known = int(parted[0]) + 1 if len(parted) else len(own)
-    steps = torch.arange(known)
-    best, chosen = exact[:known].argmax(-1), own[:known]
-    gap = exact[steps, best] - exact[steps, chosen]
-    may = torch.where(best == chosen, 0.0, allowed[steps, best] + allowed[steps, chosen])
-    shares = [ratio(float(one), float(limit)) if float(one) else 0.0 for one, limit in zip(gap, may, strict=True)]
+    best = limits.pairs[number, :known, 0]
+    shares = [
+        ratio(*limits.of(number, step, int(best[step]), int(own[step]))) if best[step] != own[step] else 0.0
+        for step in range(known)
+    ]
     worst = max(range(known), key=shares.__getitem__)
     is_wrong = shares[worst] > 1
     step = worst if is_wrong else known - 1
     reason, evidence = None, dict[str, Any]()
     if is_wrong or len(parted):
         other = int(best[step]) if is_wrong else int(path[step])
-        apart = abs(float(exact[step, other] - exact[step, own[step]]))
-        limit = float(allowed[step, other] + allowed[step, own[step]])
+        gap, limit = limits.of(number, step, other, int(own[step]))
         words = _words(context, int(own[step]), other)
         verdict = "which rounding does not explain" if is_wrong else "both are right"
         reason = (
-            f"{words[0]} for {words[1]} at token {step + 1}: their exact logits are {apart:.2g} apart, and rounding "
+            f"{words[0]} for {words[1]} at token {step + 1}: their exact logits are {abs(gap):.2g} apart, and rounding "
             f"may move them by {limit:.2g}: {verdict}"
         )
-        evidence = {"token": step, "id": int(own[step]), "other_id": other, "gap": apart, "allowed": limit}
+        evidence = {"token": step, "id": int(own[step]), "other_id": other, "gap": abs(gap), "allowed": limit}
     context.record.fact(
         Stage.GENERATION, f"prompt {number}", TEXT,
         status="outside" if is_wrong else "within" if reason else "equal", word=Word.OTHER_TOKEN if is_wrong else None,
@@ -170,27 +204,19 @@ def _record_prompt(
     )  # fmt: skip
 
 
-def _of_gaps(title: str) -> str:
-    return f"{title}|gap"
+def _gaps(logits: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Return the gap between two logits of each step, `(steps, 1)`."""
+    found = logits.reshape(-1, logits.shape[-1]).to(torch.float64).gather(1, pairs)
+    return found[:, :1] - found[:, 1:]
 
 
-def _two_largest(exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gap between the two largest logits of each step, and which they are, `(steps,)` and `(steps, 2)`."""
-    top, index = exact.reshape(-1, exact.shape[-1]).topk(2, dim=-1)
-    return top[:, 0] - top[:, 1], index
+def _two_largest(exact: torch.Tensor) -> torch.Tensor:
+    """Return which are the two largest logits of each step, `(steps, 2)`."""
+    return exact.reshape(-1, exact.shape[-1]).topk(2, dim=-1).indices
 
 
-def _deviation(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> torch.Tensor:
-    """Return the standard deviation of what rounding does to the gap of each step, drawn to the median of all."""
-    gap, index = _two_largest(exact)
-    pairs = (one.reshape(-1, one.shape[-1]).to(torch.float64).gather(1, index) for one in drawn)
-    square = torch.stack([(pair[:, 0] - pair[:, 1] - gap).square() for pair in pairs]).sum(0)
-    return ((square + square.median()) / (2 * len(drawn))).sqrt()
-
-
-def _record_partings(context: Context, exact: torch.Tensor, deviation: torch.Tensor, dtype: torch.dtype) -> None:
+def _record_partings(context: Context, gap: torch.Tensor, deviation: torch.Tensor, dtype: torch.dtype) -> None:
     """Record in how many steps two tokens are nearly tied, and after how many two healthy devices have parted."""
-    gap, _ = _two_largest(exact)
     tied = int((gap <= _NEAR * deviation).sum())
     tokens = {name_of(other): _tokens_to_part(gap, deviation, dtype, other) for other in (dtype, *_DTYPES)}
     own, *others = (f"{_some(count)} in {name}" for name, count in tokens.items())
