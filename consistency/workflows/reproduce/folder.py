@@ -67,6 +67,7 @@ def reproduce(
             _write(made, evidence, parts)
             found = try_script(made, parts.script_name, computes=parts.computes)
             (made / "transcript.txt").write_text(found.output, encoding="utf-8")
+            found = dataclasses.replace(found, proves=parts.proves)
             if redact:
                 _redact(made, report)
                 found = dataclasses.replace(found, output=(made / "transcript.txt").read_text(encoding="utf-8"))
