@@ -97,6 +97,7 @@ class Session:
     _scratch: ExitStack = field(default_factory=ExitStack, repr=False)
     _last: _Read | None = field(default=None, repr=False)
     _failures: dict[SessionCase, ConsistencyError] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, config: pytest.Config, folder: Path | None = None) -> Session:
@@ -195,6 +196,13 @@ class Session:
         if not findings or any(finding.severity == "error" for finding in findings):
             return None
         return next((finding.message for finding in findings if finding.accepted is not None), None)
+
+    def first_time(self, stack: str | None) -> str | None:
+        """Return a stack that no item has shown yet: the items of a lost worker are as many as its tensors."""
+        if stack is None or stack in self._told:
+            return None
+        self._told.add(stack)
+        return stack
 
     def result(self) -> SuiteResult | None:
         """Return what is kept of each case that was run, None where nothing was."""

@@ -19,14 +19,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from consistency.capture.claim import CLAIM, PARTIAL, is_abandoned
-from consistency.errors import CaptureError
+from consistency.errors import CaptureError, ConsistencyError
 
 LATEST = "latest"
 REPORT, SUITE = "report.json", "suite.json"
+REFUSED = "refused.txt"
 RUN_STATUS, SUITE_STATUS = "status.json", "suite-status.json"
 
 _FORM = "%Y-%m-%dT%H-%M-%SZ"
 """ISO 8601, with a hyphen for each colon, which other systems refuse in a name."""
+
+_MOST_TEXT = 1000  # of a file that anybody may have put there
 
 _NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d+)?")
 
@@ -50,6 +53,29 @@ def dated(out: Path) -> Iterator[Path]:
     with suppress(OSError):  # where there are no links, the newest name is the latest
         link.symlink_to(folder.name)
         os.replace(link, out / LATEST)
+
+
+@contextmanager
+def telling_refusal(out: Path | None) -> Iterator[None]:
+    """Leave beside earlier results why the last run has none, for `status`, until a run has one."""
+    try:
+        yield
+    except ConsistencyError as error:
+        if out is not None and _ended(latest_run(out)) is not None:
+            with suppress(OSError):
+                (out / REFUSED).write_text(str(error).splitlines()[0], encoding="utf-8")
+        raise
+    if out is not None:
+        with suppress(OSError):
+            (out / REFUSED).unlink()
+
+
+def refusal(out: Path) -> str | None:
+    """Return why the last run has no result; None where it has one."""
+    try:
+        return (out / REFUSED).read_text(encoding="utf-8")[:_MOST_TEXT]
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _has_results(folder: Path) -> bool:

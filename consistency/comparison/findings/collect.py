@@ -13,7 +13,7 @@ from consistency.capture.soak import Soak
 from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
 from consistency.case.duration import duration_text
-from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
+from consistency.case.stages import LEVELS, MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.engines import find_engines, of_devices
 from consistency.comparison.findings.host import find_host_problems
@@ -303,13 +303,15 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     words += _given("--stages", *([",".join(case.stages)] if asked else []))
     words += _given("--wrapper", *filter(None, [case.wrapper]))
     words += _given("--device-map", *([str(case.device_map)] if case.device_map else []))
+    words += _given("--repeat", *([str(case.repeat)] if case.repeat > max(1, LEVELS[case.level].repeat) else []))
     words += _given("--steps", *([str(case.steps)] if case.steps else []))
     words += _given("--inputs", *filter(None, [case.inputs]))
     words += _given("--load-paths", *([",".join(case.load_paths)] if case.load_paths else []))
     words += _given("--tolerance", *map(str, case.tolerance))
     words += _given("--placement", *([case.placement] if case.placement != "auto" else []))
     words += ["--allow-pickle"] * case.allow_pickle + ["--trust-remote-code"] * case.trust_remote_code
-    return shlex.join([*words, "--devices", ",".join(devices)]) + REPEAT
+    command = shlex.join([*words, "--devices", ",".join(devices)])
+    return command if case.repeat > 1 else command + REPEAT
 
 
 def _given(option: str, *values: str) -> Iterator[str]:
