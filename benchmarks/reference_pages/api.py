@@ -60,7 +60,8 @@ def _row(name: str) -> list[str]:
 def _described(name: str, found: Any) -> Iterator[str]:
     """Yield what a forge shows as it stands: how to call it, its docstring, and the members of a class."""
     if isinstance(found, enum.EnumType):
-        yield from fence("\n".join(f"{name}.{one.name} = {one.value!r}" for one in found), "python")
+        values = {member: one.value for member, one in inspect.getmembers(found) if member.isupper()}
+        yield from fence("\n".join(f"{name}.{member} = {value!r}" for member, value in values.items()), "python")
     elif not inspect.isclass(found):
         yield from fence(_signature(name, found), "python")
     else:

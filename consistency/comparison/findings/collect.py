@@ -9,6 +9,7 @@ import functools
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
+from consistency.capture.names import NO_OUTPUT
 from consistency.capture.soak import Soak
 from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
@@ -44,6 +45,8 @@ _FRAMES, _INNERMOST_FIRST = 12, "(most recent call first)"
 _SOFTWARE = ("torch", "cuda", "hip", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
 REPEAT = " --repeat 2"
+
+_UNUSED = "these inputs do not reach it, or the model reads its weight itself, which leaves its adapter out"
 
 AS_DEPLOYED = "; the profile deployed promises no equal bits"
 
@@ -242,7 +245,7 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
 
 
 def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
-    reasons: dict[tuple[str, str], tuple[WorkerSet, dict[str, None]]] = {}
+    reasons: dict[tuple[str, str], tuple[WorkerSet, dict[str, str]]] = {}
     facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
     # findings already: what has no number to compare with, and what is missing because a stage did not run
     said = {(t.stage, row.reason) for t in tensors for row in t.outcomes if row.status == "missing"}
@@ -252,7 +255,7 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
             if row.status == "skipped" and (tensor.stage, row.reason) not in said:
                 found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), (WorkerSet(), {}))
                 found[0].take(row.workers)
-                found[1][tensor.name] = None
+                found[1][tensor.name] = tensor.layer
     for (stage, reason), (skipping, names) in reasons.items():
         by_worker, where = in_order_of(compared, skipping.names), list(names)
         what = counted(len(where), "check" if facts.issuperset(where) else "tensor")
@@ -263,6 +266,7 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
             general=f"{stage} · skipped on {some(by_worker)}: {reason}",
             workers=tuple(by_worker),
             tensors=tuple(where),
+            detail=(f"of {some(list(dict.fromkeys(names.values())))}: {_UNUSED}",) if reason == NO_OUTPUT else (),
         )
 
 
