@@ -51,7 +51,8 @@ def is_command(text: str) -> bool:
 
 def reproduce_command(folder: str, number: int) -> str:
     """Return the command that shows a finding of a report again."""
-    return f"consistency reproduce {shlex.quote(folder)} --finding {number} --out repro"
+    out = "repro" if number == 1 else f"repro-{number}"  # so that each can be typed after the other
+    return f"consistency reproduce {shlex.quote(folder)} --finding {number} --out {out}"
 
 
 def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
