@@ -85,7 +85,9 @@ class CaseItem(pytest.Item):
         for summary in comparison.workers:
             if (summary.name, summary.load_path) == (worker, load_path) and summary.status != "ok":
                 verb = "was lost" if summary.status == "lost" else "failed"
-                stack = self.session_of_case.first_time(summary.stack)
+                shown = self.session_of_case.stacks
+                stack = None if summary.stack in shown else summary.stack
+                shown.add(stack)
                 raise LostWorkerError(f"{worker} {verb}: {summary.reason}", stack)
 
 

@@ -82,6 +82,8 @@ class Session:
         Of a suite; None where the options describe a single case.
     selected : mapping of SessionCase to sequence
         The cases that items need, each with the places and workers of those about a device.
+    stacks : set
+        Of lost workers that an item has shown: there are as many items as tensors.
     """
 
     name: str
@@ -94,10 +96,10 @@ class Session:
     arguments: tuple[str, ...] = ()
     alone: bool = False
     selected: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]] = field(default_factory=dict)
+    stacks: set[str | None] = field(default_factory=set)
     _scratch: ExitStack = field(default_factory=ExitStack, repr=False)
     _last: _Read | None = field(default=None, repr=False)
     _failures: dict[SessionCase, ConsistencyError] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, config: pytest.Config, folder: Path | None = None) -> Session:
@@ -196,13 +198,6 @@ class Session:
         if not findings or any(finding.severity == "error" for finding in findings):
             return None
         return next((finding.message for finding in findings if finding.accepted is not None), None)
-
-    def first_time(self, stack: str | None) -> str | None:
-        """Return a stack that no item has shown yet: the items of a lost worker are as many as its tensors."""
-        if stack is None or stack in self._told:
-            return None
-        self._told.add(stack)
-        return stack
 
     def result(self) -> SuiteResult | None:
         """Return what is kept of each case that was run, None where nothing was."""

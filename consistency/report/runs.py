@@ -29,8 +29,6 @@ RUN_STATUS, SUITE_STATUS = "status.json", "suite-status.json"
 _FORM = "%Y-%m-%dT%H-%M-%SZ"
 """ISO 8601, with a hyphen for each colon, which other systems refuse in a name."""
 
-_MOST_TEXT = 1000  # of a file that anybody may have put there
-
 _NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d+)?")
 
 
@@ -68,14 +66,6 @@ def telling_refusal(out: Path | None) -> Iterator[None]:
     if out is not None:
         with suppress(OSError):
             (out / REFUSED).unlink()
-
-
-def refusal(out: Path) -> str | None:
-    """Return why the last run has no result; None where it has one."""
-    try:
-        return (out / REFUSED).read_text(encoding="utf-8")[:_MOST_TEXT]
-    except (OSError, UnicodeDecodeError):
-        return None
 
 
 def _has_results(folder: Path) -> bool:

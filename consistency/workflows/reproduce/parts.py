@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CALLS_FILE = "calls.txt"
 
-_PROVES = {
+PROVES = {
     "merged.py": "torch alone merges this rightly, so PEFT, the model's code or the loading is at fault",
     "moved.py": "plain copies are right, so what loads, keeps or casts these bytes is at fault",
     "calls.py": "the recorded operations are right, so what happens between them is at fault",
@@ -58,11 +58,6 @@ class Parts:
     def script_name(self) -> str:
         """Return the name of the script in the folder."""
         return "reproduce.py" if self.computes else "check_recorded.py"
-
-    @property
-    def proves(self) -> str:
-        """Return the conclusion where the script finds nothing."""
-        return _PROVES.get(self.script, "")
 
 
 def parts_of(evidence: Evidence) -> Parts:
