@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -57,8 +56,8 @@ def strangers(found: Comparison) -> Iterator[str]:
         own = {name.partition("::")[2] for name in finding.tensors if name not in led_to}
         for line in shown.detail:
             first = line.partition("; worst ")[2] or line
-            named = re.split(r"[\[ :]", first, maxsplit=1)[0]
-            if named in every - own:
+            named = max((name for name in every if first.startswith(name)), key=len, default=None)
+            if named is not None and named not in own:
                 yield f"{finding.message}: {line}"
 
 

@@ -34,8 +34,7 @@ class Cause(enum.StrEnum):
 
     IGNORED = (
         "adapter-ignored", "as the base alone: the adapter is not applied",
-        "name the adapter in every request, and look in the engine's log for modules that it skipped; a merged folder "
-        "was saved without it: merge again",
+        "name the adapter in every request, and look for skipped modules in the engine's log; merge a merged one again",
     )  # fmt: skip
     LEFT_ON = (
         "adapter-left-on", "with the adapter applied where it was to be off",

@@ -109,8 +109,7 @@ def explained(word: str) -> Sequence[GlossaryEntry]:
     found = [entry for entry in glossary() if entry.word == form]
     if not found:
         text = word.strip().lower()
-        fields = ("summary", "meaning", "cause", "action")
-        near = [one.word for one in glossary() if any(text in getattr(one, name).lower() for name in fields)]
+        near = [one.word for one in glossary() if text in f"{one.summary}\n{one.meaning}\n{one.cause}".lower()]
         hint = did_you_mean(word, known_words()) or "`consistency explain` lists all words"
         hint = f"these have to do with it: {some(list(dict.fromkeys(near)))}" if text and near else hint
         raise UsageError("no such word", where="WORD", got=word, wanted="a word of a report", hint=hint)

@@ -64,8 +64,7 @@ def telling_refusal(out: Path | None) -> Iterator[None]:
                 (out / REFUSED).write_text(str(error).splitlines()[0], encoding="utf-8")
         raise
     if out is not None:
-        with suppress(OSError):
-            (out / REFUSED).unlink()
+        (out / REFUSED).unlink(missing_ok=True)
 
 
 def _has_results(folder: Path) -> bool:

@@ -314,8 +314,7 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     words += _given("--tolerance", *map(str, case.tolerance))
     words += _given("--placement", *([case.placement] if case.placement != "auto" else []))
     words += ["--allow-pickle"] * case.allow_pickle + ["--trust-remote-code"] * case.trust_remote_code
-    command = shlex.join([*words, "--devices", ",".join(devices)])
-    return command if case.repeat > 1 else command + REPEAT
+    return shlex.join([*words, "--devices", ",".join(devices)]) + ("" if case.repeat > 1 else REPEAT)
 
 
 def _given(option: str, *values: str) -> Iterator[str]:

@@ -21,7 +21,7 @@ from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, error_facto
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers, has_quantized_weight, weight_of
 from consistency.worker.model.running import matrix_elements
-from consistency.worker.stages.engine_outputs.layer_search import by_block, by_kind, named, search
+from consistency.worker.stages.engine_outputs.layer_search import by_block, by_kind, by_name, named, search
 from consistency.worker.stages.engine_outputs.passes import (
     Passes,
     Rounded,
@@ -126,7 +126,7 @@ def explain(question: Question) -> Answer:
     else:
         not_tried.append("merges in a narrower dtype")
     if not fits:
-        for groups in (by_block, by_kind):
+        for groups in (by_block, by_kind, by_name):
             found = groups(list(adapted_layers(model)))
             if len(found) * size > _MOST_WORK:
                 not_tried.append("layers without the adapter")

@@ -166,7 +166,7 @@ def scaled(scalings: Mapping[int, float], layers: Sequence[Any]) -> Iterator[Non
 
 @contextmanager
 def plain(layers: Sequence[Any]) -> Iterator[None]:
-    """Let layers compute as LoRA alone, without the variant of it that they have, such as DoRA."""
+    """Let layers compute as LoRA alone, without a variant such as DoRA."""
     kept = [(layer.lora_variant, layer.lora_variant.pop(ADAPTER_NAME)) for layer in layers]
     try:
         yield
