@@ -61,7 +61,7 @@ def _described(name: str, found: Any) -> Iterator[str]:
     """Yield what a forge shows as it stands: how to call it, its docstring, and the members of a class."""
     if isinstance(found, enum.EnumType):
         values = {member: one.value for member, one in inspect.getmembers(found) if member.isupper()}
-        yield from fence("\n".join(f"{name}.{member} = {value!r}" for member, value in values.items()), "python")
+        yield from fence("\n".join(f'{name}.{member} = "{value}"' for member, value in values.items()), "python")
     elif not inspect.isclass(found):
         yield from fence(_signature(name, found), "python")
     else:
