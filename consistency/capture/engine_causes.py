@@ -34,7 +34,7 @@ class Cause(enum.StrEnum):
 
     IGNORED = (
         "adapter-ignored", "as the base alone: the adapter is not applied",
-        "name the adapter in every request, and look in the engine's log for modules that it skipped",
+        "name the adapter in every request, and look for skipped modules in the engine's log; merge a merged one again",
     )  # fmt: skip
     LEFT_ON = (
         "adapter-left-on", "with the adapter applied where it was to be off",
@@ -59,6 +59,14 @@ class Cause(enum.StrEnum):
     TWICE = (
         "adapter-twice", "as if the adapter were applied twice",
         "check whether the engine was given a merged base together with the adapter",
+    )  # fmt: skip
+    KIND = (
+        "layers-repeated", "as if {} added the adapter several times",
+        "look at what the engine does with the parts of these layers: each rank may add the whole of it",
+    )  # fmt: skip
+    DORA = (
+        "variant-ignored", "as if the adapter were LoRA alone, without the variant that its config names, as DoRA",
+        "merge the adapter for this engine: its LoRA has no magnitudes",
     )  # fmt: skip
     LAYERS = (
         "layers-ignored", "as if {} had no adapter",

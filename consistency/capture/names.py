@@ -59,6 +59,9 @@ GRADIENT, UPDATED = "gradient", "updated"
 DECISIONS = "decisions"
 """Suffix of an operation whose decisions differ from the reference's: `relu.decisions`."""
 
+NO_OUTPUT = "no output of the model depends on it"
+"""Why a gradient is skipped: the model does not call its layer."""
+
 UNSUPPORTED = "unsupported"
 """Evidence of a skipped row: the device has no such dtype or kernel, which is no failure."""
 

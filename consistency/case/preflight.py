@@ -65,7 +65,7 @@ def _prepared(options: Options) -> Case:
     check_files(base_folder, adapter_folder, allow_pickle=options.allow_pickle)
     adapters = _named_folders(options, base_folder)
     case = Case(
-        name=options.name or _case_name(base, *(one.path for one in adapters) if adapters else (adapter,)),
+        name=case_name(options),
         base=base if base_folder is None else str(base_folder),
         adapter=None if adapter_folder is None else str(adapter_folder),
         adapters=adapters,
@@ -264,6 +264,9 @@ def _device_map(text: str) -> str:
     return str(path.resolve())
 
 
-def _case_name(base: str, *adapters: str | None) -> str:
-    paths = [Path(text) for text in (base, *adapters) if text is not None]
-    return " + ".join(dict.fromkeys(map(name_of, paths)))
+def case_name(options: Options) -> str:
+    """Return the name of a case, whose files need not exist."""
+    base, first = resolve(options.base, options.adapter)
+    others = [resolve(options.base, one.path)[1] for one in options.adapters or ()]
+    paths = [Path(text) for text in (base, *(others or [first])) if text is not None]
+    return options.name or " + ".join(dict.fromkeys(map(name_of, paths)))

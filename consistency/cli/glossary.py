@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from consistency.capture.wording import some
 from consistency.errors import InputError, UsageError, did_you_mean
 
 FAMILIES = (
@@ -107,6 +108,9 @@ def explained(word: str) -> Sequence[GlossaryEntry]:
     form = word.strip().lower().replace("_", "-")
     found = [entry for entry in glossary() if entry.word == form]
     if not found:
+        text = word.strip().lower()
+        near = [one.word for one in glossary() if text in f"{one.summary}\n{one.meaning}\n{one.cause}".lower()]
         hint = did_you_mean(word, known_words()) or "`consistency explain` lists all words"
+        hint = f"these have to do with it: {some(list(dict.fromkeys(near)))}" if text and near else hint
         raise UsageError("no such word", where="WORD", got=word, wanted="a word of a report", hint=hint)
     return found

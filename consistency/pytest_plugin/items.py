@@ -84,7 +84,11 @@ class CaseItem(pytest.Item):
         """Raise if this worker was lost."""
         for summary in comparison.workers:
             if (summary.name, summary.load_path) == (worker, load_path) and summary.status != "ok":
-                raise LostWorkerError(f"{worker} was lost: {summary.reason}", summary.stack)
+                verb = "was lost" if summary.status == "lost" else "failed"
+                shown = self.session_of_case.stacks
+                stack = None if summary.stack in shown else summary.stack
+                shown.add(stack)
+                raise LostWorkerError(f"{worker} {verb}: {summary.reason}", stack)
 
 
 class DeviceItem(CaseItem):

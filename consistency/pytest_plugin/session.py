@@ -82,6 +82,8 @@ class Session:
         Of a suite; None where the options describe a single case.
     selected : mapping of SessionCase to sequence
         The cases that items need, each with the places and workers of those about a device.
+    stacks : set
+        Of lost workers that an item has shown: there are as many items as tensors.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Session:
     arguments: tuple[str, ...] = ()
     alone: bool = False
     selected: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]] = field(default_factory=dict)
+    stacks: set[str | None] = field(default_factory=set)
     _scratch: ExitStack = field(default_factory=ExitStack, repr=False)
     _last: _Read | None = field(default=None, repr=False)
     _failures: dict[SessionCase, ConsistencyError] = field(default_factory=dict)

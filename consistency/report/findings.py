@@ -33,7 +33,9 @@ _Hits = Sequence[tuple[TensorComparison, Outcome]]
 def findings_of(comparison: Comparison, folder: str | None = None) -> list[Finding]:
     """Return the findings in their order; `folder` holds the report and its captures, for the commands."""
     beside = None if comparison.captures else folder
-    return [_shown(finding, number, hits, beside) for number, (finding, hits) in enumerate(_with_hits(comparison), 1)]
+    is_asked = "--repeat" not in comparison.command  # such a run has done what `again:` is for
+    shown = enumerate(_with_hits(comparison), 1)
+    return [_shown(finding, number, hits, beside, is_asked=is_asked) for number, (finding, hits) in shown]
 
 
 def reproducible(comparison: Comparison) -> frozenset[int]:
@@ -49,7 +51,8 @@ def is_command(text: str) -> bool:
 
 def reproduce_command(folder: str, number: int) -> str:
     """Return the command that shows a finding of a report again."""
-    return f"consistency reproduce {shlex.quote(folder)} --finding {number} --out repro"
+    out = "repro" if number == 1 else f"repro-{number}"  # so that each can be typed after the other
+    return f"consistency reproduce {shlex.quote(folder)} --finding {number} --out {out}"
 
 
 def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
@@ -65,7 +68,7 @@ def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
 _OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
 
 
-def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Finding:
+def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None, *, is_asked: bool) -> Finding:
     shown = msgspec.structs.replace(finding, detail=(*_worst(hits), *finding.evidence), consequences=())
     if folder is None:
         return shown
@@ -77,7 +80,7 @@ def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None) -> Fi
     if not _is_reproducible(finding, hits):
         is_run = again is not None and again.startswith(f"{_COMMAND}run ")
         return msgspec.structs.replace(shown, next=bisect) if is_run and _is_loaded(finding, differs) else shown
-    commands = [f"{_AGAIN}{again}"] if again else []
+    commands = [f"{_AGAIN}{again}"] if again and is_asked else []
     if again and any(tensor.rule in _MEASURED for tensor in differs):
         commands.append(f"{_SETTING}{bisect}")
     return msgspec.structs.replace(shown, detail=(*shown.detail, *commands), next=reproduce_command(folder, number))

@@ -19,10 +19,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from consistency.capture.claim import CLAIM, PARTIAL, is_abandoned
-from consistency.errors import CaptureError
+from consistency.errors import CaptureError, ConsistencyError
 
 LATEST = "latest"
 REPORT, SUITE = "report.json", "suite.json"
+REFUSED = "refused.txt"
 RUN_STATUS, SUITE_STATUS = "status.json", "suite-status.json"
 
 _FORM = "%Y-%m-%dT%H-%M-%SZ"
@@ -50,6 +51,20 @@ def dated(out: Path) -> Iterator[Path]:
     with suppress(OSError):  # where there are no links, the newest name is the latest
         link.symlink_to(folder.name)
         os.replace(link, out / LATEST)
+
+
+@contextmanager
+def telling_refusal(out: Path | None) -> Iterator[None]:
+    """Leave beside earlier results why the last run has none, for `status`, until a run has one."""
+    try:
+        yield
+    except ConsistencyError as error:
+        if out is not None and _ended(latest_run(out)) is not None:
+            with suppress(OSError):
+                (out / REFUSED).write_text(str(error).splitlines()[0], encoding="utf-8")
+        raise
+    if out is not None:
+        (out / REFUSED).unlink(missing_ok=True)
 
 
 def _has_results(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from consistency.capture.wording import and_more, counted
+from consistency.capture.wording import and_more, counted, size
 from consistency.case.stages import Stage
 from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison
@@ -19,8 +19,9 @@ from consistency.report.copy_matrix import write_matrices
 from consistency.report.document import EXPLAINED, Document, Group, ResultTable, Row
 from consistency.report.formats import View
 from consistency.report.marks import style_of
-from consistency.report.of_suite import document_of
+from consistency.report.of_suite import document_of, seconds
 from consistency.report.sentences import CellText
+from consistency.report.summarize import with_load_path
 from consistency.report.summary import class_text
 
 MOST_ROWS = 20
@@ -75,6 +76,7 @@ def _write(write: Writer, document: Document, view: View, found: Comparison | Su
         write.console.print()
     if isinstance(found, Comparison):
         _tensors(write, found, verbose=view.verbose)
+        _taken(write, found if view.verbose else None)
     notes = [entry.finding for entry in document.notes]
     write.notes(notes if view.verbose else notes[:_MOST_NOTES])
     if rest := "" if view.verbose else and_more(len(notes) - _MOST_NOTES, "note"):
@@ -242,6 +244,18 @@ def _tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
         ],
         left_out=len(shown) - limit,
     )  # fmt: skip
+
+
+def _taken(write: Writer, comparison: Comparison | None) -> None:
+    """Write what each stage took of time and memory."""
+    rows = [
+        (with_load_path(worker.name, worker.load_path), one.stage,
+         "" if one.elapsed_s is None else seconds(one.elapsed_s), size(one.host_peak_bytes),
+         "" if one.device_peak_bytes is None else size(one.device_peak_bytes))
+        for worker in (comparison.workers if comparison else ()) for one in worker.stage_memory
+    ]  # fmt: skip
+    if rows:
+        write.table(("worker", "stage", "time", "host peak", "device peak"), rows, left_out=0)
 
 
 def _worst(tensor: TensorComparison) -> str:

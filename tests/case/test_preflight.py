@@ -254,6 +254,14 @@ def test_a_rank_of_lora_b_alone_is_told_too(tmp_path: Path) -> None:
         check(make_base(tmp_path / "base"), make_adapter(tmp_path / "adapter", shapes=shapes))
 
 
+def test_tensors_without_elements_are_a_broken_file(tmp_path: Path) -> None:
+    """As a rank of DeepSpeed ZeRO-3 saves what other ranks hold; the question was whether it is for this base."""
+    shapes = {f"{Q}.lora_A.weight": (2, 8), f"{Q}.lora_B.weight": (0,)}
+    with pytest.raises(InputError, match="file is broken: it has tensors without elements") as caught:
+        read_adapter(make_adapter(tmp_path / "adapter", shapes=shapes), allow_pickle=False)
+    assert caught.value.got == f"1 tensor of shape (0,), such as {Q}.lora_B.weight"
+
+
 def test_an_adapter_without_a_tensor_is_loaded_by_peft(tmp_path: Path) -> None:
     _, tensors = read_adapter(make_adapter(tmp_path / "adapter", shapes={}), allow_pickle=False)
     assert not tensors

@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,9 @@ README = ROOT / "README.md"
 """Shows a part of what the tutorial does."""
 
 OMISSION = "…"
+
+PRINTED = re.compile(r"^ *(?:next|again|which setting): (consistency .+)$", re.MULTILINE)
+"""A command that a report prints to be typed next."""
 
 _BLOCK = re.compile(r"^```console\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _NODE = re.escape(platform.node())
@@ -71,11 +75,9 @@ def commands() -> list[str]:
     return [shown.command for page in EXECUTED for shown in shown_in(page.read_text(encoding="utf-8"))]
 
 
-def outputs(wanted: list[str], program: Sequence[str] = ()) -> dict[str, str]:
-    """Run commands in a copy of the tutorial's folder; return what each prints.
-
-    Progress, which goes to the standard error, is not a part of it. `program` takes the place of `consistency`.
-    """
+@contextmanager
+def runner(program: Sequence[str] = ()) -> Iterator[Callable[[str], subprocess.CompletedProcess[str]]]:
+    """Yield what runs a command in a copy of the tutorial's folder; `program` takes the place of `consistency`."""
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -87,14 +89,16 @@ def outputs(wanted: list[str], program: Sequence[str] = ()) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "tutorial"
         shutil.copytree(ROOT / "docs" / "tutorial", folder, ignore=shutil.ignore_patterns("__pycache__"))
-        return {
-            command: subprocess.run(
-                re.sub("^consistency(?= )", shlex.join(program) or r"\g<0>", command),
-                shell=True, cwd=folder, env=environment, check=False, timeout=600,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            ).stdout
-            for command in wanted
-        }  # fmt: skip
+        yield lambda command: subprocess.run(
+            re.sub("^consistency(?= )", shlex.join(program) or r"\g<0>", command),
+            shell=True, cwd=folder, env=environment, check=False, timeout=600, capture_output=True, text=True,
+        )  # fmt: skip
+
+
+def outputs(wanted: list[str], program: Sequence[str] = ()) -> dict[str, str]:
+    """Run commands in a copy of the tutorial's folder; return what each prints, without progress on standard error."""
+    with runner(program) as run:
+        return {command: run(command).stdout for command in wanted}
 
 
 def without_figures(line: str) -> str:

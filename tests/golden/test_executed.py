@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.accelerator.fixtures import Warm
-from tests.golden.executed import EXECUTED, README, Shown, commands, outputs, printed, refreshed, shown_in
+from tests.golden.executed import (
+    EXECUTED,
+    PRINTED,
+    README,
+    Shown,
+    commands,
+    printed,
+    refreshed,
+    runner,
+    shown_in,
+)
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def by_command(warm: Warm) -> dict[str, str]:
-    return outputs(commands(), warm().command())
+def run(warm: Warm) -> Iterator[Callable[[str], subprocess.CompletedProcess[str]]]:
+    with runner(warm().command()) as in_folder:
+        yield in_folder
+
+
+@pytest.fixture(scope="module")
+def by_command(run: Callable[[str], subprocess.CompletedProcess[str]]) -> dict[str, str]:
+    return {command: run(command).stdout for command in commands()}
 
 
 @pytest.mark.parametrize("page", [*EXECUTED, README], ids=lambda page: page.stem)
@@ -24,6 +42,18 @@ def test_a_page_shows_what_its_commands_print(page: Path, by_command: dict[str, 
     for shown in blocks:
         output = by_command[shown.command]
         assert printed(shown, output) is not None, f"if that is meant: python -m tests.golden.executed\n{output}"
+
+
+def test_what_they_print_to_be_typed_next_runs_as_pasted(
+    run: Callable[[str], subprocess.CompletedProcess[str]], by_command: dict[str, str]
+) -> None:
+    printed_next = dict.fromkeys(line for output in by_command.values() for line in PRINTED.findall(output))
+    assert len(printed_next) > 2
+    run("rm -rf repro*")  # the pages have typed one of them
+    for line in printed_next:
+        done = run(line)
+        is_run = line.startswith("consistency run ")  # whose fault is still there, or was in a file that is mended
+        assert done.returncode in ((0, 1) if is_run else (0,)), (line, done.stdout[-2000:], done.stderr[-2000:])
 
 
 def test_figures_may_differ_and_words_may_not() -> None:

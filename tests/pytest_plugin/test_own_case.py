@@ -174,3 +174,22 @@ def test_a_config_that_cannot_be_used(own_tests: pytest.Pytester, returned: str,
     done.assert_outcomes(errors=1)
     done.stdout.fnmatch_lines(told)
     assert not any("During handling" in line for line in done.outlines)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_pytest")
+def test_a_tolerance_that_judged_nothing_is_a_warning(own_tests: pytest.Pytester) -> None:
+    """A misspelt layer passed silently."""
+    own_tests.makeconftest("")
+    own_tests.makepyfile(
+        test_own="""
+        import pytest
+
+        @pytest.mark.consistency(base="builtin:llama", devices="cpu", stages="merged", load_paths="isolated",
+                                 tolerance="layer=model.layer.0.*,atol=1,rtol=0")
+        def test_one(consistency_report): pass
+        """
+    )
+    done = own_tests.runpytest_subprocess()
+    done.assert_outcomes(passed=1, warnings=1)
+    done.stdout.fnmatch_lines(["*PytestWarning: tolerance layer=model.layer.0.*: matched no tensor that was checked"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -263,6 +264,18 @@ def test_lost_worker_is_an_error_with_signal_and_last_event(pytester: pytest.Pyt
     assert outcomes["errors"] == 3
     assert "failed" not in outcomes
     done.stdout.fnmatch_lines(["*cpu was lost: killed by SIGKILL; last event: merged*"])
+
+
+@pytest.mark.slow
+def test_a_stack_is_shown_once(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factory that fails on one device was hundreds of lines, the same traceback for each tensor."""
+    pytester.makepyfile(own="def load():\n    raise RuntimeError('my own code')")
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
+    options = ("--consistency-base=python:own:load", f"--consistency-adapter={FIXTURES / 'adapter'}")
+    done = pytester.runpytest_subprocess(*options, *BASE[2:], "--consistency-stages", "merged", "-k", LAYER)
+    assert done.parseoutcomes()["errors"] > 1
+    done.stdout.fnmatch_lines(["*cpu failed: RuntimeError: my own code*"])
+    assert sum('own.py", line 2' in line for line in done.outlines) == 1
 
 
 @pytest.mark.slow

@@ -51,6 +51,14 @@ def test_evidence_and_commands_are_of_the_finding_and_not_of_what_it_leads_to(ma
     assert finding.next == "consistency run --base base --adapter adapter --devices cpu,cpu@baseline --repeat 2"
 
 
+def test_a_run_with_repeats_is_not_to_be_repeated(make_capture: MakeCapture) -> None:
+    folder = make_capture("a", {"cpu": (computed(layer="layers.1.q"),), "cpu@baseline": (WRONG,)})
+    found = compare([read_capture(folder)])
+    for command, times in {("consistency", "run"): 1, ("consistency", "run", "--repeat", "2"): 0}.items():
+        detail = findings_of(msgspec.structs.replace(found, command=command), "out")[0].detail
+        assert sum(line.startswith("again: ") for line in detail) == times
+
+
 def test_bytes_that_were_not_stored_are_bisected(make_capture: MakeCapture) -> None:
     lost = moved(held="b", stage="base", measure=None, word=Word.DIFFERS)
     finding = shown(make_capture, lost, WRONG, right=(moved(stage="base"), computed(layer="layers.1.q")))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from consistency.capture.records import StageMemory
 from consistency.case.stages import Stage
 from consistency.comparison.result import (
     ArchitectureGroup,
@@ -31,6 +32,13 @@ def test_verbose_shows_every_layer() -> None:
     assert "layers.7" not in printed(found)
     text = printed(found, verbose=True)
     assert all(f"layers.{i}" in text for i in range(30))
+
+
+def test_verbose_shows_what_stages_took() -> None:
+    took = (StageMemory(stage="merged", host_resident_bytes=1, host_peak_bytes=2**31, elapsed_s=2.5),)
+    found = comparison([tensor([["cpu"]])], workers=(msgspec.structs.replace(worker("cpu"), stage_memory=took),))
+    assert re.search(r"cpu +merged +2\.5 s +2\.0 GiB", printed(found, verbose=True))
+    assert "host peak" not in printed(found)
 
 
 def test_long_lists_of_layers_are_cut_unless_asked_for() -> None:

@@ -24,7 +24,7 @@ from consistency.cli.output import (
 )
 from consistency.errors import ConsistencyError, UsageError
 from consistency.report.formats import Subject
-from consistency.report.runs import dated
+from consistency.report.runs import dated, telling_refusal
 from consistency.text import one_line
 
 if TYPE_CHECKING:
@@ -125,18 +125,26 @@ def _add_pace(parser: argparse.ArgumentParser, stops_at: str) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from consistency.cli.progress import progress
-    from consistency.workflows import pipeline
-
     check_formats(parsed)
     if parsed.plan:
         return _plan(parsed)
+    with telling_refusal(parsed.out if parsed.force or _by_date(parsed) else None):
+        return _run_checked(parsed)
+
+
+def _run_checked(parsed: argparse.Namespace) -> int:
+    from consistency.case.preflight import case_name
+    from consistency.cli.progress import progress
+    from consistency.workflows import pipeline
+    from consistency.workflows.judging import noted
+
     history, baseline = read_history(parsed), read_baseline(parsed)
     suite = read_suite(parsed)
     if suite is not None:
         from consistency.workflows.suite import expected, prepare_suite, run_suite
 
-        cases = prepare_suite(suite)
+        with noted(history, suite.name, report=""):
+            cases = prepare_suite(suite)
         with _folder(parsed) as out, progress(expected=expected(cases), quiet=parsed.quiet) as watch:
             result = run_suite(
                 cases, out, watch=watch, replace=parsed.force, history=history, baseline=baseline,
@@ -144,7 +152,9 @@ def _run(parsed: argparse.Namespace) -> int:
             )  # fmt: skip
         show(parsed, result, out, subject=Subject.SUITE, elapsed_s=result.elapsed_s)
         return result.exit_status
-    plan = pipeline.prepare(read_case(parsed))
+    options = read_case(parsed)
+    with noted(history, case_name(options), report=""):
+        plan = pipeline.prepare(options)
     with _folder(parsed) as out, progress(expected=pipeline.expected(plan), quiet=parsed.quiet) as watch:
         report = pipeline.run(plan, out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
     show(parsed, report.comparison, out, elapsed_s=report.elapsed_s)
@@ -157,10 +167,13 @@ def _folder(parsed: argparse.Namespace) -> AbstractContextManager[Path | None]:
 
     if parsed.out is not None:
         refuse_archive(parsed.out)
-    by_date = parsed.history is not None and not parsed.force if parsed.dated is None else parsed.dated
     if parsed.dated and parsed.out is None:
         raise UsageError("there is no folder for dated runs", where="--dated", hint="give --out DIR")
-    return dated(parsed.out) if by_date and parsed.out is not None else nullcontext(parsed.out)
+    return dated(parsed.out) if _by_date(parsed) and parsed.out is not None else nullcontext(parsed.out)
+
+
+def _by_date(parsed: argparse.Namespace) -> bool:
+    return parsed.history is not None and not parsed.force if parsed.dated is None else bool(parsed.dated)
 
 
 def _plan(parsed: argparse.Namespace) -> int:

@@ -9,11 +9,12 @@ import functools
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
+from consistency.capture.names import NO_OUTPUT
 from consistency.capture.soak import Soak
 from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
 from consistency.case.duration import duration_text
-from consistency.case.stages import MOVES_WEIGHTS, Level, Stage, requested
+from consistency.case.stages import LEVELS, MOVES_WEIGHTS, Level, Stage, requested
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.engines import find_engines, of_devices
 from consistency.comparison.findings.host import find_host_problems
@@ -45,6 +46,8 @@ _FRAMES, _INNERMOST_FIRST = 12, "(most recent call first)"
 _SOFTWARE = ("torch", "cuda", "hip", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
 
 REPEAT = " --repeat 2"
+
+_UNUSED = "these inputs do not reach it, or the model reads its weight itself, which leaves its adapter out"
 
 AS_DEPLOYED = "; the profile deployed promises no equal bits"
 
@@ -244,7 +247,7 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
 
 
 def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
-    reasons: dict[tuple[str, str], tuple[WorkerSet, dict[str, None]]] = {}
+    reasons: dict[tuple[str, str], tuple[WorkerSet, dict[str, str]]] = {}
     facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
     # findings already: what has no number to compare with, and what is missing because a stage did not run
     said = {(t.stage, row.reason) for t in tensors for row in t.outcomes if row.status == "missing"}
@@ -254,7 +257,7 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
             if row.status == "skipped" and (tensor.stage, row.reason) not in said:
                 found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), (WorkerSet(), {}))
                 found[0].take(row.workers)
-                found[1][tensor.name] = None
+                found[1][tensor.name] = tensor.layer
     for (stage, reason), (skipping, names) in reasons.items():
         by_worker, where = in_order_of(compared, skipping.names), list(names)
         what = counted(len(where), "check" if facts.issuperset(where) else "tensor")
@@ -265,6 +268,7 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
             general=f"{stage} · skipped on {some(by_worker)}: {reason}",
             workers=tuple(by_worker),
             tensors=tuple(where),
+            detail=(f"of {some(list(dict.fromkeys(names.values())))}: {_UNUSED}",) if reason == NO_OUTPUT else (),
         )
 
 
@@ -305,13 +309,14 @@ def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, 
     words += _given("--stages", *([",".join(case.stages)] if asked else []))
     words += _given("--wrapper", *filter(None, [case.wrapper]))
     words += _given("--device-map", *([str(case.device_map)] if case.device_map else []))
+    words += _given("--repeat", *([str(case.repeat)] if case.repeat > max(1, LEVELS[case.level].repeat) else []))
     words += _given("--steps", *([str(case.steps)] if case.steps else []))
     words += _given("--inputs", *filter(None, [case.inputs]))
     words += _given("--load-paths", *([",".join(case.load_paths)] if case.load_paths else []))
     words += _given("--tolerance", *map(str, case.tolerance))
     words += _given("--placement", *([case.placement] if case.placement != "auto" else []))
     words += ["--allow-pickle"] * case.allow_pickle + ["--trust-remote-code"] * case.trust_remote_code
-    return shlex.join([*words, "--devices", ",".join(devices)]) + REPEAT
+    return shlex.join([*words, "--devices", ",".join(devices)]) + ("" if case.repeat > 1 else REPEAT)
 
 
 def _given(option: str, *values: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
-from consistency.capture.names import BATCHES
+from consistency.capture.names import ADAPTER_OFF, BATCHES
 from consistency.capture.wording import listed, some
 from consistency.case.inference.request import OUTPUT
 from consistency.case.stages import Stage
@@ -78,7 +78,7 @@ def _wrong(engine: ComparedWorker, wrong: _Wrong) -> Iterator[Finding]:
             tensors=tuple(t.name for t, _ in rows),
             cause=_sentence(cause, places, rows) if isinstance(cause, Cause) else None,
             detail=tuple(line for t, row in rows for line in (describe(t, row), *_tried(row))),
-            next="; or ".join(one.todo for one in _causes(rows[0][1])) or _again(engine),
+            next="; or ".join(one.todo for one in _causes(rows[0][1])) or _again(engine, wrong),
             load_paths=(engine.load_path,),
         )
 
@@ -172,7 +172,9 @@ def _part(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
         yield Finding(kind=FindingKind.PART_COMPARED, severity="note", message=text, workers=(engine.label,))
 
 
-def _again(engine: ComparedWorker) -> str | None:
+def _again(engine: ComparedWorker, wrong: _Wrong) -> str | None:
+    if any(t.tensor == ADAPTER_OFF and _cause(row) is None for t, row in wrong):
+        return "look at the engine's base, its config and its dtype first: it is outside without the adapter too"
     case = engine.case
     path = next((one.path for one in case.engine_outputs if one.name == engine.info.name), None)
     if path is None:

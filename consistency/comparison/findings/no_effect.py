@@ -6,7 +6,7 @@ Where the model ran with the adapter on and off, the outputs decide; else what i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, DELTA, END_TO_END, RANK_AND_SCALING, SETTINGS_LAYER
 from consistency.capture.records import TensorRecord
@@ -44,17 +44,20 @@ def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             continue
         labels = tuple(dict.fromkeys(p.label for p in workers))
         opening = f"adapter · {some(labels)} · the adapter changes nothing"
-        texts = [text for text in (cause, alike) if text]
+        unused = [] if cause else list(dict.fromkeys(layer for p in workers for layer in _adding(p)))
+        why = f"the deltas are not zero, so the model leaves out {some(unused)}" if unused else ""
+        texts = [text for text in (cause, alike, why) if text]
         yield Finding(
             kind=FindingKind.NO_EFFECT,
             severity="warning",
             message=f"{opening}: {'; '.join(texts)}",
             general=opening,
             workers=labels,
-            cause=cause or None,
+            cause=cause or why or None,
             detail=(f"adapter {workers[0].case.adapter}",),
-            next="check that this is the trained adapter, and that the model calls its layers: one that reads their "
-            "weight itself leaves the adapter out",
+            next="look in the model's code for what reads the weight of these layers itself, and have it call them"
+            if unused
+            else "check that this is the trained adapter, and that the model calls its layers",
         )
 
 
@@ -90,6 +93,13 @@ def _cause(p: ComparedWorker) -> str:
             if deltas and not p.case.only and all(record.effect == "zero-delta" for record in deltas):
                 return f"{len(deltas)} of {len(deltas)} deltas are zero"
     return ""
+
+
+def _adding(p: ComparedWorker) -> Iterator[str]:
+    """Yield the layers that a merge adds something to."""
+    for (_, layer, tensor), record in p.records.stage(Stage.MERGED).items():
+        if tensor == DELTA and record.measure is not None and not record.effect:
+            yield layer
 
 
 def _acts_on_all_tokens(p: ComparedWorker) -> bool:

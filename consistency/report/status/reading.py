@@ -15,7 +15,7 @@ import msgspec
 from consistency.capture.bounded import read_regular
 from consistency.capture.json_codec import decode_json
 from consistency.errors import UsageError
-from consistency.report.runs import REPORT, RUN_STATUS, SUITE, SUITE_STATUS, latest_run
+from consistency.report.runs import REFUSED, REPORT, RUN_STATUS, SUITE, SUITE_STATUS, latest_run
 from consistency.report.status.record import SCHEMA, Status
 
 _OF_REPORT = {REPORT: RUN_STATUS, SUITE: SUITE_STATUS}
@@ -31,6 +31,8 @@ def read_status(path: Path) -> Status:
     """
     root = path if path.is_dir() else None
     folder = path.parent if root is None else latest_run(path)
+    if root is not None and (root / REFUSED).exists():
+        raise UsageError(f"the last run has no result: {read_regular(root / REFUSED, root).decode(errors='replace')}")
     reports = [folder / name for name in _OF_REPORT if (folder / name).exists()]
     if not reports:
         raise UsageError(f"no result at {path}", wanted=f"the --out folder of a run, or {REPORT}")

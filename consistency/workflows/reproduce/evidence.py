@@ -102,7 +102,7 @@ def find_evidence(path: Path, number: int | None, scratch: Path) -> Evidence:
             f"finding {number} concerns no tensor", got=f"{finding.kind}: {finding.message}",
             hint=finding.next or "run the case again with the command in the report",
         )  # fmt: skip
-    participants = gather(_captures(report, folder, scratch))
+    participants = gather(_captures(report, path, folder, scratch))
     reference = choose_reference(participants)
     seen = _seen(finding, participants)
     if not seen or reference is None:
@@ -134,7 +134,7 @@ def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Comp
         The report has no such worker, or the worker no such tensor.
     """
     report, folder = read_comparison(path)
-    participants = gather(_captures(report, folder, scratch))
+    participants = gather(_captures(report, path, folder, scratch))
     reference = choose_reference(participants)
     for participant in participants:
         if participant.label != worker:
@@ -147,13 +147,16 @@ def find_tensor(path: Path, name: str, worker: str, scratch: Path) -> tuple[Comp
     raise UsageError("the report has no such worker", where="--worker", got=worker, wanted=labels)
 
 
-def _captures(report: Comparison, folder: Path, scratch: Path) -> list[Capture]:
+def _captures(report: Comparison, path: Path, folder: Path, scratch: Path) -> list[Capture]:
     pool = RecordPool()
     beside = folder / "captures"
     if (beside / MANIFEST).exists():
         return [read_capture(beside, pool)]
     if not report.captures:
-        raise CaptureError("no capture next to the report", where=folder, wanted=f"captures/{MANIFEST}")
+        raise CaptureError(
+            "no capture next to the report", where=path, wanted=f"captures/{MANIFEST}",
+            hint="a redacted report leaves the captures out: whoever made it has `consistency reproduce --redact`",
+        )  # fmt: skip
     for text in report.captures:
         if is_remote(text):  # the report may be untrusted: it must not open a connection
             raise CaptureError(

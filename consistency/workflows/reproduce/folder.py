@@ -21,7 +21,7 @@ from consistency.devices.settings import UNREADABLE
 from consistency.errors import CaptureError, UsageError
 from consistency.text import one_line
 from consistency.workflows.reproduce.evidence import Evidence, find_evidence
-from consistency.workflows.reproduce.parts import CALLS_FILE, Parts, device_of, load_arguments, parts_of
+from consistency.workflows.reproduce.parts import CALLS_FILE, PROVES, Parts, device_of, load_arguments, parts_of
 from consistency.workflows.reproduce.readme import readme
 from consistency.workflows.reproduce.trial import Reproduced, try_script
 from consistency.workflows.saved_report import redaction_for
@@ -67,6 +67,7 @@ def reproduce(
             _write(made, evidence, parts)
             found = try_script(made, parts.script_name, computes=parts.computes)
             (made / "transcript.txt").write_text(found.output, encoding="utf-8")
+            found = dataclasses.replace(found, proves=PROVES.get(parts.script, ""))
             if redact:
                 _redact(made, report)
                 found = dataclasses.replace(found, output=(made / "transcript.txt").read_text(encoding="utf-8"))

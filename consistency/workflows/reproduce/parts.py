@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 CALLS_FILE = "calls.txt"
 
+PROVES = {
+    "merged.py": "torch alone merges this rightly, so PEFT, the model's code or the loading is at fault",
+    "moved.py": "plain copies are right, so what loads, keeps or casts these bytes is at fault",
+    "calls.py": "the recorded operations are right, so what happens between them is at fault",
+}
+"""What it proves, on the device of the finding, that a script finds nothing there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:

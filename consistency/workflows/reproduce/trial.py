@@ -27,6 +27,8 @@ class Reproduced:
         Whether only the second script, with the model, can reproduce it.
     runs : bool
         Whether this machine has what the script computes with.
+    proves : str
+        The conclusion where it does not happen here, if this is the machine and the device of the finding.
     """
 
     folder: Path
@@ -35,6 +37,7 @@ class Reproduced:
     output: str
     needs_model: bool
     runs: bool = True
+    proves: str = ""
 
     @property
     def sentence(self) -> str:
@@ -46,7 +49,8 @@ class Reproduced:
             return f"not retried: this machine has not the operations for it; {recorded}"
         if self.needs_model:
             return f"not retried, which needs more than the stored tensors; {recorded}"
-        return f"not reproduced: it does not happen on this machine now; {recorded}"
+        proof = f"\nif it was found on this machine: {self.proves}, unless it comes and goes" if self.proves else ""
+        return f"not reproduced: it does not happen on this machine now; {recorded}{proof}"
 
 
 def try_script(folder: Path, name: str, *, computes: bool) -> Reproduced:

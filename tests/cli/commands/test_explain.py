@@ -36,6 +36,11 @@ def test_json_has_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert (entry["word"], entry["family"]) == ("zeros", "word of a diagnosis")
 
 
+def test_a_word_that_entries_only_mention_leads_to_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "KV cache"]) == 2
+    assert "these have to do with it: forward" in capsys.readouterr().err
+
+
 def test_an_unknown_word_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "wrong_scael"]) == 2
     assert "did you mean wrong-scale?" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from consistency.capture.names import NO_OUTPUT
 from consistency.capture.records import TensorRecord
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding
@@ -43,6 +44,10 @@ def warnings(found: Comparison) -> list[Finding]:
         ([settings("zero-scaling")], "8 of 8 lora_B tensors is zero"),
         ([settings("no-layer")], "no layer of the base is adapted"),
         ([settings("layers"), computed(tensor="delta", effect="zero-delta")], "1 of 1 deltas are zero"),
+        (
+            [settings("layers"), computed(tensor="delta", layer="lm_head"), *outputs("a", "a")],
+            "1 output with and without it is bitwise equal; the deltas are not zero, so the model leaves out lm_head",
+        ),
         ([settings(""), *outputs("a", "a")], "1 output with and without it is bitwise equal"),
     ],
 )
@@ -86,3 +91,11 @@ def test_a_run_without_an_adapter_and_a_part_of_a_model_show_nothing(make_captur
     assert warnings(compared(make_capture("a", {"cpu": records}, case={"adapter": None}))) == []
     only = {"only": ("forward::hidden_states.0", "adapter")}
     assert warnings(compared(make_capture("b", {"cpu": records}, case=only))) == []
+
+
+def test_an_unused_layer_is_named_in_the_note_of_its_gradients(make_capture: MakeCapture) -> None:
+    """A model that reads the weight of its head itself."""
+    skipped = computed(stage="gradient", layer="lm_head", tensor="lora_A.gradient", rule="block", status="skipped",
+                       reason=NO_OUTPUT, measure=None, word=None, digest=None)  # fmt: skip
+    (note,) = [one for one in compared(make_capture("a", {"cpu": [skipped]})).findings if one.kind == "skipped"]
+    assert note.detail[0].startswith("of lm_head: these inputs do not reach it, or the model reads its weight itself")

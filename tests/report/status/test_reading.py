@@ -14,7 +14,7 @@ from consistency.capture.json_codec import encode_json
 from consistency.errors import UsageError
 from consistency.report import json as report_json
 from consistency.report.formats import View
-from consistency.report.runs import dated
+from consistency.report.runs import dated, telling_refusal
 from consistency.report.status import make
 from consistency.report.status.reading import read_status
 from tests.report.made_comparisons import comparison, faulty
@@ -48,6 +48,23 @@ def test_of_dated_runs_the_latest_is_read(tmp_path: Path) -> None:
         with dated(tmp_path) as folder:
             leave(folder, case=case)
     assert read_status(tmp_path).case == "two"
+
+
+def test_a_run_that_had_no_result_is_told_until_one_has(tmp_path: Path) -> None:
+    """A model's folder moved, and the status was that of the night before: consistent."""
+    with pytest.raises(UsageError), telling_refusal(tmp_path):
+        raise UsageError("no such folder", where="base")
+    with pytest.raises(UsageError, match="no result at"):  # there never was a run: nothing is left behind
+        read_status(tmp_path)
+    with dated(tmp_path) as folder:
+        leave(folder)
+    with pytest.raises(UsageError), telling_refusal(tmp_path):
+        raise UsageError("no such folder", where="base")
+    with pytest.raises(UsageError, match="the last run has no result: no such folder"):
+        read_status(tmp_path)
+    with telling_refusal(tmp_path):
+        pass
+    assert read_status(tmp_path).verdict == "consistent"
 
 
 def test_a_report_that_is_newer_counts(tmp_path: Path) -> None:

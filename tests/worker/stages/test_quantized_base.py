@@ -208,3 +208,13 @@ def test_a_kind_without_formula_is_compared_between_devices(
     assert weight.digest is not None
     assert weight.reason is not None
     assert "no formula for Int8Tensor" in weight.reason
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_gradients_through_quantized_layers_are_compared(kind: str, tmp_path: Path, look: Look) -> None:
+    """What a forward pass leaves in an 8-bit layer is what its backward pass reads: it was taken away in between."""
+    base, adapter = quantized(kind, tmp_path)
+    found = look(base, adapter, dtype="auto", stages=(Stage.FORWARD, Stage.GRADIENT))
+    rows = [r for r in found if r.stage == Stage.GRADIENT and r.tensor.endswith(".gradient")]
+    assert len(rows) > 4
+    assert {r.status for r in rows} == {"within"}

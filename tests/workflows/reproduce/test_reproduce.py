@@ -167,6 +167,7 @@ def test_command_says_what_came_of_it(report: Path, tmp_path: Path, cli_here: Cl
     )
     assert done.returncode == 0, done.stderr
     assert "not reproduced: it does not happen on this machine now; the recorded bytes show it" in done.stdout
+    assert "if it was found on this machine: plain copies are right, so what loads," in done.stdout
     assert (tmp_path / "r" / "load_with_peft.py").exists()
 
 

@@ -7,6 +7,7 @@ rule of *that* pass, by the tolerance that they exceed beside the right one. Not
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,11 @@ from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, error_facto
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers, has_quantized_weight, weight_of
 from consistency.worker.model.running import matrix_elements
-from consistency.worker.stages.engine_outputs.layer_search import by_block, by_kind, named, search
+from consistency.worker.stages.engine_outputs.layer_search import by_block, by_kind, by_name, named, search
 from consistency.worker.stages.engine_outputs.passes import (
     Passes,
     Rounded,
+    plain,
     saved_modules,
     scalable,
     scaled,
@@ -124,7 +126,7 @@ def explain(question: Question) -> Answer:
     else:
         not_tried.append("merges in a narrower dtype")
     if not fits:
-        for groups in (by_block, by_kind):
+        for groups in (by_block, by_kind, by_name):
             found = groups(list(adapted_layers(model)))
             if len(found) * size > _MOST_WORK:
                 not_tried.append("layers without the adapter")
@@ -133,6 +135,8 @@ def explain(question: Question) -> Answer:
             if share <= 1:
                 fits[Cause.LAYERS] = places, share
                 break
+        else:
+            fits |= _repeated(question, by_kind([one for one in adapted_layers(model) if one[1] in scalable(model)]))
     return Answer(fits=fits, not_tried=tuple(not_tried))
 
 
@@ -145,6 +149,9 @@ def _simple(question: Question) -> Iterator[tuple[Cause, str, float]]:
     for name, scalings in scalings_of(layers, model.peft_config[ADAPTER_NAME]).items() if layers else ():
         logits = passes.of(f"scaling, {name}", functools.partial(scaled, scalings, layers))
         yield _NAMES[name], "", question.share(question.seen(logits), 0.0)
+    variants = [layer for layer in layers if ADAPTER_NAME in getattr(layer, "lora_variant", {})]
+    if variants:
+        yield Cause.DORA, "", question.share(question.seen(passes.of("plain", lambda: plain(variants))), 0.0)
     saved = saved_modules(model)
     if saved:
         logits = passes.of("saved modules", lambda: without([module for _, module in saved]))
@@ -203,6 +210,16 @@ def _without(question: Question, groups: dict[str, list[Any]]) -> tuple[str, flo
         return "", float("inf")
     logits = question.passes.of(f"without {', '.join(sorted(found))}", lambda: change(found))
     return named([name for name in groups if name in found]), question.share(question.seen(logits), 0.0)
+
+
+def _repeated(question: Question, kinds: dict[str, list[Any]]) -> dict[Cause, tuple[str, float]]:
+    """Return which kind of layers adds its delta several times, as where each rank adds the whole of it."""
+    for name, times in itertools.product(kinds, (2, 4, 8)):
+        scalings = {place: times * float(layer.scaling[ADAPTER_NAME]) for place, layer in enumerate(kinds[name])}
+        logits = question.passes.of(f"{name}, {times} times", functools.partial(scaled, scalings, kinds[name]))
+        if (share := question.share(question.seen(logits), 0.0)) <= 1:
+            return {Cause.KIND: (f"{name} ({times} times)", share)}
+    return {}
 
 
 def _short(name: str) -> str:

@@ -39,9 +39,14 @@ def by_kind(layers: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
     return found
 
 
+def by_name(layers: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
+    """Return each adapted layer as a group of its own."""
+    return {name.removeprefix("base_model.model."): [layer] for name, layer in layers}
+
+
 def named(groups: Sequence[str]) -> str:
     """Return groups for people: blocks that follow each other as a range."""
-    blocks = [_BLOCK.match(name) for name in groups]
+    blocks = [_BLOCK.fullmatch(name) for name in groups]
     numbers = sorted(int(block["number"]) for block in blocks if block is not None)
     stems = {block["block"].rpartition(".")[0] for block in blocks if block is not None}
     if len(numbers) < len(groups) or len(stems) > 1:

@@ -165,6 +165,17 @@ def scaled(scalings: Mapping[int, float], layers: Sequence[Any]) -> Iterator[Non
 
 
 @contextmanager
+def plain(layers: Sequence[Any]) -> Iterator[None]:
+    """Let layers compute as LoRA alone, without a variant such as DoRA."""
+    kept = [(layer.lora_variant, layer.lora_variant.pop(ADAPTER_NAME)) for layer in layers]
+    try:
+        yield
+    finally:
+        for held, variant in kept:
+            held[ADAPTER_NAME] = variant
+
+
+@contextmanager
 def without(modules: Sequence[Any]) -> Iterator[None]:
     """Disable the adapter in some modules: adapted layers, or modules that it saves whole."""
     kept = [module._disable_adapters for module in modules]

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from consistency.capture.names import ADAPTER_ON, GRADIENT, UPDATED, WHOLE_MODEL, adapter_place
+from consistency.capture.names import ADAPTER_ON, GRADIENT, NO_OUTPUT, UPDATED, WHOLE_MODEL, adapter_place
 from consistency.capture.records import RecordStatus
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
@@ -128,7 +128,7 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
         if name in found and 0 not in found[name].shape:
             record_step(context, name, layer, f"{tensor}.{UPDATED}", found[name])
             continue
-        reason = "it is empty: its layer has rank 0" if name in found else "no output of the model depends on it"
+        reason = "it is empty: its layer has rank 0" if name in found else NO_OUTPUT
         for part in (GRADIENT, UPDATED):
             context.record.absent(
                 "gradient", layer, f"{tensor}.{part}", status="skipped", rule=Rule.BLOCK, reason=reason

@@ -253,6 +253,40 @@ def test_mistakes_that_come_to_the_same_are_all_named(llama: Path, tmp_path: Pat
     assert "lora_alpha * sqrt(r)" in str(finding.next)
 
 
+def test_one_kind_in_one_block_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2}, num_key_value_heads=2)
+    base = saved(transformers.LlamaForCausalLM(config), tmp_path / "base")
+    lora = peft.LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"])
+    adapter = adapter_on(transformers.LlamaForCausalLM.from_pretrained(base), lora, tmp_path / "adapter")
+    engine = request(base, adapter, tmp_path / "in.safetensors")
+    left = {ON: without(engine, lambda name: name.endswith("layers.1.self_attn.v_proj"))}
+    ((finding,),) = errors(judged(base, adapter, tmp_path, written(engine, tmp_path, {"left": left}))).values()
+    assert "as if model.layers.1.self_attn.v_proj had no adapter" in finding.message
+
+
+def test_a_variant_that_is_ignored_a_delta_per_rank_and_another_base(llama: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=4, lora_alpha=12, use_dora=True, target_modules=["q_proj", "o_proj"])
+    adapter = on_llama(llama, config)
+    engine = request(llama, adapter, tmp_path / "in.safetensors")
+    healthy_one = {ON: engine.logits(), OFF: engine.logits(off=True)}
+    kinds = [layer.scaling for name, layer in engine.layers if name.endswith("o_proj")]
+    for held in kinds:
+        held["default"] *= 4
+    outputs = {"healthy": healthy_one, "ranks": {ON: engine.logits()}}
+    for held in kinds:
+        held["default"] /= 4
+    for _, layer in engine.layers:
+        layer.lora_variant.clear()
+    outputs["dora"] = {ON: engine.logits()}
+    outputs["base"] = {name: 1.01 * one for name, one in healthy_one.items()}
+    found = errors(judged(llama, adapter, tmp_path, written(engine, tmp_path, outputs)))
+    kind = {name: {finding.kind for finding in those} for name, those in found.items()}
+    assert (kind["ranks"], kind["dora"], "healthy" in kind) == ({"layers-repeated"}, {"variant-ignored"}, False)
+    assert "as if o_proj (4 times) added the adapter several times" in found["ranks"][0].message
+    assert "the engine's base, its config" in str(found["base"][0].next)
+
+
 @loads_onto_mixtures
 def test_a_mixture_is_explained_by_passes_that_decide_themselves_or_told_not_to_be_judged(tmp_path: Path) -> None:
     """A mistake moves the router, so that passes held to the right decisions explained none, and all was consistent."""
