@@ -53,6 +53,9 @@ MERGING = "merging"
 GIVEN = "given"
 """Part of the name of a row: what the blocks of a mode are given."""
 
+ATTENTION = "attention"
+"""Name of the row of a device that is there for one kernel of attention, where the model calls none."""
+
 GRADIENT, UPDATED = "gradient", "updated"
 """Suffixes of an adapter's tensor in the stage `gradient`: `lora_A.gradient`, `lora_A.updated`."""
 
