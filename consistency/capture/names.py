@@ -68,8 +68,9 @@ UNSUPPORTED = "unsupported"
 DIRECT, STRIDED, CASTING = "direct", "strided", "casting"
 """Tensors of the stage `transfer`, per ordered pair of devices: contiguous, strided, with a cast inside the copy."""
 
-HOST_STAGED, CHAIN, OVERLAPPED = "host_staged", "chain", "overlapped"
-"""The same: staged through the host, through a third device, and several at once under load."""
+HOST_STAGED, CHAIN, OVERLAPPED, PINNED = "host_staged", "chain", "overlapped", "pinned"
+"""The same: staged through the host, through a third device, several at once under load, and that with memory of the
+host that is pinned, from which and to which no copy waits."""
 
 FILLING, READING = "filling", "reading"
 """Where a device could not be filled with what it was to send, and where its own values cannot be read back."""
