@@ -43,15 +43,11 @@ OWN_CHOICE = "sdpa"
 
 
 def _attention(name: str) -> Variant:
-    """Return the variant that takes one kernel of scaled dot product attention, where it takes the inputs at all."""
+    """Return the variant that takes one kernel of scaled dot product attention, or any, where it takes the inputs."""
     # `math` stays on beside it: it takes what the other does not, such as flash attention in float32, and rows say so
-    settings = {"sdpa_math": True, **{f"sdpa_{kernel}": kernel == name for kernel in FUSED_ATTENTION}}
+    settings = {"sdpa_math": True, **{f"sdpa_{kernel}": name in (kernel, OWN_CHOICE) for kernel in FUSED_ATTENTION}}
     return Variant(name=name, settings=settings)
 
-
-_OWN_CHOICE = Variant(
-    name=OWN_CHOICE, settings={"sdpa_math": True, **{f"sdpa_{kernel}": True for kernel in FUSED_ATTENTION}}
-)
 
 _GENERIC_VARIANTS = (
     Variant(name="high", settings={"float32_matmul_precision": "high"}),
@@ -59,7 +55,7 @@ _GENERIC_VARIANTS = (
     _attention("math"),
     _attention("flash"),
     _attention("mem_efficient"),
-    _OWN_CHOICE,
+    _attention(OWN_CHOICE),
 )
 
 # Other kernels for the same operation in CUDA; ROCm has the same switches, with its own libraries behind them.
@@ -72,7 +68,7 @@ _CUDA_VARIANTS = (
     _attention("flash"),
     _attention("mem_efficient"),
     _attention("cudnn"),
-    _OWN_CHOICE,
+    _attention(OWN_CHOICE),
     Variant(name="cublaslt", settings={"blas_library": "cublaslt"}),
     Variant(name="magma", settings={"linalg_library": "magma"}),
     Variant(

@@ -30,7 +30,6 @@ _OPERATIONS = {
     "flash_attention_for_cpu": "flash",
     "efficient_attention": "mem_efficient",
     "cudnn_attention": "cudnn",
-    "fused_attention_overrideable": "overrideable",
 }
 
 

@@ -8,7 +8,7 @@ host, and the CPU's worker copies within the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,9 +70,6 @@ _CASTS = (
 )
 _KEEP_BYTES = MIB  # of each wrong copy: N×N of them may be wrong, and the range of bytes is recorded anyway
 _REMEMBERED = 32  # payloads of up to 1 MiB that a wrong copy is compared with, to identify its bytes
-
-
-Send = Callable[[Sequence[Place], Sequence[Payload]], Iterable[Delivery]]
 
 
 def run(context: Machine) -> None:
@@ -139,11 +136,11 @@ class Copies:
         if third is not None:
             self._look(CHAIN, (source, third, destination), parcels(CHAIN, _LAYOUT_BYTES))
         crowd = [contiguous(f"{name} {OVERLAPPED} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
-        self._look(OVERLAPPED, path, crowd, self._sender.together)
+        self._look(OVERLAPPED, path, crowd)
         if self._level is Level.THOROUGH and not (source.is_host and destination.is_host):
             if source.is_host or destination.is_host:
                 crowd = [contiguous(f"{name} {PINNED} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
-                self._look(PINNED, path, crowd, functools.partial(self._sender.together, pinned=True))
+                self._look(PINNED, path, crowd)
             for size in LARGE:
                 self._large(name, path, size)
 
@@ -165,16 +162,18 @@ class Copies:
         else:
             self._look(large_copy(size), path, [contiguous(f"{name}, {size} bytes", size)])
 
-    def _look(self, kind: str, path: tuple[Place, ...], payloads: Sequence[Payload], send: Send | None = None) -> None:
-        """Send payloads along a path of places, by default one by one, and record what arrived."""
+    def _look(self, kind: str, path: tuple[Place, ...], payloads: Sequence[Payload]) -> None:
+        """Send payloads along a path of places and record what arrived."""
         name = pair_name(path[0].name, path[-1].name)
         evidence: dict[str, Any] = {"bytes": [payload.bytes for payload in payloads]}
         if len(path) > 2:
             evidence["via"] = path[1].name
         elif (peer := _peer_access(path[0].device, path[1].device)) is not None:
             evidence["peer_access"] = peer
+        together = functools.partial(self._sender.together, pinned=kind == PINNED)
+        send = together if kind in (OVERLAPPED, PINNED) else self._sender.one_by_one
         try:
-            found = list((send or self._sender.one_by_one)(path, payloads))
+            found = list(send(path, payloads))
         except NotTriedError as error:
             self._absent(name, kind, "skipped", str(error), evidence)
             return
