@@ -4,6 +4,7 @@
     python -m benchmarks.budget DIR                            # memory of DIR/base with DIR/linear
     python -m benchmarks.budget DIR --threads 1                # where other processes use the processor
     python -m benchmarks.budget DIR8 DIR70 --plan-only         # time of the plan itself; headers are enough
+    python -m benchmarks.budget DIR8 DIR14 --cards 24,40       # which cards hold the base; headers are enough
 
 The estimated memory is that of the process at its peak, private and mapped, like the resident size that the run
 records. The time that each stage took is shown beside it.
@@ -18,8 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from consistency.case.budget.placement import needed_bytes
+from consistency.case.budget.shape import read_shape
+from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
+from consistency.worker.memory.offload_choice import CONTEXT_BYTES
 
 MIB = 2**20
 
@@ -31,7 +39,11 @@ def main() -> None:
     parser.add_argument("--stages", help="default: those of the level")
     parser.add_argument("--threads", type=int, help="of the worker (default: all)")
     parser.add_argument("--plan-only", action="store_true", help="time the plan, and run nothing")
+    parser.add_argument("--cards", help="GiB of memory of cards, with commas: say which hold the base, and run nothing")
     arguments = parser.parse_args()
+    if arguments.cards:
+        _show_cards(arguments.folders, arguments.adapter, [float(one) for one in arguments.cards.split(",")])
+        return
     for folder in arguments.folders:
         case = ["--base", str(folder / "base"), "--adapter", str(folder / arguments.adapter), "--devices", "cpu"]
         case += ["--stages", arguments.stages] if arguments.stages else []
@@ -46,6 +58,18 @@ def main() -> None:
                 _consistency("run", *case, "--out", scratch, "--force", "--stall", "3600")
                 (worker,) = (json.loads(p.read_bytes()) for p in Path(scratch).glob("captures/workers/*/worker.json"))
             _show(planned["workers"][0], worker)
+
+
+def _show_cards(folders: Sequence[Path], adapter: str, cards: Sequence[float]) -> None:
+    """Print what a card needs for each model, and how many cards of a size may see one another, at most."""
+    print(f"| model | needed | {' | '.join(f'cards of {card:g} GiB' for card in cards)} |")
+    print("|---|---|" + "---|" * len(cards))
+    for folder in folders:
+        case = prepare_case(Options(base=str(folder / "base"), adapter=str(folder / adapter)))
+        needed = needed_bytes(case, read_shape(case))
+        most = [int((card * 2**30 - needed) // CONTEXT_BYTES) for card in cards]  # its own context is one of them
+        cells = [f"up to {one}" if one > 0 else "none: streamed" for one in most]
+        print(f"| {folder.name} | {needed / 2**30:.1f} GiB | {' | '.join(cells)} |")
 
 
 def _consistency(*arguments: str) -> bytes:

@@ -63,6 +63,7 @@ SHAPES = {
     "small": _shape("float32", 1024, 2816, 8, 16, 4, 32000),
     "tinyllama": _shape("bfloat16", 2048, 5632, 22, 32, 4, 32000),
     "llama-8b": _shape("bfloat16", 4096, 14336, 32, 32, 8, 128256),
+    "qwen-14b": _shape("bfloat16", 5120, 13824, 48, 40, 8, 152064),  # of the size of Qwen2.5 14B
     "llama-70b": _shape("bfloat16", 8192, 28672, 80, 64, 8, 128256),
 }
 

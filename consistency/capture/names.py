@@ -53,6 +53,9 @@ MERGING = "merging"
 GIVEN = "given"
 """Part of the name of a row: what the blocks of a mode are given."""
 
+ATTENTION = "attention"
+"""Name of the row of a device that is there for one kernel of attention, where the model calls none."""
+
 GRADIENT, UPDATED = "gradient", "updated"
 """Suffixes of an adapter's tensor in the stage `gradient`: `lora_A.gradient`, `lora_A.updated`."""
 
@@ -68,8 +71,9 @@ UNSUPPORTED = "unsupported"
 DIRECT, STRIDED, CASTING = "direct", "strided", "casting"
 """Tensors of the stage `transfer`, per ordered pair of devices: contiguous, strided, with a cast inside the copy."""
 
-HOST_STAGED, CHAIN, OVERLAPPED = "host_staged", "chain", "overlapped"
-"""The same: staged through the host, through a third device, and several at once under load."""
+HOST_STAGED, CHAIN, OVERLAPPED, PINNED = "host_staged", "chain", "overlapped", "pinned"
+"""The same: staged through the host, through a third device, several at once under load, and that with memory of the
+host that is pinned, from which and to which no copy waits."""
 
 FILLING, READING = "filling", "reading"
 """Where a device could not be filled with what it was to send, and where its own values cannot be read back."""

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from consistency.capture.wording import counted
 from consistency.case import recognition
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint, read_json
 from consistency.case.quantized import weights_of
@@ -66,7 +65,7 @@ def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], M
     if empty := [name for name, header in weights.tensors.items() if tuple(header.shape) == (0,)]:
         raise InputError(
             "the adapter's file is broken: it has tensors without elements", where=folder,
-            got=f"{counted(len(empty), 'tensor')} of shape (0,), such as {empty[0]}",
+            got=f"{len(empty)} of shape (0,), such as {empty[0]}",
             hint="save it again from gathered weights: a rank of DeepSpeed ZeRO-3 or FSDP has its part alone",
         )  # fmt: skip
     return config, weights.tensors

@@ -124,7 +124,7 @@ def _levels_text() -> str:
         more = ", ".join(stage for stage in plan.stages if stage not in before)
         texts.append(f"{level} ({times[level]}): {'also ' if before else ''}{more}")
         before |= {*plan.stages}
-    return f"stages, and how much of each: {'; '.join(texts)}"
+    return f"stages, and how much of each: {'; '.join(texts)}, and collectives where two GPUs are equal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

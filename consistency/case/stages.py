@@ -211,7 +211,7 @@ SPECS: dict[Stage, StageSpec] = {
             short="gen",
             levels=(Level.THOROUGH,), feeds_inputs=True, by=(Stage.FORWARD,),
         ),
-        StageSpec(  # on request alone: what a group of real accelerators does has not been seen
+        StageSpec(  # at level `thorough` too, where two cards are equal: `workflows/planning.py`
             stage=Stage.COLLECTIVES, kind=Kind.COMPUTES, rule=Rule.BOUND, worker=f"{_STAGES}.collectives.stage:run",
             cost=f"{_COSTS}:collectives",
             short="coll",
@@ -329,7 +329,7 @@ _ANY_SIZE = 1 << 62
 _IN_SECONDS = 1 << 27
 """Four merges and passes in float64 of one sequence take 28 ns per element on one core (a Llama of 0.17 B): 4 s."""
 
-LARGE_COPIES = "copies of 256 MiB and more"
+LARGE_COPIES = "copies of 256 MiB and more or with pinned memory"
 
 LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from consistency.capture.folder import Capture, capture_name
-from consistency.capture.names import BY_BLOCKS, END_TO_END
+from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END
 from consistency.capture.records import WorkerFacts
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
@@ -33,6 +33,7 @@ from consistency.comparison.result import (
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.stage_cohorts import Members, StageMembers
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather, load_paths_of, on_load_path
+from consistency.devices.backends import FUSED_ATTENTION, OWN_CHOICE, backend_of
 from consistency.errors import UsageError
 from consistency.numerics.rules import Rule
 
@@ -89,6 +90,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
             *first.not_checked(),
             *_load_paths_not_checked(first, load_paths),
             *_not_run(tensors),
+            *_not_attended(workers, tensors),
             *_not_soaked(workers),
         ),
         profile=" and ".join(dict.fromkeys(capture.manifest.case.profile for capture in captures)),
@@ -135,6 +137,21 @@ def _not_run(tensors: Sequence[TensorComparison]) -> Iterable[str]:
     left = {t.tensor.partition(".")[0]: None for t in ends for row in t.outcomes if BY_BLOCKS in row.evidence}
     if left:
         yield f"the model's blocks with {' and '.join(left)}"
+
+
+def _not_attended(workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[str]:
+    """Name the kernels of attention that users run, where accelerators computed it by the formula alone."""
+    names = {worker.label: worker.info.name.partition("@")[0] for worker in workers if not worker.is_cpu}
+    of_model = [tensor for tensor in tensors if tensor.stage == Stage.FORWARD]
+    fused = (name in names and ATTENTION in row.evidence for tensor in of_model for name, row in tensor.by_worker())
+    if not names or not of_model or any(fused):
+        return
+    name = next(iter(names.values()))
+    in_force = [worker.info.in_force for worker in workers if not worker.is_cpu]
+    if any(found.get(f"sdpa_{kernel}") is True for found in in_force for kernel in FUSED_ATTENTION):
+        yield "fused kernels of attention (torch chose none)"
+    elif backend_of(name.partition(":")[0]).variant(OWN_CHOICE) is not None:
+        yield f"fused kernels of attention ({name}@{OWN_CHOICE} runs those that torch chooses)"
 
 
 def _not_soaked(workers: Sequence[ComparedWorker]) -> Iterable[str]:

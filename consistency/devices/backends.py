@@ -35,11 +35,17 @@ class Variant:
     needs: frozenset[str] = frozenset()
 
 
+FUSED_ATTENTION = ("flash", "mem_efficient", "cudnn")
+"""Kernels of scaled dot product attention that a setting each turns on, `sdpa_flash`."""
+
+OWN_CHOICE = "sdpa"
+"""The variant in which torch chooses between them for each call, as it does where nobody pins anything."""
+
+
 def _attention(name: str) -> Variant:
-    """Return the variant that takes one kernel of scaled dot product attention, where it takes the inputs at all."""
-    kernels = ("flash", "mem_efficient", "cudnn")
-    # `math` stays on beside it: it takes what the other does not, such as flash attention in float32
-    settings = {"sdpa_math": True, **{f"sdpa_{kernel}": kernel == name for kernel in kernels}}
+    """Return the variant that takes one kernel of scaled dot product attention, or any, where it takes the inputs."""
+    # `math` stays on beside it: it takes what the other does not, such as flash attention in float32, and rows say so
+    settings = {"sdpa_math": True, **{f"sdpa_{kernel}": name in (kernel, OWN_CHOICE) for kernel in FUSED_ATTENTION}}
     return Variant(name=name, settings=settings)
 
 
@@ -49,6 +55,7 @@ _GENERIC_VARIANTS = (
     _attention("math"),
     _attention("flash"),
     _attention("mem_efficient"),
+    _attention(OWN_CHOICE),
 )
 
 # Other kernels for the same operation in CUDA; ROCm has the same switches, with its own libraries behind them.
@@ -61,6 +68,7 @@ _CUDA_VARIANTS = (
     _attention("flash"),
     _attention("mem_efficient"),
     _attention("cudnn"),
+    _attention(OWN_CHOICE),
     Variant(name="cublaslt", settings={"blas_library": "cublaslt"}),
     Variant(name="magma", settings={"linalg_library": "magma"}),
     Variant(

@@ -20,6 +20,16 @@ _BINDER = "use_kernel_func_from_hub_with_fallback"
 BOUND: dict[str, str] = {}
 """The package of each function that is bound in this process, by the function's name."""
 
+_IN_TRITON = ("fla", "mamba_ssm")
+"""Packages whose products are Triton's: of float32 in TF32, whatever torch's switches say (`tl.dot`)."""
+
+_users: set[str] = set()  # the modules of models that call these
+
+
+def multiplies_in_triton(model: torch.nn.Module) -> bool:
+    """Report whether a model's code calls a bound function that may multiply float32 in TF32."""
+    return bool(_users) and any(type(module).__module__ in _users for module in model.modules())
+
 
 def choose_by_device() -> None:
     """Let transformers bind them for other devices than the CPU alone; before a model's module is imported."""
@@ -43,6 +53,8 @@ def choose_by_device() -> None:
 def _chosen(name: str, package: str, decorate: Callable[[Any], Any], function: Callable[..., Any]) -> Any:
     bound, accepted = decorate(function), inspect.signature(function).parameters
     BOUND[name] = package
+    if package in _IN_TRITON:
+        _users.add(function.__module__)
 
     @functools.wraps(bound)
     def call(*args: Any, **kwargs: Any) -> Any:

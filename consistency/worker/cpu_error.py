@@ -30,6 +30,7 @@ from consistency.numerics.reduced_products import ReducedProducts
 from consistency.numerics.rounding_noise import RoundingNoise
 from consistency.numerics.rules import RoundingError
 from consistency.worker import determinism
+from consistency.worker.bound_kernels import multiplies_in_triton
 from consistency.worker.precision import products_of
 from consistency.worker.protocol import Job
 
@@ -102,7 +103,14 @@ def name_of(products: Products) -> str:
 
 def products_on(model: torch.nn.Module, device: torch.device | str) -> str:
     """Return the name of the products that a device may compute a model with."""
-    return name_of(products_in(model, products_of(torch.device(device))))
+    device = torch.device(device)
+    return name_of(products_in(model, _with_bound(model, device.type, products_of(device))))
+
+
+def _with_bound(model: torch.nn.Module, kind: str, products: Products) -> Products:
+    """Return products of a model whose code may be a package's on this type of device, and not torch's."""
+    is_less = kind == "cuda" and products.matmul is Precision.FLOAT32 and multiplies_in_triton(model)
+    return replace(products, matmul=Precision.TF32) if is_less else products
 
 
 def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
@@ -110,7 +118,8 @@ def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
     settings, variables = determinism.did_you_mean()
     of_workers = [Products(), products_of(torch.device(CPU))]
     for peer in job.peers:
-        of_workers.append(permitted(peer.type, {**settings, **with_implied(peer.settings)}, variables))
+        of_peer = permitted(peer.type, {**settings, **with_implied(peer.settings)}, variables)
+        of_workers.append(_with_bound(model, peer.type, of_peer))
     return {name_of(products): products for products in (products_in(model, each) for each in of_workers)}
 
 

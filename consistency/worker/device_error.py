@@ -222,18 +222,18 @@ def ends_the_worker(error: BaseException, device: torch.device | str | None = No
     """Return what a device said that this process can compute no more on; None where it can, or said nothing."""
     found = device_error(error)
     if found is not None and found.trouble is not Trouble.OPERATION:
-        return None if of_another(error, device) else found
+        return None if of_another(error, device, by_way=False) else found
     if not _is_unexplained(error, device):
         return None
     meaning = f"{device} no longer adds up two numbers in this process: the kernel log (dmesg) says more"
     return DeviceError(trouble=Trouble.DEVICE, words=_words(error), meaning=meaning)
 
 
-def of_another(error: BaseException, device: torch.device | str | None) -> DeviceError | None:
+def of_another(error: BaseException, device: torch.device | str | None, *, by_way: bool = True) -> DeviceError | None:
     """Return what another accelerator of this process said, where the worker's own one still computes.
 
-    An error names no device, but memory that ran out. What no stage asks for goes by way of the first one, as PEFT's
-    loading does; so an error of a worker of that one is its own, unless another no longer computes.
+    An error names no device, but memory that ran out. Where all compute it is the worker's own, but in what goes by
+    way of the first one (`by_way`), as PEFT's loading does without being asked.
     """
     found, (kind, _, number) = device_error(error), str(device).partition(":")
     if found is None or found.trouble is Trouble.OPERATION or device is None or kind == "cpu":
@@ -243,10 +243,12 @@ def of_another(error: BaseException, device: torch.device | str | None) -> Devic
         return None
     if found.trouble is Trouble.MEMORY:
         named = next((int(match[1]) for one in _chain(error) if (match := _NUMBER.search(str(one)))), None)
-        is_own = own == 0 or not _has_room(kind, own) if named is None else named == own
+        is_own = not by_way or own == 0 or not _has_room(kind, own) if named is None else named == own
         return None if is_own else found
-    is_first = own == 0 and all(computes(f"{kind}:{other}") for other in range(1, count))
-    return None if is_first or not computes(device) else found
+    if not computes(device):
+        return None
+    is_others = (by_way and own > 0) or not all(computes(f"{kind}:{other}") for other in range(count) if other != own)
+    return found if is_others else None
 
 
 def _count(kind: str) -> int:

@@ -17,7 +17,7 @@ from consistency.case.stages import StageSpec
 from consistency.errors import ConsistencyError, first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.identity import start_of
-from consistency.worker.device_error import device_error, ends_the_worker
+from consistency.worker.device_error import Trouble, device_error, ends_the_worker
 from consistency.worker.model.structure import Structure
 from consistency.worker.quantized.held import is_composite
 from consistency.worker.recorder import Recorder
@@ -38,6 +38,8 @@ def stated(error: BaseException) -> str:
     found = first_line(error)
     if frames:
         found += f" (in {frames[-1].name}, {'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno})"
+    if said is not None and said.trouble is not Trouble.OPERATION:  # else the worker would have ended
+        return f"{found}: another device than this worker's fails, whose own worker says what it means"
     return f"{found}: {said.meaning}" if said is not None and said.meaning else found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import HOST_STAGES
+from consistency.case.stages import HOST_STAGES, MODEL_LESS, Level, Stage, requested
 from consistency.case.suite import SuiteOptions
+from consistency.devices.backends import backend_of
 from consistency.devices.cores import threads_per_worker
 from consistency.devices.memory import available_bytes, is_in_memory
 from consistency.devices.spec import DeviceInfo
@@ -26,7 +28,7 @@ from consistency.launch.plan import WorkerPlan, plan_waves, why_not_shared
 
 def budget_of(case: Case, devices: Sequence[DeviceInfo]) -> Budget:
     """Return the budget of a case on these devices of this host."""
-    case = _with_reason(case, devices)
+    case = _on_devices(case, devices)
     return make_budget(case, list(_planned(plan_waves(case, devices))), available_bytes=available_bytes())
 
 
@@ -92,8 +94,10 @@ def _threads(devices: Sequence[DeviceInfo]) -> int:
     return worker_threads(None, threads_per_worker(len(devices))) or 1
 
 
-def _with_reason(case: Case, devices: Sequence[DeviceInfo]) -> Case:
+def _on_devices(case: Case, devices: Sequence[DeviceInfo]) -> Case:
     """Return a case with the reason why its workers cannot see all devices, where they cannot.
+
+    At level `thorough` two equal cards do together what the stage `collectives` checks too.
 
     Raises
     ------
@@ -103,7 +107,19 @@ def _with_reason(case: Case, devices: Sequence[DeviceInfo]) -> Case:
     reason = why_not_shared(devices)
     if reason and case.load_paths is not None and any(path.main is LoadPath.SHARED for path in case.load_paths):
         raise UsageError("the workers cannot see all devices", where="--load-paths", got=reason, wanted="isolated")
-    return msgspec.structs.replace(case, not_shared=reason if case.load_paths is None else "")
+    case = msgspec.structs.replace(case, not_shared=reason if case.load_paths is None else "")
+    of_level = set(requested(case.level, case))
+    chosen = set(case.stages) not in (of_level, of_level & set(MODEL_LESS))
+    if chosen or case.level is not Level.THOROUGH or not _are_two_equal(devices) or reason:
+        return case
+    return msgspec.structs.replace(case, stages=tuple(s for s in Stage if s in case.stages or s is Stage.COLLECTIVES))
+
+
+def _are_two_equal(devices: Sequence[DeviceInfo]) -> bool:
+    """Return whether two cards are of one model, whose type has a library for what devices do together."""
+    cards = {info.spec.index: info for info in devices if backend_of(info.spec.type).of_collectives}
+    kinds = Counter((info.spec.type, info.architecture, info.model) for info in cards.values() if not info.simulated)
+    return max(kinds.values(), default=0) > 1
 
 
 def _host_key(case: Case) -> object:

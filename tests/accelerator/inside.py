@@ -6,6 +6,7 @@ Its settings are four devices of the architectures A, A, B and C with 1 MiB of m
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -302,6 +303,25 @@ def test_pinned_memory_is_the_hosts() -> None:
     assert pinned.device.type == "cpu"
     assert not numbers(8).is_pinned()
     assert torch.equal(pinned.to("npu:0", non_blocking=True).cpu(), pinned)
+
+
+def test_copies_of_the_stage_transfer_take_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from consistency.worker.stages.transfer import copying, delivery, payload
+
+    pinned, copy = [], copying.copy
+
+    def noted(source: torch.Tensor, destination: torch.Tensor) -> None:
+        pinned.append({one.is_pinned() for one in (source, destination) if one.device.type == "cpu"})
+        copy(source, destination)
+
+    monkeypatch.setattr(copying, "copy", noted)
+    monkeypatch.setattr(delivery, "under_load", lambda _: nullcontext())  # these devices have no room for it
+    host, card = (delivery.Place(name=name, device=torch.device(name)) for name in ("cpu", "npu:0"))
+    sender = delivery.Sender(tell=lambda *_: None, broken=set())
+    for path in ((host, card), (card, host)):
+        found = [*sender.together(path, [payload.contiguous(f"{path} {n}", 4096) for n in range(2)], pinned=True)]
+        assert [one.wrong for one in found] == [False, False]
+    assert pinned == [{True}] * 4
 
 
 def test_libraries_count_its_memory() -> None:

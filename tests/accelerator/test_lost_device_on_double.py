@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
+
 import pytest
 
 from tests.reported import rows
 
-from .fixtures import RunsOnDouble
+from .fixtures import RunOnDouble, RunsOnDouble
 from .lost_device import ERRORS, Loss, LossyRun
 
 pytestmark = pytest.mark.slow
@@ -56,6 +59,55 @@ def test_the_first_device_that_fails_condemns_no_other(run_on_double: RunsOnDoub
         assert all("another device, by way of which it loads, fails" in row["reason"] for row in again)
         assert blocked["reason"].endswith(f"; loaded with torch_device={name}")
         assert str(ERRORS[error]["says"]).partition("\n")[0] in blocked["reason"]
+
+
+GONE = {"says": "CUDA error: no CUDA-capable device is detected", "sticky": True}
+ANY_ERROR = {"ecc": ERRORS["ecc"], "memory": ERRORS["memory"], "gone": GONE}
+ADVICE = re.compile("damaged|out of use|reseat|reset|replaced|dmesg|nvidia-smi")
+
+
+@pytest.mark.parametrize("error", ANY_ERROR)
+@pytest.mark.parametrize("card", ["npu:0", "npu:2"])
+def test_a_card_that_fails_in_every_stage_condemns_no_other(run_on_double: RunsOnDouble, card: str, error: str) -> None:
+    """With all devices visible the others load by way of it, copy from and to it, and split a model over it."""
+    failure = {"device": card, "during": "worker/session.py:run", **ANY_ERROR[error]}
+    run = run_on_double(
+        {"devices": 3, "failures": [failure]}, devices="cpu,npu:0,npu:1,npu:2", load_paths="shared",
+        stages="transfer,operators,base,adapter,memory,sharding",
+    )  # fmt: skip
+    assert _condemned(run, {card}) == []
+
+
+@pytest.mark.parametrize("error", ANY_ERROR)
+def test_a_card_that_fails_in_a_stage_of_its_own_is_lost_by_itself(run_on_double: RunsOnDouble, error: str) -> None:
+    """With all devices visible too: none but its own worker computes on it then."""
+    stages = ("operators/stage.py", "base.py", "merged/stage.py", "forward.py", "gradient/stage.py")
+    cards = [f"npu:{number}" for number in range(1, len(stages) + 1)]
+    failures = [
+        {"device": card, "during": f"stages/{stage}:run", "from_call": 3, **ANY_ERROR[error]}
+        for card, stage in zip(cards, stages, strict=True)
+    ]
+    run = run_on_double(
+        {"devices": len(cards) + 1, "failures": failures}, devices=",".join(("cpu", "npu:0", *cards)),
+        load_paths="shared", stages="operators,base,merged,forward,gradient",
+    )  # fmt: skip
+    assert _condemned(run, set(cards)) == []
+
+
+def _condemned(run: RunOnDouble, cards: Container[str]) -> list[str]:
+    """Return what a run says of devices beside those that fail, and what it does not say of these."""
+    found = [] if run.process.returncode == 3 else [f"exit {run.process.returncode}"]
+    workers = {worker["name"]: worker for worker in run.report["workers"]}
+    found += [
+        f"{name} is {one['status']}" for name, one in workers.items() if (one["status"] == "lost") != (name in cards)
+    ]
+    text = ((run.folder / "report.md").read_text(encoding="utf-8") + run.process.stdout).partition("Environment")[0]
+    found += [name for name, one in workers.items() if name not in cards and one["uuid"] and one["uuid"] in text]
+    for finding in run.report["findings"]:
+        others = [name for name in finding["workers"] if name not in cards]
+        said = f"{finding['message']} {finding['cause']} {finding['next']}"
+        found += [f"{name}: {said}" for name in others if ADVICE.search(said)]
+    return found
 
 
 def test_a_load_that_is_slow_is_waited_for_and_one_that_is_frozen_is_not(run_on_double: RunsOnDouble) -> None:

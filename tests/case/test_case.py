@@ -32,7 +32,7 @@ def test_the_factory_is_what_comes_after_python() -> None:
 def test_a_report_names_what_was_not_looked_at() -> None:
     quick = Case(name="x", base="/b", level=Level.QUICK, stages=LEVELS[Level.QUICK].stages)
     again = "the adapter loaded again over NaN"
-    large = "copies of 256 MiB and more"
+    large = "copies of 256 MiB and more or with pinned memory"
     rest = (large, "most operators", "large operators", "safe_merge", again, "a second run on the same device")
     together = ("stage collectives", "stage replicas", "stage shards", "stage tensor-parallel")
     later = ("stage sharding", "stage generation", *together, "stage wrapping")

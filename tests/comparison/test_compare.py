@@ -526,3 +526,21 @@ def test_of_files_that_differ_the_odd_ones_are_named(make_capture: MakeCapture) 
     assert (two.reference, finding.workers) == ("b:cpu", ("a:cpu",))
     assert finding.message.endswith(": the files differ, and nothing tells which is right")
     assert "sha256sum" in str(finding.next)
+
+
+@pytest.mark.parametrize(
+    ("worker", "info", "evidence", "said"),
+    [
+        ("cuda:1", {}, {}, ("fused kernels of attention (cuda:1@sdpa runs those that torch chooses)",)),
+        ("cuda:1@sdpa", {"in_force": {"sdpa_flash": True}}, {}, ("fused kernels of attention (torch chose none)",)),
+        ("cuda:1@sdpa", {"in_force": {"sdpa_flash": True}}, {"attention": "flash"}, ()),
+        ("cpu@avx2", {}, {}, ()),
+        ("xla:0", {}, {}, ()),
+    ],
+)
+def test_attention_that_accelerators_ran_by_the_formula_alone_is_not_checked(
+    make_capture: MakeCapture, worker: str, info: dict[str, Any], evidence: dict[str, str], said: tuple[str, ...]
+) -> None:
+    rows = {"cpu": [computed(stage="forward")], worker: [computed(stage="forward", evidence=evidence)]}
+    found = compared(make_capture("a", rows, info={worker: info})).not_checked
+    assert tuple(text for text in found if "attention" in text) == said

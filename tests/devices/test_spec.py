@@ -93,7 +93,7 @@ def test_the_cpu_has_no_index() -> None:
         ("cpu@tf32", "one of baseline, avx2, avx512"),
         ("cpu@avx", "one of baseline, avx2, avx512"),
         ("cuda:0@avx2", "one of " + ", ".join(v.name for v in BACKENDS["cuda"].variants)),
-        ("xpu:0@tf32", "one of high, medium, math, flash, mem_efficient"),
+        ("xpu:0@tf32", "one of high, medium, math, flash, mem_efficient, sdpa"),
     ],
 )
 def test_an_unknown_variant_is_refused_with_those_that_there_are(text: str, wanted: str) -> None:

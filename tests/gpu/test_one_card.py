@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Cli
-from tests.reported import environments, outcomes
+from tests.reported import environments, outcomes, rows
 
 from . import made_bases
 from .machines import Card, Machine, on_gpus_and_the_double, report_of, workers_of
@@ -71,6 +71,28 @@ def test_settings_of_every_variant_are_in_force_and_torch_can_read_them(machine:
         assert of["cublas"] is of["cudnn"] is (name == "tf32"), name
     if machine.built_for.startswith("CUDA") and one_gpu.capability >= (8, 0):  # Ampere has TF32 first
         assert found["tf32"]["product"] != plain["product"], "a product in TF32 has the bits of one in float32"
+
+
+@on_gpus_and_the_double
+def test_rows_name_the_kernel_of_attention_that_ran_or_are_skipped(
+    machine: Machine, one_gpu: Card, tmp_path: Path
+) -> None:
+    """The double has the formula alone: what asks for a kernel is skipped, and what lets torch choose is not."""
+    kernels = ("flash", "mem_efficient", "sdpa")
+    devices = ",".join(("cpu", *(f"{one_gpu.name}@{kernel}" for kernel in kernels)))
+    words = ("--devices", devices, "--dtype", "bfloat16", "--stages", "forward", "--load-paths", "isolated")
+    done = machine.consistency("run", *words, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    blocks = [row for row in rows(report_of(tmp_path / "out"), "forward") if ".layers." in row["layer"]]
+    for kernel in kernels:
+        judged = [row for row in blocks if row["worker"] == f"{one_gpu.name}@{kernel}" and row["status"] != "skipped"]
+        ran = {row["evidence"].get("attention") for row in judged}
+        if machine.is_double:
+            assert ran == ({None} if kernel == "sdpa" else set())
+        elif kernel == "sdpa" or (kernel == "flash" and one_gpu.capability < (8, 0)):
+            assert ran
+        else:
+            assert ran == {kernel}
 
 
 @on_gpus_and_the_double

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,17 @@ def look(tmp_path: Path) -> Look:
     """Run a worker's session in this process, and return its records."""
     count = itertools.count()
 
-    def run(base: Path, adapter: Path | None, **changes: Any) -> list[TensorRecord]:
+    def run(
+        base: Path, adapter: Path | None, *, settings: Mapping[str, Any] | None = None, **changes: Any
+    ) -> list[TensorRecord]:
         home = tmp_path / f"run-{next(count)}"
         with CaptureWriter(home / "capture") as writer:
             job = job_in(writer, case_of(base, adapter, **changes), home / "scratch")
             folder = Path(job.folder)
-            with determinism.deterministic(threads=1) as asked, EventLog(folder / "events.jsonl") as events:
+            with (
+                determinism.deterministic(threads=1, **settings or {}) as asked,
+                EventLog(folder / "events.jsonl") as events,
+            ):
                 Session(job, events, asked).run()
             return list(read_records(folder / "records.jsonl"))
 

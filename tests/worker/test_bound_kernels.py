@@ -8,6 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from consistency.worker import bound_kernels, cpu_error
+from consistency.worker.determinism import deterministic
+from consistency.worker.protocol import Peer
+from tests.worker.made_jobs import job_of
+from tests.worker.model.made_models import case_of
 
 pytestmark = pytest.mark.process
 
@@ -56,3 +63,27 @@ def test_the_cpu_runs_the_models_own_code(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert "[1, 4, 97]" in found.stdout
     assert "'mamba_chunk_scan_combined': 'mamba_ssm'" in found.stdout
+
+
+def test_products_of_triton_may_be_in_tf32_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In passes with noise, of models that call them: what torch multiplies stays in float32, as the settings say."""
+    monkeypatch.setattr(bound_kernels, "BOUND", {})
+    monkeypatch.setattr(bound_kernels, "_users", set())
+    plain, bound = torch.nn.Linear(2, 2), torch.nn.Sequential(Bound())
+    job = job_of(case_of(Path("base"), None), peers=tuple(Peer(type=kind, settings={}) for kind in ("cuda", "xpu")))
+    with deterministic(threads=1):
+        assert list(cpu_error.products_of_run(job, bound)) == ["float32"], "nothing is bound"
+        bound_kernels._chosen("name", "causal_conv1d", lambda one: one, forward)
+        assert list(cpu_error.products_of_run(job, bound)) == ["float32"], "it has no product"
+        bound_kernels._chosen("name", "fla", lambda one: one, forward)
+        assert list(cpu_error.products_of_run(job, bound)) == ["float32", "tf32"]
+        assert list(cpu_error.products_of_run(job, plain)) == ["float32"], "a case before it in this process bound it"
+        assert cpu_error.products_on(bound, "cpu") == "float32"
+
+
+def forward(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class Bound(torch.nn.Module):
+    """A module of this file's, whose functions are bound."""

@@ -18,7 +18,7 @@ from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
 from consistency.errors import InputError, UsageError
 from consistency.report.plan import render_suite, suite_as_table
-from consistency.workflows import pipeline, planning
+from consistency.workflows import doctor, pipeline, planning
 
 OPTIONS = Options(base="builtin:llama", devices=("cpu", "cpu@baseline"))
 
@@ -167,3 +167,29 @@ def test_an_accelerator_has_one_process_at_a_time() -> None:
     gpu = DeviceInfo(spec=parse_device("cuda:0"), model="", architecture="")
     suite = SuiteOptions(name="night", shared=OPTIONS, cases=(OPTIONS,) * 40)
     assert planning.cases_at_once(suite, [*select(("cpu",)), gpu], {}) == 1
+
+
+@pytest.mark.parametrize(
+    ("models", "given", "is_there"),
+    [
+        (("H100", "H100"), {"level": Level.THOROUGH}, True),
+        (("H100", "A100"), {"level": Level.THOROUGH}, False),
+        (("H100",), {"level": Level.THOROUGH}, False),
+        (("H100", "H100"), {}, False),
+        (("H100", "H100"), {"level": Level.THOROUGH, "stages": (Stage.BASE,)}, False),
+    ],
+)
+def test_two_equal_cards_do_together_what_a_level_checks(
+    models: tuple[str, ...], given: dict[str, Any], is_there: bool
+) -> None:
+    case = prepare_case(Options(base="builtin:llama", **given))
+    cards = [
+        DeviceInfo(spec=DeviceSpec(type="cuda", index=index), architecture="sm_90", model=model)
+        for index, model in enumerate(models)
+    ]
+    found = planning.budget_of(case, cards).case
+    assert (Stage.COLLECTIVES in found.stages) is is_there
+    assert any(text == "stage collectives" for text in found.not_checked()) is not is_there
+    machine = msgspec.structs.replace(case, base="", stages=doctor._STAGES)
+    if "stages" not in given:
+        assert (Stage.COLLECTIVES in planning.budget_of(machine, cards).case.stages) is is_there

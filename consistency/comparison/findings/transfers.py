@@ -13,6 +13,7 @@ from consistency.capture.names import (
     HOST,
     HOST_STAGED,
     OVERLAPPED,
+    PINNED,
     READING,
     STRIDED,
     split_pair,
@@ -28,13 +29,14 @@ from consistency.devices.spec import label_of
 from consistency.numerics.words import Word
 
 _STAGED = (HOST_STAGED, CHAIN)
-_ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED)
+_ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED, PINNED)
 _MOST_PAIRS, _MOST_DETAILS = 4, 5
 
 _ONLY = {
     STRIDED: "when they are strided",
     CASTING: "when they cast",
     OVERLAPPED: "under load",
+    PINNED: "under load with pinned memory",
     HOST_STAGED: "when staged through the host",
     CHAIN: "through a third device",
 }

@@ -13,7 +13,8 @@ from consistency.case.case import Case
 from consistency.worker.memory.host_memory import free_bytes
 
 CONTEXT_BYTES = 1 << 29
-"""Of CUDA on a device, at most: each worker that sees all devices opens one on every one of them."""
+"""Of CUDA on a device, at most: each worker that sees all devices opens one on every one of them. Torch's developers
+measured 0.27 GiB with kernels loaded when first used, and 0.62 GiB with all (pytorch/pytorch#86509)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

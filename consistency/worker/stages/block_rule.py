@@ -231,6 +231,13 @@ def record_block(
     )  # fmt: skip
 
 
+def record_missed(context: Context, stage: str, row: tuple[str, str], dtype: torch.dtype, why: str) -> None:
+    """Record a result that tells nothing of what this worker is for: of no device more is expected."""
+    context.record.absent(
+        stage, *row, status="skipped", reason=why, rule=Rule.BLOCK, dtype=name_of(dtype), unsupported=True
+    )
+
+
 ZEROS_PASS = "its passes with noise have too few independent errors: zeros would pass"
 
 

@@ -26,7 +26,7 @@ import torch
 from consistency.capture.names import ADAPTER_MERGED as MERGED
 from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
-from consistency.capture.names import BY_BLOCKS, END_TO_END, WHOLE_MODEL
+from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END, WHOLE_MODEL
 from consistency.capture.records import RecordStatus
 from consistency.case.inference.request import OUTPUT
 from consistency.case.stages import Stage
@@ -40,6 +40,7 @@ from consistency.numerics.exact import Float64Mode
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
 from consistency.worker import cpu_error
+from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
@@ -68,6 +69,7 @@ from consistency.worker.stages.block_rule import (
     passes_for,
     record_block,
     record_given,
+    record_missed,
     rows_of,
     spreads,
 )
@@ -189,9 +191,11 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
     case, model = context.job.case, context.model
     kernels = half_kernels.replacement(model, tokens_of(inputs))
     digests: dict[str, list[TensorDigest]] = {}
+    attention = AttentionKernels()
     with half_kernels.computing(kernels):
         run = functools.partial(by_blocks, context, inputs, mode, answer)
-        found, replay = _in_mode(context, model, inputs, mode, run)
+        with attention.following(model):
+            found, replay = _in_mode(context, model, inputs, mode, run)
         for name, result in found.items():
             digests[name] = [digest(result)]
         for _ in range(1, case.repeat):
@@ -201,6 +205,8 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
     if mode != MERGED and context.record.wants("forward", WHOLE_MODEL):
         record_given(context, "forward", mode, answer)
     reason = "" if replay.was_complete(_exact(mode)) else NOT_REPLAYED
+    if why := attention.never_called():
+        context.record.fact("forward", WHOLE_MODEL, f"{mode}.{ATTENTION}", status="skipped", reason=why)
 
     def again(saw: Saw) -> None:
         _in_mode(context, model, inputs, mode, functools.partial(run, saw=saw))
@@ -209,11 +215,15 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
     with context.record.tracing(computed_again(context, made, again, lambda: half_kernels.computing(kernels))):
         for name, result in found.items():
             layer, tensor = row_of(mode, name)
-            if context.record.wants("forward", layer):
+            if not context.record.wants("forward", layer):
+                continue
+            if why := attention.missed(layer):
+                record_missed(context, "forward", (layer, tensor), result.dtype, why)
+            else:
                 record_block(
                     context, "forward", layer, tensor, actual=result, digests=digests[name], reference=answer,
                     name=f"{mode}::{name}", exact_name=f"{_exact(mode)}::{name}", named=_named(mode),
-                    more=half_kernels.evidence(kernels), reason=reason,
+                    more={**half_kernels.evidence(kernels), **attention.evidence(layer)}, reason=reason,
                 )  # fmt: skip
 
 

@@ -15,13 +15,22 @@ from pathlib import Path
 import msgspec
 import torch
 
-from consistency.capture.names import ADAPTER_ON, GRADIENT, NO_OUTPUT, UPDATED, WHOLE_MODEL, adapter_place
+from consistency.capture.names import (
+    ADAPTER_ON,
+    ATTENTION,
+    GRADIENT,
+    NO_OUTPUT,
+    UPDATED,
+    WHOLE_MODEL,
+    adapter_place,
+)
 from consistency.capture.records import RecordStatus
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.rules import Rule
 from consistency.worker import cpu_error
+from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
@@ -32,7 +41,7 @@ from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations, is_of_the_model, refusal, tokens_of
 from consistency.worker.protocol import DECISIONS_FILE, GRADIENT_FILE
-from consistency.worker.stages.block_rule import record_block, record_given
+from consistency.worker.stages.block_rule import record_block, record_given, record_missed
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.gradient.optimizer_step import record_step
@@ -86,10 +95,11 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
     replay = Replay(decisions_file(context), context.model, cpu_error.products_on(context.model, context.device))
     digests: dict[str, list[TensorDigest]] = {}
     found: Gradients = {}
+    attention = AttentionKernels()
     for repeat in range(context.job.case.repeat):
         context.events.step("backward, by blocks", repeat, context.job.case.repeat)
         follows = replay if not repeat else Replay(decisions_file(context), context.model, "")
-        with half_kernels.computing(kernels):
+        with half_kernels.computing(kernels), attention.following(of.model):
             try:
                 again = gradients_of(of, answer, follows)
             except Exception as error:  # model code of any kind may raise anything
@@ -103,6 +113,8 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
     if not answer.tables.failures and context.record.wants("gradient", WHOLE_MODEL):
         record_given(context, "gradient", GRADIENT, answer)
     reason = answer.tables.failures.get(ADAPTER_ON, "" if replay.is_complete() else NOT_REPLAYED)
+    if why := attention.never_called():
+        context.record.fact("gradient", WHOLE_MODEL, ATTENTION, status="skipped", reason=why)
 
     def once_more(saw: Saw) -> None:
         follows = Replay(decisions_file(context), context.model, "")
@@ -116,9 +128,12 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
                 continue
             if name not in of.wanted and (answer.tables.failures or answer.read(name) is None):
                 continue
+            if why := attention.missed(layer):
+                record_missed(context, "gradient", (layer, tensor), gradient.dtype, why)
+                continue
             record_block(
                 context, "gradient", layer, tensor, actual=gradient, digests=digests[name], reference=answer, name=name,
-                exact_name=name, more=half_kernels.evidence(kernels), reason=reason,
+                exact_name=name, more={**half_kernels.evidence(kernels), **attention.evidence(layer)}, reason=reason,
             )  # fmt: skip
     for done, name in enumerate(of.wanted):
         layer, tensor = adapter_place(context.expected[name][0])

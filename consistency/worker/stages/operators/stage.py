@@ -23,6 +23,7 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision
 from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
+from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.device_error import ends_the_worker
 from consistency.worker.precision import products_of
 from consistency.worker.protocol import EventLog
@@ -96,9 +97,11 @@ def compute(operation: Operation, inputs: Sequence[torch.Tensor]) -> torch.Tenso
 
 def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) -> None:
     host = [given(values, dtype) for values in operation.inputs()]
+    attention = AttentionKernels()
     try:
         inputs = [tensor.to(trials.device) for tensor in host]
-        results = [compute(operation, inputs) for _ in range(trials.repeat)]
+        with attention:
+            results = [compute(operation, inputs) for _ in range(trials.repeat)]
         actual = results[0].to("cpu")
     except (NotImplementedError, AttributeError) as error:  # no kernel for this dtype, or no such function yet
         _absent(record, operation, dtype, "skipped", f"no {operation.name} on this device: {first_line(error)}")
@@ -107,6 +110,9 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
         if ends_the_worker(error, trials.device):
             raise
         _absent(record, operation, dtype, "missing", f"it failed: {first_line(error)}")
+        return
+    if why := attention.missed():
+        _absent(record, operation, dtype, "skipped", why)
         return
     by = trials.arithmetic(operation, named(dtype))
     exact = _exact(operation, host, by)

@@ -154,7 +154,10 @@ def _answer(
         elif is_out_of_memory(error) and computes(context.device):
             _skip(context, way.name, "no memory for another copy of the model")
         elif is_of_the_device(error, context.device):
-            raise
+            if way.name == PINNED or not computes(context.device):
+                raise
+            reason = f"a device of this layout fails, whose own worker says what it means: {first_line(error)}"
+            context.record.fact(STAGE, way.name, ON_THE_WAY, status="blocked", reason=reason)
         elif way.own:
             raise InputError(
                 "the model cannot be laid out by this device map",

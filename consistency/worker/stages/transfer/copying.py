@@ -8,6 +8,7 @@ import torch
 def copy(source: torch.Tensor, destination: torch.Tensor) -> None:
     """Copy a tensor into another of its shape, on any devices, with any strides and dtypes.
 
-    Asynchronous, as `Tensor.to` may be.
+    Asynchronous, as `Tensor.to` may be, and for pinned memory too.
     """
-    destination.copy_(source)
+    pinned = any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in (source, destination))
+    destination.copy_(source, non_blocking=pinned)

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from consistency.capture.names import FILLING, HOST, READING, pair_name
+from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, as_bytes, digest
+from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.poison import poisoned
 from consistency.worker.stages.transfer import copying as copies
 from consistency.worker.stages.transfer.background_load import all_at_once, under_load, wait
@@ -125,8 +127,10 @@ class Sender:
             wait(devices)
             yield self._read(payload, path[-1], landing, took_s=time.perf_counter() - began)
 
-    def together(self, path: Sequence[Place], payloads: Sequence[Payload]) -> Iterator[Delivery]:
-        """Send all at once, under load, and yield each outcome.
+    def together(
+        self, path: Sequence[Place], payloads: Sequence[Payload], *, pinned: bool = False
+    ) -> Iterator[Delivery]:
+        """Send all at once, under load, and yield each outcome; `pinned`: from or to pinned memory of the host.
 
         Raises
         ------
@@ -135,6 +139,8 @@ class Sender:
         devices = [place.device for place in path]
         starts = [self._filled(path[0], payload) for payload in payloads]
         landings = [payload.landing(path[-1].device) for payload in payloads]
+        if pinned:
+            starts, landings = ([_pinned(one) for one in buffers] for buffers in (starts, landings))
         wait(devices)
         with under_load(devices):
             pairs = zip(starts, landings, strict=True)
@@ -208,6 +214,15 @@ class Sender:
             payload=payload, seen=seen, wanted=wanted, wrong=wrong, host=host if wrong else None,
             read_back=read_back if witness.digest else COPY_ALONE, took_s=took_s,
         )  # fmt: skip
+
+
+def _pinned(buffer: torch.Tensor) -> torch.Tensor:
+    try:
+        return buffer.pin_memory() if buffer.device.type == "cpu" else buffer
+    except RuntimeError as error:
+        if is_of_the_device(error):
+            raise
+        raise NotTriedError(f"no memory of the host is pinned for this device: {first_line(error)}") from error
 
 
 def _made_on_host() -> torch.Tensor:

@@ -7,6 +7,7 @@ host, and the CPU's worker copies within the host.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from consistency.capture.names import (
     HOST,
     HOST_STAGED,
     OVERLAPPED,
+    PINNED,
     STRIDED,
     large_copy,
     pair_name,
@@ -134,8 +136,11 @@ class Copies:
         if third is not None:
             self._look(CHAIN, (source, third, destination), parcels(CHAIN, _LAYOUT_BYTES))
         crowd = [contiguous(f"{name} {OVERLAPPED} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
-        self._look(OVERLAPPED, path, crowd, together=True)
+        self._look(OVERLAPPED, path, crowd)
         if self._level is Level.THOROUGH and not (source.is_host and destination.is_host):
+            if source.is_host or destination.is_host:
+                crowd = [contiguous(f"{name} {PINNED} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
+                self._look(PINNED, path, crowd)
             for size in LARGE:
                 self._large(name, path, size)
 
@@ -157,7 +162,7 @@ class Copies:
         else:
             self._look(large_copy(size), path, [contiguous(f"{name}, {size} bytes", size)])
 
-    def _look(self, kind: str, path: tuple[Place, ...], payloads: Sequence[Payload], *, together: bool = False) -> None:
+    def _look(self, kind: str, path: tuple[Place, ...], payloads: Sequence[Payload]) -> None:
         """Send payloads along a path of places and record what arrived."""
         name = pair_name(path[0].name, path[-1].name)
         evidence: dict[str, Any] = {"bytes": [payload.bytes for payload in payloads]}
@@ -165,7 +170,8 @@ class Copies:
             evidence["via"] = path[1].name
         elif (peer := _peer_access(path[0].device, path[1].device)) is not None:
             evidence["peer_access"] = peer
-        send = self._sender.together if together else self._sender.one_by_one
+        together = functools.partial(self._sender.together, pinned=kind == PINNED)
+        send = together if kind in (OVERLAPPED, PINNED) else self._sender.one_by_one
         try:
             found = list(send(path, payloads))
         except NotTriedError as error:
