@@ -30,12 +30,14 @@ from consistency.case.case import Case
 from consistency.devices.products import Products
 from consistency.numerics.error_spread import ErrorFigures, Spread
 from consistency.numerics.exact import Float64Mode
+from consistency.numerics.rounded_products import RoundedProducts
 from consistency.worker import cpu_error
 from consistency.worker.decisions.track import Track
-from consistency.worker.model import float64_reference
+from consistency.worker.model import float64_reference, half_kernels
 from consistency.worker.model.block_backward import Backward, backward_by_blocks
 from consistency.worker.model.block_pass import ResultPlace, as_exact, rounded, run_by_blocks
 from consistency.worker.model.inputs import sourced_inputs
+from consistency.worker.model.running import tokens_of
 from consistency.worker.stages.gradients import crossing_by, in_float64
 from consistency.worker.training.backward import of_outputs, trainable
 
@@ -62,10 +64,13 @@ class Reference:
     results: Callable[[], Results]
     exact: Results
     spreads: dict[str, Spread]
+    kernels: RoundedProducts | None
+    """As the stages have them: a processor without fast kernels of a half type takes minutes for one pass."""
 
     def figures(self) -> dict[str, ErrorFigures]:
         """Return the figures of the model as it is, by place."""
-        found = self.results()
+        with half_kernels.computing(self.kernels):
+            found = self.results()
         return {name: spread.figures(found[name], self.exact[name]) for name, spread in self.spreads.items()}
 
 
@@ -105,10 +110,10 @@ def reference_of(folder: Path, dtype: str, *, backward: bool = False) -> Referen
     def results() -> Results:
         return _results(model, inputs, lambda name, own: given[name].to(own.dtype))
 
-    drawn = _drawn(results)
-    return Reference(
-        model, results, exact, {name: Spread.of([one[name] for one in drawn], exact[name]) for name in exact}
-    )
+    kernels = half_kernels.replacement(model, tokens_of(inputs))
+    drawn = _drawn(results, kernels)
+    spreads = {name: Spread.of([one[name] for one in drawn], exact[name]) for name in exact}
+    return Reference(model, results, exact, spreads, kernels)
 
 
 def _of_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> Reference:
@@ -124,10 +129,11 @@ def _of_gradients(model: Any, inputs: dict[str, torch.Tensor]) -> Reference:
             backward_by_blocks(of, crossing, lambda name, gradient: found.update({_place_of(name): gradient.detach()}))
         return found
 
-    drawn, sums = _drawn(results), {_place_of(name) for name in wanted}
+    kernels = half_kernels.replacement(model, tokens_of(inputs))
+    drawn, sums = _drawn(results, kernels), {_place_of(name) for name in wanted}
     truth = {_place_of(name): gradient for name, gradient in exact.gradients.items()}
     spreads = {n: Spread.of([one[n] for one in drawn], truth[n], of_a_sum=n in sums) for n in truth if n in drawn[0]}
-    return Reference(model, results, {name: truth[name] for name in spreads}, spreads)
+    return Reference(model, results, {name: truth[name] for name in spreads}, spreads, kernels)
 
 
 def _place_of(name: str) -> str:
@@ -136,10 +142,10 @@ def _place_of(name: str) -> str:
     return f"{layer}::lora_{own}" if at else name
 
 
-def _drawn(results: Callable[[], Results]) -> list[Results]:
+def _drawn(results: Callable[[], Results], kernels: RoundedProducts | None) -> list[Results]:
     found = []
     for seed in range(PASSES):
-        with cpu_error.with_noise(Products(), seed):
+        with half_kernels.computing(kernels), cpu_error.with_noise(Products(), seed):
             found.append(results())
     return found
 

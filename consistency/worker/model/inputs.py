@@ -39,7 +39,7 @@ def sourced_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.
     """Return the same, and what the inputs are: text, tensors of a file, or random ids and why they are no text."""
     if case.inputs is not None and not case.makes_inputs:
         return _from_file(case.inputs), "", "tensors of the file in --inputs"
-    sequences = case.sequences(matrix_elements(model))
+    sequences = 1 if _takes_one(model) else case.sequences(matrix_elements(model))
     inputs, reason = made_inputs(model, sequences=sequences, tokens=case.tokens)
     takes_ids = inputs is not None and not inputs.keys().isdisjoint(TOKEN_IDS)
     rows, why = _text(case, model, sequences) if takes_ids else (None, "the model takes no token ids")
@@ -82,6 +82,12 @@ def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple
         pixels, reason = _pixels(config, generator, sequences)
         return (None, reason) if pixels is None else ({**inputs, **pixels}, "")
     return _with_image(inputs, config, generator), ""
+
+
+def _takes_one(model: torch.nn.Module) -> bool:
+    """Report whether a model refuses several sequences: a classifier looks for the last token by that of padding."""
+    classifies = type(model).__name__.endswith("ForSequenceClassification")
+    return classifies and getattr(text_config(model), "pad_token_id", None) is None
 
 
 def _text(case: Case, model: torch.nn.Module, sequences: int) -> tuple[npt.NDArray[np.int64] | None, str]:

@@ -17,6 +17,7 @@ from consistency.case.stages import LEVELS, Level
 from consistency.errors import InputError
 from consistency.worker.model import inputs as made
 from consistency.worker.model.inputs import TEXT, _encoded, digest_of, fixed_inputs, sourced_inputs
+from tests.worker.model.made_models import SIZES
 
 
 class Words(torch.nn.Module):
@@ -170,6 +171,17 @@ def test_a_large_model_gets_half_of_the_sequences(
     assert case.sequences(elements - 1) == case.sequences() == plan.sequences
     cut = msgspec.structs.replace(case, fit=Fit(sequences=1))
     assert cut.sequences(elements) == cut.sequences() == 1
+
+
+def test_a_classifier_without_padding_gets_one_sequence(tmp_path: Path) -> None:
+    """`transformers` refuses more: it looks for the last token by that of padding."""
+    for padding, count in ((None, 1), (0, 8)):
+        config = transformers.LlamaConfig(**SIZES, pad_token_id=padding)
+        model = transformers.LlamaForSequenceClassification(config)
+        inputs, reason, _ = sourced_inputs(Case(name="x", base=str(tmp_path)), model)
+        assert inputs is not None, reason
+        assert len(inputs["input_ids"]) == count
+        assert len(model(**inputs).logits) == count
 
 
 def test_text_has_a_paragraph_for_each_sequence_of_the_largest_level() -> None:
