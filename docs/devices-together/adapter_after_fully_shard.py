@@ -6,6 +6,9 @@ Added afterwards, its factors are plain tensors of each rank: nothing broadcasts
 gradients, so every rank trains an adapter of its own, and no loss shows it. huggingface/transformers#48792.
 """
 
+import os
+import sys
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -87,3 +90,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(
+        0
+    )  # fully_shard keeps the group's threads; one that runs while the interpreter ends aborts it

@@ -12,6 +12,7 @@ import hashlib
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group is made: imported later, its default arguments keep it, with its threads
 
 BACKEND = dist.get_default_backend_for_device(torch.accelerator.current_accelerator() or torch.device("cpu"))
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}

@@ -10,6 +10,7 @@ vllm#21471, TensorRT-LLM#2589, opacus#789, vllm#2679.
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group is made: imported later, its default arguments keep it, with its threads
 
 BACKEND = dist.get_default_backend_for_device(torch.accelerator.current_accelerator() or torch.device("cpu"))
 WIDTH, RANK, UNIT_ROUNDOFF = 96, 8, 2.0**-24

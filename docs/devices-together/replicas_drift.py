@@ -16,6 +16,7 @@ if "--unlike" in sys.argv and os.environ["RANK"] == str(int(os.environ["WORLD_SI
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group is made: imported later, its default arguments keep it, with its threads
 
 BACKEND = dist.get_default_backend_for_device(torch.accelerator.current_accelerator() or torch.device("cpu"))
 

@@ -20,6 +20,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a group is made: imported later, its default arguments keep it, with its threads
 
 STEPS, ALLOWED = 20, 1e-4
 BACKEND = dist.get_default_backend_for_device(torch.accelerator.current_accelerator() or torch.device("cpu"))

@@ -254,6 +254,10 @@ def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str)
     limit = timedelta(seconds=group.timeout_s)
     store = FileStore(str(folder / "store"), len(group.ranks))
     store.set_timeout(limit)
+    # its functions have the group as a default: imported later, as with an optimizer, they keep it with its threads,
+    # and one that still runs while the interpreter ends aborts the process
+    import torch.distributed.nn  # noqa: F401
+
     try:
         dist.init_process_group(
             dist.get_default_backend_for_device(device), store=PrefixStore("group", store), rank=group.rank,
