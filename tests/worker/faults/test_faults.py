@@ -154,8 +154,9 @@ def look_at_fault(tmp_path: Path, two_adapters: tuple[NamedAdapter, ...]) -> Run
     """Run the session of a worker in this process with a fault planted, and compare what it saw."""
 
     def run(fault: str, stage: str, alternative_paths: tuple[LoadPath, ...] = ()) -> Comparison:
-        # of one sequence's gradient luck leaves little to tell
-        level = Level.STANDARD if fault in NEED_RELOAD or stage == "gradient" else Level.QUICK
+        # of one sequence's gradient luck leaves little to tell, and a cache of one has no rows to exchange
+        needs_several = stage in ("gradient", "generation")
+        level = Level.STANDARD if fault in NEED_RELOAD or needs_several else Level.QUICK
         wrapper = HARMLESS_WRAPPER if stage == "wrapping" else None
         base = getattr(FAULTS.get(fault), "base", None) or "builtin:llama"
         steps = getattr(FAULTS.get(fault), "steps", None)
