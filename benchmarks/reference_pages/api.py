@@ -6,6 +6,7 @@ import enum
 import inspect
 
 import consistency
+import consistency.testing
 from benchmarks.reference_pages.markdown import code, fence, prose, table
 from consistency.case.engine_file import EngineFile
 from consistency.case.fit import Fit
@@ -30,6 +31,12 @@ _HEAD = """# Python interface
 page is part of the interface.
 """
 
+_TESTING = """## consistency.testing
+
+[Which tolerance for my test?](testing.md) shows how these are used. Importing this module imports torch, and no other
+library of models.
+"""
+
 
 def page() -> str:
     """Return the page."""
@@ -38,6 +45,10 @@ def page() -> str:
     for name in names:
         directive = _directive(f"consistency.{name}", getattr(consistency, name))
         lines += [f"## {name}", "", *fence(directive, "{eval-rst}"), ""]
+    lines += [_TESTING]
+    for name in consistency.testing.__all__:
+        found = getattr(consistency.testing, name)
+        lines += [f"### {name}", "", *fence(_directive(f"consistency.testing.{name}", found), "{eval-rst}"), ""]
     lines += ["## Types of fields, and errors", "", "The names above have them in fields, take or raise them.", ""]
     for kind in USED:
         lines += [*fence(_directive(f"{kind.__module__}.{kind.__name__}", kind), "{eval-rst}"), ""]
