@@ -300,12 +300,17 @@ def _stored_between(steps: Any, args: tuple[Any, ...], weight: int, bias: int) -
 
 
 def _of_stored_statistics(steps: Any, args: tuple[Any, ...]) -> Any:
-    """Normalize a batch by its mean and deviation as they are stored in the half type."""
-    x, weight, bias = args[:3]
-    _, *statistics = steps(*args)
+    """Normalize a batch by its mean and deviation as they are stored in the half type, and keep them so."""
+    x, weight, bias, *running, _, momentum, _ = args
+    _, *statistics = steps(x, weight, bias, None, None, *args[5:])
+    channels = [dimension for dimension in range(x.dim()) if dimension != 1]
+    wide = x.to(torch.float32)
+    for kept, found in zip(running, (wide.mean(channels), wide.var(channels)), strict=True):
+        if kept is not None:
+            kept.copy_(momentum * found.to(x.dtype) + (1 - momentum) * kept)
     shape = (1, -1, *[1] * (x.dim() - 2))
     mean, inverse = (one.to(x.dtype).to(torch.float32).reshape(shape) for one in statistics)
-    found = (x.to(torch.float32) - mean) * inverse
+    found = (wide - mean) * inverse
     if weight is not None:
         found = found * weight.reshape(shape).to(torch.float32)
     if bias is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from benchmarks.rounding import OneAccumulator
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.testing import within_rounding
 from tests.testing.functions import CASES, Case, Function
@@ -55,6 +56,19 @@ def test_every_fault_above_rounding_is_found(name: str, dtype: torch.dtype) -> N
 def test_values_and_gradients_of_a_healthy_function_are_within(name: str, dtype: torch.dtype) -> None:
     case = CASES[name]
     found = within_rounding(case.function, *case.inputs(1), dtype=dtype)
+    assert found.status == "within", str(found)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.terms > 1])
+def test_one_accumulator_for_each_product_is_within(name: str) -> None:
+    """So do GPUs add: at 64 terms twice the error of the CPU's blocks."""
+    case = CASES[name]
+
+    def on_device(*inputs: torch.Tensor) -> torch.Tensor:
+        with OneAccumulator():
+            return case.function(*inputs)
+
+    found = within_rounding(on_device, *case.inputs(2), reference=case.function, gradients=False)
     assert found.status == "within", str(found)
 
 
