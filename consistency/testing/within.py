@@ -49,11 +49,6 @@ class Allow:
     nan: bool = False
     inconclusive: Literal["fail", "skip", "pass"] = "fail"
 
-    def noise(self, device: torch.device) -> Noise:
-        """Return the context in which a pass is computed as such a device may, by its seed."""
-        products = products_of(device) if self.products is None else self.products
-        return lambda seed: with_noise(products, seed, toward_zero=self.toward_zero, is_kept=seed < PASSES)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithinRounding:
@@ -71,7 +66,7 @@ class WithinRounding:
 
     @property
     def status(self) -> Status:
-        """The worst of all: ``outside``, ``inconclusive``, ``within``."""
+        """The worst status of the results."""
         found = {one.status for one in self.results}
         return "outside" if "outside" in found else "inconclusive" if "inconclusive" in found else "within"
 
@@ -112,6 +107,12 @@ class RoundingTolerance(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(self._tolerances)
+
+
+def _noise(allow: Allow, device: torch.device) -> Noise:
+    """Return the context in which a pass is computed as such a device may, by its seed."""
+    products = products_of(device) if allow.products is None else allow.products
+    return lambda seed: with_noise(products, seed, toward_zero=allow.toward_zero, is_kept=seed < PASSES)
 
 
 def _missing(name: str, *, is_of_actual: bool) -> str:
@@ -156,7 +157,7 @@ def within_rounding(
     call = FunctionCall(function, reference, inputs, dtype=dtype, gradients=gradients)
     place = call.device if device is None else torch.device(device)
     allow = allow or Allow()
-    noise = allow.noise(place)
+    noise = _noise(allow, place)
     actual, exact = call.on(place), call.exact()
     name = getattr(function, "__name__", type(function).__name__)
     for result, value in exact.items():
@@ -277,7 +278,7 @@ def rounding_tolerance(
         `rtol` and `atol` for all results of the function, and what each element may be off by.
     """
     call = FunctionCall(function, None, inputs, dtype=dtype, gradients=False)
-    noise = (allow or Allow()).noise(call.device if device is None else torch.device(device))
+    noise = _noise(allow or Allow(), call.device if device is None else torch.device(device))
     with by_formula():
         drawn = call.with_noise(range(passes), noise)
     relative, allowed, values = 0.0, {}, {}
