@@ -57,7 +57,7 @@ napoleon_type_aliases = {
 }
 nitpick_ignore_regex = [
     # of the standard library and of other packages: without a network their indexes cannot be read
-    ("py:.*", r"(collections\.abc|os|pathlib|torch|peft|msgspec)\..*"),
+    ("py:.*", r"(collections\.abc|os|pathlib|torch|peft|msgspec|unittest)\..*"),
 ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import consistency
+import consistency.testing
 from benchmarks.reference_pages.markdown import code, fence, prose, table
 from consistency.case.engine_file import EngineFile
 from consistency.case.fit import Fit
@@ -33,6 +34,12 @@ _HEAD = """# Python interface
 page is part of the interface.
 """
 
+_TESTING = """## consistency.testing
+
+[Which tolerance for my test?](testing.md) shows how these are used. Importing this module imports torch, and no other
+library of models.
+"""
+
 
 def page() -> str:
     """Return the page."""
@@ -40,6 +47,9 @@ def page() -> str:
     lines = [_HEAD, *table(("name", "kind", "purpose"), map(_row, consistency.__all__)), ""]
     for name in names:
         lines += [f"## {name}", "", *_described(name, getattr(consistency, name))]
+    lines += [_TESTING]
+    for name in consistency.testing.__all__:
+        lines += [f"### {name}", "", *_described(name, getattr(consistency.testing, name))]
     lines += ["## Types of fields, and errors", "", "The names above have them in fields, take or raise them.", ""]
     for kind in USED:
         lines += [f"### {kind.__name__}", "", *_described(kind.__name__, kind)]

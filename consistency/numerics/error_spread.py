@@ -310,8 +310,7 @@ class _Together:
     """
 
     def __init__(self, columns: int) -> None:
-        signs = np.random.default_rng(0).integers(0, 2, (columns, _SIGNS)) * 2.0 - 1
-        self._signs = torch.from_numpy(signs)
+        self._signs = _signs(columns)
         self._back = torch.zeros(columns, _SIGNS, dtype=torch.float64)
         self._trace = 0.0
 
@@ -324,6 +323,11 @@ class _Together:
     def independent(self) -> int:
         square = float(self._back.square().sum()) / _SIGNS
         return max(1, int(self._trace**2 / square)) if square > 0 and math.isfinite(square) else 1
+
+
+@functools.lru_cache(maxsize=8)
+def _signs(columns: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(0).integers(0, 2, (columns, _SIGNS)) * 2.0 - 1)
 
 
 @functools.cache

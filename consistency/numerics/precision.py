@@ -34,7 +34,7 @@ class Precision(enum.StrEnum):
 
     @property
     def product_error(self) -> float:
-        """Return the largest relative error of a product of two such operands: `2 t + t**2`."""
+        """Return the largest relative error of a product of two such operands, `2 t + t**2`."""
         return 2 * self.operand_error + self.operand_error**2
 
     @property

@@ -16,6 +16,14 @@ A2815; Ipsen and Zhou, arXiv 1906.10465). For terms in random order that add up 
 The first part is that of factors :math:`1 + u \sqrt{K/18}\, z` on one operand, z normal, so that no sum of squares has
 to be computed; the second is such a factor on the result. Terms of one sign are covered as those of both are.
 
+Where partial sums are cut (`toward_zero`), each is off by u of itself in the mean, always to the same side. Term j is
+in :math:`K - j + 1` of them, so it is off by :math:`u (K/2 + z K / \sqrt{12})` of itself, and the sum by K units, not
+their root (AMD's CDNA3 adds so in matrix units: torch's issue 180926).
+
+A **Fourier transform** of K elements rounds each in :math:`\log_2 K` stages. By Parseval's theorem that is as much
+noise on its operand. A **factorization** is that of a matrix which is off by as much as products of its size are
+(Higham, *Accuracy and Stability of Numerical Algorithms*, 2002, chapters 9 and 10), so its operand has their noise.
+
 **Every other result** is moved to a neighbour, 1 ± 2u, with a probability that gives the variance :math:`u^2 / 3` of
 one rounding; of a library function four times that, for errors of up to an ULP. Operations that only move, choose or
 compare values round nothing. What torch has as one operation and a device computes in steps (norms, softmax) is taken
@@ -23,7 +31,9 @@ apart by torch's own decompositions.
 
 **Norms in a half type** compute in float32 and store once on the CPU and CUDA. Torch's own code for a device without
 such a kernel (`math_native_layer_norm`) stores what is normalized, its product with the weight, and the sum with the
-bias: three roundings. Every other seed does so.
+bias: three roundings. Torch's kernels for the CPU add up the gradients of a norm's weight and bias in the half type,
+normalize a batch by statistics that are stored in it, and store the sum whose logarithm `log_softmax` takes. Every
+other seed does all that.
 
 **In a half type** products are exact in float32 and a store decides the error, which all devices make alike: 1.00 to
 1.01 times the CPU's on emulated tensor cores of three generations. So the CPU's own rounding is enough, and what a pass
@@ -79,6 +89,14 @@ _IN_STEPS = frozenset({
 _SCALED_NORMS = {_aten.native_layer_norm.default: (2, 3), _aten.native_group_norm.default: (1, 2)}
 """Norms, and the places of their weight and bias."""
 
+_NORMS_BACK = {
+    _aten.native_layer_norm_backward.default: lambda args: math.prod(args[1].shape) // math.prod(args[2]),
+    _aten.native_group_norm_backward.default: lambda args: args[5] * args[7],
+}
+"""Backward passes of norms, and how many rows the gradients of their parameters add up."""
+
+_BATCH_NORMS = frozenset({_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default})
+
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 _EXACT = frozenset({
@@ -116,6 +134,18 @@ _ACCUMULATING = frozenset(
 _CHOOSING = frozenset({"amax", "amin"})
 """What some of them do instead: their gradient goes where the result is equal to an element, so it must stay one."""
 
+_TRANSFORMS = frozenset({"_fft_r2c", "_fft_c2c", "_fft_c2r"})
+
+_FACTORING = frozenset({
+    "_linalg_det", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "_linalg_eigh", "_linalg_eigvals",
+    "linalg_eig", "linalg_inv_ex", "linalg_lu", "linalg_lu_factor_ex", "linalg_qr", "linalg_cholesky_ex",
+    "linalg_lstsq", "linalg_ldl_factor_ex", "linalg_householder_product", "linalg_matrix_exp", "linalg_lu_solve",
+    "linalg_solve_triangular", "triangular_solve", "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr",
+})  # fmt: skip
+
+_WITH_FLAGS = frozenset({"multilabel_margin_loss_forward"})
+"""Operations whose further results are flags, stored as floating-point numbers."""
+
 _RUNNING = frozenset({"cumsum", "cumprod", "logcumsumexp"})
 
 _REDUCING = frozenset({"sum", "nansum", "mean", "nanmean", "prod", "var", "std", "var_mean", "std_mean"})
@@ -139,6 +169,8 @@ _MOVED_HALF = 1
 
 _TESTED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
+_IN_FLOAT32 = frozenset({torch.float32, torch.complex64})
+
 _SMALLEST = {dtype: torch.finfo(dtype).min for dtype in _TESTED}
 
 
@@ -153,6 +185,8 @@ class _Kind(enum.Enum):
     ACCUMULATION = enum.auto()
     SUM = enum.auto()
     FUNCTION = enum.auto()
+    TRANSFORM = enum.auto()
+    FACTORIZATION = enum.auto()
     WITH_MASKS = enum.auto()
     ROUNDING = enum.auto()
 
@@ -163,6 +197,8 @@ _BY_NAME: dict[str, _Kind] = {
     **dict.fromkeys(_ACCUMULATING, _Kind.ACCUMULATION),
     **dict.fromkeys((*_REDUCING, *_RUNNING), _Kind.SUM),
     **dict.fromkeys(_FUNCTIONS, _Kind.FUNCTION),
+    **dict.fromkeys(_TRANSFORMS, _Kind.TRANSFORM),
+    **dict.fromkeys(_FACTORING, _Kind.FACTORIZATION),
     **dict.fromkeys(("add", "sub", "rsub", "mul", "div"), _Kind.WITH_MASKS),
 }
 
@@ -263,6 +299,25 @@ def _stored_between(steps: Any, args: tuple[Any, ...], weight: int, bias: int) -
     return (found, *others)
 
 
+def _of_stored_statistics(steps: Any, args: tuple[Any, ...]) -> Any:
+    """Normalize a batch by its mean and deviation as they are stored in the half type, and keep them so."""
+    x, weight, bias, *running, _, momentum, _ = args
+    _, *statistics = steps(x, weight, bias, None, None, *args[5:])
+    channels = [dimension for dimension in range(x.dim()) if dimension != 1]
+    wide = x.to(torch.float32)
+    for kept, found in zip(running, (wide.mean(channels), wide.var(channels)), strict=True):
+        if kept is not None:
+            kept.copy_(momentum * found.to(x.dtype) + (1 - momentum) * kept)
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    mean, inverse = (one.to(x.dtype).to(torch.float32).reshape(shape) for one in statistics)
+    found = (wide - mean) * inverse
+    if weight is not None:
+        found = found * weight.reshape(shape).to(torch.float32)
+    if bias is not None:
+        found = found + bias.reshape(shape).to(torch.float32)
+    return (found.to(x.dtype), *statistics)
+
+
 class RoundingNoise(TorchDispatchMode):
     """Add rounding errors to every floating-point result on the CPU while the mode is active.
 
@@ -274,14 +329,26 @@ class RoundingNoise(TorchDispatchMode):
         Passes with other seeds have other errors; with one seed, equal passes have equal ones.
     partial_terms : mapping of torch.dtype to int, optional
         Half types in which partial sums of products may be stored, and the terms of each.
+    toward_zero : bool, optional
+        Each partial sum of float32 is cut instead of rounded.
+    is_kept : bool, optional
+        Keep the seed's pools for the next pass with it, 9 MB.
     """
 
     _active: ClassVar[list[RoundingNoise]] = []
 
-    def __init__(self, seed: int, *, partial_terms: Mapping[torch.dtype, int] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        partial_terms: Mapping[torch.dtype, int] | None = None,
+        toward_zero: bool = False,
+        is_kept: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
+        self._toward_zero = toward_zero
         self._partial_terms = partial_terms or {}
-        self._pools = (_kept if seed < _KEPT_SEEDS else _Pools)(seed)
+        self._pools = (_kept if is_kept or seed < _KEPT_SEEDS else _Pools)(seed)
         self._operations = 0
         self._stores_steps = seed % 2 == 1
 
@@ -325,8 +392,16 @@ class RoundingNoise(TorchDispatchMode):
         if kind is _Kind.IN_STEPS:
             with self:
                 steps = decomposition_table.get(func, func.decompose)
-                if self._stores_steps and func in _SCALED_NORMS and args[0].dtype in _HALF:
-                    return _stored_between(steps, args, *_SCALED_NORMS[func])
+                if self._stores_steps and args[0].dtype in _HALF:
+                    if func in _SCALED_NORMS:
+                        return _stored_between(steps, args, *_SCALED_NORMS[func])
+                    if func in _NORMS_BACK:
+                        return self._added_in_half(steps, args, _NORMS_BACK[func](args))
+                    if func in _BATCH_NORMS and args[5]:
+                        return _of_stored_statistics(steps, args)
+                    if func is _aten._log_softmax.default and not args[2] and args[0].numel():
+                        shifted = args[0] - args[0].amax(args[1], keepdim=True)
+                        return shifted - shifted.exp().sum(args[1], keepdim=True).log()
                 return steps(*args, **kwargs)
         if kind is _Kind.CAST:
             return self._cast(operation, args, kwargs)
@@ -334,6 +409,8 @@ class RoundingNoise(TorchDispatchMode):
             return self._convolution(operation, args, kwargs)
         if kind is _Kind.ACCUMULATION:
             return self._accumulated(operation, args, kwargs)
+        if kind is _Kind.TRANSFORM or kind is _Kind.FACTORIZATION:
+            return self._noisy(operation, func(*self._perturbed(kind, args), **kwargs), args, 1)
         if kind is not _Kind.SUM:
             return self._noisy(operation, func(*args, **kwargs), args, 1)
         terms = _reduced(operation.name, args)
@@ -360,6 +437,18 @@ class RoundingNoise(TorchDispatchMode):
         found = operation.func(*wide, **kwargs)
         return (found * self._normal(unit * math.sqrt(parts / 9 + 1 / 3), found)).to(args[place].dtype)
 
+    def _added_in_half(self, steps: Any, args: tuple[Any, ...], rows: int) -> Any:
+        """Compute the gradients of a norm, those of its parameters with partial sums that are stored in the type."""
+        dtype, unit = args[0].dtype, UNIT_ROUNDOFF[args[0].dtype] / UNIT_ROUNDOFF[torch.float32]
+        found, *others = steps(*args)
+        up, *wide = (one.to(torch.float32) if isinstance(one, torch.Tensor) else one for one in args)
+        shaken = steps(up * self._normal(unit * math.sqrt(rows / 18), up), *wide)[1:]
+        factor = unit * math.sqrt(rows / 9 + 1 / 3)
+        return found, *(
+            None if plain is None else (one * self._normal(factor, one)).to(dtype)
+            for plain, one in zip(others, shaken, strict=True)
+        )
+
     def _convolution(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if operation.func is _aten.convolution.default:
             weight = args[1]
@@ -369,6 +458,16 @@ class RoundingNoise(TorchDispatchMode):
             channels = gradient.shape[1]
             terms = max(weight.numel() // max(1, weight.shape[1]), gradient.numel() // max(1, channels))
         return self._noisy(operation, operation.func(*self._shaken(args, 0, terms), **kwargs), args, terms)
+
+    def _perturbed(self, kind: _Kind, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return operands with what all steps of a transform, or of a factorization, are off by together."""
+        if kind is _Kind.TRANSFORM:
+            stages = math.log2(max(2, math.prod(args[0].shape[dimension] for dimension in args[1])))
+            return self._shaken(args, 0, math.ceil(6 * stages))  # of a sum K / 18, of stages a third each
+        for place, operand in enumerate(args):
+            if isinstance(operand, torch.Tensor) and operand.dim():
+                args = self._shaken(args, place, operand.shape[-1])
+        return args
 
     def _accumulated(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         name = operation.name
@@ -391,8 +490,11 @@ class RoundingNoise(TorchDispatchMode):
     def _shaken(self, args: tuple[Any, ...], place: int, terms: int) -> tuple[Any, ...]:
         """Return the operands with noise on one of them: what other orders of so many terms do to their sum."""
         operand = args[place] if place < len(args) else None
-        if terms < 2 or not isinstance(operand, torch.Tensor) or operand.dtype != torch.float32:
+        if terms < 2 or not isinstance(operand, torch.Tensor) or operand.dtype not in _IN_FLOAT32:
             return args
+        if self._toward_zero:
+            cut = self._normal(max(terms, 4) / math.sqrt(12), operand) - UNIT_ROUNDOFF[torch.float32] * terms / 2
+            return (*args[:place], operand * cut, *args[place + 1 :])
         # with fewer terms the factors would be rounded to 1
         noise = self._normal(math.sqrt(max(terms, 18) / 18), operand)
         return (*args[:place], operand * noise, *args[place + 1 :])
@@ -405,11 +507,16 @@ class RoundingNoise(TorchDispatchMode):
             if noisy is not target:
                 target.copy_(noisy)
             return result
+        if operation.name in _WITH_FLAGS:
+            return (self._with_noise(result[0], terms, operation.kind), *result[1:])
         if isinstance(result, (tuple, list)):
             return type(result)(self._with_noise(value, terms, operation.kind) for value in result)
         return self._with_noise(result, terms, operation.kind)
 
     def _with_noise(self, value: Any, terms: int, kind: _Kind) -> Any:
+        if isinstance(value, torch.Tensor) and value.dtype == torch.complex64 and value.layout is torch.strided:
+            parts = torch.view_as_real(value.resolve_conj())
+            return torch.view_as_complex(self._with_noise(parts, terms, kind).contiguous())
         if not isinstance(value, torch.Tensor) or value.dtype not in _TESTED or not value.numel():
             return value
         if value.layout is not torch.strided or value._is_zerotensor():  # exact zeros, without memory to write noise to

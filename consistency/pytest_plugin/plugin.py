@@ -234,6 +234,26 @@ def consistency_check_wrapped() -> Callable[..., WrapperReport]:
     return check
 
 
+@pytest.fixture
+def consistency_within_rounding(
+    consistency_devices: tuple[str, ...],
+    deterministic: Mapping[str, Any],  # noqa: ARG001 - the settings with which the products are judged
+) -> Callable[..., None]:
+    """Return `consistency.testing.assert_within_rounding` on each device that `--consistency-devices` selects.
+
+    Variants such as `cpu@baseline` need a process of their own and are left out.
+    """
+    from consistency.testing import assert_within_rounding
+
+    def check(function: Callable[..., Any], *inputs: Any, **options: Any) -> None:
+        __tracebackhide__ = True
+        for device in consistency_devices:
+            if "@" not in device:
+                assert_within_rounding(function, *inputs, device=device, **options)
+
+    return check
+
+
 @pytest.fixture(scope="session")
 def consistency_reports(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory

@@ -63,6 +63,11 @@ def in_float32() -> AbstractContextManager[None]:
     return determinism.switched(**_IN_FLOAT32)
 
 
+def by_formula() -> AbstractContextManager[None]:
+    """Compute attention without a fused kernel."""
+    return determinism.switched(**_BY_FORMULA)
+
+
 @contextmanager
 def computing_with(products: Products) -> Iterator[None]:
     """Compute float32 products on the CPU as a device does, whatever the CPU's own settings are."""
@@ -124,15 +129,16 @@ def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
 
 
 @contextmanager
-def with_noise(products: Products, seed: int) -> Iterator[None]:
+def with_noise(products: Products, seed: int, *, toward_zero: bool = False, is_kept: bool = False) -> Iterator[None]:
     """Compute on the CPU as a healthy device with such products may, with other rounding errors for each seed.
 
-    A device may have attention by a fused kernel, or by its formula: every other pass is one, from the first on.
+    A device may have attention by a fused kernel, or by its formula: every other pass is one, from the first on. The
+    options are those of `RoundingNoise`.
     """
     attention = nullcontext() if seed % 2 else FusedAttention()
-    by_formula = determinism.switched(**_BY_FORMULA)
     partial = {getattr(torch, dtype): terms for dtype, terms in products.partial_terms.items()}
-    with computing_with(products), by_formula, attention, RoundingNoise(seed, partial_terms=partial):
+    noise = RoundingNoise(seed, partial_terms=partial, toward_zero=toward_zero, is_kept=is_kept)
+    with computing_with(products), by_formula(), attention, noise:
         yield
 
 

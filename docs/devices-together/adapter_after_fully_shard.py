@@ -91,6 +91,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # fully_shard keeps the group's threads; one that runs while the interpreter ends aborts it
+    os._exit(0)  # fully_shard keeps the group's threads; one that runs while the interpreter ends aborts it

@@ -1,0 +1,325 @@
+"""What an assertion has to bear: kinds of results, of inputs and of functions, and what it says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import unittest
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from consistency.errors import UsageError
+from consistency.testing import (
+    Allow,
+    Precision,
+    Products,
+    WithinRounding,
+    assert_within_rounding,
+    rounding_tolerance,
+    within_rounding,
+)
+from tests.testing.functions import rms_norm
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_results_of_any_form_have_names() -> None:
+    found = within_rounding(lambda x, y: {"a": (x * 2, [x @ y["b"]]), "n": 3}, drawn(6, 4), {"b": drawn(4, 4)})
+    assert found
+    names = ["result['a'][0]", "result['a'][1][0]", "result['n']", "gradient of input 0", "gradient of input 1['b']"]
+    assert [one.name for one in found.results] == names
+
+
+def test_inputs_are_rounded_once_and_not_changed() -> None:
+    x = drawn(32, 16)
+    kept = x.clone()
+    assert within_rounding(lambda x: x.clone(), x, dtype=torch.bfloat16).results[0].error == 0
+    assert torch.equal(x, kept)
+    assert not x.requires_grad
+
+
+def test_a_function_that_writes_in_place_is_judged_by_what_it_leaves() -> None:
+    def adds(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.add_(y * y)
+
+    assert within_rounding(adds, drawn(16, 16), drawn(16, 16, seed=1))
+
+    def adds_otherwise(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.add_(y.abs())
+
+    wrong = within_rounding(adds_otherwise, drawn(16, 16), drawn(16, 16, seed=1), reference=adds, gradients=False)
+    assert [one.name for one in wrong.results if one.status == "outside"] == ["input 0 after the call"]
+    clobbers = within_rounding(lambda x: (x * 2, x.zero_())[0], drawn(8, 8), reference=lambda x: x * 2, gradients=False)
+    assert "the reference has no such result" in str(clobbers)
+
+
+def test_random_numbers_are_the_same_in_each_pass() -> None:
+    def noisy(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return functional.dropout(x, 0.4) + torch.rand_like(x) * torch.randn(x.shape, dtype=dtype)
+
+    state = torch.get_rng_state()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert within_rounding(lambda x, dtype=dtype: noisy(x, dtype), drawn(32, 32), dtype=dtype)
+    assert torch.equal(torch.get_rng_state(), state)
+    generator = torch.Generator().manual_seed(3)
+    assert within_rounding(lambda x, g: x * torch.rand(x.shape, generator=g), drawn(8, 8), generator)
+
+
+def test_whole_numbers_are_equal_where_rounding_decides_nothing() -> None:
+    x = drawn(64, 32)
+    assert within_rounding(lambda x: (x @ x.T).argmax(-1), x)
+    wrong = within_rounding(lambda x: (x @ x.T).argmin(-1), x, reference=lambda x: (x @ x.T).argmax(-1))
+    assert wrong.status == "outside"
+    assert within_rounding(lambda x: x > 0.5, x, reference=lambda x: x >= 0.5)
+    assert not within_rounding(lambda x: x > 0.5, x, reference=lambda x: x > 0.4)
+
+
+def nearly_tied() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return operands of which two columns of the product differ by what few of the passes with noise are off by."""
+    x, weight = drawn(256, 512), drawn(512, 8, seed=1)
+    weight[:, 1] = weight[:, 0] * (1 + 1e-6)
+    return x, weight
+
+
+Choice = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("choose", "otherwise"),
+    [
+        (lambda s: s.argmax(-1), lambda s: s.argmin(-1)),
+        (lambda s: s.topk(2).indices, lambda s: s.topk(2, largest=False).indices),
+        (lambda s: s[:, :1] > s[:, 1:3], lambda s: s[:, :1] > s[:, 2:4]),
+    ],
+    ids=["argmax", "topk", "comparison"],
+)
+def test_another_index_is_right_where_the_margin_is_below_rounding(choose: Choice, otherwise: Choice) -> None:
+    x, weight = nearly_tied()
+
+    def other(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scores = x @ weight
+        scores[:, 0] += 3e-5 * torch.where(torch.arange(len(x)) % 2 == 0, 1.0, -1.0)
+        return choose(scores)
+
+    def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return choose(x @ weight)
+
+    def wrong(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return otherwise(x @ weight)
+
+    assert not torch.equal(other(x, weight), exact(x, weight))
+    assert within_rounding(other, x, weight, reference=exact, gradients=False)
+    assert within_rounding(wrong, x, weight, reference=exact, gradients=False).status == "outside"
+
+
+def test_nan_and_infinity_are_in_equal_places() -> None:
+    x = drawn(16, 16)
+    x[2, 3], x[4, 5] = torch.nan, torch.inf
+    assert within_rounding(lambda x: x * 2, x)
+    moved = within_rounding(lambda x: (x * 2).roll(1), x, reference=lambda x: x * 2)
+    assert "not the same NaN or infinity" in str(moved)
+    filled = within_rounding(lambda x: (x * 2).nan_to_num(), x, reference=lambda x: x * 2)
+    assert filled.status == "outside"
+
+
+def test_a_reference_that_is_nan_is_an_error_unless_that_is_meant() -> None:
+    x = drawn(8, 8)
+    with pytest.raises(UsageError, match="the reference is NaN in its result"):
+        within_rounding(torch.log, x)
+    assert within_rounding(torch.log, x, gradients=False, allow=Allow(nan=True))
+
+
+def test_values_beyond_the_dtype_are_infinite_and_what_overflows_on_the_way_is_inconclusive() -> None:
+    x = drawn(16, 16) * 300
+    assert within_rounding(lambda x: x * x, x, dtype=torch.float16, gradients=False)
+    lost = within_rounding(lambda x: (x * x * x) / x / x, x, dtype=torch.float16, gradients=False)
+    assert lost.status == "inconclusive"
+    assert "passes with noise overflow" in str(lost)
+
+
+def test_complex_numbers_are_judged_by_their_parts() -> None:
+    x = torch.complex(drawn(16, 16), drawn(16, 16, seed=1))
+    assert within_rounding(lambda x: torch.fft.fft(x) * x.conj(), x)
+    assert not within_rounding(lambda x: (x * x).conj(), x, reference=lambda x: x * x)
+
+
+def test_a_module_is_a_function_of_its_parameters() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.BatchNorm1d(16))
+    found = within_rounding(layer, drawn(32, 16))
+    assert found
+    assert {"gradient of 0.weight", "1.running_mean after the call"} <= {one.name for one in found.results}
+    other = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False), torch.nn.BatchNorm1d(16, eps=1e-3))
+    assert within_rounding(layer, drawn(32, 16), reference=other).status == "outside"
+    with pytest.raises(UsageError, match="a module needs a module"):
+        within_rounding(layer, drawn(32, 16), reference=torch.relu)
+
+
+def test_autocast_rounds_in_the_passes_too() -> None:
+    x, weight = drawn(16, 64), drawn(64, 32, seed=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = within_rounding(torch.matmul, x, weight)
+    assert found
+    assert found.results[0].error > 1e-3
+    assert not within_rounding(lambda x, w: (x.bfloat16() @ w.bfloat16()).float(), x, weight, reference=torch.matmul)
+
+
+def test_autocast_keeps_nothing_that_noise_has_moved() -> None:
+    x, weight = drawn(16, 64), torch.nn.Parameter(drawn(64, 32, seed=1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = x @ weight
+        torch.clear_autocast_cache()
+        assert within_rounding(lambda x: x @ weight, x)
+        assert torch.equal(x @ weight, before)
+
+
+def test_a_few_elements_may_be_off_where_no_pass_is() -> None:
+    """Of one element all passes may be exact by chance, and a library's exponential is off by a unit."""
+
+    def off_by_one(x: torch.Tensor) -> torch.Tensor:
+        return torch.nextafter(torch.exp(x), torch.zeros(()))
+
+    for seed in range(40):
+        assert within_rounding(off_by_one, drawn(1, seed=seed), reference=torch.exp, gradients=False)
+    assert not within_rounding(lambda x: x.exp() * (1 + 1e-4), drawn(1), reference=torch.exp, gradients=False)
+
+
+def test_what_was_compiled_runs_as_written_in_the_passes() -> None:
+    def kernel(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        """Compute as Inductor's kernels do, which no mode sees."""
+
+        def called(*inputs: torch.Tensor) -> object:
+            with _disable_current_modes():
+                return graph(*inputs)
+
+        return called
+
+    found = within_rounding(torch.compile(rms_norm, backend=kernel), drawn(16, 32), drawn(32, seed=1))
+    assert found
+    assert found.results[0].allowed > 0
+
+
+def test_a_function_without_float64_needs_a_reference() -> None:
+    def fixed(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.bfloat16:
+            raise TypeError("only bfloat16")
+        return x * 2
+
+    with pytest.raises(UsageError, match="reference= takes a function"):
+        within_rounding(fixed, drawn(8, 8), dtype=torch.bfloat16)
+    assert within_rounding(fixed, drawn(8, 8), dtype=torch.bfloat16, reference=lambda x: x + x)
+    with pytest.raises(UsageError, match="no input has a dtype whose rounding is known"):
+        within_rounding(torch.exp, drawn(4).double())
+
+
+def test_a_missing_gradient_is_outside_and_values_alone_can_be_asked_for() -> None:
+    x = drawn(8, 8)
+    found = within_rounding(lambda x: (x * 2).detach(), x, reference=lambda x: x * 2)
+    assert "gradients=False compares values alone" in str(found)
+    assert within_rounding(lambda x: (x * 2).detach(), x, reference=lambda x: x * 2, gradients=False)
+    chosen = within_rounding(torch.mul, x, drawn(8, 8, seed=1).requires_grad_())
+    assert [one.name for one in chosen.results] == ["result", "gradient of input 1"]
+
+
+def test_a_wrong_shape_is_outside() -> None:
+    found = within_rounding(lambda x: x.T, drawn(4, 6), reference=lambda x: x * 1.0, gradients=False)
+    assert "its shape is (6, 4), the reference's (4, 6)" in str(found)
+
+
+def test_the_message_has_element_error_and_allowance() -> None:
+    def wrong(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        found = rms_norm(x, weight)
+        found[3, 7] *= 1.001
+        return found
+
+    with pytest.raises(AssertionError) as raised:
+        assert_within_rounding(wrong, drawn(16, 64), drawn(64, seed=1), reference=rms_norm, gradients=False)
+    text = str(raised.value)
+    for part in ("wrong (float32, cpu, 8 passes", "beyond what rounding may do", "worst element [3, 7]: got ", "exact ",
+                 " ulp, allowed ", " % of the values"):  # fmt: skip
+        assert part in text
+    assert_within_rounding(rms_norm, drawn(16, 64), drawn(64, seed=1))
+
+
+def test_the_caller_chooses_what_inconclusive_means() -> None:
+    def cancels(x: torch.Tensor) -> torch.Tensor:
+        return (x + 4096) - 4096
+
+    x = drawn(16, 16)
+    with pytest.raises(AssertionError, match="inconclusive"):
+        assert_within_rounding(cancels, x, dtype=torch.bfloat16, gradients=False)
+    with pytest.raises(unittest.SkipTest):
+        assert_within_rounding(cancels, x, dtype=torch.bfloat16, gradients=False, allow=Allow(inconclusive="skip"))
+    assert_within_rounding(cancels, x, dtype=torch.bfloat16, gradients=False, allow=Allow(inconclusive="pass"))
+
+
+def cut(values: torch.Tensor) -> torch.Tensor:
+    """Return float32 values as TF32 has them."""
+    return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def truncating(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply with one accumulator that is cut toward zero."""
+    total = torch.zeros(len(x), weight.shape[1], dtype=torch.float32)
+    for k in range(x.shape[1]):
+        exact = total.double() + x[:, k : k + 1].double() * weight[k : k + 1].double()
+        nearest = exact.float()
+        total = torch.where(nearest.double().abs() > exact.abs(), torch.nextafter(nearest, torch.zeros(())), nearest)
+    return total
+
+
+def test_what_a_device_may_do_otherwise_has_a_name() -> None:
+    x, weight = drawn(32, 256).abs(), drawn(256, 32, seed=1).abs()
+
+    def judged(function: Callable[..., torch.Tensor], allow: Allow | None = None) -> WithinRounding:
+        return within_rounding(function, x, weight, reference=torch.matmul, gradients=False, allow=allow)
+
+    def in_tf32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return cut(x) @ cut(weight)
+
+    assert not judged(in_tf32)
+    assert judged(in_tf32, Allow(products=Products(matmul=Precision.TF32)))
+    assert not judged(truncating)
+    assert judged(truncating, Allow(toward_zero=True))
+    assert not judged(in_tf32, Allow(toward_zero=True))
+
+
+def test_a_tolerance_covers_two_healthy_results_and_no_fault() -> None:
+    x, weight = drawn(64, 128), drawn(128, seed=1)
+    for dtype in (torch.float32, torch.bfloat16):
+        low = x.to(dtype), weight.to(dtype)
+        tolerance = rounding_tolerance(rms_norm, *low)
+        assert set(tolerance) == {"rtol", "atol"}
+        exact = rms_norm(low[0].double(), low[1].double())
+        torch.testing.assert_close(rms_norm(*low), exact.to(dtype), **tolerance)
+        allowed = tolerance.allowed["result"]
+        assert bool((2 * allowed <= tolerance["atol"] + tolerance["rtol"] * exact.abs() + 1e-12).all())
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(rms_norm(*low) * 1.2, exact.to(dtype), **tolerance)
+
+
+def test_a_gradient_that_cancels_is_inconclusive() -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16))
+    found = within_rounding(layer, drawn(32, 16))
+    assert [one.name for one in found.results if one.status == "inconclusive"] == ["gradient of 0.bias"]
+
+
+def test_the_fixture_takes_the_devices_of_the_plugin(consistency_within_rounding: Callable[..., None]) -> None:
+    consistency_within_rounding(rms_norm, drawn(16, 64), drawn(64, seed=1))
+    with pytest.raises(AssertionError, match=r"\(float32, cpu, 8 passes"):
+        consistency_within_rounding(lambda x: x * 1.01, drawn(16, 64), reference=lambda x: x * 1.0)
+
+
+@pytest.mark.process
+def test_importing_it_imports_no_model_library() -> None:
+    code = (
+        "import sys, consistency.testing\n"
+        "print(*[m for m in ('transformers', 'peft', 'accelerate', 'pytest', 'torch._dynamo') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
