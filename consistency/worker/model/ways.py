@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from consistency.worker.model.block_pass import BlockPass, Given, ResultPlace
+from consistency.worker.model.block_pass import BlockPass, Given, ResultPlace, Take
 from consistency.worker.model.running import device_of, outputs, without_gradients
 
 LOGITS = "logits"
@@ -71,6 +71,13 @@ class _Columns:
         """Return the position of each column of this call, or of the last ones, `(batch, columns)`."""
         columns = torch.arange(self.seen, self.seen + self.now)
         return (columns if last is None else columns[-last:]) - self.pads[:, None]
+
+    def has(self, ids: torch.Tensor, of_sequences: torch.Tensor) -> bool:
+        """Return whether the ids of this call are those of the sequences."""
+        positions = self.positions()
+        wanted = of_sequences[self.sequences[:, None], positions.clamp(0, self.length - 1)]
+        real = (positions >= 0) & (positions < self.length)
+        return ids.shape == wanted.shape and bool((ids == wanted)[real].all())
 
     def given(self, own: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
         """Return what the columns are given of a tensor of whole sequences; its own values where that has none."""
@@ -136,8 +143,10 @@ class Way:
         for number in range(len(self.ids)):
             inputs = {"input_ids": self.ids[number : number + 1]}
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            with self._following([number], [0]), torch.no_grad(), without_gradients(self.model):
-                outputs(self.model, inputs)
+            with self._following([number], [0], at_once=True) as take, torch.no_grad(), without_gradients(self.model):
+                logits = outputs(self.model, inputs).get(LOGITS)
+                if logits is not None:
+                    take(ResultPlace(LOGITS), logits)
 
     def cached(self, **more: Any) -> None:
         """Generate the second half of the sequences, side by side; `more` goes to `generate`."""
@@ -173,8 +182,11 @@ class Way:
         return choose
 
     @contextmanager
-    def _following(self, sequences: list[int], pads: list[int]) -> Iterator[None]:
-        """Let the blocks compute on what is given, and keep the results of some sequences."""
+    def _following(self, sequences: list[int], pads: list[int], *, at_once: bool = False) -> Iterator[Take]:
+        """Let the blocks compute on what is given, and keep the results of some sequences: of one call, or of each.
+
+        The calls of `generate` are those of the base; others PEFT may pass by its hooks.
+        """
         columns = _Columns(length=self.ids.shape[1], sequences=torch.tensor(sequences), pads=torch.tensor(pads))
 
         def take(place: ResultPlace, result: torch.Tensor, last: int | None = None) -> None:
@@ -191,6 +203,8 @@ class Way:
         def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids = kwargs.get("input_ids", args[0] if args else None)
             columns.begin(0 if ids is None else ids.shape[1])
+            if ids is None or not columns.has(ids.to("cpu"), self.ids):
+                raise ValueError("it computes other tokens, or the same ones again")
             blocks.begin_again()
 
         def end(_: Any, __: Any, found: Any) -> None:
@@ -198,11 +212,14 @@ class Way:
             if isinstance(logits, torch.Tensor) and logits.dim() == 3:
                 take(ResultPlace(LOGITS), logits, last=logits.shape[1])
 
-        base = base_of(self.model)
-        hooks = [base.register_forward_pre_hook(begin, with_kwargs=True), base.register_forward_hook(end)]
+        base, hooks = base_of(self.model), []
+        if at_once:
+            columns.begin(self.ids.shape[1])
+        else:
+            hooks = [base.register_forward_pre_hook(begin, with_kwargs=True), base.register_forward_hook(end)]
         try:
             with blocks.following(self.model):
-                yield
+                yield take
         finally:
             for hook in hooks:
                 hook.remove()

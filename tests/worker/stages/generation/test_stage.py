@@ -152,6 +152,20 @@ def test_model_code_that_is_wrong_in_a_way_is_named_as_what_it_is(look: Look, tm
     assert "[4, 4, 32]" in skipped["cache.shape"], "as the bug is: a batch by a batch"
 
 
+def test_an_adapter_that_mixes_the_batch_is_named(look: Look, base: Path) -> None:
+    found = generate(look, base, on_llama(base, peft.LilyConfig(r=4, target_modules=["q_proj"])))
+    wrong = {(one.tensor, str(one.word)) for one in found if one.status == "outside"}
+    assert ("alone", "batch-changes-the-model") in wrong
+
+
+def test_an_adapter_that_calls_the_base_itself_is_followed(look: Look, base: Path) -> None:
+    """AdaLoRA's model calls the forward method of the base, past its hooks."""
+    config = peft.AdaLoraConfig(target_modules=["q_proj"], total_step=10, init_r=4, target_r=2)
+    found = generate(look, base, on_llama(base, config))
+    assert {one.status for one in found} <= {"equal", "within"}
+    assert {"logits", "model.layers.1.mlp"} <= {one.layer for one in found if one.tensor == "alone"}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_after_a_choice_that_rounding_may_turn_are_left_out(look: Look, tmp_path: Path, dtype: str) -> None:
     config = transformers.MixtralConfig(
