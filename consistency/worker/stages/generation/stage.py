@@ -150,6 +150,9 @@ def _inputs(context: Context) -> tuple[Activations | None, str]:
         return None, "ways to generate are compared of decoders alone"
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         return None, "the adapter puts tokens of its own before the text"
+    of_base = set(base_of(model).modules())
+    if any(block not in of_base for block in blocks_of(model).values()):
+        return None, "the adapter has blocks of its own, which it calls by itself"
     inputs, reason = fixed_inputs(case, context.base.model)
     if inputs is None:
         return None, reason
