@@ -43,7 +43,9 @@ def test_every_part_and_the_weight_equal_the_file(kind: str, tmp_path: Path, loo
     parts["torchao-int8"] = parts["torchao-int4"] = parts["torchao-float8"] | {"weight_zero_point"}
     assert statuses.keys() == parts[kind] | {DEQUANTIZED}
     # a CPU with AVX512-BF16 leaves other weights, which is a warning
-    assert {status for tensor, status in statuses.items() if tensor != AFTER_A_PASS} == {"equal"}
+    assert {status for tensor, status in statuses.items() if tensor not in (AFTER_A_PASS, DEQUANTIZED)} == {"equal"}
+    # bitsandbytes dequantizes fp4 with another rounding where a CPU has AVX2 alone
+    assert statuses[DEQUANTIZED] in (("equal", "within") if kind == "fp4" else ("equal",))
     assert not [record for record in found if record.status == "outside"]
 
 
@@ -89,6 +91,8 @@ def test_one_flipped_bit_of_a_code_is_found(
     kind: str, tmp_path: Path, look: Look, planted: Callable[[Change], None]
 ) -> None:
     base, adapter = quantized(kind, tmp_path)
+    healthy = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+    (whole,) = (r.measure for r in healthy if (r.layer, r.tensor) == (LAYER, DEQUANTIZED))
     planted(flip_a_code)
     found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
     wrong = {(r.layer, r.tensor): r for r in found if r.status == "outside"}
@@ -97,7 +101,7 @@ def test_one_flipped_bit_of_a_code_is_found(
     assert wrong[LAYER, codes].word == "bit-flip"
     measure = wrong[LAYER, DEQUANTIZED].measure
     assert measure is not None
-    assert measure.mismatched == 1
+    assert measure.mismatched == (0 if whole is None else whole.mismatched) + 1
 
 
 @pytest.mark.parametrize("kind", [*BITSANDBYTES, *TORCHAO])
