@@ -9,7 +9,7 @@ import functools
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
-from consistency.capture.names import NO_OUTPUT
+from consistency.capture.names import NO_OUTPUT, WHOLE_MODEL
 from consistency.capture.soak import Soak
 from consistency.capture.wording import counted, some
 from consistency.case.builtin import builtin_name
@@ -28,7 +28,6 @@ from consistency.comparison.findings.quantized import find_quantized
 from consistency.comparison.findings.ranks import find_ranks
 from consistency.comparison.findings.same_program import find_same_program
 from consistency.comparison.findings.soak import find_soak
-from consistency.comparison.findings.texts import find_texts
 from consistency.comparison.findings.tolerances import find_tolerances
 from consistency.comparison.findings.trajectories import find_trajectories, without_trajectories
 from consistency.comparison.findings.transfers import find_transfer
@@ -81,7 +80,7 @@ def find(
         *find_engines(compared, tensors),
         *find_device_use(tensors),
         *find_ranks(tensors),
-        *find_texts(tensors),
+        *_texts(tensors),
         *find_trajectories(tensors, next_step=functools.partial(_once_more, compared, reference)),
         *find_casts(tensors, {p.label: p.info.environment.get("dtype") for p in compared}),
         *find_soak(
@@ -244,6 +243,21 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
             workers=tuple(workers),
             tensors=tuple(dict.fromkeys(same)),
         )
+
+
+def _texts(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
+    """Report each text that parts from the reference's where rounding explains it, and how soon two part."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for tensor in tensors:
+        for row in tensor.outcomes if tensor.stage == Stage.GENERATION else ():
+            if row.status == "within" and row.reason:
+                text = row.reason if tensor.layer == WHOLE_MODEL else f"another text for {tensor.layer}: {row.reason}"
+                found.setdefault((tensor.name, text), []).extend(row.workers)
+    for (name, text), workers in found.items():
+        yield Finding(
+            kind=FindingKind.UNDECIDED_TEXT, severity="note", message=f"{Stage.GENERATION} · {some(workers)} · {text}",
+            workers=tuple(workers), tensors=(name,),
+        )  # fmt: skip
 
 
 def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:

@@ -102,17 +102,22 @@ def _text(case: Case, model: torch.nn.Module, sequences: int) -> tuple[npt.NDArr
     return rows, reason
 
 
+def tokenizer_of(folder: str) -> Any:
+    """Return the tokenizer of a base, without code of its own; what it raises may be anything."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 @functools.lru_cache(maxsize=4)  # every stage asks, and a large tokenizer takes a second to load
 def _encoded(folder: str, file: str | None, sequences: int, tokens: int) -> tuple[npt.NDArray[np.int64] | None, str]:
     """Return the ids of a text, or None and why the tokenizer of a folder gives none.
 
     Each sequence begins with another paragraph, goes on with those after it, and is full.
     """
-    from transformers import AutoTokenizer
-
     parts = paragraphs(TEXT if file is None else Path(file))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = tokenizer_of(folder)
         rows = []
         for i in range(min(sequences, len(parts))):
             text = "\n\n".join([*parts[i:], *parts[:i]])

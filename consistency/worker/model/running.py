@@ -28,6 +28,11 @@ def is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
     return not is_of_the_device(error, device_of(model))
 
 
+def base_of(model: Any) -> Any:
+    """Return the model without PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def device_of(model: torch.nn.Module) -> torch.device:
     """Return the device that a model computes on, which an offloaded one's parameters are not on."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())

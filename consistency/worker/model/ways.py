@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from consistency.worker.model.block_pass import BlockPass, Given, ResultPlace, Take
-from consistency.worker.model.running import device_of, outputs, without_gradients
+from consistency.worker.model.running import base_of, device_of, outputs, without_gradients
 
 LOGITS = "logits"
 
@@ -223,11 +223,6 @@ class Way:
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def base_of(model: Any) -> Any:
-    """Return the model without PEFT's."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def generated(

@@ -37,8 +37,8 @@ from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.float64_reference import Reference, given_name, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.running import Activations, is_of_the_model, tokens_of
-from consistency.worker.model.ways import Rows, Way, base_of, by_rows, in_place
+from consistency.worker.model.running import Activations, base_of, is_of_the_model, tokens_of
+from consistency.worker.model.ways import Rows, Way, by_rows, in_place
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.stages.block_rule import block_ratio
@@ -48,6 +48,7 @@ from consistency.worker.stages.generation.text import record_text
 STAGE = "generation"
 
 SEQUENCES = 4
+"""Side by side: as many as there are kinds of padding (`PADS`); each step of a batch takes as long as of one."""
 
 STATIC = "static_cache"
 

@@ -33,6 +33,7 @@ from consistency.numerics.words import Word
 from consistency.worker import cpu_error
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference, Tables, publish, wait_for
+from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations, device_of, is_of_the_model
 from consistency.worker.model.ways import LOGITS, generated
@@ -249,9 +250,7 @@ def _words(context: Context, *ids: int) -> list[str]:
 
 @functools.lru_cache(maxsize=2)
 def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return tokenizer_of(folder)
     except Exception:  # the code and the files of any kind of tokenizer: ids alone then
         return None

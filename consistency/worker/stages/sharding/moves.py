@@ -18,6 +18,7 @@ import torch
 from consistency.numerics.digest import digest
 from consistency.numerics.words import Word
 from consistency.worker.model.id_checks import LABELS, TOKEN_IDS
+from consistency.worker.model.running import base_of
 
 _IDS = "ids"
 """Name of the positional argument of a table of embeddings."""
@@ -177,7 +178,7 @@ def watched(model: torch.nn.Module, moves: Moves) -> Iterator[Moves]:
 @contextmanager
 def _watched_loss(model: Any, moves: Moves) -> Iterator[None]:
     """Make the loss's own move of the labels, so that it can be checked; the loss then finds them on its device."""
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owner = base_of(model)
     if not isinstance(getattr(type(owner), "loss_function", None), property):  # not a model of transformers
         yield
         return

@@ -40,6 +40,7 @@ from consistency.worker.model.float64_reference import wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost, is_kernel_assert
 from consistency.worker.model.inputs import fixed_inputs, with_labels
 from consistency.worker.model.loading import load_adapter, load_base
+from consistency.worker.model.running import base_of
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.stages.block_rule import block_ratio
 from consistency.worker.stages.context import Context
@@ -131,7 +132,7 @@ def _answer(
 
     try:
         model = make()
-        laid_out = getattr(model, "hf_device_map", None) or getattr(_base_of(model), "hf_device_map", None)
+        laid_out = getattr(model, "hf_device_map", None) or getattr(base_of(model), "hf_device_map", None)
         places = dict(laid_out or {"": str(context.device)})
         if context.device.type != "cpu" and all(p.device.type == "cpu" for p in model.parameters()):
             _skip(context, way.name, "this layout puts the whole model on the CPU")
@@ -270,12 +271,8 @@ def _door(model: torch.nn.Module) -> torch.device:
     return next(p for p in model.parameters() if not p.is_meta).device
 
 
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _config(model: Any) -> Any:
-    return getattr(_base_of(model), "config", None)
+    return getattr(base_of(model), "config", None)
 
 
 def _no_room(context: Context) -> str:
