@@ -13,6 +13,7 @@ import transformers
 
 from consistency.capture.records import TensorRecord
 from consistency.worker.faults import generation as faults
+from consistency.worker.model.ways import Way
 from consistency.worker.stages.generation import text
 from consistency.worker.stages.generation.stage import WAYS
 from tests.worker.conftest import Look
@@ -150,6 +151,21 @@ def test_model_code_that_is_wrong_in_a_way_is_named_as_what_it_is(look: Look, tm
     skipped = {one.tensor: str(one.reason) for one in found if one.status == "skipped"}
     assert skipped["static_cache"] == "the model has a cache of its own"
     assert "[4, 4, 32]" in skipped["cache.shape"], "as the bug is: a batch by a batch"
+
+
+def test_a_pass_over_other_tokens_is_not_judged(look: Look, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model that is called twice for each token."""
+
+    def zero(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[:, 0] = 0
+        return chosen
+
+    monkeypatch.setattr(Way, "_choose", lambda *_: zero)
+    found = {one.tensor: one for one in generate(look, base) if one.layer == "model"}
+    for way in ("cache", "static_cache", "padded"):
+        assert found[way].status == "skipped"
+        assert "it computes other tokens" in str(found[way].reason)
 
 
 def test_an_adapter_that_mixes_the_batch_is_named(look: Look, base: Path) -> None:
