@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from consistency.case.options import Options
     from consistency.case.tolerance import Override
     from consistency.errors import ConsistencyError
+    from consistency.worker.text_check import TextReport, check_text
     from consistency.worker.wrapper_check import WrapperReport, check_wrapped
     from consistency.workflows.api import (
         Comparison,
@@ -36,9 +37,11 @@ __all__ = [
     "Override",
     "Report",
     "SuiteResult",
+    "TextReport",
     "WrapperReport",
     "__version__",
     "assert_consistent",
+    "check_text",
     "check_wrapped",
     "compare",
     "diff",
@@ -62,7 +65,9 @@ _HOMES = {
     "load_report": "consistency.workflows.api",
     "run": "consistency.workflows.api",
     "run_suite": "consistency.workflows.api",
-    # these two import torch when they are used
+    # these import torch when they are used
+    "TextReport": "consistency.worker.text_check",
+    "check_text": "consistency.worker.text_check",
     "WrapperReport": "consistency.worker.wrapper_check",
     "check_wrapped": "consistency.worker.wrapper_check",
 }

@@ -38,6 +38,12 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     },
     "show": {0: "printed, whatever the verdict is", **BAD_USE},
     "devices": {0: "listed", **BAD_USE},
+    "check-text": {
+        0: "the model could have written all of it",
+        1: "it could not",
+        **BAD_USE,
+        3: "incomplete (a text was not judged)",
+    },
     "inputs": {0: "written", **BAD_USE},
     "engine": {0: "written", **BAD_USE},
     "history": {0: "printed, written or removed, whatever the verdicts are", **BAD_USE},

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
     "inputs": ("inputs",),
     "engine": ("engine",),
+    "check_text": ("check-text",),
     "compare": ("compare",),
     "fleet": ("fleet",),
     "show": ("show",),

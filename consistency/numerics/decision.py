@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+CONTINUOUS = ("max", "min")
+"""Decisions of which the value is used, and another one gives nearly the same: the largest score before a softmax."""
+
 Force = Callable[[torch.Tensor], Any]
 
 

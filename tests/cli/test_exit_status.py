@@ -31,6 +31,8 @@ LINES = {
     "status": "0 consistent; 1 inconsistent; 2 nothing was checked, no result, or bad usage; 3 incomplete, or stale",
     "show": f"0 printed, whatever the verdict is; {BAD}",
     "devices": f"0 listed; {BAD}",
+    "check-text": "0 the model could have written all of it; 1 it could not; "
+    f"{BAD}; 3 incomplete (a text was not judged)",
     "inputs": f"0 written; {BAD}",
     "engine": f"0 written; {BAD}",
     "history": f"0 printed, written or removed, whatever the verdicts are; {BAD}",

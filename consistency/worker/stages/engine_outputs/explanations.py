@@ -117,8 +117,8 @@ def explain(question: Question) -> Answer:
     size = matrix_elements(model)
     fits: dict[Cause, tuple[str, float]] = {}
     not_tried = []
-    for cause, places, share in _simple(question):
-        if share <= 1:
+    for cause, places, logits in mistakes(question.passes, question.off):
+        if (share := question.share(question.seen(logits), 0.0)) <= 1:
             fits[cause] = places, share
     layers = [layer for _, layer in adapted_layers(model)]
     if any(map(has_quantized_weight, layers)):
@@ -142,25 +142,23 @@ def explain(question: Question) -> Answer:
     return Answer(fits=fits, not_tried=tuple(not_tried))
 
 
-def _simple(question: Question) -> Iterator[tuple[Cause, str, float]]:
-    """Yield mistakes of the adapter as a whole, each with its share of the bound."""
-    model, passes = question.passes.model, question.passes
-    if question.off is not None:
-        yield Cause.IGNORED, "", question.share(question.seen(question.off), 0.0)
+def mistakes(passes: Passes, off: torch.Tensor | None) -> Iterator[tuple[Cause, str, torch.Tensor]]:
+    """Yield mistakes with the adapter as a whole: what, where, and the float64 logits with it."""
+    model = passes.model
+    if off is not None:
+        yield Cause.IGNORED, "", off
     layers = scalable(model)
     for name, scalings in scalings_of(layers, model.peft_config[ADAPTER_NAME]).items() if layers else ():
-        logits = passes.of(f"scaling, {name}", functools.partial(scaled, scalings, layers))
-        yield _NAMES[name], "", question.share(question.seen(logits), 0.0)
+        yield _NAMES[name], "", passes.of(f"scaling, {name}", functools.partial(scaled, scalings, layers))
     variants = [layer for layer in layers if ADAPTER_NAME in getattr(layer, "lora_variant", {})]
     if variants:
-        yield Cause.DORA, "", question.share(question.seen(passes.of("plain", lambda: plain(variants))), 0.0)
+        yield Cause.DORA, "", passes.of("plain", lambda: plain(variants))
     saved = saved_modules(model)
     if saved:
         logits = passes.of("saved modules", lambda: without([module for _, module in saved]))
-        yield Cause.SAVED_MODULES, some([_short(name) for name, _ in saved]), question.share(question.seen(logits), 0.0)
+        yield Cause.SAVED_MODULES, some([_short(name) for name, _ in saved]), logits
     if ends := _head_and_embeddings(base_of(model)):
-        logits = passes.of("the head tied", lambda: tied(*ends))
-        yield Cause.HEAD_TIED, "", question.share(question.seen(logits), 0.0)
+        yield Cause.HEAD_TIED, "", passes.of("the head tied", lambda: tied(*ends))
 
 
 def _head_and_embeddings(base: Any) -> tuple[Any, ...]:
@@ -173,21 +171,26 @@ def _head_and_embeddings(base: Any) -> tuple[Any, ...]:
 
 def _merged(question: Question) -> Iterator[tuple[Cause, float]]:
     """Yield merges in narrower dtypes, each with its smallest share of the bound."""
-    own = {p.dtype for _, layer in adapted_layers(question.passes.model) for p in layer.get_base_layer().parameters()}
+    with suppress(MergeRefusedError):
+        for cause, ways in merges(question.passes.model).items():
+            yield cause, min(_share_of_merge(question, way) for way in ways)
+
+
+def merges(model: torch.nn.Module) -> dict[Cause, list[Rounded]]:
+    """Return how an engine may have merged the adapter in a dtype that is not wider than the model's."""
+    own = {p.dtype for _, layer in adapted_layers(model) for p in layer.get_base_layer().parameters()}
     widest = min((UNIT_ROUNDOFF[str(one).removeprefix("torch.")] for one in own if one.is_floating_point), default=0.0)
+    found = {}
     for dtype, cause in _MERGED.items():
         if UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")] < widest:
             continue
-        ways = [Rounded(dtype=dtype), Rounded(dtype=dtype, delta_first=True)]
+        found[cause] = [Rounded(dtype=dtype), Rounded(dtype=dtype, delta_first=True)]
         if dtype not in own:
-            ways = [
-                *ways, Rounded(dtype=dtype, whole=True), Rounded(dtype=dtype, whole=True, base_first=True),
+            found[cause] += [
+                Rounded(dtype=dtype, whole=True), Rounded(dtype=dtype, whole=True, base_first=True),
                 Rounded(dtype=dtype, whole=True, base_first=True, delta_first=True),
             ]  # fmt: skip
-        try:
-            yield cause, min(_share_of_merge(question, way) for way in ways)
-        except MergeRefusedError:
-            return
+    return found
 
 
 def _share_of_merge(question: Question, way: Rounded) -> float:

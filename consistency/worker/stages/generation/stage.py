@@ -22,7 +22,7 @@ from consistency.capture.records import RecordStatus
 from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
-from consistency.numerics.decision import Decision
+from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import passes
@@ -51,9 +51,6 @@ SEQUENCES = 4
 """Side by side: as many as there are kinds of padding (`PADS`); each step of a batch takes as long as of one."""
 
 STATIC = "static_cache"
-
-_CONTINUOUS = ("max", "min")
-"""Decisions of which the value is used, and another one gives nearly the same: the largest score before a softmax."""
 
 WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
     "alone": (Way.alone, Word.WRONG_ALONE, Word.BATCH_CHANGES_MODEL),
@@ -205,7 +202,7 @@ def _undecided(context: Context, table: tuple[Settled, ...], places: list[str], 
     title = cpu_error.products_on(context.model, context.device)
     file, found = ArrayFile(_decisions(context)), dict[str, torch.Tensor]()
     for number, settled in enumerate(table):
-        if settled.name in _CONTINUOUS:
+        if settled.name in CONTINUOUS:
             continue
         place = places[number] if len(places) == len(table) else ""
         block = next((block for block in blocks if f"{place}.".startswith(f"{block}.")), "")

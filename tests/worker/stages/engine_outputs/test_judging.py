@@ -190,8 +190,11 @@ def test_a_resemblance_is_no_cause(llama: Path, tmp_path: Path, monkeypatch: pyt
     }  # fmt: skip
     assert "no mistake with an adapter that is known here explains it" in found["nearly"][0].message
     monkeypatch.setattr(explanations, "_without", lambda *_: ("", 0.5))
-    real = explanations._simple
-    monkeypatch.setattr(explanations, "_simple", lambda q: ((cause, place, 0.5) for cause, place, _ in real(q)))
+    real = explanations.mistakes
+    nearly = torch.from_numpy(off + (on - off) * 0.01).double()
+    monkeypatch.setattr(
+        explanations, "mistakes", lambda passes, off: ((cause, place, nearly) for cause, place, _ in real(passes, off))
+    )
     (finding,) = errors(judged(llama, adapter, tmp_path, {"nearly": files["nearly"]}))["nearly"]
     assert "or as if scaling were 1, or as if" in finding.message
     assert finding.message.endswith("which is the same here"), "of several none is named alone"

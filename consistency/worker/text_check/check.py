@@ -1,0 +1,307 @@
+"""Check whether a model could have written a text: each token's exact logit against the largest.
+
+A writer that always takes the most likely token takes another one only where rounding has put it above. So the gap of
+each token to the largest logit is computed in float64, and what rounding may do to that gap by passes with random
+rounding errors in the dtype that the writer is said to have used. A text that is impossible is held against the
+mistakes that an engine makes with an adapter: each is a pass in float64, and is named where it would have written every
+such text.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+
+from consistency.capture.engine_causes import Cause
+from consistency.case.case import Case
+from consistency.case.inference.request import OUTPUT
+from consistency.case.recognition import has_tokenizer
+from consistency.devices.products import Products
+from consistency.errors import InputError, first_line
+from consistency.numerics.decision import CONTINUOUS, Decision
+from consistency.numerics.dtype import name_of
+from consistency.numerics.error_spread import Spread
+from consistency.worker.cpu_error import with_noise
+from consistency.worker.model import half_kernels
+from consistency.worker.model.inputs import tokenizer_of
+from consistency.worker.model.loading import load_model
+from consistency.worker.model.running import Activations, activations, base_of, is_of_the_model
+from consistency.worker.stages.block_rule import LEAST_PASSES, MOST_PASSES
+from consistency.worker.stages.engine_outputs.explanations import merges, mistakes
+from consistency.worker.stages.engine_outputs.passes import Passes
+from consistency.worker.text_check.report import TextReport, TextResult, TokenGap
+from consistency.worker.text_check.texts import Text, Tokens, encoded, other_tokens
+
+Step = Callable[[str], None]
+
+_MOST_DIVISIONS = 16
+"""Tries to divide one text otherwise into tokens."""
+
+_MOST_EXPLAINED = 2
+"""Impossible texts that a mistake is held against."""
+
+
+def check_text(case: Case, texts: Sequence[Text], *, step: Step = lambda _: None) -> TextReport:
+    """Check whether the model of a case could have written texts.
+
+    Parameters
+    ----------
+    texts : sequence of Text
+        Each written greedily, without sampling, penalties or constraints.
+    step : callable
+        Is told what is done next.
+
+    Raises
+    ------
+    InputError
+        A text cannot be used, or the model does not run.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries about themselves
+        return _checked(case, texts, step)
+
+
+def _checked(case: Case, texts: Sequence[Text], step: Step) -> TextReport:
+    step("load")
+    model = load_model(case, "cpu")
+    tokenizer = None
+    if case.factory is None and has_tokenizer(Path(case.base)):
+        tokenizer = tokenizer_of(case.base)
+    every = [encoded(text, tokenizer, f"text {number}") for number, text in enumerate(texts, 1)]
+    found = []
+    try:
+        for number, tokens in enumerate(every, 1):
+            told = functools.partial(_told, step, f"text {number} of {len(every)}")
+            found.append(_Written.of(model, tokens, tokenizer, told))
+    except Exception as error:  # model code of any kind may raise anything
+        if isinstance(error, InputError) or not is_of_the_model(error, model):
+            raise
+        raise InputError("the model does not run on this text", where=case.base, got=first_line(error)) from error
+    results = [one.result for one in found]
+    wrong = [one for one in found if one.result.verdict != "possible"][:_MOST_EXPLAINED]
+    causes, base_alone = tuple[str, ...](), False
+    if case.adapter is not None and wrong:
+        causes = tuple(cause.value for cause in _explained(wrong))
+        if causes:
+            results = [_impossible(one) for one in results]
+    elif case.adapter is not None:
+        base_alone = all(one.fits(one.without_adapter()) for one in found if one.can_do_without)
+        base_alone = base_alone and all(one.can_do_without for one in found)
+    return TextReport(dtype=_dtype(model), texts=tuple(results), causes=causes, base_alone=base_alone)
+
+
+def _told(step: Step, where: str, what: str) -> None:
+    step(f"{where}: {what}")
+
+
+def _dtype(model: torch.nn.Module) -> str:
+    return name_of(next(one.dtype for one in model.parameters() if one.is_floating_point()))
+
+
+def _impossible(one: TextResult) -> TextResult:
+    """Return a text that was undecided, and that a mistake explains."""
+    return msgspec.structs.replace(one, verdict="impossible", reason="") if one.verdict == "undecided" else one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """A text and what judges it.
+
+    Attributes
+    ----------
+    spread, of_logprobs : Spread
+        What rounding makes in the gap and in the log probability of each token, `(tokens, 1)`.
+    """
+
+    tokens: Tokens
+    passes: Passes
+    spread: Spread
+    of_logprobs: Spread
+    result: TextResult
+
+    @classmethod
+    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> _Written:
+        """Judge a text; where it is impossible, in other tokens too, if these are not the writer's own."""
+        for _ in range(_MOST_DIVISIONS):
+            found = cls._judged(model, tokens, tokenizer, step)
+            worst = found.result.worst
+            if worst is None or worst.gap <= worst.allowed:
+                break
+            other = next(other_tokens(tokens, worst.token - 1, worst.largest_id, tokenizer), None)
+            if other is None:
+                break
+            tokens = other
+        return found
+
+    @classmethod
+    def _judged(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> _Written:
+        inputs = _inputs(model, tokens)
+        chosen = torch.tensor(tokens.ids)
+        decisions: list[str] = []
+
+        def note(decision: Decision) -> None:
+            decisions.append(decision.name)
+
+        step("float64")
+        passes = Passes(model=model, inputs=inputs, watch=lambda: note, step=step)
+        logits = _logits(passes.of("right", nullcontext), chosen)
+        ends = _ends(model)
+        past_end = sum(int(one) in ends for one in logits.argmax(-1)[~_are(chosen, ends)])
+        two = _without_ends(logits, chosen, ends).topk(2, -1).indices
+        largest = two[:, 0]
+        other = torch.where(chosen == largest, two[:, 1], chosen)
+
+        def figures(one: torch.Tensor) -> torch.Tensor:
+            gap = one.gather(1, largest[:, None]) - one.gather(1, other[:, None])
+            return torch.cat([gap, one.log_softmax(-1).gather(1, chosen[:, None])], 1)
+
+        exact, drawn = figures(logits), list[torch.Tensor]()
+        del logits
+        decides = any(name not in CONTINUOUS for name in decisions)
+        count = MOST_PASSES if decides else LEAST_PASSES
+        for seed in range(count):
+            step(f"with noise ({seed + 1} of {count})")
+            kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
+            with half_kernels.computing(kernels), with_noise(Products(), seed):
+                drawn.append(figures(_logits(activations(model, inputs)[OUTPUT], chosen)))
+        spread, of_logprobs = (
+            Spread.of([one[:, [at]].to(torch.float32) for one in drawn], exact[:, [at]].contiguous()) for at in (0, 1)
+        )
+        free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
+        result = _result(
+            tokens, exact[:, 0], spread.allowed(exact[:, [0]], torch.float32)[:, 0], largest, tokenizer,
+            logprobs=_of_logprobs(tokens, exact[:, [1]], of_logprobs), past_end=past_end, decides=decides,
+        )  # fmt: skip
+        return cls(tokens=tokens, passes=free, spread=spread, of_logprobs=of_logprobs, result=result)
+
+    @property
+    def can_do_without(self) -> bool:
+        """Report whether PEFT can disable the adapter."""
+        return hasattr(self.passes.model, "disable_adapter")
+
+    def without_adapter(self) -> torch.Tensor:
+        """Return the float64 logits without the adapter."""
+        return self.passes.of("without the adapter", self.passes.model.disable_adapter)
+
+    def fits(self, logits: torch.Tensor) -> bool:
+        """Report whether a model with these exact logits could have written the text."""
+        chosen = torch.tensor(self.tokens.ids)
+        whole = _logits(logits, chosen)
+        own = _without_ends(whole, chosen, _ends(self.passes.model))
+        gaps = own.amax(-1, keepdim=True) - own.gather(1, chosen[:, None])
+        if not bool((gaps <= self.spread.allowed(gaps, torch.float32)).all()):
+            return False
+        share = _of_logprobs(self.tokens, whole.log_softmax(-1).gather(1, chosen[:, None]), self.of_logprobs)
+        return share is None or share <= 1
+
+    def mistakes(self) -> list[Cause]:
+        """Return mistakes with the adapter as a whole that would have written this text."""
+        off = self.without_adapter() if self.can_do_without else None
+        return [cause for cause, _, logits in mistakes(self.passes, off) if self.fits(logits)]
+
+    def merges(self) -> list[Cause]:
+        """Return merges in narrower dtypes that would have."""
+        ways = merges(self.passes.model)
+        return [cause for cause in ways if any(self.fits(self.passes.merged(way)) for way in ways[cause])]
+
+
+def _explained(wrong: Sequence[_Written]) -> list[Cause]:
+    """Return the mistakes that would have written each of these texts: merges only where no other one would."""
+    for kind in (_Written.mistakes, _Written.merges):
+        causes: list[Cause] | None = None
+        for one in wrong:
+            if causes != []:
+                fits = kind(one)
+                causes = fits if causes is None else [cause for cause in causes if cause in fits]
+        if causes:
+            return causes
+    return []
+
+
+def _inputs(model: Any, tokens: Tokens) -> Activations:
+    """Return what the model is given: the last rows of its logits have chosen the tokens."""
+    config = getattr(base_of(model), "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        start = getattr(config, "decoder_start_token_id", None)
+        given, decoder = tokens.prompt, [0 if start is None else start, *tokens.ids[:-1]]
+        more = {"decoder_input_ids": torch.tensor([decoder])}
+    else:
+        given, more = [*tokens.prompt, *tokens.ids[:-1]], {}
+    ids = torch.tensor([given])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+
+
+def _logits(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the logits of each token in float64, `(tokens, words)`."""
+    own = logits[0, -len(chosen) :]
+    if int(chosen.max()) >= own.shape[-1]:
+        raise InputError("the text has a token that the model has no logit for", got=int(chosen.max()))
+    return own.to(torch.float64)
+
+
+def _ends(model: Any) -> tuple[int, ...]:
+    """Return the ids that end a text."""
+    base = base_of(model)
+    for config in (getattr(base, "generation_config", None), getattr(base, "config", None)):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (int(found),)
+    return ()
+
+
+def _are(chosen: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
+    return torch.isin(chosen, torch.tensor(ends, dtype=chosen.dtype))
+
+
+def _without_ends(logits: torch.Tensor, chosen: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
+    """Rule out the end of the text where it was not chosen: writers may be told to go on."""
+    logits = logits.clone()
+    goes_on = ~_are(chosen, ends)
+    for end in ends:
+        logits[goes_on, end] = -math.inf
+    return logits
+
+
+def _of_logprobs(tokens: Tokens, exact: torch.Tensor, spread: Spread) -> float | None:
+    if tokens.logprobs is None:
+        return None
+    error = (torch.tensor(tokens.logprobs, dtype=torch.float64)[:, None] - exact).abs()
+    return float((error / spread.allowed(exact, torch.float32)).max())
+
+
+def _result(
+    tokens: Tokens, gaps: torch.Tensor, allowed: torch.Tensor, largest: torch.Tensor, tokenizer: Any, *,
+    logprobs: float | None, past_end: int, decides: bool,
+) -> TextResult:  # fmt: skip
+    chosen = torch.tensor(tokens.ids)
+    is_largest = chosen == largest
+    over = (~is_largest & ~(gaps <= allowed)).nonzero()
+    tied = ~is_largest & (gaps <= allowed)
+    place = int(over[0]) if len(over) else int((gaps / allowed).where(tied, -1.0).argmax()) if tied.any() else None
+    worst = None
+    if place is not None:
+        ids = int(chosen[place]), int(largest[place])
+        words = ["" if tokenizer is None else tokenizer.decode([one]) for one in ids]
+        worst = TokenGap(
+            token=place + 1, id=ids[0], largest_id=ids[1], gap=float(gaps[place]), allowed=float(allowed[place]),
+            text=words[0], largest_text=words[1],
+        )  # fmt: skip
+    is_wrong = bool(len(over)) or (logprobs is not None and not logprobs <= 1)
+    reason = "a router or another selection may have chosen otherwise by rounding: not judged" if decides else ""
+    return TextResult(
+        tokens=len(tokens.ids), largest=int(is_largest.sum()), tied=int(tied.sum()),
+        verdict="possible" if not is_wrong else "undecided" if decides else "impossible",
+        worst=worst, logprobs=logprobs, past_end=past_end, reason=reason if is_wrong else "",
+    )  # fmt: skip
