@@ -22,12 +22,12 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.capture.names import GRADIENT
-from consistency.errors import first_line
 from consistency.numerics.decision import Decision, is_real
 from consistency.numerics.decisions import Watch
 from consistency.worker.model.block_pass import BlockPass, Given, ResultPlace
-from consistency.worker.model.running import Activations, is_of_the_model, outputs, parameters_kept
+from consistency.worker.model.running import Activations, model_code, outputs, parameters_kept
 from consistency.worker.quantized.exact import as_loaded
+from consistency.worker.recorder import Skip
 
 Loss = Callable[[Activations], Sequence[tuple[torch.Tensor, torch.Tensor]]]
 """Called with the outputs of a pass, returns what goes backward, each tensor with its weights."""
@@ -84,7 +84,7 @@ class NoGradientError(Exception):
     """No output of the model depends on the parameters."""
 
 
-class _NotAgainError(Exception):
+class _NotAgainError(Skip):
     """A block gives another result when it runs again, or none: a method may set up its layers for one pass only."""
 
 
@@ -358,11 +358,8 @@ class _BackwardPass(BlockPass):
     def _run_again(self, call: _Call) -> list[torch.Tensor]:
         kind, self._is_second = type(call.block).__name__, True
         try:
-            found = call.block(*self._copies(call.args), **self._copies(call.kwargs))
-        except Exception as error:  # model code of any kind may raise anything
-            if not is_of_the_model(error, self._of.model):  # a block may have no parameters, so no device
-                raise
-            raise _NotAgainError(f"{kind} does not run again: {first_line(error)}") from error
+            with model_code(self._of.model, f"{kind} does not run again: ", raises=_NotAgainError):
+                found = call.block(*self._copies(call.args), **self._copies(call.kwargs))
         finally:
             self._is_second = False
         own = [leaf for leaf in _pytree.tree_leaves(found) if is_real(leaf)]

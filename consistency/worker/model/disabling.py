@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from consistency.errors import first_line
-from consistency.worker.device_error import is_of_the_device
-from consistency.worker.model.running import device_of
+from consistency.worker.model.running import model_code
+from consistency.worker.recorder import Skip
 
 
-class DisableRefusedError(Exception):
+class DisableRefusedError(Skip):
     """PEFT does not disable this adapter; the message is PEFT's."""
 
 
@@ -26,10 +25,6 @@ def disabled(model: Any) -> Iterator[None]:
         generate ends in an error.
     """
     with ExitStack() as stack:
-        try:
+        with model_code(model, raises=DisableRefusedError):
             stack.enter_context(model.disable_adapter())
-        except Exception as error:  # PEFT's code raises anything
-            if is_of_the_device(error, device_of(model)):
-                raise
-            raise DisableRefusedError(first_line(error)) from error
         yield

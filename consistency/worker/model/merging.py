@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from consistency.errors import first_line
-from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.running import device_of
+from consistency.worker.model.running import model_code
 from consistency.worker.quantized.held import dequantized, is_quantized
+from consistency.worker.recorder import Skip
 
 T = TypeVar("T")
 Merge = Callable[[Any], AbstractContextManager[Any]]
@@ -128,7 +127,7 @@ def _attributes(module: Any) -> Callable[[], None]:
     return restore
 
 
-class MergeRefusedError(Exception):
+class MergeRefusedError(Skip):
     """PEFT does not merge this adapter; the message is PEFT's."""
 
 
@@ -145,7 +144,7 @@ def in_merged(model: Any, run: Callable[[], T], *, merge: Merge | None = None) -
     MergeRefusedError
         Any error of PEFT's, but none of the device or its memory.
     """
-    with _as_refusal(model):
+    with model_code(model, kinds=NO_MERGE, raises=MergeRefusedError):
         check = getattr(model.base_model, "_check_merge_allowed", None)
         if check is not None:
             check()
@@ -221,18 +220,8 @@ def _or_refused(merge: Merge) -> Merge:
     @contextmanager
     def merging(layer: Any) -> Iterator[None]:
         with ExitStack() as stack:
-            with _as_refusal(layer):
+            with model_code(layer, kinds=NO_MERGE, raises=MergeRefusedError):
                 stack.enter_context(merge(layer))
             yield
 
     return merging
-
-
-@contextmanager
-def _as_refusal(module: torch.nn.Module) -> Iterator[None]:
-    try:
-        yield
-    except NO_MERGE as failure:
-        if is_of_the_device(failure, device_of(module)):
-            raise
-        raise MergeRefusedError(first_line(failure)) from failure

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from consistency.numerics.dtype import name_of
 from consistency.worker.device_error import is_of_the_device, of_another
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import POISON, as_it_was, poison
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
 from consistency.worker.stages.context import Context
 
@@ -32,7 +33,7 @@ def run(context: Context, by_digest: Mapping[str, str]) -> None:
     paths = context.job.alternative_paths
     for done, load_path in enumerate(paths):
         context.events.step(f"load path {load_path}", done, len(paths))
-        with context.record.on_load_path(load_path):
+        with context.record.on_load_path(load_path), skipping(context):
             if load_path.by_transformers:
                 _by_transformers(context, load_path, by_digest)
             else:
@@ -49,22 +50,17 @@ def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]
                 context.job.case.adapter, ADAPTER_NAME, torch_device=device, low_cpu_mem_usage=load_path.low_memory
             )
         except UNUSABLE as error:
-            if is_blocked(context, error):
-                return
-            skip(context, f"PEFT cannot load this adapter twice: {first_line(error)}")
-            return
+            raise refusal(context, error, f"PEFT cannot load this adapter twice: {first_line(error)}") from error
         _look(context, load_path, by_digest, model.state_dict(keep_vars=True))
 
 
 def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
     """Load the adapter with the base's own `load_adapter`, onto a stand-in that has no PEFT around it."""
     if not hasattr(context.base.model, "load_adapter"):
-        skip(context, "the base is not a transformers model: it has no load_adapter")
-        return
+        raise Skip("the base is not a transformers model: it has no load_adapter")
     model: Any = context.model
     if model.peft_config[ADAPTER_NAME].is_prompt_learning:
-        skip(context, "transformers does not load prompts")
-        return
+        raise Skip("transformers does not load prompts")
     try:
         shell = stand_in(model, context.device).unload()
         with _poisoned_injection():
@@ -72,33 +68,29 @@ def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[s
                 context.job.case.adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=load_path.low_memory
             )
     except UNUSABLE as error:
-        if is_blocked(context, error):
-            return
-        why = first_line(error)
-        if context.rewritten:
-            why = "its method computes from the base's values, which the stand-in for the base lacks"
-        skip(context, f"transformers cannot load this adapter: {why}")
-        return
+        lacks = "its method computes from the base's values, which the stand-in for the base lacks"
+        why = lacks if context.rewritten else first_line(error)
+        raise refusal(context, error, f"transformers cannot load this adapter: {why}") from error
     # the names that they have under PEFT's own model
     state = shell.state_dict(keep_vars=True)
     _look(context, load_path, by_digest, {name: state.get(module_place(name)) for name in context.expected})
 
 
-def is_blocked(context: Context, error: Exception) -> bool:
-    """Record a device on this load path that fails, where it is another than the worker's; raise what its own says."""
+def refusal(context: Context, error: Exception, reason: str) -> Skip:
+    """Return why a load is refused, where another device than the worker's may fail; raise what its own says."""
     other = of_another(error, context.device)
     if other is None and is_of_the_device(error, context.device):
         raise error
-    if other is not None and context.record.wants("adapter", SETTINGS_LAYER):
-        reason = f"another device, by way of which it loads, fails: {other.words}"
-        context.record.absent("adapter", SETTINGS_LAYER, LOADED_AGAIN, status="blocked", reason=reason)
-    return other is not None
+    if other is None:
+        return Skip(reason)
+    return Skip(f"another device, by way of which it loads, fails: {other.words}", status="blocked")
 
 
-def skip(context: Context, reason: str) -> None:
+def skipping(context: Context) -> AbstractContextManager[None, bool]:
     """Record why the adapter cannot be loaded again."""
-    if context.record.wants("adapter", SETTINGS_LAYER):
-        context.record.absent("adapter", SETTINGS_LAYER, LOADED_AGAIN, status="skipped", reason=reason)
+    if not context.record.wants("adapter", SETTINGS_LAYER):
+        return suppress(Skip)
+    return context.record.skipping("adapter", LOADED_AGAIN, layer=SETTINGS_LAYER)
 
 
 def _look(

@@ -12,7 +12,7 @@ from consistency.errors import first_line
 from consistency.numerics.digest import digest
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import as_it_was, poison
-from consistency.worker.stages.adapter.load_paths import is_blocked, skip
+from consistency.worker.stages.adapter.load_paths import refusal
 from consistency.worker.stages.context import Context
 
 
@@ -46,10 +46,7 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
             try:
                 context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
             except UNUSABLE as error:
-                if is_blocked(context, error):
-                    return {}
-                skip(context, f"PEFT cannot load this adapter twice: {first_line(error)}")
-                return {}
+                raise refusal(context, error, f"PEFT cannot load this adapter twice: {first_line(error)}") from error
             for name, before in found.items():
                 value, wrong = digest(state[name]).value, before.wrong
                 if wrong is None and value != right[name]:

@@ -39,7 +39,9 @@ def run(context: Context) -> None:
     """Record the adapter tensor by tensor, its settings, and its alternative load paths."""
     model, record = context.model, context.record
     state = model.state_dict(keep_vars=True)
-    again = reload(context, state) if context.job.case.reloads else {}
+    again: dict[str, Loads] = {}
+    with load_paths.skipping(context):
+        again = reload(context, state) if context.job.case.reloads else {}
     # PEFT loads a file in a half type as float32 unless told otherwise
     by_digest = {
         digest(tensor if name not in state else tensor.to(state[name].dtype)).value: key

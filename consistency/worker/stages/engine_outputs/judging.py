@@ -22,7 +22,7 @@ from consistency.case.inference.outputs import Outputs, check_dtype, read_output
 from consistency.case.inference.request import MODES, OUTPUT
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
-from consistency.errors import InputError, first_line
+from consistency.errors import InputError
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.decisions import Watch
@@ -34,8 +34,8 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.rules import RoundingError, Rule, judge_relative, passes, relative_allowance
 from consistency.worker.cpu_error import rounding_error
 from consistency.worker.model.inputs import digest_of
-from consistency.worker.model.running import Activations, is_of_the_model
-from consistency.worker.recorder import Recorder
+from consistency.worker.model.running import Activations, model_code
+from consistency.worker.recorder import Recorder, Skip
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.engine_outputs.batches import record_batches
 from consistency.worker.stages.engine_outputs.explanations import Answer, Question, explain
@@ -243,13 +243,12 @@ class _Engine:
             on=on[rows], off=None if off is None else off[rows],
         )  # fmt: skip
         try:
-            found = explain(question)
-            if not found.fits and watch() is not None:  # a real mistake may have the router decide otherwise
-                found = explain(replace(question, passes=free, first=free))
-        except Exception as error:  # model code of any kind may raise anything
-            if not is_of_the_model(error, self.forward.model):
-                raise
-            found = Answer(not_tried=(f"the rest, after {first_line(error)}",))
+            with model_code(self.forward.model, "the rest, after "):
+                found = explain(question)
+                if not found.fits and watch() is not None:  # a real mistake may have the router decide otherwise
+                    found = explain(replace(question, passes=free, first=free))
+        except Skip as skip:
+            found = Answer(not_tried=(str(skip),))
         return replace(found, rows=tuple(rows) if len(rows) < self.view.shape[0] else ())
 
     def _passes(self, rows: list[int], *, decides: bool = False) -> Passes:
