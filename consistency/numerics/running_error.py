@@ -49,35 +49,25 @@ ERF_UNITS = 32.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """How a device computes in one dtype.
-
-    Attributes
-    ----------
-    unit, floor : float
-        Unit roundoff of the computation, and half its smallest subnormal.
-    product : float
-        Unit roundoff of the accumulation of inner products.
-    products : Precision
-        In which float32 products may run.
-    partial_terms : int or None
-        Terms of a partial sum, where those of a half type may be stored in that type.
-    stored, stored_floor : float
-        Unit roundoff of the dtype, and half its smallest subnormal, if it is narrower than the computation; else 0.
-    steps : bool
-        Whether each step rounds to that narrower dtype, sums too; inner products are added up in the wider one.
-    shares : int
-        2 if the reference has no wider dtype, and so as large an error; else 1.
-    """
+    """How a device computes in one dtype."""
 
     unit: float
     floor: float
+    """`unit`, `floor`: unit roundoff of the computation, and half its smallest subnormal."""
     product: float
+    """Unit roundoff of the accumulation of inner products."""
     products: Precision = Precision.FLOAT32
+    """In which float32 products may run."""
     partial_terms: int | None = None
+    """Terms of a partial sum, where those of a half type may be stored in that type."""
     stored: float = 0.0
     stored_floor: float = 0.0
+    """`stored`, `stored_floor`: unit roundoff of the dtype, and half its smallest subnormal, if it is narrower than the
+    computation; else 0."""
     steps: bool = False
+    """Whether each step rounds to that narrower dtype, sums too; inner products are added up in the wider one."""
     shares: int = 1
+    """2 if the reference has no wider dtype, and so as large an error; else 1."""
 
     @classmethod
     def of(

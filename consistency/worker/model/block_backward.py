@@ -90,25 +90,17 @@ class _NotAgainError(Skip):
 
 @dataclass(eq=False, slots=True)
 class _Boundary:
-    """A tensor that enters or leaves blocks.
-
-    Attributes
-    ----------
-    given : torch.Tensor
-        What all go on with.
-    own : torch.Tensor or None
-        What the outside has made, where it has a gradient to go back by.
-    gradient : torch.Tensor or None
-        The sum of what has come in from above.
-    outside : torch.Tensor or None
-        Of that, by what is outside.
-    """
+    """A tensor that enters or leaves blocks."""
 
     place: ResultPlace
     given: torch.Tensor
+    """What all go on with."""
     own: torch.Tensor | None = None
+    """What the outside has made, where it has a gradient to go back by."""
     gradient: torch.Tensor | None = None
+    """The sum of what has come in from above."""
     outside: torch.Tensor | None = None
+    """Of that, by what is outside."""
 
     def add(self, gradient: torch.Tensor) -> None:
         self.gradient = _sum(self.gradient, gradient)
@@ -116,69 +108,47 @@ class _Boundary:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One call of a block.
-
-    Attributes
-    ----------
-    place : ResultPlace
-        Of its first output.
-    args, kwargs
-        What it got, as given to all.
-    inputs, outputs : list
-        What entered and left it, in order; None for an output that it only passed on.
-    first : list
-        What entered a block here for the first time.
-    results : list of torch.Tensor
-        Its own outputs, where it does not run again.
-    answer : torch.Tensor or None
-        Its own first output, where it runs again.
-    """
+    """One call of a block."""
 
     place: ResultPlace
+    """Of its first output."""
     block: torch.nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    """`args`, `kwargs`: what it got, as given to all."""
     inputs: list[tuple[str, _Boundary]] = field(default_factory=list)
     outputs: list[_Boundary | None] = field(default_factory=list)
+    """`inputs`, `outputs`: what entered and left it, in order; None for an output that it only passed on."""
     first: list[_Boundary] = field(default_factory=list)
+    """What entered a block here for the first time."""
     results: list[torch.Tensor] | None = None
+    """Its own outputs, where it does not run again."""
     answer: torch.Tensor | None = None
+    """Its own first output, where it runs again."""
     contexts: ExitStack = field(default_factory=ExitStack)
 
 
 @dataclass(slots=True, kw_only=True)
 class Backward:
-    """What a backward pass is of.
-
-    Attributes
-    ----------
-    wanted : mapping of str to torch.nn.Parameter
-        By name, the only parameters that require a gradient.
-    """
+    """What a backward pass is of."""
 
     model: torch.nn.Module
     wanted: Mapping[str, torch.nn.Parameter]
+    """By name, the only parameters that require a gradient."""
     inputs: Activations
     loss: Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """What crosses the borders of blocks.
-
-    Attributes
-    ----------
-    given : callable
-        Gives the values that blocks go on with.
-    incoming : callable or None
-        Gives the gradient that comes in at a place, with the tensor that it is of: all blocks go back at once.
-    come_in : callable
-        Without that, blocks go back from the last on: called with the sum of what has come in, returns what goes on.
-    """
+    """What crosses the borders of blocks."""
 
     given: Given = lambda _, value: value
+    """Gives the values that blocks go on with."""
     incoming: Incoming | None = None
+    """Gives the gradient that comes in at a place, with the tensor that it is of: all blocks go back at once."""
     come_in: Given = lambda _, gradient: gradient
+    """Without that, blocks go back from the last on: called with the sum of what has come in, returns what goes on."""
 
 
 def backward_by_blocks(of: Backward, crossing: Crossing, take: TakeGradient, sections: Sections | None = None) -> None:

@@ -25,19 +25,13 @@ from consistency.worker.model.running import Activations, outputs, without_gradi
 
 
 class ResultPlace(NamedTuple):
-    """A result of a pass.
-
-    Attributes
-    ----------
-    layer : str
-        The module by its name in the base, or an output of the model.
-    part : str
-        Empty for its first output; `output.1` for another, `input.attention_mask` for what enters a block, with the
-        number of the call where it is not the first.
-    """
+    """A result of a pass."""
 
     layer: str
+    """The module by its name in the base, or an output of the model."""
     part: str = ""
+    """Empty for its first output; `output.1` for another, `input.attention_mask` for what enters a block, with the
+    number of the call where it is not the first."""
 
     def __str__(self) -> str:
         return f"{self.layer}::{self.part}"

@@ -59,29 +59,20 @@ class GroupError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What one rank has of a group.
-
-    Attributes
-    ----------
-    device : torch.device
-        What is sent lies there.
-    store : torch.distributed.Store
-        Passes texts between ranks beside the collectives, which may be broken.
-    folder : Path
-        Of this stage and this group alone.
-    members : tuple of int or None
-        Which ranks of the group it is that talk here, in their order; None is all of them.
-    process_group : torch.distributed.ProcessGroup
-        Theirs; of all, torch's default.
-    """
+    """What one rank has of a group."""
 
     group: RankGroup
     device: torch.device
+    """What is sent lies there."""
     store: Store
+    """Passes texts between ranks beside the collectives, which may be broken."""
     events: EventLog
     folder: Path
+    """Of this stage and this group alone."""
     process_group: dist.ProcessGroup
+    """Theirs; of all, torch's default."""
     members: tuple[int, ...] | None = None
+    """Which ranks of the group it is that talk here, in their order; None is all of them."""
 
     @property
     def names(self) -> tuple[str, ...]:

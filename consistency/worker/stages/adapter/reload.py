@@ -18,18 +18,12 @@ from consistency.worker.stages.context import Context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """The results of later loads of the adapter's file for one parameter.
-
-    Attributes
-    ----------
-    digests : tuple of str
-        One per load.
-    wrong : torch.Tensor or None
-        The first that differs from the first load of all, on the CPU.
-    """
+    """The results of later loads of the adapter's file for one parameter."""
 
     digests: tuple[str, ...] = ()
+    """One per load."""
     wrong: torch.Tensor | None = None
+    """The first that differs from the first load of all, on the CPU."""
 
 
 def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:

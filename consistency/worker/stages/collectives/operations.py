@@ -54,31 +54,21 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective.
-
-    Attributes
-    ----------
-    run : callable
-        Takes what this rank gives, which it may change, and the ranks; returns what this one gets.
-    moved : callable or None
-        Takes a rank, the number of ranks, and of elements that each gives; returns what that rank has to get.
-    combined : Combine or None
-        What it gets instead: of each element, or of those of its own part.
-    in_parts : bool
-        Whether each rank gives a part to every rank.
-    gathers : bool
-        Whether each rank gets all that all ranks give.
-    is_same : bool
-        Whether all ranks have to get the same bits; otherwise each gets something of its own.
-    """
+    """One collective."""
 
     name: str
     run: Callable[[torch.Tensor, Joined], torch.Tensor]
+    """Takes what this rank gives, which it may change, and the ranks; returns what this one gets."""
     moved: Callable[[int, int, int], Sequence[Piece]] | None = None
+    """Takes a rank, the number of ranks, and of elements that each gives; returns what that rank has to get."""
     combined: Combine | None = None
+    """What it gets instead: of each element, or of those of its own part."""
     in_parts: bool = False
+    """Whether each rank gives a part to every rank."""
     gathers: bool = False
+    """Whether each rank gets all that all ranks give."""
     is_same: bool = False
+    """Whether all ranks have to get the same bits; otherwise each gets something of its own."""
     dtypes: tuple[str, ...] = FLOATS
 
     def size(self, size: int, dtype: str, world: int) -> int:

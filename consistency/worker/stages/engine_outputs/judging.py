@@ -45,23 +45,16 @@ from consistency.worker.stages.engine_outputs.view import View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """What the stage `forward` has computed on the CPU.
-
-    Attributes
-    ----------
-    drawn : mapping of str to sequence of torch.Tensor
-        The logits of passes with noise in the tested dtype, by mode.
-    exact : mapping of str to torch.Tensor
-        Those in float64; a merged adapter has those of one that is not.
-    failures : mapping of str to str
-        Why a mode has none.
-    """
+    """What the stage `forward` has computed on the CPU."""
 
     model: torch.nn.Module
     inputs: Activations
     drawn: Mapping[str, Sequence[torch.Tensor]]
+    """The logits of passes with noise in the tested dtype, by mode."""
     exact: Mapping[str, torch.Tensor]
+    """Those in float64; a merged adapter has those of one that is not."""
     failures: Mapping[str, str]
+    """Why a mode has none."""
     again: Callable[[], Watch | None]
 
 

@@ -20,13 +20,7 @@ from consistency.worker.stages.merged.forms.source import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankFactors:
-    """Factors `(rows, rank)` and `(rank, columns)`, and how the device multiplies them.
-
-    Attributes
-    ----------
-    computed_in, dtype : torch.dtype
-        Of the product, and of the delta that PEFT gives.
-    """
+    """Factors `(rows, rank)` and `(rank, columns)`, and how the device multiplies them."""
 
     left: Typed
     right: Typed
@@ -34,6 +28,7 @@ class LowRankFactors:
     arithmetic: ArithmeticOf
     computed_in: torch.dtype
     dtype: torch.dtype
+    """`computed_in`, `dtype`: of the product, and of the delta that PEFT gives."""
 
     def delta(self, rows: slice) -> Typed:
         """Return rows of the scaled product."""
