@@ -16,6 +16,7 @@ import torch
 
 from consistency.numerics.diagnosis import (
     FEW_ELEMENTS,
+    ROUNDINGS,
     Diagnosis,
     bit_flip,
     block,
@@ -26,7 +27,6 @@ from consistency.numerics.diagnosis import (
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import bit_patterns, elements, real_view
 from consistency.numerics.measure import Measure
-from consistency.numerics.rounding import ROUNDINGS
 from consistency.numerics.words import Word
 
 _BELOW_TF32 = (1 << 13) - 1

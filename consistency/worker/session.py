@@ -27,9 +27,8 @@ from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
 from consistency.worker.bound_kernels import BOUND, choose_by_device
 from consistency.worker.device_check import require_device
-from consistency.worker.memory.freed_pages import trim
 from consistency.worker.memory.host_memory import reset_peak
-from consistency.worker.memory.mapped_pages import release
+from consistency.worker.memory.mapped_pages import release, trim
 from consistency.worker.memory.offload_choice import choose
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement

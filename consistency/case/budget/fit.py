@@ -15,8 +15,7 @@ import msgspec
 from consistency.case.budget.estimate import PlannedWorker, WorkerEstimate, estimate_worker, together
 from consistency.case.budget.placement import is_offloaded
 from consistency.case.budget.shape import Shape, read_shape
-from consistency.case.case import Case
-from consistency.case.fit import Fit
+from consistency.case.case import Case, Fit
 from consistency.case.stages import stages_of
 from consistency.errors import InputError
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.capture.names import module_place
 from consistency.numerics.decision import is_real
-from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.running import Activations, outputs, without_gradients
+from consistency.worker.model.structure import blocks_of
 
 
 class ResultPlace(NamedTuple):

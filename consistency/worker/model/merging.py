@@ -225,3 +225,23 @@ def _or_refused(merge: Merge) -> Merge:
             yield
 
     return merging
+
+
+class DisableRefusedError(Skip):
+    """PEFT does not disable this adapter; the message is PEFT's."""
+
+
+@contextmanager
+def disabled(model: Any) -> Iterator[None]:
+    """Disable the adapter, and enable it again at the end.
+
+    Raises
+    ------
+    DisableRefusedError
+        Any error of PEFT's on the way in: some methods have nothing to disable, and a prompt on a model that does not
+        generate ends in an error.
+    """
+    with ExitStack() as stack:
+        with model_code(model, raises=DisableRefusedError):
+            stack.enter_context(model.disable_adapter())
+        yield

@@ -44,12 +44,11 @@ from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import Given, ResultPlace, as_exact, rounded, run_by_blocks
 from consistency.worker.model.call_trace import Saw
-from consistency.worker.model.disabling import DisableRefusedError, disabled
 from consistency.worker.model.float64_reference import Reference, Tables, given_name, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import first_sequences, fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.merging import MergeRefusedError, adapted_layers, in_merged
+from consistency.worker.model.merging import DisableRefusedError, MergeRefusedError, adapted_layers, disabled, in_merged
 from consistency.worker.model.running import (
     Activations,
     activations,
@@ -63,21 +62,22 @@ from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import (
+    NOT_REPLAYED,
+    computed_again,
     draw,
     limits_of,
     named_factors,
     passes_for,
     record_block,
+    record_flips,
     record_given,
     record_missed,
     rows_of,
     spreads,
 )
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.merge_effect import record_merge_effect
-from consistency.worker.stages.wrong_result import computed_again
 
 T = TypeVar("T")
 Results = dict[str, torch.Tensor]

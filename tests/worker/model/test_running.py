@@ -17,7 +17,7 @@ from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.worker import device_error
 from consistency.worker.model import running
-from consistency.worker.model.disabling import disabled
+from consistency.worker.model.merging import disabled
 from consistency.worker.model.running import activations, is_of_the_model, model_code, outputs, parameters_kept, refusal
 from consistency.worker.recorder import Skip
 from consistency.worker.stages.gradient import stage as gradient

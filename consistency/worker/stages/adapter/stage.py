@@ -29,8 +29,7 @@ from consistency.worker.quantized.held import is_composite
 from consistency.worker.recorder import PEER_KEEP_BYTES
 from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.effect import effect_of
-from consistency.worker.stages.adapter.reload import Loads, reload
-from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
+from consistency.worker.stages.adapter.load_paths import Loads, file_of_another, reload, stale_bytes
 from consistency.worker.stages.adapter.stated import stated
 from consistency.worker.stages.context import Context
 

@@ -27,9 +27,8 @@ from consistency.worker.stages.adapters.chance import BY_CHANCE, Draws, chosen, 
 from consistency.worker.stages.adapters.cut import check_cut, layers_to_cut, only_in
 from consistency.worker.stages.adapters.layer_factors import LayerFactors, factors_of
 from consistency.worker.stages.adapters.multi_adapter_model import STAGE, MultiAdapterModel
-from consistency.worker.stages.adapters.pruned import DENSITY, PRUNED, pruned
+from consistency.worker.stages.adapters.pruned import DENSITY, PRUNED, pruned, weight_of
 from consistency.worker.stages.adapters.truncated import TRUNCATED
-from consistency.worker.stages.adapters.weighing import weight_of
 from consistency.worker.stages.bound_rule import record_bounded
 
 TYPES = ("linear", "cat", *PRUNED, *BY_CHANCE, *TRUNCATED)

@@ -32,8 +32,7 @@ from consistency.numerics.bound import gamma
 from consistency.numerics.running_error import Arithmetic, Tracked
 from consistency.worker.stages.adapters.chance import rescaled
 from consistency.worker.stages.adapters.layer_factors import LayerFactors
-from consistency.worker.stages.adapters.pruned import DENSITY
-from consistency.worker.stages.adapters.weighing import added, elected
+from consistency.worker.stages.adapters.pruned import DENSITY, added, elected
 
 TRUNCATED = ("svd", "ties_svd", "magnitude_prune_svd", "dare_linear_svd", "dare_ties_svd")
 

@@ -14,11 +14,11 @@ import torch
 
 from consistency.capture.engine_causes import CAUSE, SEVERAL
 from consistency.capture.folder import worker_slug
-from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON
+from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, BATCHES
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import write_json
 from consistency.case.engine_file import EngineFile
-from consistency.case.inference.outputs import Outputs, check_dtype, read_outputs, refuse
+from consistency.case.inference.outputs import Outputs, batch_size, check_dtype, read_outputs, refuse
 from consistency.case.inference.request import MODES, OUTPUT
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
@@ -37,7 +37,6 @@ from consistency.worker.model.inputs import digest_of
 from consistency.worker.model.running import Activations, model_code
 from consistency.worker.recorder import Recorder, Skip
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.engine_outputs.batches import record_batches
 from consistency.worker.stages.engine_outputs.explanations import Answer, Question, explain
 from consistency.worker.stages.engine_outputs.passes import Passes
 from consistency.worker.stages.engine_outputs.view import View
@@ -287,3 +286,45 @@ def _dtype(name: str) -> torch.dtype:
 def _exact(mode: str) -> str:
     """Return the mode whose float64 pass serves it."""
     return ADAPTER_ON if mode == ADAPTER_MERGED else mode
+
+
+def record_batches(
+    view: View, record: Recorder, *, drawn: Sequence[torch.Tensor] | None, exact: torch.Tensor | None, dtype: str
+) -> None:
+    """Record the first row in each batch of the file, `drawn` and `exact` being logits with the adapter.
+
+    Where the engine promises batch invariance, the bits are the same. Where it does not, what batching changes is
+    measured, and each is held to the rule of the outputs themselves.
+    """
+    names = view.outputs.batches
+    if drawn is None or exact is None or not names:
+        return
+    for name in names:
+        view.check_batch(name)
+    promised = view.outputs.about.batch_invariant
+    alone = view.actual(names[0])
+    for name in names:
+        values, truth = view.actual(name), view.model(name, exact[0])
+        rounding = rounding_error([view.drawn(name, one[0], truth) for one in drawn], truth, independent_rows)
+        found = measure_against_exact(values, truth)
+        share = judge_relative(found, dtype, rounding).ratio
+        same = digest(values).value == digest(alone).value
+        moved = (values.to(torch.float64) - alone.to(torch.float64)).abs().nan_to_num(nan=torch.inf)
+        where = _place(name)
+        reason = None
+        if not share <= 1:
+            reason = f"row 0 {where} is {share:.3g} times as far from float64 as the rule allows"
+        elif promised and not same:
+            changed = int((values != alone).sum())
+            reason = (
+                f"row 0 {where} differs in {changed} of {values.numel()} values from row 0 {_place(names[0])}, by at "
+                f"most {float(moved.max()):.3g}, although the engine promises that batching changes no bit"
+            )
+        record.fact(
+            Stage.FORWARD, BATCHES, name, status="outside" if reason else "equal" if same else "within", reason=reason,
+            evidence={"promised": promised, "same_bits": same, "max_abs": float(moved.max()), "rule_ratio": share},
+        )  # fmt: skip
+
+
+def _place(name: str) -> str:
+    return "alone" if batch_size(name) == 1 else f"{name.rpartition('.')[2]} in a batch of {batch_size(name)}"

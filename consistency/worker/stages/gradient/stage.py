@@ -41,9 +41,15 @@ from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations, model_code, refusal, tokens_of
 from consistency.worker.protocol import DECISIONS_FILE, GRADIENT_FILE
 from consistency.worker.recorder import Skip
-from consistency.worker.stages.block_rule import record_block, record_given, record_missed
+from consistency.worker.stages.block_rule import (
+    NOT_REPLAYED,
+    computed_again,
+    record_block,
+    record_flips,
+    record_given,
+    record_missed,
+)
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.gradient.optimizer_step import record_step
 from consistency.worker.stages.gradients import (
     ExactGradients,
@@ -55,7 +61,6 @@ from consistency.worker.stages.gradients import (
     row_of,
     with_noise,
 )
-from consistency.worker.stages.wrong_result import computed_again
 from consistency.worker.training.backward import trained
 
 

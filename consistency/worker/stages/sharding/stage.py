@@ -43,9 +43,8 @@ from consistency.worker.model.loading import load_adapter, load_base
 from consistency.worker.model.running import base_of
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.recorder import Skip
-from consistency.worker.stages.block_rule import block_ratio
+from consistency.worker.stages.block_rule import NOT_REPLAYED, block_ratio, record_flips
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.input_checks import inputs_fit
 from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model
 from consistency.worker.stages.sharding.moves import ChangedInTransferError, Moves, watched

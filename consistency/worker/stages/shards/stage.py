@@ -31,12 +31,12 @@ from consistency.devices.backends import CPU
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.words import Word
-from consistency.worker.memory.freed_pages import trim
+from consistency.worker.memory.mapped_pages import trim
 from consistency.worker.model.block_backward import Backward
-from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.float64_reference import Reference, publish
 from consistency.worker.model.loading import ADAPTER_NAME, load_base, load_model
 from consistency.worker.model.running import model_code
+from consistency.worker.model.structure import blocks_of
 from consistency.worker.protocol import GRADIENT_FILE
 from consistency.worker.ranks.group import Joined
 from consistency.worker.ranks.parts import held

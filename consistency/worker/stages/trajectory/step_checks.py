@@ -27,9 +27,8 @@ from consistency.worker.model.float64_reference import Reference, give_up, publi
 from consistency.worker.model.running import model_code
 from consistency.worker.protocol import DECISIONS_FILE, STEP_FILE, TRAJECTORY_FILE
 from consistency.worker.recorder import Skip
-from consistency.worker.stages.block_rule import block_ratio, record_block
+from consistency.worker.stages.block_rule import block_ratio, record_block, record_flips
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.decision_flips import record_flips
 from consistency.worker.stages.gradients import in_float64, row_of, with_noise
 from consistency.worker.stages.trajectory.passes import TrainingPasses
 from consistency.worker.stages.trajectory.yardstick import ExactTraining

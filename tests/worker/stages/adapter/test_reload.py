@@ -16,8 +16,7 @@ from consistency.numerics.digest import digest
 from consistency.worker import recorder
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
-from consistency.worker.stages.adapter.load_paths import skipping
-from consistency.worker.stages.adapter.reload import reload
+from consistency.worker.stages.adapter.load_paths import reload, skipping
 from consistency.worker.stages.context import Context
 from tests.worker.model.made_models import a_llama, perturb
 
