@@ -19,8 +19,8 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from consistency.numerics.grouped_products import GROUPED, grouped_product
 from consistency.numerics.identity import storage_of
+from consistency.numerics.reduced_products import GROUPED, grouped_product
 from consistency.numerics.widening import Widening, each_tensor
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")

@@ -185,11 +185,11 @@ _ROWS: tuple[Fault, ...] = (
         needs=(Need.WEIGHT_FILE, Need.FLOAT32_FILE, Need.FLOAT32_MODEL),
     ),
     Fault(
-        name="quantized-bit-flip", plant="quantized:one_bit_of_a_code", expected="bit-flip", stages=_BASE,
+        name="quantized-bit-flip", plant="base:one_bit_of_a_code", expected="bit-flip", stages=_BASE,
         needs=(Need.WEIGHT_FILE, Need.QUANTIZED),
     ),
     Fault(
-        name="quantized-scales-dropped", plant="quantized:scales_dropped", expected="zeros", stages=_BASE,
+        name="quantized-scales-dropped", plant="base:scales_dropped", expected="zeros", stages=_BASE,
         needs=(Need.WEIGHT_FILE, Need.QUANTIZED),
     ),
     Fault(
@@ -434,7 +434,7 @@ _ROWS: tuple[Fault, ...] = (
         name="split-scaled-by-ranks", plant="ranks:scaled_by_ranks", expected="settings", stages=_TENSOR_PARALLEL,
         needs=(Need.RANKS, Need.PLAN, Need.LORA_B),
     ),
-    Fault(name="setting-flipped", plant="process:flip_setting", expected="setting-changed", stages=_MERGED),
+    Fault(name="setting-flipped", plant="memory:flip_setting", expected="setting-changed", stages=_MERGED),
     Fault(
         name="placed-elsewhere", plant="memory:one_elsewhere", expected="wrong-device", stages=_MEMORY, case="C2",
         needs=(Need.ADAPTER,),
@@ -447,11 +447,11 @@ _ROWS: tuple[Fault, ...] = (
         name="merge-third-copy", plant="memory:third_copy", expected="third-copy", stages=_MEMORY, case="C5",
         shows_in="merge_peak", needs=(Need.LORA_LINEAR,),
     ),
-    Fault(name="killed", plant="process:kill", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
-    Fault(name="hung", plant="process:hang", expected="lost-worker", stages=_MERGED, words="no sign of life"),
-    Fault(name="stopped", plant="process:stop", expected="lost-worker", stages=_MERGED, words="no sign of life"),
+    Fault(name="killed", plant="memory:kill", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
+    Fault(name="hung", plant="memory:hang", expected="lost-worker", stages=_MERGED, words="no sign of life"),
+    Fault(name="stopped", plant="memory:stop", expected="lost-worker", stages=_MERGED, words="no sign of life"),
     Fault(
-        name="out-of-memory", plant="process:take_all_memory", expected="lost-worker", stages=_MERGED,
+        name="out-of-memory", plant="memory:take_all_memory", expected="lost-worker", stages=_MERGED,
         words="out of memory",
     ),
 )  # fmt: skip

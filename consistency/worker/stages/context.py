@@ -12,6 +12,7 @@ from consistency.capture.names import module_place
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
+from consistency.worker.model.id_checks import Tables, look
 from consistency.worker.model.loading import LoadedBase
 from consistency.worker.model.structure import Structure
 from consistency.worker.protocol import EventLog, Job
@@ -85,3 +86,25 @@ class Context(Machine):
         if found is None:  # a tensor in the place of the base's
             found = f"{module_place(layer)}.{part.removeprefix('base_layer.')}"
         return self.expected_base(found)
+
+
+INPUTS = "inputs"
+"""Layer name of the rows about a stage's inputs."""
+
+
+def inputs_fit(context: Context, stage: str, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Record the check of ids and labels on the CPU; report whether the model may run on a device.
+
+    `forward` records only what is wrong; `sharding` records every check.
+    """
+    model, every = context.base.model, stage == "sharding"
+    seen = look(inputs, Tables.of(model))
+    if every or any(one.word for one in seen):  # else the tokenizer's file, which may be large, is not needed
+        seen = look(inputs, Tables.of(model, context.base_folder))
+    for one in seen:
+        if one.word or every:
+            context.record.fact(
+                stage, INPUTS, one.name, status="outside" if one.word else "equal", word=one.word,
+                evidence=one.evidence, reason=one.sentence,
+            )  # fmt: skip
+    return not any(one.word for one in seen)

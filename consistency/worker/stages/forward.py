@@ -75,8 +75,7 @@ from consistency.worker.stages.block_rule import (
     rows_of,
     spreads,
 )
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.input_checks import inputs_fit
+from consistency.worker.stages.context import Context, inputs_fit
 from consistency.worker.stages.merge_effect import record_merge_effect
 
 T = TypeVar("T")

@@ -31,8 +31,7 @@ from consistency.worker.stages.adapters.combining import combine
 from consistency.worker.stages.adapters.hotswap import hotswap
 from consistency.worker.stages.adapters.merging import merge
 from consistency.worker.stages.adapters.multi_adapter_model import STAGE, Digests, MultiAdapterModel, results
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.input_checks import inputs_fit
+from consistency.worker.stages.context import Context, inputs_fit
 
 _WIDENED = (torch.float16, torch.bfloat16)
 """Dtypes of a base in which PEFT widens an adapter, if it is asked to."""

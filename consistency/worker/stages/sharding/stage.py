@@ -44,8 +44,7 @@ from consistency.worker.model.running import base_of
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import NOT_REPLAYED, block_ratio, record_flips
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.input_checks import inputs_fit
+from consistency.worker.stages.context import Context, inputs_fit
 from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model
 from consistency.worker.stages.sharding.moves import ChangedInTransferError, Moves, watched
 
