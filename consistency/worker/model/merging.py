@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from consistency.numerics.digest import TensorDigest, digest
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.running import model_code
 from consistency.worker.quantized.held import dequantized, is_quantized
@@ -41,6 +42,12 @@ def merged(layer: Any, *, safe: bool) -> Iterator[torch.Tensor]:
     with restored(layer):
         layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
         yield dequantized(layer.get_base_layer()) if has_quantized_weight(layer) else weight_of(layer)
+
+
+def digest_merged(layer: Any, *, safe: bool) -> TensorDigest:
+    """Merge one layer and return the digest of its weight."""
+    with merged(layer, safe=safe) as weight:
+        return digest(weight)
 
 
 @contextmanager

@@ -9,7 +9,9 @@ the choice that it is nearest to.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -55,7 +57,7 @@ def pruned(
             np.where(sure | (equal & taken.get(number, False)), tensor, 0.0)
             for number, (tensor, (sure, equal)) in enumerate(zip(tensors, largest, strict=True))
         ]
-        for one in _elected(by, kept, weights) if kind == "ties" else [_added(by, kept, weights)]:
+        for one in _elected(by, kept, weights) if kind == "ties" else [sum_of(by, kept, weights)]:
             best = one if best is None else _nearer(best, one, actual)
     return best
 
@@ -72,13 +74,10 @@ def _largest(tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return sure, equal & (size > 0)
 
 
-def _added(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float]) -> Tracked:
-    total, *others = [
-        (by.known(tensor) * weight_of(by, weight)).store() for tensor, weight in zip(kept, weights, strict=True)
-    ]
-    for term in others:
-        total = total + term
-    return total.store()
+def sum_of(by: Arithmetic, tensors: Sequence[np.ndarray], weights: Sequence[float]) -> Tracked:
+    """Return the weighted sum of tensors, each product stored."""
+    terms = [(by.known(one) * weight_of(by, weight)).store() for one, weight in zip(tensors, weights, strict=True)]
+    return functools.reduce(operator.add, terms).store()
 
 
 def _elected(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float]) -> Iterator[Tracked]:
@@ -89,7 +88,7 @@ def _elected(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float
         agree = [np.sign(tensor) == sign for tensor in kept]
         mean_of = np.maximum(sum(one.astype(np.float64) for one in agree), 1.0)
         those = [np.where(one, tensor, 0.0) for one, tensor in zip(agree, kept, strict=True)]
-        yield (_added(by, those, weights) / by.known(mean_of)).store()
+        yield (sum_of(by, those, weights) / by.known(mean_of)).store()
 
 
 def _nearer(a: Tracked, b: Tracked, actual: np.ndarray) -> Tracked:
@@ -104,10 +103,7 @@ def weight_of(by: Arithmetic, weight: float) -> Tracked:
 
 def added(terms: Sequence[Tracked], weights: Sequence[float]) -> Tracked:
     """Return the weighted sum."""
-    total, *others = [term * weight_of(term.by, weight) for term, weight in zip(terms, weights, strict=True)]
-    for other in others:
-        total = total + other
-    return total
+    return functools.reduce(operator.add, (t * weight_of(t.by, one) for t, one in zip(terms, weights, strict=True)))
 
 
 def elected(terms: Sequence[Tracked], weights: Sequence[float]) -> Tracked:

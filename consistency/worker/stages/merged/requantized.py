@@ -20,7 +20,7 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.quantized import QuantizedWeight, Requantized
 from consistency.numerics.rules import Rule
-from consistency.worker.model.merging import NO_MERGE, merged
+from consistency.worker.model.merging import NO_MERGE, digest_merged, merged
 from consistency.worker.model.running import model_code
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.low_rank import LowRank, allowance_of
@@ -39,7 +39,7 @@ def record(context: Context, place: str, layer: Any, low_rank: LowRank | None) -
             with model_code(context.device, "PEFT does not merge this layer: ", kinds=(*NO_MERGE, AssertionError)):
                 with merged(layer, safe=safe) as weight:  # torchao asserts
                     digests = [digest(weight)]
-                digests += [_digest_again(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
+                digests += [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
             if base is None or low_rank is None or not base.shape == tuple(weight.shape) == low_rank.shape:
                 context.record.computed(
                     "merged", place, tensor, actual=weight, digests=digests, reason=NO_FORMULA, rule=Rule.BOUND
@@ -47,11 +47,6 @@ def record(context: Context, place: str, layer: Any, low_rank: LowRank | None) -
                 continue
             exact = exact or _Exact(context, base, low_rank)
             _record(context, place, tensor, weight, digests, exact)
-
-
-def _digest_again(layer: Any, *, safe: bool) -> TensorDigest:
-    with merged(layer, safe=safe) as weight:
-        return digest(weight)
 
 
 class _Exact:

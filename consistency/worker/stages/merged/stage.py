@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.capture.names import BIAS, DELTA, SAFE_BIAS, SAFE_WEIGHT, WEIGHT, module_place
-from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.digest import digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.file_tensor import Readable, mapped
@@ -34,6 +34,7 @@ from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import (
     NO_MERGE,
     adapted_layers,
+    digest_merged,
     has_quantized_weight,
     merged,
     restored,
@@ -139,7 +140,7 @@ def _merged(
                 rounding = None if tolerance else _rounding_error(context, name, layer, truth, safe=safe)
                 with merged(layer, safe=safe) as weight:
                     here, bias = digest(weight), bias_of(layer)
-                again = [_digest_again(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
+                again = [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
             if exact is not None and bias is not None:
                 tensor = SAFE_BIAS if safe else BIAS
                 record_bounded(
@@ -187,11 +188,6 @@ def delta_weight(layer: Any) -> torch.Tensor:
     if not isinstance(delta, torch.Tensor):  # BOFT: the rotations that make it
         raise TypeError(f"get_delta_weight gives a {type(delta).__name__}, not a tensor")
     return delta if delta.layout is torch.strided else delta.to_dense()  # SHiRA's is sparse
-
-
-def _digest_again(layer: Any, *, safe: bool) -> TensorDigest:
-    with merged(layer, safe=safe) as weight:
-        return digest(weight)
 
 
 def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None) -> Truth:
