@@ -49,7 +49,7 @@ napoleon_type_aliases = {
     "callable": ":class:`~collections.abc.Callable`",
     "Consequence": ":class:`~consistency.comparison.result.Consequence`",
     "EngineFile": ":class:`~consistency.case.engine_file.EngineFile`",
-    "Fit": ":class:`~consistency.case.fit.Fit`",
+    "Fit": ":class:`~consistency.case.case.Fit`",
     "LoadPath": ":class:`~consistency.case.load_path.LoadPath`",
     "NamedAdapter": ":class:`~consistency.case.named_adapters.NamedAdapter`",
     "Outcome": ":class:`~consistency.comparison.outcomes.Outcome`",

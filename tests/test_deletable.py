@@ -38,7 +38,7 @@ FEATURES = {
     "reproducing": ("workflows/reproduce", "cli/commands/reproduce.py"),
     "bisecting": ("workflows/bisect.py", "workflows/candidates.py", "cli/commands/bisect.py"),
     "soak": ("worker/soak",),
-    "training alone": ("worker/stages/trajectory", "worker/training/token_loss.py", "worker/faults/trajectory.py"),
+    "training alone": ("worker/stages/trajectory", "worker/stages/trajectory/passes.py", "worker/faults/trajectory.py"),
     "wrappers": ("worker/wrapper_check", "worker/stages/wrapping.py"),
     "explaining words": ("cli/glossary.py", "cli/commands/explain.py"),
     "the environment of an issue": ("workflows/host_environment.py", "cli/commands/env.py"),

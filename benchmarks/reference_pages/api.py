@@ -11,8 +11,8 @@ from typing import Any
 import consistency
 import consistency.testing
 from benchmarks.reference_pages.markdown import code, fence, prose, table
+from consistency.case.case import Fit
 from consistency.case.engine_file import EngineFile
-from consistency.case.fit import Fit
 from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.profile import Switch

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -104,7 +107,23 @@ def meanings(kind: type) -> dict[str, str]:
     """Return the meanings of a class's fields, those of its bases first."""
     told: dict[str, str] = {}
     for one in reversed(kind.__mro__):
-        told |= _of_docstring(inspect.cleandoc(one.__dict__.get("__doc__") or ""))
+        told |= _of_docstring(inspect.cleandoc(one.__dict__.get("__doc__") or "")) | _below_fields(one)
+    return told
+
+
+def _below_fields(kind: type) -> dict[str, str]:
+    """Return what stands below the fields of a class, each by its name; one for several begins with their names."""
+    if kind is object or not kind.__module__.startswith("consistency."):
+        return {}
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    told: dict[str, str] = {}
+    for field, below in itertools.pairwise(tree.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                names, _, its = text.rpartition("`: ") if text.startswith("`") else ("", "", text)
+                meaning = " ".join(its.split())
+                told |= dict.fromkeys(re.findall(r"\w+", names) or [name], meaning[0].upper() + meaning[1:])
     return told
 
 

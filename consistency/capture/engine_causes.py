@@ -12,18 +12,12 @@ CAUSE, SEVERAL, PLACES, ROWS = "cause", "causes", "cause_places", "rows_outside"
 
 
 class Cause(enum.StrEnum):
-    """A mistake that an engine can make with an adapter.
-
-    Attributes
-    ----------
-    phrase : str
-        Continues "this engine answers …"; `{}` marks the layers or modules.
-    todo : str
-        What to do next.
-    """
+    """A mistake that an engine can make with an adapter."""
 
     phrase: str
+    """Continues "this engine answers …"; `{}` marks the layers or modules."""
     todo: str
+    """What to do next."""
 
     def __new__(cls, word: str, phrase: str, todo: str) -> Cause:
         member = str.__new__(cls, word)

@@ -37,61 +37,41 @@ _BLOB_NAME = re.compile(r"^[0-9a-f]{64}$")
 
 
 class WorkerFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a worker's files have to be.
-
-    Attributes
-    ----------
-    info, records : str
-        SHA-256 of `worker.json` and of `records.jsonl`.
-    lines : int
-        Number of records.
-    """
+    """What a worker's files have to be."""
 
     info: str
     records: str
+    """`info`, `records`: SHA-256 of `worker.json` and of `records.jsonl`."""
     lines: int
+    """Number of records."""
 
 
 class CaptureManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The commit mark of a capture.
-
-    Attributes
-    ----------
-    created : str
-        When it was complete: ISO 8601, UTC.
-    command : tuple of str
-        The command line that made it, word by word.
-    host_facts : HostFacts or None
-        Of the host that it was made on.
-    files : dict of str to WorkerFiles
-        Sums of what each worker wrote; the writer adds them.
-    sha256 : str
-        Of this file without these digits; the writer adds it, as the last field.
-    """
+    """The commit mark of a capture."""
 
     schema: str
     tool: str
     created: str
+    """When it was complete: ISO 8601, UTC."""
     host: str
     case: Case
     workers: tuple[str, ...]
     command: tuple[str, ...] = ()
+    """The command line that made it, word by word."""
     host_facts: HostFacts | None = None
+    """Of the host that it was made on."""
     files: dict[str, WorkerFiles] = {}
+    """Sums of what each worker wrote; the writer adds them."""
     sha256: str = ""
+    """Of this file without these digits; the writer adds it, as the last field."""
 
 
 class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a capture, read.
-
-    Attributes
-    ----------
-    parts : tuple of tuple of TensorRecord
-        Its records in order, cut where the stage changes. Workers that wrote the same bytes share a part.
-    """
+    """One worker of a capture, read."""
 
     info: WorkerInfo
     parts: tuple[tuple[TensorRecord, ...], ...]
+    """Its records in order, cut where the stage changes. Workers that wrote the same bytes share a part."""
 
     @property
     def records(self) -> tuple[TensorRecord, ...]:
@@ -109,19 +89,14 @@ class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
-    """A capture, read: its folder, its manifest and its workers.
-
-    Attributes
-    ----------
-    archive : Path or None
-        The ZIP file that its tensors are in, until they are asked for.
-    """
+    """A capture, read: its folder, its manifest and its workers."""
 
     folder: Path
     manifest: CaptureManifest
     workers: tuple[WorkerCapture, ...]
     damage: tuple[str, ...] = ()
     archive: Path | None = None
+    """The ZIP file that its tensors are in, until they are asked for."""
 
     def blob_path(self, name: str) -> Path:
         """Return the file of a kept tensor, which a damaged capture lacks."""

@@ -19,21 +19,14 @@ from consistency.errors import UsageError
 
 
 class NodeGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node knows of the group.
-
-    Attributes
-    ----------
-    node : str
-        This one's name.
-    nodes : tuple of str
-        Of all, in the order of their ranks.
-    folder : str
-        That all of them see.
-    """
+    """What a node knows of the group."""
 
     node: str
+    """This one's name."""
     nodes: tuple[str, ...]
+    """Of all, in the order of their ranks."""
     folder: str
+    """That all of them see."""
 
     @classmethod
     def read(cls, path: Path) -> NodeGroup:

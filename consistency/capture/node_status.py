@@ -29,34 +29,24 @@ Phase = Literal["waiting", "checking", "running", "delivered", "failed"]
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a node is.
-
-    Attributes
-    ----------
-    phase : str
-        `waiting` is written by the fleet, before the node starts.
-    beat : int
-        Rises each time that it is written.
-    stage, number, of : str, int, int
-        The stage that its slowest worker is in, and which one of how many.
-    reason : str
-        Why it failed.
-    software : dict of str to str
-        Versions by name.
-    accelerators : dict of str to int
-        How many by model.
-    """
+    """How far a node is."""
 
     schema: str = SCHEMA
     phase: Phase = "waiting"
+    """`waiting` is written by the fleet, before the node starts."""
     beat: int = 0
+    """Rises each time that it is written."""
     host: str = ""
     stage: str = ""
     number: int = 0
     of: int = 0
+    """`stage`, `number`, `of`: the stage that its slowest worker is in, and which one of how many."""
     reason: str = ""
+    """Why it failed."""
     software: dict[str, str] = {}
+    """Versions by name."""
     accelerators: dict[str, int] = {}
+    """How many by model."""
 
     @property
     def place(self) -> str:

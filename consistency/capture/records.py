@@ -30,100 +30,70 @@ class TensorRecord(
     gc=False,  # as for `Measure`
     forbid_unknown_fields=True,
 ):
-    """What one worker recorded of one tensor.
-
-    Attributes
-    ----------
-    stage, layer, tensor : str
-        `adapter`, `model.layers.0.self_attn.q_proj`, `lora_A`.
-    shape, dtype
-        As on the device.
-    rule : str
-        A `consistency.numerics.rules.Rule`.
-    status : str
-        The worker's own judgement; `measured` where only a comparison with other workers can decide.
-    digest, blocks : str
-        Of the tensor on the device; block digests as 16 hexadecimal digits each, one after the other. None of a
-        computed tensor within tolerance: nearly every block of those differs from device to device.
-    reference : str or None
-        `file`, `float64`, or None where the other workers are the reference.
-    reference_digest, reference_blob : str or None
-        Of the tensor that it was compared with.
-    rounding : RoundingError or None
-        The error that rounding makes in this dtype, for the `relative` rule.
-    measure : Measure or None
-        None where the bits are equal.
-    evidence : dict
-        Data behind the diagnosis.
-    reason : str or None
-        Why a tensor was skipped or blocked.
-    blob : str or None
-        The stored tensor, where there is one.
-    repeats : tuple of str
-        Digests of the same tensor in later runs on the same device.
-    ingredients : dict of str to str
-        Stored tensors that a computed one was made from, by the name that a reproducer gives them.
-    order : int
-        Place in the model's own order, for "the first layer that differs".
-    limit_ratio : float or None
-        Measured value over the limit, for the `limit` rule.
-    load_path : str
-        The alternative load path; empty on the worker's own.
-    tolerance : str
-        The user tolerance that judged it, as the command line takes it.
-    cast : str
-        The dtype that this load path alone casts the file's values through.
-    name_in_file : str
-        Name in the base's files, where the model uses another.
-    buffer : bool
-        The tensor is a buffer outside the state dict, so it may be computed on the device.
-    unsupported : bool
-        The device has no such dtype or kernel: skipping it is no failure.
-    effect : str
-        What is certain of the adapter's effect, empty where nothing is. Of its settings: `layers` if its layers' deltas
-        are all that it changes, `some-tokens` if it acts on chosen tokens alone, else why it changes nothing; of a
-        delta: `zero-delta` if it is zero.
-    merging : MergeEffect or None
-        What merging does to the outputs: a fact of the case and not of a device, which has no row in a report.
-    not_finite : int
-        Elements that are NaN or infinite in the file; looked for by the worker that makes the reference.
-    nondeterministic : tuple of str
-        Operations without a deterministic version that had run in its stage before it was recorded: its bits may be
-        others each time, on the same device too. Empty for bytes that were moved.
-    """
+    """What one worker recorded of one tensor."""
 
     stage: Name
     layer: Name
     tensor: Name
+    """`stage`, `layer`, `tensor`: `adapter`, `model.layers.0.self_attn.q_proj`, `lora_A`."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    """`shape`, `dtype`: as on the device."""
     rule: Annotated[str, msgspec.Meta(pattern=rf"\A({'|'.join(Rule)})\Z")]
+    """A `consistency.numerics.rules.Rule`."""
     status: RecordStatus
+    """The worker's own judgement; `measured` where only a comparison with other workers can decide."""
     digest: str | None = None
     blocks: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})*\Z")] = ""
+    """`digest`, `blocks`: of the tensor on the device; block digests as 16 hexadecimal digits each, one after the
+    other. None of a computed tensor within tolerance: nearly every block of those differs from device to device."""
     reference: str | None = None
+    """`file`, `float64`, or None where the other workers are the reference."""
     reference_digest: str | None = None
     reference_blob: str | None = None
+    """`reference_digest`, `reference_blob`: of the tensor that it was compared with."""
     rounding: RoundingError | None = None
+    """The error that rounding makes in this dtype, for the `relative` rule."""
     measure: Measure | None = None
+    """None where the bits are equal."""
     word: Word | None = None
     evidence: dict[str, Any] = {}
+    """Data behind the diagnosis."""
     reason: str | None = None
+    """Why a tensor was skipped or blocked."""
     blob: str | None = None
+    """The stored tensor, where there is one."""
     repeats: tuple[str, ...] = ()
+    """Digests of the same tensor in later runs on the same device."""
     ingredients: dict[str, str] = {}
+    """Stored tensors that a computed one was made from, by the name that a reproducer gives them."""
     order: int = 0
+    """Place in the model's own order, for "the first layer that differs"."""
     limit_ratio: Real | None = None
+    """Measured value over the limit, for the `limit` rule."""
     load_path: str = ""
+    """The alternative load path; empty on the worker's own."""
     tolerance: str = ""
+    """The user tolerance that judged it, as the command line takes it."""
     cast: str = ""
+    """The dtype that this load path alone casts the file's values through."""
     name_in_file: str = ""
+    """Name in the base's files, where the model uses another."""
     buffer: bool = False
+    """The tensor is a buffer outside the state dict, so it may be computed on the device."""
     unsupported: bool = False
+    """The device has no such dtype or kernel: skipping it is no failure."""
     effect: Effect = ""
+    """What is certain of the adapter's effect, empty where nothing is. Of its settings: `layers` if its layers' deltas
+    are all that it changes, `some-tokens` if it acts on chosen tokens alone, else why it changes nothing; of a delta:
+    `zero-delta` if it is zero."""
     merging: MergeEffect | None = None
+    """What merging does to the outputs: a fact of the case and not of a device, which has no row in a report."""
     not_finite: int = 0
+    """Elements that are NaN or infinite in the file; looked for by the worker that makes the reference."""
     nondeterministic: tuple[str, ...] = ()
+    """Operations without a deterministic version that had run in its stage before it was recorded: its bits may be
+    others each time, on the same device too. Empty for bytes that were moved."""
 
     @property
     def promised_digest(self) -> str | None:
@@ -146,22 +116,15 @@ IN_EVIDENCE = {
 
 
 class SettingChange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A setting that was not as requested when a stage ended.
-
-    Attributes
-    ----------
-    setting : str
-        Its name, as `--set` takes it.
-    asked, in_force : object
-        What was requested, and what it was.
-    stage : str
-        The stage that ended.
-    """
+    """A setting that was not as requested when a stage ended."""
 
     setting: str
+    """Its name, as `--set` takes it."""
     asked: Any
     in_force: Any
+    """`asked`, `in_force`: what was requested, and what it was."""
     stage: str
+    """The stage that ended."""
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -195,71 +158,46 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class WorkerFacts(DeviceIdentity, frozen=True, kw_only=True):
-    """What a capture and a report both state of a worker.
-
-    Attributes
-    ----------
-    name, load_path : str
-        Device and load path; one device may have a worker per load path.
-    status : str
-        `ok`, `lost` (killed, hung, out of memory) or `failed` (an error of its own).
-    reason : str or None
-        For a worker that is not `ok`: signal, last event.
-    stack : str or None
-        Where it was, by `faulthandler`.
-    environment : dict
-        Versions, threads, kernels in force.
-    asked, in_force : dict
-        Determinism settings.
-    stages_done : tuple of str
-    peak_bytes : int or None
-        Largest resident size of the worker's process.
-    stage_memory : tuple of StageMemory
-        In the order of the stages.
-    soak : Soak or None
-        None where none was requested, or the worker was lost before it.
-    engine : str or None
-        Name and version of the inference engine whose outputs it stands for; None of a device.
-    """
+    """What a capture and a report both state of a worker."""
 
     name: str
     load_path: str
+    """`name`, `load_path`: device and load path; one device may have a worker per load path."""
     status: WorkerStatus
+    """`ok`, `lost` (killed, hung, out of memory) or `failed` (an error of its own)."""
     reason: str | None = None
+    """For a worker that is not `ok`: signal, last event."""
     stack: str | None = None
+    """Where it was, by `faulthandler`."""
     environment: dict[str, Any] = {}
+    """Versions, threads, kernels in force."""
     asked: dict[str, Any] = {}
     in_force: dict[str, Any] = {}
+    """`asked`, `in_force`: determinism settings."""
     stages_done: tuple[str, ...] = ()
     elapsed_s: float = 0.0
     peak_bytes: int | None = None
+    """Largest resident size of the worker's process."""
     stage_memory: tuple[StageMemory, ...] = ()
+    """In the order of the stages."""
     soak: Soak | None = None
+    """None where none was requested, or the worker was lost before it."""
     engine: str | None = None
+    """Name and version of the inference engine whose outputs it stands for; None of a device."""
 
 
 class WorkerInfo(WorkerFacts, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A worker as its capture describes it.
-
-    Attributes
-    ----------
-    changes : tuple of SettingChange
-        Settings that were not as requested when a stage ended.
-    inputs_digest : str or None
-        Of the fixed inputs of the forward stage.
-    config : dict
-        Of the base, as it was loaded: what may change its results.
-    sources : str
-        Digest of the files of configs, and of the code of a factory.
-    kernel_key : str
-        Workers with the same key run the same program on the same type of device: bitwise equal results are expected.
-    planted : str or None
-        The fault that was planted in it on purpose.
-    """
+    """A worker as its capture describes it."""
 
     changes: tuple[SettingChange, ...] = ()
+    """Settings that were not as requested when a stage ended."""
     inputs_digest: str | None = None
+    """Of the fixed inputs of the forward stage."""
     config: dict[str, Any] = {}
+    """Of the base, as it was loaded: what may change its results."""
     sources: str = ""
+    """Digest of the files of configs, and of the code of a factory."""
     kernel_key: str = ""
+    """Workers with the same key run the same program on the same type of device: bitwise equal results are expected."""
     planted: str | None = None
+    """The fault that was planted in it on purpose."""

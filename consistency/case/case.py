@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from consistency.case.engine_file import EngineFile
-from consistency.case.fit import Fit
 from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Dtype, Placement, Profile
@@ -15,6 +14,19 @@ from consistency.case.tolerance import Override
 
 CHECKED_IN = "checked in case"
 """Marks what one case leaves out because another case of its suite has it."""
+
+
+class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a case is cut to so that it fits; None leaves the choice to the level and to the stage.
+
+    Attributes
+    ----------
+    sequences, tokens : int or None
+        Inputs that are made: fewer than those of the level. The rest is not checked.
+    """
+
+    sequences: int | None = None
+    tokens: int | None = None
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

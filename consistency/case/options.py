@@ -76,39 +76,27 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """How one field of `Options` is given.
-
-    Attributes
-    ----------
-    name : str
-        As in TOML; a command line spells it with dashes.
-    attribute : str
-        The field of `Options`, and its name in Python, where `name` is a word of the language.
-    type : type
-        What the text of a command line is read as; `bool` is a switch that takes no value.
-    repeatable : bool
-        Given several times on a command line, a list in TOML.
-    gathers : bool
-        May be given several times on a command line, and is a list only then.
-    is_path : bool
-        A relative path in a TOML file is relative to that file.
-    absent : mapping of Edge to str
-        Where the option does not exist, and why.
-    help_of_one_case : str
-        The help of a command that takes no suite; empty where that is the same.
-    """
+    """How one field of `Options` is given."""
 
     name: str
+    """As in TOML; a command line spells it with dashes."""
     attribute: str
+    """The field of `Options`, and its name in Python, where `name` is a word of the language."""
     help: str
     metavar: str | None = None
     type: Callable[[str], object] = str
+    """What the text of a command line is read as; `bool` is a switch that takes no value."""
     choices: tuple[str, ...] | None = None
     repeatable: bool = False
+    """Given several times on a command line, a list in TOML."""
     gathers: bool = False
+    """May be given several times on a command line, and is a list only then."""
     is_path: bool = False
+    """A relative path in a TOML file is relative to that file."""
     absent: Mapping[Edge, str] = field(default_factory=dict)
+    """Where the option does not exist, and why."""
     help_of_one_case: str = ""
+    """The help of a command that takes no suite; empty where that is the same."""
 
 
 def declare(default: T, help: str, metavar: str | None = None, **more: Any) -> T:

@@ -24,19 +24,13 @@ _READ = (".safetensors", ".json", ".bin", ".py", ".model", ".txt", ".tiktoken")
 
 
 class Requirements(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a host must have.
-
-    Attributes
-    ----------
-    files : dict of str to dict
-        By what they are for (`base`, `adapter`, …) the SHA-256 of the files, by name.
-    accelerators : int
-        How many devices other than the CPU.
-    """
+    """What a host must have."""
 
     schema: str = SCHEMA
     files: dict[str, dict[str, str]] = {}
+    """By what they are for (`base`, `adapter`, …) the SHA-256 of the files, by name."""
     accelerators: int = 0
+    """How many devices other than the CPU."""
 
     def check_devices(self, devices: Sequence[DeviceInfo]) -> None:
         """Raise `UsageError` where there are fewer accelerators than required."""

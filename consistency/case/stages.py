@@ -67,61 +67,43 @@ EVERY_LEVEL: tuple[Level, ...] = tuple(Level)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """One stage.
-
-    Attributes
-    ----------
-    kind : Kind
-        A user's tolerance applies to stages that compute.
-    rule : Rule
-        Of most of its rows, and of the row that explains why there are none.
-    worker : str
-        `module:function` that runs it: takes a `Context`, or a `Machine` where no model is loaded.
-    again : str
-        `module:function` that repeats it during a soak: takes what `worker` takes, and a `Compare`. Empty where there
-        is nothing to repeat on the device.
-    items : str
-        `module:function` that names its pytest items from headers alone; empty where `everything_else` is its only one.
-    cost : str
-        `module:function` that estimates its memory from a `Setting`: as a forward pass, unless it says more.
-    levels : tuple of Level
-        That run it without being asked.
-    option : str
-        Field of `Options` that asks for it; empty where `--stages` and the level alone do.
-    feeds_inputs : bool
-        Whether it runs the model on the case's inputs and is compared only with workers that had the same.
-    opens_devices : bool
-        Whether it uses other devices on purpose.
-    together : bool
-        Whether its workers form a group with those beside them.
-    by : tuple of Stage
-        Whose float64 results judge it: they run too where it is asked for.
-    before : Stage or None
-        Where it runs, if not in the order of `Stage`.
-    whole : str
-        Tensor of the row that stands for it as a whole.
-    short : str
-        Its name in a table where there is no room for the whole one; empty where that is short.
-    """
+    """One stage."""
 
     stage: Stage
     kind: Kind
+    """A user's tolerance applies to stages that compute."""
     rule: Rule
+    """Of most of its rows, and of the row that explains why there are none."""
     worker: str
+    """`module:function` that runs it: takes a `Context`, or a `Machine` where no model is loaded."""
     again: str = ""
+    """`module:function` that repeats it during a soak: takes what `worker` takes, and a `Compare`. Empty where there is
+    nothing to repeat on the device."""
     items: str = ""
+    """`module:function` that names its pytest items from headers alone; empty where `everything_else` is its only
+    one."""
     cost: str = "consistency.case.budget.costs:forward"
+    """`module:function` that estimates its memory from a `Setting`: as a forward pass, unless it says more."""
     model: Model = Model.REQUIRED
     needs_adapter: bool = False
     levels: tuple[Level, ...] = EVERY_LEVEL
+    """That run it without being asked."""
     option: str = ""
+    """Field of `Options` that asks for it; empty where `--stages` and the level alone do."""
     feeds_inputs: bool = False
+    """Whether it runs the model on the case's inputs and is compared only with workers that had the same."""
     opens_devices: bool = False
+    """Whether it uses other devices on purpose."""
     together: bool = False
+    """Whether its workers form a group with those beside them."""
     by: tuple[Stage, ...] = ()
+    """Whose float64 results judge it: they run too where it is asked for."""
     before: Stage | None = None
+    """Where it runs, if not in the order of `Stage`."""
     whole: str = "everything"
+    """Tensor of the row that stands for it as a whole."""
     short: str = ""
+    """Its name in a table where there is no room for the whole one; empty where that is short."""
 
 
 _STAGES = "consistency.worker.stages"
@@ -293,25 +275,19 @@ HOST_STAGES: tuple[Stage, ...] = stages_of(lambda spec: spec.model is Model.UNUS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelPlan:
-    """What a level means.
-
-    Attributes
-    ----------
-    sides : tuple of str
-        The load paths that it checks besides each default one.
-    float64_merges : int
-        Elements of all matrices of the largest model that is merged in float64, and whose blocks are compared with the
-        adapter off and merged too.
-    """
+    """What a level means."""
 
     stages: tuple[Stage, ...]
     safe_merge: bool
     reload: bool
     sides: tuple[str, ...]
+    """The load paths that it checks besides each default one."""
     sequences: int
     tokens: int
     repeat: int
     float64_merges: int
+    """Elements of all matrices of the largest model that is merged in float64, and whose blocks are compared with the
+    adapter off and merged too."""
     not_checked: tuple[str, ...]
 
     def is_large(self, matrix_elements: int) -> bool:

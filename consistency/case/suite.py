@@ -45,19 +45,13 @@ _MOST_NAMES = 20  # one line of an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """What a user can set about a suite.
-
-    Attributes
-    ----------
-    shared : Options
-        Those in `SHARED` apply to all cases.
-    cases : tuple of Options
-        Their names differ, and so do the folders that are named after them.
-    """
+    """What a user can set about a suite."""
 
     name: str
     shared: Options
+    """Those in `SHARED` apply to all cases."""
     cases: tuple[Options, ...]
+    """Their names differ, and so do the folders that are named after them."""
 
     def chosen(self, patterns: Sequence[str]) -> SuiteOptions:
         """Return the suite with those cases alone whose name matches one of the patterns; without any, with all.

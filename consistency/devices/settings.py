@@ -29,28 +29,19 @@ _UNSET = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingSpec:
-    """One setting.
-
-    Attributes
-    ----------
-    pinned : bool, str or None
-        Its value in the profile `pinned`; None is an environment variable that is not set.
-    values : tuple of str
-        What it takes; empty is true or false.
-    pattern : str
-        Instead of `values`: a regular expression of the whole value.
-    wanted : str
-        What the pattern says, in words.
-    variable : str or None
-        The environment variable that it is, if it is one; `none` leaves that unset.
-    """
+    """One setting."""
 
     name: str
     pinned: bool | str | None
+    """Its value in the profile `pinned`; None is an environment variable that is not set."""
     values: tuple[str, ...] = ()
+    """What it takes; empty is true or false."""
     pattern: str = ""
+    """Instead of `values`: a regular expression of the whole value."""
     wanted: str = "true or false"
+    """What the pattern says, in words."""
     variable: str | None = None
+    """The environment variable that it is, if it is one; `none` leaves that unset."""
 
     def parse(self, given: object, *, where: str) -> bool | str | None:
         """Return a value of this setting's type from what a user wrote.

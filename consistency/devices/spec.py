@@ -80,27 +80,19 @@ def label_of(worker: str) -> WorkerLabel | None:
 
 
 class DeviceIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What identifies a device; its number can change.
-
-    Attributes
-    ----------
-    architecture : str
-        Vendor's name and capability: `Ampere sm_86`, `x86-64 AVX-512`.
-    model : str
-        Product name of the chip.
-    uuid, pci_bus_id, driver, capability : str or None
-        None where the backend does not report it.
-    simulated : bool
-        True for a software device, which is never presented as a real one.
-    """
+    """What identifies a device; its number can change."""
 
     architecture: str
+    """Vendor's name and capability: `Ampere sm_86`, `x86-64 AVX-512`."""
     model: str
+    """Product name of the chip."""
     uuid: str | None = None
     pci_bus_id: str | None = None
     driver: str | None = None
     capability: str | None = None
+    """`uuid`, `pci_bus_id`, `driver`, `capability`: None where the backend does not report it."""
     simulated: bool = False
+    """True for a software device, which is never presented as a real one."""
 
 
 class AutoChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -123,41 +115,28 @@ class AutoChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
-    """What is known of a device before a worker starts.
-
-    Attributes
-    ----------
-    memory_bytes : int or None
-        None where it is not reported, as for a GPU that shares the host's memory.
-    visible_id : str or None
-        The entry of the backend's visibility variable that shows this device alone.
-    visible_ids : tuple of str
-        The entries that show every device of the host, in the order of their numbers; empty where they are not known.
-    unusable : str
-        Why no process can use it.
-    alone : str
-        Why a process can use it only where it sees no other device, and no other process uses it: a clause that follows
-        its name.
-    shares_memory : bool
-        Whether its memory is that of the host.
-    not_reported : dict of str to str
-        What the library that was asked did not report, with its reason.
-    asked : str
-        That library.
-    auto : AutoChoice or None
-        Of the CPU that `auto` stands for; None where devices were named.
-    """
+    """What is known of a device before a worker starts."""
 
     spec: DeviceSpec
     memory_bytes: int | None = None
+    """None where it is not reported, as for a GPU that shares the host's memory."""
     visible_id: str | None = None
+    """The entry of the backend's visibility variable that shows this device alone."""
     visible_ids: tuple[str, ...] = ()
+    """The entries that show every device of the host, in the order of their numbers; empty where they are not known."""
     unusable: str = ""
+    """Why no process can use it."""
     alone: str = ""
+    """Why a process can use it only where it sees no other device, and no other process uses it: a clause that follows
+    its name."""
     shares_memory: bool = False
+    """Whether its memory is that of the host."""
     not_reported: dict[str, str] = {}
+    """What the library that was asked did not report, with its reason."""
     asked: str = "NVML"
+    """That library."""
     auto: AutoChoice | None = None
+    """Of the CPU that `auto` stands for; None where devices were named."""
 
 
 def parse_device(text: str, *, where: str = "--devices") -> DeviceSpec:

@@ -28,21 +28,14 @@ def own_test(vendor: Vendor) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """What a build of torch computes on.
-
-    Attributes
-    ----------
-    name : str
-        As people know it.
-    pci_vendor : int
-        Of its cards, as sysfs has it.
-    hidden_by : str or None
-        Setting that hides all of its devices from a process.
-    """
+    """What a build of torch computes on."""
 
     name: str
+    """As people know it."""
     pci_vendor: int
+    """Of its cards, as sysfs has it."""
     hidden_by: str | None = None
+    """Setting that hides all of its devices from a process."""
 
 
 PLATFORMS: Mapping[str, Platform] = {

@@ -11,24 +11,16 @@ from consistency.devices.discovery import is_rocm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visibility:
-    """How a type of device is hidden from a process.
-
-    Attributes
-    ----------
-    variable : str
-        Lists the devices that a process may see.
-    others : tuple of str
-        Further variables that mean the same where `variable` is empty.
-    hides_all : str or None
-        The list that shows no device; None where there is none.
-    is_ordered : bool
-        Whether the list numbers the devices in its own order. If not, it only selects from them.
-    """
+    """How a type of device is hidden from a process."""
 
     variable: str
+    """Lists the devices that a process may see."""
     others: tuple[str, ...] = ()
+    """Further variables that mean the same where `variable` is empty."""
     hides_all: str | None
+    """The list that shows no device; None where there is none."""
     is_ordered: bool = True
+    """Whether the list numbers the devices in its own order. If not, it only selects from them."""
 
     def alone(self, index: int) -> str:
         """Return the list that shows one device, by its place among the devices that the user shows."""

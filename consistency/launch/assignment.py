@@ -44,53 +44,38 @@ _LOST = {OUT_OF_MEMORY: "ran out of memory", DEVICE_FAILED: "its device failed"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a worker's case ended.
-
-    Attributes
-    ----------
-    meaning : str
-        What the reason means and what to do, where the reason is a device's own words.
-    error : ConsistencyError or None
-        It concerns more than the worker: the files are wrong, the disk is full.
-    """
+    """How a worker's case ended."""
 
     status: WorkerStatus
     reason: str | None = None
     meaning: str = ""
+    """What the reason means and what to do, where the reason is a device's own words."""
     error: ConsistencyError | None = None
+    """It concerns more than the worker: the files are wrong, the disk is full."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Assignment:
-    """One case of one worker.
-
-    Attributes
-    ----------
-    number : int
-        Of the case in the task.
-    folder, blobs, scratch : Path
-        As in `Job`, and so is `group`.
-    began : bool
-        Whether there was any event.
-    last : str
-        The last event for people.
-    failure : dict or None
-        The error that the worker reported.
-    """
+    """One case of one worker."""
 
     number: int
+    """Of the case in the task."""
     case: Case
     plan: WorkerPlan
     folder: Path
     blobs: Path
     scratch: Path
+    """`folder`, `blobs`, `scratch`: as in `Job`, and so is `group`."""
     fault: str | None
     group: RankGroup | None = None
     reader: EventReader = field(init=False)
     began: bool = False
+    """Whether there was any event."""
     done: bool = False
     last: str = "none"
+    """The last event for people."""
     failure: dict[str, Any] | None = None
+    """The error that the worker reported."""
     started: float = 0.0
     last_event_at: float = 0.0
     out_of_memory_before: int = 0

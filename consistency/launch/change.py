@@ -11,24 +11,17 @@ from consistency.case.load_path import LoadPath
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What differs in a worker.
-
-    Attributes
-    ----------
-    environment : mapping of str to str or None
-        Variables by name; None removes one.
-    settings : mapping of str to object
-        Determinism settings by name.
-    autocast_adapter_dtype : bool or None
-        PEFT's argument: off, the adapter takes the base's dtype instead of float32.
-    """
+    """What differs in a worker."""
 
     name: str = ""
     environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables by name; None removes one."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """Determinism settings by name."""
     threads: int | None = None
     load_path: LoadPath | None = None
     autocast_adapter_dtype: bool | None = None
+    """PEFT's argument: off, the adapter takes the base's dtype instead of float32."""
 
     @property
     def touches(self) -> frozenset[str]:

@@ -38,22 +38,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseTask:
-    """One case of a task.
-
-    Attributes
-    ----------
-    waves : sequence of sequence of WorkerPlan
-        The workers of a host; a wave starts when the one before has ended.
-    target : Path
-        Where its captures go: one host's there, those of several hosts below it.
-    faults : mapping of str to str
-        Fault to plant (of `consistency.worker.faults`) by name of the device.
-    """
+    """One case of a task."""
 
     case: Case
     waves: Sequence[Sequence[WorkerPlan]]
+    """The workers of a host; a wave starts when the one before has ended."""
     target: Path
+    """Where its captures go: one host's there, those of several hosts below it."""
     faults: Mapping[str, str] = field(default_factory=dict)
+    """Fault to plant (of `consistency.worker.faults`) by name of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +59,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """The captures of a case, one folder or ZIP file per host.
-
-    Attributes
-    ----------
-    lost : tuple of str
-        A sentence for each host without a capture.
-    error : ConsistencyError or None
-        Why there is no capture: no host can use the files of the case.
-    """
+    """The captures of a case, one folder or ZIP file per host."""
 
     task: CaseTask
     captures: tuple[Path, ...] = ()
     lost: tuple[str, ...] = ()
+    """A sentence for each host without a capture."""
     error: ConsistencyError | None = None
+    """Why there is no capture: no host can use the files of the case."""
 
 
 class Engine(Protocol):

@@ -45,21 +45,15 @@ _WAITED_FOR = stages_of(lambda spec: spec.feeds_inputs)
 
 @dataclass(slots=True, kw_only=True)
 class _OpenCase:
-    """A case whose capture is being made.
-
-    Attributes
-    ----------
-    left : int
-        Workers that have not ended it.
-    before : HostFacts or None
-        Of the host when its first worker began.
-    """
+    """A case whose capture is being made."""
 
     task: CaseTask
     writer: CaptureWriter
     scratch: Path
     left: int
+    """Workers that have not ended it."""
     before: HostFacts | None = None
+    """Of the host when its first worker began."""
     error: ConsistencyError | None = None
 
     @property

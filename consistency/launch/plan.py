@@ -23,30 +23,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker to be started.
-
-    Attributes
-    ----------
-    load_path : LoadPath
-        The default load path that it is started for.
-    makes_reference : bool
-        Whether it computes the float64 activations for all workers.
-    others_wait : bool
-        Whether the case has any other.
-    peers : tuple of DeviceInfo
-        The devices of these.
-    turn : int
-        Which of the workers on its card it is: they run one after the other.
-    """
+    """One worker to be started."""
 
     info: DeviceInfo
     load_path: LoadPath
+    """The default load path that it is started for."""
     alternative_paths: tuple[LoadPath, ...] = ()
     makes_reference: bool = False
+    """Whether it computes the float64 activations for all workers."""
     others_wait: bool = True
+    """Whether the case has any other."""
     peers: tuple[DeviceInfo, ...] = ()
+    """The devices of these."""
     change: Change | None = None
     turn: int = 0
+    """Which of the workers on its card it is: they run one after the other."""
 
     @property
     def name(self) -> str:

@@ -25,19 +25,13 @@ DUMP_GRACE_S = 5.0  # faulthandler writes its stacks in milliseconds, unless the
 
 @dataclass(slots=True, kw_only=True)
 class WorkerProcess:
-    """A worker's process.
-
-    Attributes
-    ----------
-    assignments : deque of Assignment
-        Cases that have not ended, in the order in which it takes them.
-    over : bool
-        Whether the process has ended.
-    """
+    """A worker's process."""
 
     assignments: deque[Assignment]
+    """Cases that have not ended, in the order in which it takes them."""
     process: subprocess.Popen[bytes] | ForkedProcess
     over: bool = False
+    """Whether the process has ended."""
     _ended_any: bool = False
 
     @classmethod

@@ -39,27 +39,18 @@ _LARGEST_BLOCK = 1 << 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A stretch of a computed tensor, flat and on the CPU, with its exact value and its tolerance.
-
-    Attributes
-    ----------
-    start : int
-        Flat index of the first element.
-    actual : torch.Tensor
-        `(n,)` of the tested dtype.
-    exact : np.ndarray
-        `(n,)` float64.
-    allowed : np.ndarray or None
-        `(n,)` float64, the tolerance of each element; None if only that of the whole tensor is known.
-    base : torch.Tensor or None
-        `(n,)` of any dtype: the tensor that the computation added to, if any.
-    """
+    """A stretch of a computed tensor, flat and on the CPU, with its exact value and its tolerance."""
 
     start: int
+    """Flat index of the first element."""
     actual: torch.Tensor
+    """`(n,)` of the tested dtype."""
     exact: np.ndarray
+    """`(n,)` float64."""
     allowed: np.ndarray | None
+    """`(n,)` float64, the tolerance of each element; None if only that of the whole tensor is known."""
     base: torch.Tensor | None = None
+    """`(n,)` of any dtype: the tensor that the computation added to, if any."""
 
 
 Chunks = Callable[[], Iterable[Chunk]]
@@ -68,31 +59,21 @@ Chunks = Callable[[], Iterable[Chunk]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A stretch of a computed tensor, flat and on the CPU, with what its exact value and its tolerance are made from.
-
-    Attributes
-    ----------
-    start : int
-        Flat index of the first element.
-    actual : torch.Tensor
-        `(n,)` of the tested dtype.
-    value : np.ndarray
-        `(n,)` float64: the exact value, without `base`. Valid until the next stretch is drawn, as `size` is.
-    base : torch.Tensor or None
-        `(n,)` of any dtype, the tensor that the computation added to, if any.
-    size : np.ndarray or None
-        `(n,)` float64: what an `Allowance` needs, the sum of magnitudes in each element's inner product; without an
-        allowance, the tolerance of each element.
-    allowance : Allowance or UserAllowance or None
-        The rule of the tolerance; None where `size` is the tolerance, or none is known.
-    """
+    """A stretch of a computed tensor, flat and on the CPU, with what its exact value and tolerance are made from."""
 
     start: int
+    """Flat index of the first element."""
     actual: torch.Tensor
+    """`(n,)` of the tested dtype."""
     value: np.ndarray
+    """`(n,)` float64: the exact value, without `base`. Valid until the next stretch is drawn, as `size` is."""
     base: torch.Tensor | None = None
+    """`(n,)` of any dtype, the tensor that the computation added to, if any."""
     size: np.ndarray | None = None
+    """`(n,)` float64: what an `Allowance` needs, the sum of magnitudes in each element's inner product; without an
+    allowance, the tolerance of each element."""
     allowance: Allowance | UserAllowance | None = None
+    """The rule of the tolerance; None where `size` is the tolerance, or none is known."""
 
     def chunk(self, start: int, length: int) -> Chunk:
         """Return a part of it, from an element counted from its own start, with exact value and tolerance."""

@@ -17,34 +17,23 @@ Force = Callable[[torch.Tensor], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One call of an operation that decides.
-
-    Attributes
-    ----------
-    name : str
-        Of the operation.
-    operand : torch.Tensor
-        The values on which it rests; of a comparison, the difference of both sides.
-    decided : torch.Tensor
-        What was decided, element by element: a truth value, the number of an interval, an integer; of a selection, the
-        indices that were chosen.
-    margins : callable
-        Return the margin of each element, from the exact operand.
-    force : callable
-        Return the result of the operation if something else had been decided.
-    dim : int or None
-        Of a selection in order, the dimension of the operand that its indices are of.
-    scores : int
-        How many values of the operand a margin lies between, each of which may be off: two of a selection.
-    """
+    """One call of an operation that decides."""
 
     name: str
+    """Of the operation."""
     operand: torch.Tensor
+    """The values on which it rests; of a comparison, the difference of both sides."""
     decided: torch.Tensor
+    """What was decided, element by element: a truth value, the number of an interval, an integer; of a selection, the
+    indices that were chosen."""
     margins: Callable[[torch.Tensor], torch.Tensor]
+    """Return the margin of each element, from the exact operand."""
     force: Force
+    """Return the result of the operation if something else had been decided."""
     dim: int | None = None
+    """Of a selection in order, the dimension of the operand that its indices are of."""
     scores: int = 1
+    """How many values of the operand a margin lies between, each of which may be off: two of a selection."""
 
 
 def gaps(scores: torch.Tensor, dim: int, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from consistency.numerics.chunks import Chunk, Chunks
-from consistency.numerics.diagnosis import FEW_ELEMENTS, Diagnosis, bit_flip, block, first_answer, non_finite
+from consistency.numerics.diagnosis import FEW_ELEMENTS, ROUNDINGS, Diagnosis, bit_flip, block, first_answer, non_finite
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.kernels.numpy_distance import numbers_of
 from consistency.numerics.measure import Measure
-from consistency.numerics.rounding import ROUNDINGS
 from consistency.numerics.words import Word
 
 _BY_CHANCE = 1 / 32

@@ -16,6 +16,7 @@ import torch
 
 from consistency.numerics.diagnosis import (
     FEW_ELEMENTS,
+    ROUNDINGS,
     Diagnosis,
     bit_flip,
     block,
@@ -26,7 +27,6 @@ from consistency.numerics.diagnosis import (
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import bit_patterns, elements, real_view
 from consistency.numerics.measure import Measure
-from consistency.numerics.rounding import ROUNDINGS
 from consistency.numerics.words import Word
 
 _BELOW_TF32 = (1 << 13) - 1
@@ -43,23 +43,16 @@ def _nothing(_: torch.Tensor) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """Other contents that a tensor may hold instead of its bytes.
-
-    Attributes
-    ----------
-    poison : int or None
-        Bit pattern of the elements before the bytes were written.
-    initial : str or None
-        Digest of the tensor before anything was loaded into it.
-    swapped, stale : callable
-        Given the tensor, the name of something with the same bytes: the reference of another tensor of the run; or
-        earlier contents of the memory, another adapter, or another run. None if there is none.
-    """
+    """Other contents that a tensor may hold instead of its bytes."""
 
     poison: int | None = None
+    """Bit pattern of the elements before the bytes were written."""
     initial: str | None = None
+    """Digest of the tensor before anything was loaded into it."""
     swapped: Callable[[torch.Tensor], str | None] = _nothing
     stale: Callable[[torch.Tensor], str | None] = _nothing
+    """`swapped`, `stale`: given the tensor, the name of something with the same bytes: the reference of another tensor
+    of the run; or earlier contents of the memory, another adapter, or another run. None if there is none."""
 
 
 def diagnose_structure(actual: torch.Tensor, expected: torch.Tensor) -> Diagnosis | None:

@@ -40,18 +40,12 @@ TB/s), and a device that holds little besides one layer has room for them."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDigest:
-    """The digest of one tensor.
-
-    Attributes
-    ----------
-    value : str
-        32 hexadecimal digits over dtype, shape and block digests.
-    blocks : tuple of int
-        Unsigned 64-bit digest of each block of `BLOCK_BYTES`, in order.
-    """
+    """The digest of one tensor."""
 
     value: str
+    """32 hexadecimal digits over dtype, shape and block digests."""
     blocks: tuple[int, ...]
+    """Unsigned 64-bit digest of each block of `BLOCK_BYTES`, in order."""
 
 
 def digest(tensor: torch.Tensor) -> TensorDigest:

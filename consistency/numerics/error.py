@@ -20,9 +20,8 @@ from consistency.numerics.distance import NO_WORST, describe_worst
 from consistency.numerics.dtype import name_of
 from consistency.numerics.file_tensor import Readable, elements_of, mapped, parts_of
 from consistency.numerics.kernels import trust
-from consistency.numerics.kernels.compiled import KINDS, PRODUCTS, errors_in, pool
+from consistency.numerics.kernels.compiled import KINDS, errors_in, pool
 from consistency.numerics.kernels.compiled_error import CompiledErrors, fits
-from consistency.numerics.kernels.compiled_product import CompiledProduct, is_measurable
 from consistency.numerics.kernels.numpy_error import errors_by_numpy
 from consistency.numerics.kernels.tally import ErrorTally, WorstError, total
 from consistency.numerics.measure import Measure
@@ -57,17 +56,11 @@ class ErrorMeter:
 
 def measure_low_rank(tensors: Sequence[LowRankTensor], product: LowRankProduct) -> list[Measure]:
     """Measure how far deltas and merged weights of one layer are from their exact values, which are made once."""
-    kernel = trust.trusted(PRODUCTS) if is_measurable(tensors, product) else None
-    compiled = None if kernel is None else CompiledProduct(kernel, tensors, product)
-    step = product.rows_per_stretch if compiled is None else compiled.rows_per_tile
-
-    def rows_of(part: range) -> range:
-        return range(part.start * step, min(product.rows, part.stop * step))
+    step = product.rows_per_stretch
 
     def add_up(part: range) -> list[ErrorTally]:
-        if compiled is not None:
-            return compiled.measure(rows_of(part))
-        return _add_up(actual, product.stretches(tensors, rows_of(part)))
+        rows = range(part.start * step, min(product.rows, part.stop * step))
+        return _add_up(actual, product.stretches(tensors, rows))
 
     actual = [tested.actual for tested in tensors]
     return _on_threads(actual, add_up, -(-product.rows // step), step * product.columns)

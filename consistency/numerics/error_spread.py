@@ -71,28 +71,20 @@ _MOST_FREEDOM = 64.0
 
 
 class ErrorLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest figures of a healthy device.
-
-    Attributes
-    ----------
-    row, element, scale : float
-    drawn : int
-        Rows of all passes together.
-    freedom : int
-        Degrees of freedom of a row.
-    largest : float
-        The largest error in the passes, in the tensor's own unit.
-    by_columns : bool
-        Whether rows are the columns of the tensor.
-    """
+    """The largest figures of a healthy device."""
 
     row: Real
     element: Real
     scale: Real
+    """`row`, `element`, `scale`: """
     drawn: int
+    """Rows of all passes together."""
     freedom: int
+    """Degrees of freedom of a row."""
     largest: Real
+    """The largest error in the passes, in the tensor's own unit."""
     by_columns: bool = False
+    """Whether rows are the columns of the tensor."""
 
     def of_figures(self) -> dict[str, Real | bool]:
         """Return the limit of each figure, and whether rows are columns."""
@@ -135,18 +127,12 @@ class ErrorFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """The variance of the error that rounding makes in a tensor, and the limits of what it may be.
-
-    Attributes
-    ----------
-    rows, columns : torch.Tensor
-        `(rows, 1)` and `(1, columns)`, float64: the variance of an element is the product. Columns are the last
-        dimension of the tensor, or its rows by `limits.by_columns`.
-    limits : ErrorLimits
-    """
+    """The variance of the error that rounding makes in a tensor, and the limits of what it may be."""
 
     rows: torch.Tensor
     columns: torch.Tensor
+    """`rows`, `columns`: `(rows, 1)` and `(1, columns)`, float64: the variance of an element is the product. Columns
+    are the last dimension of the tensor, or its rows by `limits.by_columns`."""
     limits: ErrorLimits
 
     @classmethod

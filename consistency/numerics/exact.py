@@ -19,10 +19,9 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from consistency.numerics.grouped_products import GROUPED, grouped_product
 from consistency.numerics.identity import storage_of
-from consistency.numerics.operands import each_tensor
-from consistency.numerics.widening import Widening
+from consistency.numerics.reduced_products import GROUPED, grouped_product
+from consistency.numerics.widening import Widening, each_tensor
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Whether a gradient may have another dtype than its parameter: from torch 2.10 on."""

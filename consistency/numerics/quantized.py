@@ -44,21 +44,14 @@ class Requantized:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight(ABC):
-    """A weight by its stored parts.
-
-    Attributes
-    ----------
-    parts : mapping of str to torch.Tensor
-        Codes, scales and tables, by the name of the format.
-    shape : tuple of int
-        Of the weight.
-    dtype : torch.dtype
-        That it is dequantized to.
-    """
+    """A weight by its stored parts."""
 
     parts: Mapping[str, torch.Tensor]
+    """Codes, scales and tables, by the name of the format."""
     shape: tuple[int, ...]
+    """Of the weight."""
     dtype: torch.dtype
+    """That it is dequantized to."""
 
     def on_cpu(self) -> QuantizedWeight:
         """Return the same weight with its parts on the CPU."""

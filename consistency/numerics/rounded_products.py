@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from consistency.numerics.operands import each_tensor
-from consistency.numerics.widening import Widening
+from consistency.numerics.widening import Widening, each_tensor
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 

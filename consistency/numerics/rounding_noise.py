@@ -61,9 +61,8 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from consistency.numerics.dtype import UNIT_ROUNDOFF
-from consistency.numerics.grouped_products import GROUPED
 from consistency.numerics.precision import partial_sums
-from consistency.numerics.reduced_products import MATRIX_PRODUCTS
+from consistency.numerics.reduced_products import GROUPED, MATRIX_PRODUCTS
 
 _aten = torch.ops.aten
 

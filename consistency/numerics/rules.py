@@ -64,21 +64,14 @@ LEAST_FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingError:
-    """The error that rounding in the tested dtype makes in a tensor, as passes with random rounding errors show it.
-
-    Attributes
-    ----------
-    largest : Real
-        The largest error against float64, in the tensor's own unit.
-    samples : int
-        Number of independent errors in one pass.
-    drawn : int
-        The same in all passes, of which `largest` is the largest.
-    """
+    """The error that rounding in the tested dtype makes in a tensor, as passes with random rounding errors show it."""
 
     largest: Real
+    """The largest error against float64, in the tensor's own unit."""
     samples: int
+    """Number of independent errors in one pass."""
     drawn: int
+    """The same in all passes, of which `largest` is the largest."""
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.drawn < 1:

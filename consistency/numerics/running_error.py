@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from consistency.numerics.bound import gamma
-from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF
+from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, name_of, named
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision, partial_sums_error
@@ -49,35 +49,25 @@ ERF_UNITS = 32.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
-    """How a device computes in one dtype.
-
-    Attributes
-    ----------
-    unit, floor : float
-        Unit roundoff of the computation, and half its smallest subnormal.
-    product : float
-        Unit roundoff of the accumulation of inner products.
-    products : Precision
-        In which float32 products may run.
-    partial_terms : int or None
-        Terms of a partial sum, where those of a half type may be stored in that type.
-    stored, stored_floor : float
-        Unit roundoff of the dtype, and half its smallest subnormal, if it is narrower than the computation; else 0.
-    steps : bool
-        Whether each step rounds to that narrower dtype, sums too; inner products are added up in the wider one.
-    shares : int
-        2 if the reference has no wider dtype, and so as large an error; else 1.
-    """
+    """How a device computes in one dtype."""
 
     unit: float
     floor: float
+    """`unit`, `floor`: unit roundoff of the computation, and half its smallest subnormal."""
     product: float
+    """Unit roundoff of the accumulation of inner products."""
     products: Precision = Precision.FLOAT32
+    """In which float32 products may run."""
     partial_terms: int | None = None
+    """Terms of a partial sum, where those of a half type may be stored in that type."""
     stored: float = 0.0
     stored_floor: float = 0.0
+    """`stored`, `stored_floor`: unit roundoff of the dtype, and half its smallest subnormal, if it is narrower than the
+    computation; else 0."""
     steps: bool = False
+    """Whether each step rounds to that narrower dtype, sums too; inner products are added up in the wider one."""
     shares: int = 1
+    """2 if the reference has no wider dtype, and so as large an error; else 1."""
 
     @classmethod
     def of(
@@ -270,3 +260,45 @@ def measure_tracked(actual: torch.Tensor, exact: Bounded) -> Measure:
     """Measure how far a tensor on the CPU is from exact values of its shape, by the tolerance of each element."""
     value, allowed = (torch.from_numpy(np.ascontiguousarray(part)) for part in (exact.value, exact.allowed))
     return measure_against_exact(actual, value, allowed)
+
+
+_U64 = UNIT_ROUNDOFF[torch.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """An exact sum, and what each element may be off by: float64 of one shape."""
+
+    value: np.ndarray
+    allowed: np.ndarray
+
+
+def exact_sum(terms: torch.Tensor, *, average: bool) -> Sum:
+    """Return the sum over the first dimension, or the average, in the terms' dtype in any order.
+
+    Parameters
+    ----------
+    terms : torch.Tensor
+        `(n, ...)` of a floating-point dtype, on the CPU.
+    """
+    exact = terms.to(torch.float64).numpy()
+    part = 1 / len(exact) if average else 1.0
+    allowed = sum_error(np.abs(exact).sum(0) * part, len(exact), name_of(terms.dtype), average=average)
+    return Sum(value=exact.sum(0) * part, allowed=allowed)
+
+
+def sum_error(sizes: np.ndarray, count: int, dtype: str, *, average: bool) -> np.ndarray:
+    r"""Return what sums of n terms may be off by, in any order.
+
+    It is at most :math:`\gamma_{n-1} \sum |x_i|`. Where a sum is divided by n, or its terms are multiplied by the
+    rounded 1/n, two roundings more. Each rounding may be to a subnormal.
+
+    Parameters
+    ----------
+    sizes : np.ndarray
+        Sum of the magnitudes of each element's terms, divided by n for an average.
+    """
+    roundings = count + 1 if average else count - 1
+    weight = gamma(roundings, UNIT_ROUNDOFF[named(dtype)]) + gamma(count + 1, _U64)
+    found: np.ndarray = weight * sizes + roundings * HALF_SMALLEST_SUBNORMAL[named(dtype)]
+    return found

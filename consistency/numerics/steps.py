@@ -13,19 +13,14 @@ class Steps:
 
     Bits of floats of one sign are ordered by magnitude, so their difference is the distance. The distance of two floats
     of opposite sign is the sum of their distances from zero. NaN has no place in the order.
-
-    Attributes
-    ----------
-    x, y, apart : np.ndarray
-        Bits of both as signed integers, and their difference.
-    across : np.ndarray or None
-        Where the signs differ, if anywhere; `apart` is 0 there.
     """
 
     x: np.ndarray
     y: np.ndarray
     apart: np.ndarray
+    """`x`, `y`, `apart`: bits of both as signed integers, and their difference."""
     across: np.ndarray | None
+    """Where the signs differ, if anywhere; `apart` is 0 there."""
     largest: int
 
     @classmethod

@@ -84,3 +84,18 @@ class Widening:
 def _columns(bias: torch.Tensor, part: slice, columns: int) -> torch.Tensor:
     """Return what is added to some columns; one column is added to all."""
     return bias[..., part] if bias.dim() and bias.shape[-1] == columns else bias
+
+
+def each_tensor(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Replace every tensor in a value, in lists, tuples and dictionaries of any depth, by what a function makes of it.
+
+    Operations take no other containers. torch's own `tree_map` handles any, and takes several times as long: a tenth
+    of a backward pass in float64 whose every operation goes through it.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)([each_tensor(function, one) for one in value])
+    if type(value) is dict:
+        return {name: each_tensor(function, one) for name, one in value.items()}
+    return value

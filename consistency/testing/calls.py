@@ -17,7 +17,7 @@ from consistency.numerics.decision import Decision
 from consistency.numerics.decisions import DecisionMode
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
-from consistency.numerics.operands import each_tensor
+from consistency.numerics.widening import each_tensor
 from consistency.worker import determinism
 
 Computed = dict[str, Any]

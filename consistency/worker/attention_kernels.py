@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from consistency.capture.names import module_place
 from consistency.devices.backends import FUSED_ATTENTION
 from consistency.worker import determinism
-from consistency.worker.model.blocks import blocks_of
+from consistency.worker.model.structure import blocks_of
 
 FORMULA = "math"
 

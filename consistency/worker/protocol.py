@@ -61,35 +61,24 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The workers that a worker forms a group with, itself included.
-
-    Attributes
-    ----------
-    rank : int
-        Its place among them.
-    ranks : tuple of str
-        Their names.
-    folder : str
-        Where they meet, in the scratch folder of the case.
-    timeout_s : float
-        How long a collective may take: half as long as a worker may be silent, so that a rank that waits for another
-        can say so before it is taken for the silent one.
-    node : str
-        Name of this node, where the workers of several form the group: then `ranks` are this node's alone until all
-        nodes have met (`consistency.worker.ranks.nodes`).
-    nodes : tuple of str
-        Of all nodes, in the order of their ranks.
-    has_met : bool
-        Whether `ranks` are those of all nodes.
-    """
+    """The workers that a worker forms a group with, itself included."""
 
     rank: int
+    """Its place among them."""
     ranks: tuple[str, ...]
+    """Their names."""
     folder: str
+    """Where they meet, in the scratch folder of the case."""
     timeout_s: float
+    """How long a collective may take: half as long as a worker may be silent, so that a rank that waits for another can
+    say so before it is taken for the silent one."""
     node: str = ""
+    """Name of this node, where the workers of several form the group: then `ranks` are this node's alone until all
+    nodes have met (`consistency.worker.ranks.nodes`)."""
     nodes: tuple[str, ...] = ()
+    """Of all nodes, in the order of their ranks."""
     has_met: bool = False
+    """Whether `ranks` are those of all nodes."""
 
     def part(self, first: int, size: int) -> RankGroup:
         """Return a group of some of the ranks, of which this one is."""
@@ -104,60 +93,43 @@ def lost_rank(folder: Path, name: str) -> Path:
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker needs to know of one case.
-
-    Attributes
-    ----------
-    name : str
-        The device as the user wrote it: `cuda:1@tf32`.
-    device : str
-        The device as torch numbers it in this worker: `cuda:0` where only one is visible.
-    alternative_paths : tuple of LoadPath
-        Those that the stage `adapter` checks besides `load_path`.
-    folder, blobs, scratch : str
-        The worker's own folder, the capture's tensors, and a folder shared with the other workers of this run.
-    settings : dict
-        Determinism settings that differ from the profile's: the user's, and those of the device's variant.
-    threads : int or None
-        None leaves them as the environment has them.
-    makes_reference : bool
-        Whether this worker computes the float64 activations for all.
-    others_wait : bool
-        Whether there are others that wait for what it computes.
-    peers : tuple of Peer
-        Every worker of the run, where this one computes the reference.
-    fault : str or None
-        A fault to plant, of `consistency.worker.faults`.
-    autocast_adapter_dtype : bool
-        PEFT's argument of this name for the default load path.
-    uuid, pci_bus_id : str or None
-        Of the device that was planned, where they are known.
-    unusable : str
-        Why no process can use that device, where it was found so.
-    group : RankGroup or None
-        None where no other worker on a device of its type runs beside it.
-    """
+    """Everything a worker needs to know of one case."""
 
     case: Case
     name: str
+    """The device as the user wrote it: `cuda:1@tf32`."""
     device: str
+    """The device as torch numbers it in this worker: `cuda:0` where only one is visible."""
     load_path: str
     folder: str
     blobs: str
     scratch: str
+    """`folder`, `blobs`, `scratch`: the worker's own folder, the capture's tensors, and a folder shared with the other
+    workers of this run."""
     settings: dict[str, Any]
+    """Determinism settings that differ from the profile's: the user's, and those of the device's variant."""
     makes_reference: bool
+    """Whether this worker computes the float64 activations for all."""
     threads: int | None
+    """None leaves them as the environment has them."""
     parent_pid: int
     alternative_paths: tuple[LoadPath, ...] = ()
+    """Those that the stage `adapter` checks besides `load_path`."""
     others_wait: bool = True
+    """Whether there are others that wait for what it computes."""
     peers: tuple[Peer, ...] = ()
+    """Every worker of the run, where this one computes the reference."""
     fault: str | None = None
+    """A fault to plant, of `consistency.worker.faults`."""
     autocast_adapter_dtype: bool = True
+    """PEFT's argument of this name for the default load path."""
     uuid: str | None = None
     pci_bus_id: str | None = None
+    """`uuid`, `pci_bus_id`: of the device that was planned, where they are known."""
     unusable: str = ""
+    """Why no process can use that device, where it was found so."""
     group: RankGroup | None = None
+    """None where no other worker on a device of its type runs beside it."""
 
 
 STARTED, ENDED = "started", "ended"
@@ -165,18 +137,12 @@ STARTED, ENDED = "started", "ended"
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process that has imported the libraries needs to fork a worker; the files of the worker come with it.
-
-    Attributes
-    ----------
-    jobs : str
-        File with the jobs.
-    variables : dict of str to str
-        Of the environment, to be set before the first operation.
-    """
+    """What a process that has imported the libraries needs to fork a worker; the files of the worker come with it."""
 
     jobs: str
+    """File with the jobs."""
     variables: dict[str, str]
+    """Of the environment, to be set before the first operation."""
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):

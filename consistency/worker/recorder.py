@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import msgspec
 import torch
 
 from consistency.capture.folder import pack_blocks
-from consistency.capture.names import LIMITS
+from consistency.capture.names import LIMITS, WHOLE_MODEL
 from consistency.capture.records import Effect, RecordStatus, TensorRecord
+from consistency.case.stages import SPECS, Stage
 from consistency.case.tolerance import Override, choose
 from consistency.numerics.aten_calls import largest_share
 from consistency.numerics.bound import UserAllowance
@@ -50,6 +51,21 @@ class UserTolerance(UserAllowance):
     """The override that applies to a tensor, and how the command line states it."""
 
     stated: str
+
+
+class Skip(Exception):  # noqa: N818 - no error
+    """Why a stage, or a part of it, has no result: recorded in its place by `Recorder.skipping`.
+
+    Parameters
+    ----------
+    reason : str
+    status : str
+        `blocked` where something else failed before.
+    """
+
+    def __init__(self, reason: str, *, status: RecordStatus = "skipped") -> None:
+        super().__init__(reason)
+        self.status = status
 
 
 class Recorder(RecordStore):
@@ -90,6 +106,32 @@ class Recorder(RecordStore):
             yield
         finally:
             self._trace = None
+
+    def skipping(
+        self, stage: str, *tensors: str, layer: str = WHOLE_MODEL, rule: Rule | None = None
+    ) -> AbstractContextManager[None, bool]:
+        """Record a `Skip` of a `with` block in the place of its rows, and go on after it.
+
+        Parameters
+        ----------
+        tensors, rule
+            Of these rows: of the stage as a whole, unless given.
+        """
+        return _Skipping(self, stage, tensors, layer, rule)
+
+    def skipped(
+        self,
+        stage: str,
+        reason: str,
+        *tensors: str,
+        layer: str = WHOLE_MODEL,
+        rule: Rule | None = None,
+        status: RecordStatus = "skipped",
+    ) -> None:
+        """Record why there is nothing in the place of some rows, or of a whole stage."""
+        spec = SPECS[Stage(stage)]
+        for tensor in tensors or (spec.whole,):
+            self.absent(stage, layer, tensor, status=status, reason=reason, rule=rule or spec.rule)
 
     def tolerance(self, *, stage: str, layer: str, dtype: torch.dtype) -> UserTolerance | None:
         """Return what the user allows for a tensor, None where the derived rules apply."""
@@ -380,3 +422,20 @@ class Recorder(RecordStore):
                 unsupported=unsupported,
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Skipping(AbstractContextManager[None, bool]):
+    record: Recorder
+    stage: str
+    tensors: tuple[str, ...]
+    layer: str
+    rule: Rule | None
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if not isinstance(error, Skip):
+            return False
+        self.record.skipped(
+            self.stage, str(error), *self.tensors, layer=self.layer, rule=self.rule, status=error.status
+        )
+        return True

@@ -27,9 +27,8 @@ from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
 from consistency.worker.bound_kernels import BOUND, choose_by_device
 from consistency.worker.device_check import require_device
-from consistency.worker.memory.freed_pages import trim
 from consistency.worker.memory.host_memory import reset_peak
-from consistency.worker.memory.mapped_pages import release
+from consistency.worker.memory.mapped_pages import release, trim
 from consistency.worker.memory.offload_choice import choose
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
@@ -98,7 +97,7 @@ class Session:
                     record_blocked(record, spec, self._left, raised=self._left)
                     continue
                 if spec.needs_adapter and case.adapter is None:
-                    _skip(record, spec, "no adapter was given")
+                    record.skipped(spec.stage, "no adapter was given")
                     continue
                 try:
                     self._run(spec, context or machine)
@@ -109,7 +108,7 @@ class Session:
                     )  # fmt: skip
                     # `transfer` too: every copy of it has this device at one end, and CUDA needs a new process now
                     for later in specs[number + 1 :]:
-                        _skip(record, later, "an earlier kernel assertion took the device's context with it")
+                        record.skipped(later.stage, "an earlier kernel assertion took the device's context with it")
                     return False
             if case.soak_s is not None and not self._left:
                 self._soak(context or machine, specs)
@@ -144,7 +143,8 @@ class Session:
                     inputs_digest=None if inputs is None else digest_of(inputs),
                     environment={**self._state.environment, **facts},
                 )
-            pkgutil.resolve_name(spec.worker)(context)
+            with context.record.skipping(spec.stage):
+                pkgutil.resolve_name(spec.worker)(context)
         except KernelAssertedError:
             raise
         except Exception as error:  # model code of any kind may raise anything
@@ -311,12 +311,6 @@ def _let_go(base: LoadedBase, expected: Mapping[str, tuple[str, torch.Tensor]]) 
     if base.files is not None:
         base.files.let_go()
     release([*base.tensors.values(), *(tensor for _, tensor in expected.values())])
-
-
-def _skip(record: Recorder, spec: StageSpec, reason: str) -> None:
-    record.absent(
-        stage=spec.stage, layer=WHOLE_MODEL, tensor=spec.whole, status="skipped", reason=reason, rule=spec.rule
-    )
 
 
 def import_models() -> ModuleType:

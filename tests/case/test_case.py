@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.case.case import Case
-from consistency.case.fit import Fit
+from consistency.case.case import Case, Fit
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import LEVELS, Level, Stage
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.numerics.bitcount import BitCount
+from consistency.numerics.kernels.numpy_distance import BitCount
 
 
 def counted(words: np.ndarray) -> dict[int, int]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consistency.numerics.grouped_products import GROUPED, grouped_product
+from consistency.numerics.reduced_products import GROUPED, grouped_product
 
 OFFS = torch.tensor([2, 2, 7], dtype=torch.int32)
 SHAPES = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from consistency.numerics.operands import each_tensor
+from consistency.numerics.widening import each_tensor
 
 
 def test_tensors_are_replaced_at_any_depth_and_the_rest_stays() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.numerics.rounding import ROUNDINGS, Rounding
+from consistency.numerics.diagnosis import ROUNDINGS, Rounding
 
 BY_NAME = {(r.word.value, r.how): r for r in ROUNDINGS}
 ANY_BITS = arrays.arrays(np.uint32, st.integers(1, 64), elements=st.integers(0, 2**32 - 1))

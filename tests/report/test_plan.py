@@ -12,8 +12,7 @@ from consistency.capture.json_codec import encode_json
 from consistency.case.budget.estimate import StageEstimate, WorkerEstimate
 from consistency.case.budget.fit import Budget
 from consistency.case.budget.shape import Layer, Shape
-from consistency.case.case import Case
-from consistency.case.fit import Fit
+from consistency.case.case import Case, Fit
 from consistency.errors import InputError
 from consistency.report.plan import as_table, render
 

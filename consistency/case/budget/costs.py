@@ -70,43 +70,30 @@ CUT_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one stage takes.
-
-    Attributes
-    ----------
-    host_bytes : int
-        Private memory above what the worker holds.
-    device_bytes : int
-        Memory of the device above what the worker holds on it.
-    window_bytes : int
-        Of files that are mapped beside the model.
-    scratch_bytes, kept_bytes : int
-        Of files in the scratch folder: removed when the stage ends, and kept for the workers of the case.
-    """
+    """What one stage takes."""
 
     host_bytes: int = 0
+    """Private memory above what the worker holds."""
     device_bytes: int = 0
+    """Memory of the device above what the worker holds on it."""
     window_bytes: int = 0
+    """Of files that are mapped beside the model."""
     scratch_bytes: int = 0
     kept_bytes: int = 0
+    """`scratch_bytes`, `kept_bytes`: of files in the scratch folder: removed when the stage ends, and kept for the
+    workers of the case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a worker is to do.
-
-    Attributes
-    ----------
-    on_device : bool
-        Whether the model is on an accelerator.
-    makes_reference : bool
-        Whether it computes the float64 reference.
-    """
+    """What a worker is to do."""
 
     shape: Shape
     case: Case
     on_device: bool
+    """Whether the model is on an accelerator."""
     makes_reference: bool
+    """Whether it computes the float64 reference."""
 
     @property
     def sequences(self) -> int:

@@ -38,31 +38,22 @@ WEIGHTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWorker:
-    """A worker to estimate.
-
-    Attributes
-    ----------
-    device_memory_bytes : int or None
-        None on the CPU, and where the backend does not report it.
-    simulated : bool
-        Whether the device is software.
-    shares_memory : bool
-        Whether the device's memory is the host's, as that of software is.
-    wave : int
-        Workers of one wave run side by side.
-    scratch_in_memory : bool
-        Whether the host keeps the files of the scratch folder in memory.
-    """
+    """A worker to estimate."""
 
     label: str
     spec: DeviceSpec
     device_memory_bytes: int | None = None
+    """None on the CPU, and where the backend does not report it."""
     simulated: bool = False
+    """Whether the device is software."""
     shares_memory: bool = False
+    """Whether the device's memory is the host's, as that of software is."""
     makes_reference: bool = False
     sees_others: bool = False
     wave: int = 0
+    """Workers of one wave run side by side."""
     scratch_in_memory: bool = False
+    """Whether the host keeps the files of the scratch folder in memory."""
 
     @property
     def on_device(self) -> bool:
@@ -74,27 +65,18 @@ class PlannedWorker:
 
 
 class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of one worker.
-
-    Attributes
-    ----------
-    stage : str
-        A stage, or a step before or after it: `start`, `load base`, `load adapter`, `soak`.
-    host_private_bytes : int
-        Peak that no other process shares, with the scratch files that the stage removes where these are in memory.
-    host_mapped_bytes : int
-        Peak of mapped files, which the workers of a host share, and which the kernel can drop and read again.
-    device_bytes : int or None
-        Peak on the worker's device; None on the CPU.
-    scratch_bytes : int
-        Of files in the scratch folder that the stage removes.
-    """
+    """One stage of one worker."""
 
     stage: str
+    """A stage, or a step before or after it: `start`, `load base`, `load adapter`, `soak`."""
     host_private_bytes: int
+    """Peak that no other process shares, with the scratch files that the stage removes where these are in memory."""
     host_mapped_bytes: int
+    """Peak of mapped files, which the workers of a host share, and which the kernel can drop and read again."""
     device_bytes: int | None = None
+    """Peak on the worker's device; None on the CPU."""
     scratch_bytes: int = 0
+    """Of files in the scratch folder that the stage removes."""
 
     @property
     def host_bytes(self) -> int:
@@ -103,13 +85,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker: its stages, and the largest of each figure.
-
-    Attributes
-    ----------
-    kept_bytes : int
-        Of files in the scratch folder that stay for the other workers of the case.
-    """
+    """One worker: its stages, and the largest of each figure."""
 
     worker: str
     makes_reference: bool
@@ -122,6 +98,7 @@ class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageEstimate, ...]
     scratch_bytes: int = 0
     kept_bytes: int = 0
+    """Of files in the scratch folder that stay for the other workers of the case."""
 
     def shares(self, soak_s: float | None) -> list[tuple[str, float]]:
         """Return each stage with its share of the worker's time, by nominal weights: for the progress."""

@@ -15,8 +15,7 @@ import msgspec
 from consistency.case.budget.estimate import PlannedWorker, WorkerEstimate, estimate_worker, together
 from consistency.case.budget.placement import is_offloaded
 from consistency.case.budget.shape import Shape, read_shape
-from consistency.case.case import Case
-from consistency.case.fit import Fit
+from consistency.case.case import Case, Fit
 from consistency.case.stages import stages_of
 from consistency.errors import InputError
 
@@ -34,45 +33,31 @@ ON_DISK = "set TMPDIR to a folder on a disk: scratch files take memory where the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What a case takes, and what was changed so that it fits.
-
-    Attributes
-    ----------
-    case : Case
-        With what was cut: this is what is run.
-    at_once : int
-        Workers side by side at most.
-    host_available_bytes : int or None
-        None where the host does not report it: nothing is fitted to it then.
-    host_private_bytes, host_mapped_bytes : int
-        Of the workers side by side that take the most.
-    scratch_bytes : int
-        Of files in the scratch folder, of those workers that write the most side by side.
-    scratch_in_memory : bool
-        Whether these files take memory of the host; they are in `host_private_bytes` then.
-    changes : tuple of str
-        What was changed.
-    not_checked : tuple of str
-        What is not checked because of that.
-    unknown : tuple of str
-        What is not estimated, and why.
-    refusal : InputError or None
-        Why the case cannot be run: a worker does not fit, however the case is cut.
-    """
+    """What a case takes, and what was changed so that it fits."""
 
     case: Case
+    """With what was cut: this is what is run."""
     shape: Shape
     workers: tuple[WorkerEstimate, ...]
     at_once: int
+    """Workers side by side at most."""
     host_available_bytes: int | None
+    """None where the host does not report it: nothing is fitted to it then."""
     host_private_bytes: int
     host_mapped_bytes: int
+    """`host_private_bytes`, `host_mapped_bytes`: of the workers side by side that take the most."""
     scratch_bytes: int = 0
+    """Of files in the scratch folder, of those workers that write the most side by side."""
     scratch_in_memory: bool = False
+    """Whether these files take memory of the host; they are in `host_private_bytes` then."""
     changes: tuple[str, ...] = field(default=())
+    """What was changed."""
     not_checked: tuple[str, ...] = field(default=())
+    """What is not checked because of that."""
     unknown: tuple[str, ...] = field(default=())
+    """What is not estimated, and why."""
     refusal: InputError | None = None
+    """Why the case cannot be run: a worker does not fit, however the case is cut."""
 
 
 def make_budget(case: Case, planned: Sequence[PlannedWorker], *, available_bytes: int | None) -> Budget:

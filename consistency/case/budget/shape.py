@@ -46,69 +46,51 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A base and its adapter.
-
-    Attributes
-    ----------
-    dtype : str
-        That the base is loaded in.
-    elements : int
-        Of the base's files.
-    mapped_bytes, converted_bytes : int
-        Weights that stay mapped from their file, as all workers of a host share them, and those that loading converts,
-        of which each worker has its own.
-    largest_elements : int
-        Of the largest tensor.
-    blocks, block_features : int
-        The repeated blocks, and the inputs and outputs of the matrices of the largest one, per token.
-    matrix_elements : int
-        Of the matrices that every token is multiplied with: all but the embeddings, but a tied head.
-    hidden, vocabulary, heads, positions : int or None
-        None where the model has none, or the config does not state it.
-    sequences, tokens : int or None
-        Of the inputs file; None where inputs are made.
-    quantized : bool
-        Whether the base is: its kernels need it on the device.
-    tied : bool
-        Whether the head of words reuses the embeddings.
-    kinked_units : int
-        Units of a block whose activation function has a kink, as ReLU: their gradient depends on a decision.
-    experts : int
-        That a router of each block chooses from; 0 without one.
-    adapter_bytes : int
-        As PEFT loads it.
-    trained_elements, largest_trained_elements : int
-        Of the adapter's tensors that have a gradient, and of the largest of them.
-    layers : tuple of Layer
-        What the adapter changes.
-    unknown : tuple of str
-        What cannot be estimated, and why.
-    """
+    """A base and its adapter."""
 
     dtype: str = "float32"
+    """That the base is loaded in."""
     elements: int = 0
+    """Of the base's files."""
     mapped_bytes: int = 0
     converted_bytes: int = 0
+    """`mapped_bytes`, `converted_bytes`: weights that stay mapped from their file, as all workers of a host share them,
+    and those that loading converts, of which each worker has its own."""
     largest_elements: int = 0
+    """Of the largest tensor."""
     blocks: int = 0
     block_features: int = 0
+    """`blocks`, `block_features`: the repeated blocks, and the inputs and outputs of the matrices of the largest one,
+    per token."""
     matrix_elements: int = 0
+    """Of the matrices that every token is multiplied with: all but the embeddings, but a tied head."""
     hidden: int | None = None
     vocabulary: int | None = None
     heads: int | None = None
     positions: int | None = None
+    """`hidden`, `vocabulary`, `heads`, `positions`: None where the model has none, or the config does not state it."""
     sequences: int | None = None
     tokens: int | None = None
+    """`sequences`, `tokens`: of the inputs file; None where inputs are made."""
     quantized: bool = False
+    """Whether the base is: its kernels need it on the device."""
     tied: bool = False
+    """Whether the head of words reuses the embeddings."""
     kinked_units: int = 0
+    """Units of a block whose activation function has a kink, as ReLU: their gradient depends on a decision."""
     experts: int = 0
+    """That a router of each block chooses from; 0 without one."""
     adapter_bytes: int = 0
+    """As PEFT loads it."""
     trained_elements: int = 0
     largest_trained_elements: int = 0
+    """`trained_elements`, `largest_trained_elements`: of the adapter's tensors that have a gradient, and of the largest
+    of them."""
     method: str = ""
     layers: tuple[Layer, ...] = ()
+    """What the adapter changes."""
     unknown: tuple[str, ...] = ()
+    """What cannot be estimated, and why."""
 
     @property
     def loaded_bytes(self) -> int:

@@ -29,25 +29,18 @@ _OF_NO_WEIGHT = frozenset({"_name_or_path", "base_model_name_or_path", "transfor
 
 
 class CaseKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What identifies a case to an engine: written with its inputs, and copied unchanged to its outputs.
-
-    Attributes
-    ----------
-    name : str
-        For people.
-    inputs : str
-        Digest of the fixed inputs.
-    base, adapter : str
-        Of the config, the header and the data of the files; `adapter` is empty where the case has none.
-    dtype : str
-        That the base is loaded in.
-    """
+    """What identifies a case to an engine: written with its inputs, and copied unchanged to its outputs."""
 
     name: str
+    """For people."""
     inputs: str
+    """Digest of the fixed inputs."""
     base: str
     adapter: str
+    """`base`, `adapter`: of the config, the header and the data of the files; `adapter` is empty where the case has
+    none."""
     dtype: Annotated[str, msgspec.Meta(pattern="^(auto|float64|float32|bfloat16|float16)$")]
+    """That the base is loaded in."""
 
 
 def base_digest(case: Case) -> str:

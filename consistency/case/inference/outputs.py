@@ -31,49 +31,34 @@ _HINT = "docs/engines/README.md describes the file"
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine says of itself and of its outputs.
-
-    Attributes
-    ----------
-    case : CaseKey
-        Copied from the inputs.
-    dtype : str
-        That the engine computed in: of the weights, not of the file.
-    values : str
-        Logits, or natural logarithms of probabilities over the whole vocabulary.
-    top_k : int or None
-        Where only some values of each place are given: so many of the largest are among them.
-    batch_invariant : bool
-        Whether the engine promises that a row's bits do not depend on the batch that it is in.
-    settings : dict of str to str
-        Whatever else it was run with.
-    """
+    """What an engine says of itself and of its outputs."""
 
     schema: Literal["consistency.outputs/1"]
     case: CaseKey
+    """Copied from the inputs."""
     engine: Annotated[str, msgspec.Meta(min_length=1)]
     version: str
     device: str
     dtype: Literal["float32", "bfloat16", "float16"]
+    """That the engine computed in: of the weights, not of the file."""
     values: Literal["logits", "log_probabilities"] = "logits"
+    """Logits, or natural logarithms of probabilities over the whole vocabulary."""
     top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Where only some values of each place are given: so many of the largest are among them."""
     batch_invariant: bool = False
+    """Whether the engine promises that a row's bits do not depend on the batch that it is in."""
     settings: dict[str, str] = {}
+    """Whatever else it was run with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """An engine's outputs, whose data is not read yet.
-
-    Attributes
-    ----------
-    tensors : dict of str to TensorHeader
-        By their names in the file, which are those of `modes`, of `batches`, `TOKENS` and their ids.
-    """
+    """An engine's outputs, whose data is not read yet."""
 
     path: Path
     about: About
     tensors: dict[str, TensorHeader]
+    """By their names in the file, which are those of `modes`, of `batches`, `TOKENS` and their ids."""
 
     @property
     def modes(self) -> tuple[Mode, ...]:

@@ -28,25 +28,18 @@ _SIZES = (1, 2, 3, 5, 8, 16)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted of an engine.
-
-    Attributes
-    ----------
-    base, adapter : str
-        Where the files were when the inputs were written; `adapter` is None where there is none.
-    modes : tuple of str
-        Without an adapter `adapter_off` alone.
-    batches : tuple of int
-        Sizes of the batches in which the first row is wanted, at the first and at the last place.
-    """
+    """What is wanted of an engine."""
 
     schema: Literal["consistency.inputs/1"]
     case: CaseKey
     base: str
     adapter: str | None
+    """`base`, `adapter`: where the files were when the inputs were written; `adapter` is None where there is none."""
     output: Literal["logits"]
     modes: tuple[Mode, ...]
+    """Without an adapter `adapter_off` alone."""
     batches: tuple[int, ...]
+    """Sizes of the batches in which the first row is wanted, at the first and at the last place."""
 
 
 def batches_of(rows: int) -> tuple[int, ...]:

@@ -37,19 +37,13 @@ class TaskState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTask:
-    """What a node has to do.
-
-    Attributes
-    ----------
-    command : sequence of str
-        Run in the working directory of the fleet, on the whole node.
-    log : Path or None
-        Where its output goes; None where there is no folder that all nodes see.
-    """
+    """What a node has to do."""
 
     node: str
     command: Sequence[str]
+    """Run in the working directory of the fleet, on the whole node."""
     log: Path | None
+    """Where its output goes; None where there is no folder that all nodes see."""
 
 
 class EngineError(Exception):

@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from consistency.numerics.chunks import LowRankProduct, LowRankTensor, Stretch
+from consistency.numerics.chunks import Stretch
 from consistency.numerics.dtype import name_of, named
 from consistency.numerics.kernels import numpy_digest
-from consistency.numerics.kernels.compiled import BLOCK, CHUNK, DIGEST, KINDS, PRODUCTS, Kernel, errors_in
+from consistency.numerics.kernels.compiled import BLOCK, CHUNK, DIGEST, KINDS, Kernel, errors_in
 from consistency.numerics.kernels.compiled_error import CompiledErrors
-from consistency.numerics.kernels.compiled_product import CompiledProduct
-from consistency.numerics.kernels.hard_inputs import HARD_CHUNK, hard_pairs, hard_products, hard_stretches, made_up
+from consistency.numerics.kernels.hard_inputs import HARD_CHUNK, hard_pairs, hard_stretches, made_up
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
 from consistency.numerics.kernels.numpy_error import errors_by_numpy
 from consistency.numerics.kernels.tally import ErrorTally, Tally, total
@@ -32,8 +31,6 @@ def check(kernel: Kernel, purpose: str) -> str | None:
     """Return what the kernel gets wrong for a purpose; None if it may be trusted."""
     if purpose == DIGEST:
         return _check_digest(kernel)
-    if purpose == PRODUCTS:
-        return _check_products(kernel)
     return _check_measures(kernel, purpose) if purpose in KINDS else _check_errors(kernel, purpose)
 
 
@@ -67,20 +64,6 @@ def _check_errors(kernel: Kernel, purpose: str) -> str | None:
     return None
 
 
-def _check_products(kernel: Kernel) -> str | None:
-    """Check products, and the measure of errors against them, which is that against any exact values."""
-    for kind in KINDS:
-        wrong = _check_errors(kernel, errors_in(kind))
-        if wrong is not None:
-            return f"{wrong} in {kind}"
-    for name, product, tensors in hard_products():
-        for found, expected in zip(*products_by_both(kernel, product, tensors), strict=True):
-            wrong = errors_differ_in(found, expected)
-            if wrong is not None:
-                return f"wrong {wrong} on {name}"
-    return None
-
-
 def digests_differ_in(kernel: Kernel, raw: np.ndarray, *, threads: int = 1) -> str | None:
     """Return in how many rows of bytes the kernel's sums are not NumPy's; what is left of a row is not read."""
     rows = len(raw) // numpy_digest.ROW_BYTES
@@ -89,23 +72,6 @@ def digests_differ_in(kernel: Kernel, raw: np.ndarray, *, threads: int = 1) -> s
     kernel.digest(raw.ctypes.data, rows, *numpy_digest.weights_of_row(), actual, threads=threads)
     wrong = int((actual != expected).sum())
     return f"wrong digests in {wrong} of {rows} rows" if wrong else None
-
-
-def products_by_both(
-    kernel: Kernel, product: LowRankProduct, tensors: list[LowRankTensor]
-) -> tuple[list[ErrorTally], list[ErrorTally]]:
-    """Measure tensors with a given kernel, in two parts, and with NumPy, by chunks of two blocks."""
-    compiled = CompiledProduct(kernel, tensors, product, chunk=HARD_CHUNK)
-    middle = product.rows // 2 // compiled.rows_per_tile * compiled.rows_per_tile
-    found = compiled.measure(range(middle))
-    for tally, more in zip(found, compiled.measure(range(middle, product.rows)), strict=True):
-        tally.include(more)
-    expected = [ErrorTally() for _ in tensors]
-    for drawn in product.stretches(tensors, range(product.rows)):
-        for tally, stretch in zip(expected, drawn, strict=True):
-            for start in range(0, len(stretch.value), HARD_CHUNK):
-                tally.include(errors_by_numpy(stretch.chunk(start, HARD_CHUNK)))
-    return found, expected
 
 
 def errors_by_both(kernel: Kernel, stretch: Stretch) -> tuple[ErrorTally, ErrorTally]:

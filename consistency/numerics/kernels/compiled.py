@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,17 +38,14 @@ KINDS = ("float16", "bfloat16", "float32", "float64")
 
 DIGEST = "digest"
 
-PRODUCTS = "products"
-
 
 def errors_in(kind: str) -> str:
     """Return the purpose of measuring a dtype of `KINDS` against exact values."""
     return f"errors in {kind}"
 
 
-PURPOSES = (*KINDS, *map(errors_in, KINDS), PRODUCTS, DIGEST)
-"""What the kernel is used for: measuring two tensors of a dtype, or one and its exact values; tensors that are to be a
-product of two factors; and digests."""
+PURPOSES = (*KINDS, *map(errors_in, KINDS), DIGEST)
+"""What the kernel is used for: measuring two tensors of a dtype, or one and its exact values; and digests."""
 
 VARIANTS = ("plain", "avx2", "avx512")
 
@@ -101,30 +98,6 @@ class Computed(ctypes.Structure):
     )
 
 
-class Product(ctypes.Structure):
-    """Two factors, and how many rows of their product are made at once; `struct product` of `kernel.c`."""
-
-    _fields_ = (
-        ("left", ctypes.c_void_p),
-        ("right", ctypes.c_void_p),
-        ("rank", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("rows_per_tile", ctypes.c_int64),
-    )
-
-
-class _Chunks(ctypes.Structure):
-    """Where sums of chunks go; `struct chunks` of `kernel.c`."""
-
-    _fields_ = (
-        ("length", ctypes.c_int64),
-        ("chunks", ctypes.c_int64),
-        ("sums", ctypes.c_void_p),
-        ("squares", ctypes.c_void_p),
-        ("left_out", ctypes.c_void_p),
-    )
-
-
 ALLOWANCES = ("none", "given", "derived", "user")
 """Kinds of allowances, in the order of `enum allowance` in `kernel.c`."""
 
@@ -156,10 +129,6 @@ class Kernel:
         self._errors = library.consistency_errors
         self._errors.argtypes = (number, number, pointer, count, count, count, pointer, pointer, pointer, pointer)
         self._errors.restype = count
-        self._low_rank = library.consistency_low_rank
-        rows = (count, count)
-        self._low_rank.argtypes = (number, pointer, pointer, pointer, number, *rows, pointer, pointer, pointer, pointer)
-        self._low_rank.restype = count
         self._digest = library.consistency_digest
         self._digest.argtypes = (number, pointer, count, pointer, pointer, pointer)
         self._digest.restype = None
@@ -237,42 +206,6 @@ class Kernel:
             sums[0].ctypes.data, sums[1].ctypes.data, left_out.ctypes.data, ctypes.addressof(seen),
         )  # fmt: skip
         return np.flatnonzero(left_out) if any_left_out else _NONE
-
-    def low_rank(
-        self, kinds: Sequence[str], product: Product, of: Sequence[Computed], *, rows: range, chunk: int
-    ) -> tuple[list[Errors], np.ndarray, np.ndarray]:
-        """Measure rows of tensors that are to be a product of two factors.
-
-        Parameters
-        ----------
-        kinds, of : sequence
-            Of each tensor: one of `KINDS`, and the tensor from its first row; its exact values are not read.
-        chunk : int
-            Elements of a tile that share a sum, a multiple of `BLOCK`.
-
-        Returns
-        -------
-        seen : list of Errors
-            Of each tensor.
-        sums : np.ndarray
-            `(2, tensors, chunks)` float64: of errors and of their squares.
-        left_out : np.ndarray
-            `(tensors, chunks)` uint8: 1 where a chunk was left out, because something in it is not finite. Each tile
-            has as many as a whole one, but the last.
-        """
-        tile = product.rows_per_tile * product.columns
-        whole, last = divmod(len(rows) * product.columns, tile)
-        chunks, count = whole * -(-tile // chunk) - (-last // chunk), len(of)
-        exact, sums, left_out = np.empty((2, tile)), np.empty((2, count, chunks)), np.empty((count, chunks), np.uint8)
-        tensors, numbers = (Computed * count)(*of), (ctypes.c_int * count)(*map(KINDS.index, kinds))
-        seen = (Errors * count)(*(Errors(worst=-1) for _ in of))
-        to = _Chunks(chunk, chunks, sums[0].ctypes.data, sums[1].ctypes.data, left_out.ctypes.data)
-        self._low_rank(
-            self.variant, ctypes.addressof(product), ctypes.addressof(numbers), ctypes.addressof(tensors), count,
-            rows.start, len(rows), exact[0].ctypes.data, exact[1].ctypes.data, ctypes.addressof(to),
-            ctypes.addressof(seen),
-        )  # fmt: skip
-        return list(seen), sums, left_out
 
     def digest(self, data: int, rows: int, w: np.ndarray, v: np.ndarray, out: np.ndarray, *, threads: int = 1) -> None:
         """Digest whole rows at an address, with the weights of a row, into contiguous int64; `threads` at most."""

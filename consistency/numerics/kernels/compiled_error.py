@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
-import torch
 
 from consistency.numerics.bound import Allowance, UserAllowance
 from consistency.numerics.chunks import CHUNK, Stretch
@@ -46,69 +43,48 @@ class CompiledErrors:
             self._by_numpy.include(errors_by_numpy(stretch.chunk(number * self._chunk, self._chunk)))
 
     def tally(self) -> ErrorTally:
-        found = tally_of(self._seen, self._sums, has_ratio=self._has_ratio)
+        seen, sums = self._seen, self._sums
+        found = ErrorTally(
+            mismatched=seen.mismatched,
+            max_abs=seen.max_abs,
+            max_rel=seen.max_rel,
+            max_ulp=seen.max_ulp,
+            ratio=seen.ratio if self._has_ratio else None,
+            magnitude=seen.magnitude,
+            sums=[value for one in sums for value in one[0].tolist()],
+            squares=[value for one in sums for value in one[1].tolist()],
+        )
+        if seen.worst >= 0:
+            score = seen.ratio if self._has_ratio else seen.max_abs
+            found.worst = WorstError(score=score, index=seen.worst, exact=seen.worst_exact)
         found.include(self._by_numpy)
         return found
 
 
-def tally_of(seen: Errors, sums: Iterable[np.ndarray], *, has_ratio: bool) -> ErrorTally:
-    """Return what the kernel saw; `sums` are `(2, chunks)` each, of errors and of their squares."""
-    sums = list(sums)
-    found = ErrorTally(
-        mismatched=seen.mismatched,
-        max_abs=seen.max_abs,
-        max_rel=seen.max_rel,
-        max_ulp=seen.max_ulp,
-        ratio=seen.ratio if has_ratio else None,
-        magnitude=seen.magnitude,
-        sums=[value for one in sums for value in one[0].tolist()],
-        squares=[value for one in sums for value in one[1].tolist()],
-    )
-    if seen.worst >= 0:
-        score = seen.ratio if has_ratio else seen.max_abs
-        found.worst = WorstError(score=score, index=seen.worst, exact=seen.worst_exact)
-    return found
-
-
 def fits(stretch: Stretch) -> bool:
     """Report whether the kernel can measure a stretch: arrays without gaps, the base in the tested dtype."""
-    arrays = (stretch.value, stretch.size)
-    return fits_in(stretch.actual, stretch.base) and all(
-        a is None or (a.dtype == np.float64 and a.flags.c_contiguous) for a in arrays
-    )
-
-
-def fits_in(actual: torch.Tensor, base: torch.Tensor | None) -> bool:
-    """Report whether the kernel can read a tensor and what it was added to."""
+    actual, base = stretch.actual, stretch.base
     return (
         name_of(actual.dtype) in KINDS
         and actual.is_contiguous()
         and (base is None or (base.dtype == actual.dtype and base.is_contiguous()))
+        and all(a is None or (a.dtype == np.float64 and a.flags.c_contiguous) for a in (stretch.value, stretch.size))
     )
 
 
-def computed(
-    actual: torch.Tensor, base: torch.Tensor | None, allowance: Allowance | UserAllowance | None, *, has_size: bool
-) -> Computed:
-    """Return a tensor as the kernel takes it, without its exact values; `has_size` if `size` tells what is allowed."""
-    of = Computed(actual=actual.data_ptr())
+def _computed(stretch: Stretch) -> Computed:
+    base, allowance, size = stretch.base, stretch.allowance, stretch.size
+    of = Computed(actual=stretch.actual.data_ptr(), value=stretch.value.ctypes.data)
     if base is not None:
         of.base = base.data_ptr()
     if isinstance(allowance, UserAllowance):
         of.allowance = ALLOWANCES.index("user")
         of.product_or_rtol, of.floor_or_atol = allowance.rtol, allowance.atol
-    elif has_size:
+    elif size is not None:
         of.allowance = ALLOWANCES.index("given")
         if isinstance(allowance, Allowance):
             of.allowance = ALLOWANCES.index("derived")
             of.product_or_rtol, of.weight, of.floor_or_atol = allowance.product, allowance.weight, allowance.floor
-    return of
-
-
-def _computed(stretch: Stretch) -> Computed:
-    size = stretch.size
-    of = computed(stretch.actual, stretch.base, stretch.allowance, has_size=size is not None)
-    of.value = stretch.value.ctypes.data
     if size is not None:
         of.size = size.ctypes.data
     return of

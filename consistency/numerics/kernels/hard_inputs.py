@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -10,48 +9,14 @@ import numpy as np
 import torch
 
 from consistency.numerics.bound import Allowance, UserAllowance
-from consistency.numerics.chunks import LowRankProduct, LowRankTensor, Stretch
-from consistency.numerics.dtype import bit_patterns, named
-from consistency.numerics.kernels.compiled import BLOCK, KINDS
+from consistency.numerics.chunks import Stretch
+from consistency.numerics.dtype import bit_patterns
+from consistency.numerics.kernels.compiled import BLOCK
 
 _ELEMENTS = 3 * BLOCK + 78  # whole blocks and a partial one; even, for complex numbers
 
 HARD_CHUNK = 2 * BLOCK
 """Elements that share a sum on them: a chunk has whole blocks and a partial one."""
-
-_SHAPES = (("wide rows", 5, 3, HARD_CHUNK + 77), ("rows", 21, 16, 215), ("short rows", 700, 1, 3))
-"""Rows, rank and columns of products."""
-
-
-def hard_products() -> list[tuple[str, LowRankProduct, list[LowRankTensor]]]:
-    """Return deltas and merged weights of all dtypes that are off by some roundings; one has an infinity.
-
-    Factors are small integers times a power of two, so no order of adding up rounds, and every path has the same bits.
-    There are rows of more columns than a tile has elements, of some that fit into one, and of fewer than a vector has.
-    """
-    stream = np.random.Generator(np.random.PCG64(3))
-    found = []
-    for kind, (name, rows, rank, columns) in itertools.product(KINDS, _SHAPES):
-        dtype, eps = named(kind), torch.finfo(named(kind)).eps
-        left, right = (
-            torch.from_numpy(stream.integers(-64, 65, shape) * 2.0**-7) for shape in ((rows, rank), (rank, columns))
-        )
-        base = torch.from_numpy(stream.standard_normal((rows, columns))).to(dtype)
-        exact = left @ right * 0.5
-        off = 1 + torch.from_numpy(stream.integers(-2, 3, exact.shape)) * eps
-        delta, merged = (exact * off).to(torch.float32), ((exact + base.to(torch.float64)) * off).to(dtype)
-        spoilt = merged.clone()
-        spoilt[rows // 2, -1] = math.inf
-        derived = Allowance(product=3 * eps, weight=2 * eps, floor=float(eps))
-        user = UserAllowance(atol=eps, rtol=2 * eps)
-        tensors = [
-            LowRankTensor(actual=delta, allowance=replace(derived, weight=0.0), has_base=False),
-            *(LowRankTensor(actual=merged, allowance=allowance, has_base=True) for allowance in (derived, user)),
-            LowRankTensor(actual=spoilt, allowance=derived, has_base=True),
-        ]
-        product = LowRankProduct(left=left, right=right, scaling=0.5, base=base)
-        found.append((f"{name} in {kind}", product, tensors))
-    return found
 
 
 def hard_stretches(dtype: torch.dtype) -> list[tuple[str, Stretch]]:

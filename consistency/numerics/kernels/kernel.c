@@ -624,108 +624,6 @@ ERRORS(errors_avx2, AVX2)
 ERRORS(errors_avx512, AVX512)
 #endif
 
-/* --- errors against a product of two factors ----------------------------------------------------------------------- */
-
-/* Exact values that are made here, a tile of whole rows at a time, and used by every tensor while they are in cache:
- * written to memory by a matrix product of a library and read back, they take twice as long. Of each element the sum over
- * k of left[i][k] right[k][j], and that of the magnitudes. */
-struct product {
-    const double *left, *right;
-    int64_t rank, columns, rows_per_tile;
-};
-
-enum { COLUMNS = 16 }; /* at once: with their magnitudes eight vectors of sums that do not wait for one another */
-
-typedef int64_t four_words __attribute__((vector_size(32)));
-
-INLINE four repeated(double x) { return (four){x, x, x, x}; } /* not every compiler takes a number for a vector */
-
-INLINE four magnitudes(four v)
-{
-    return (four)((four_words)v & (four_words){INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX});
-}
-
-/* Products and sums are rounded one by one, in the order of k, so that every variant gets the same bits. */
-INLINE void multiply_row(const struct product *p, const double *restrict left, double *restrict value,
-                         double *restrict size, int64_t from)
-{
-    const double *right = p->right + from;
-    four v0 = {0}, v1 = {0}, v2 = {0}, v3 = {0}, s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
-    for (int64_t k = 0; k < p->rank; k++, right += p->columns) {
-        const four l = repeated(left[k]);
-        const four p0 = load4(right) * l, p1 = load4(right + 4) * l;
-        const four p2 = load4(right + 8) * l, p3 = load4(right + 12) * l;
-        v0 += p0, v1 += p1, v2 += p2, v3 += p3;
-        s0 += magnitudes(p0), s1 += magnitudes(p1), s2 += magnitudes(p2), s3 += magnitudes(p3);
-    }
-    store4(value + from, v0), store4(value + from + 4, v1), store4(value + from + 8, v2), store4(value + from + 12, v3);
-    store4(size + from, s0), store4(size + from + 4, s1), store4(size + from + 8, s2), store4(size + from + 12, s3);
-}
-
-INLINE void multiply(const struct product *p, int64_t row, int64_t rows, double *restrict value, double *restrict size)
-{
-    const double *left = p->left + row * p->rank;
-    int64_t from = 0;
-    for (; from + COLUMNS <= p->columns; from += COLUMNS) /* a block of columns stays in a level-1 cache for all rows */
-        for (int64_t i = 0; i < rows; i++)
-            multiply_row(p, left + i * p->rank, value + i * p->columns, size + i * p->columns, from);
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = from; j < p->columns; j++) {
-            double v = 0, s = 0;
-            for (int64_t k = 0; k < p->rank; k++) {
-                const double one = p->right[k * p->columns + j] * left[i * p->rank + k];
-                v += one, s += fabs(one);
-            }
-            value[i * p->columns + j] = v, size[i * p->columns + j] = s;
-        }
-}
-
-/* A tensor from an element on, with the exact values of a tile. */
-INLINE struct computed of_rows(const struct computed *whole, enum kind kind, int64_t first, const double *value,
-                               const double *size)
-{
-    struct computed of = *whole;
-    of.actual += first * bytes_of(kind);
-    if (of.base) of.base += first * bytes_of(kind);
-    of.value = (const unsigned char *)value, of.size = (const unsigned char *)size;
-    return of;
-}
-
-/* Where the sums of chunks go, and whether they were left out: `chunks` for each tensor, one after the other. */
-struct chunks {
-    int64_t length, chunks;
-    double *sums, *squares;
-    unsigned char *left_out;
-};
-
-/* Each variant calls its own measure of errors; the rest is inlined into it. */
-#define LOW_RANK(name, errors_of, ...)                                                                                 \
-    __VA_ARGS__ static int64_t name(const struct product *p, const int *kinds, const struct computed *tensors,         \
-                                    int count, int64_t row, int64_t rows, double *value, double *size,                 \
-                                    const struct chunks *to, struct errors *seen)                                      \
-    {                                                                                                                  \
-        int64_t unsettled = 0, done = 0;                                                                               \
-        for (const int64_t end = row + rows; row < end; row += p->rows_per_tile) {                                     \
-            const int64_t held = end - row < p->rows_per_tile ? end - row : p->rows_per_tile;                          \
-            const int64_t first = row * p->columns, n = held * p->columns;                                             \
-            multiply(p, row, held, value, size);                                                                       \
-            for (int t = 0; t < count; t++) {                                                                          \
-                const int64_t place = t * to->chunks + done;                                                           \
-                const struct computed of = of_rows(tensors + t, kinds[t], first, value, size);                         \
-                unsettled += errors_of(kinds[t], &of, first, n, to->length, to->sums + place, to->squares + place,     \
-                                       to->left_out + place, seen + t);                                                \
-            }                                                                                                          \
-            done += (n + to->length - 1) / to->length;                                                                 \
-        }                                                                                                              \
-        return unsettled;                                                                                              \
-    }
-
-LOW_RANK(low_rank_plain, errors_plain)
-#if X86_VARIANTS
-LOW_RANK(low_rank_avx2, errors_avx2, AVX2)
-LOW_RANK(low_rank_avx512, errors_avx512, AVX512)
-#endif
-
 /* --- the digest of rows ------------------------------------------------------------------------------------------ */
 
 /* The sum of w_i X_i + v_i (X_i >> 32) over the words of each row, modulo 2**64; digest.py says what it is good for. A sum of
@@ -804,20 +702,6 @@ EXPORT int64_t consistency_errors(int variant, int kind, const struct computed *
 #endif
     (void)variant;
     return errors_plain(kind, of, start, n, chunk, sums, squares, left_out, seen);
-}
-
-/* Measure whole rows of tensors that are to be a product of two factors. `value` and `size` hold a tile each; the chunks
- * begin with those of the first tile. Return how many were left out. */
-EXPORT int64_t consistency_low_rank(int variant, const struct product *p, const int *kinds,
-                                    const struct computed *tensors, int count, int64_t row, int64_t rows,
-                                    double *value, double *size, const struct chunks *to, struct errors *seen)
-{
-#if X86_VARIANTS
-    if (variant == 2) return low_rank_avx512(p, kinds, tensors, count, row, rows, value, size, to, seen);
-    if (variant == 1) return low_rank_avx2(p, kinds, tensors, count, row, rows, value, size, to, seen);
-#endif
-    (void)variant;
-    return low_rank_plain(p, kinds, tensors, count, row, rows, value, size, to, seen);
 }
 
 /* Digest whole rows. */

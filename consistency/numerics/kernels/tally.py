@@ -8,19 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Counts and maxima over two flat real tensors.
-
-    Attributes
-    ----------
-    sums, squares : list of float
-        Of the differences, by chunk.
-    flipped : dict of int to int
-        By bit, the number of elements that differ in it.
-    first, last : int or None
-        Elements that differ.
-    worst : tuple of (float, int) or None
-        The largest difference and its element; the first element whose bits differ where all values are equal.
-    """
+    """Counts and maxima over two flat real tensors."""
 
     mismatched: int = 0
     max_abs: float = 0.0
@@ -28,10 +16,14 @@ class Tally:
     max_ulp: int | None = 0
     sums: list[float] = field(default_factory=list)
     squares: list[float] = field(default_factory=list)
+    """`sums`, `squares`: of the differences, by chunk."""
     flipped: dict[int, int] = field(default_factory=dict)
+    """By bit, the number of elements that differ in it."""
     first: int | None = None
     last: int | None = None
+    """`first`, `last`: elements that differ."""
     worst: tuple[float, int] | None = None
+    """The largest difference and its element; the first element whose bits differ where all values are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

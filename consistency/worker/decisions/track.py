@@ -75,25 +75,17 @@ class Places(AbstractContextManager["Places"]):
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision of the track.
-
-    Attributes
-    ----------
-    name : str
-        Of the operation.
-    decided, exact : Part
-        What was decided; and the exact margins, or of a selection the exact scores.
-    dim : int or None
-        Of a selection, the dimension of its scores.
-    allowed : dict
-        The largest margin with which rounding explains another decision, by the name of the products.
-    """
+    """One decision of the track."""
 
     name: str
+    """Of the operation."""
     decided: Part
     exact: Part
+    """`decided`, `exact`: what was decided; and the exact margins, or of a selection the exact scores."""
     dim: int | None
+    """Of a selection, the dimension of its scores."""
     allowed: dict[str, Real]
+    """The largest margin with which rounding explains another decision, by the name of the products."""
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,21 +101,15 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """Elements in which a decision of a worker differs from the track.
-
-    Attributes
-    ----------
-    place, name : str
-        The module and the operation.
-    margin, allowed : float
-        The largest exact margin among the elements, and what rounding explains.
-    """
+    """Elements in which a decision of a worker differs from the track."""
 
     place: str
     name: str
+    """`place`, `name`: the module and the operation."""
     elements: int
     margin: float
     allowed: float
+    """`margin`, `allowed`: the largest exact margin among the elements, and what rounding explains."""
 
     @property
     def is_undecided(self) -> bool:

@@ -16,20 +16,14 @@ Compiled = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 class Engine(Protocol):
-    """Compiles models; made with the device that they run on, in torch's spelling.
-
-    Attributes
-    ----------
-    name, version, device : str
-        As they stand in the outputs.
-    settings : dict of str to str
-        What else the numbers may depend on.
-    """
+    """Compiles models; made with the device that they run on, in torch's spelling."""
 
     name: str
     version: str
     device: str
+    """`name`, `version`, `device`: as they stand in the outputs."""
     settings: dict[str, str]
+    """What else the numbers may depend on."""
 
     def compiled(self, model: LogitsOf, inputs: dict[str, torch.Tensor]) -> Compiled:
         """Return a function for any number of rows, to be run while the model is in the state that it is in now."""

@@ -1,4 +1,4 @@
-"""Faults in the base, after transformers has loaded it, and on the arrival of an offloaded layer."""
+"""Faults in the base, quantized or not, after transformers has loaded it, and on the arrival of an offloaded layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from consistency.worker.faults.planting import changing, instead
+from consistency.worker.quantized.held import is_composite, quantized_layers
 
 _in_base = changing("consistency.worker.model.loading:_from_folder")
 
@@ -43,3 +44,30 @@ def one_bit_on_arrival(real: Callable[..., None], offload: Any, model: torch.nn.
 def _is_matrix_of_a_layer(part: Any) -> bool:
     weight = part.parameters.get("weight")
     return weight is not None and weight.dim() == 2 and any(word.isdigit() for word in part.name.split("."))
+
+
+_in_base = changing("consistency.worker.model.loading:_from_folder")
+
+
+@_in_base
+def one_bit_of_a_code(loaded: tuple[torch.nn.Module, Any]) -> None:
+    weight = _first(loaded[0])
+    name = "qdata" if is_composite(weight) else "data"
+    codes = getattr(weight, name).clone()  # the file is mapped
+    codes.view(torch.uint8).reshape(-1)[7] ^= 1
+    setattr(weight, name, codes)
+
+
+@_in_base
+def scales_dropped(loaded: tuple[torch.nn.Module, Any]) -> None:
+    weight = _first(loaded[0])
+    if is_composite(weight):
+        weight.scale = torch.zeros_like(weight.scale)
+    elif type(weight).__name__ == "Int8Params":
+        weight.SCB = torch.zeros_like(weight.SCB)
+    else:
+        weight.quant_state.absmax = torch.zeros_like(weight.quant_state.absmax)
+
+
+def _first(model: torch.nn.Module) -> Any:
+    return next(layer.weight for _, layer in quantized_layers(model))

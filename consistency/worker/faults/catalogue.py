@@ -42,68 +42,46 @@ class Need(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One fault and the finding it must cause.
-
-    Attributes
-    ----------
-    plant : str
-        `module:function` below `consistency.worker.faults` that plants it and returns how to undo that.
-    expected : str
-        Kind of the finding that has to name it.
-    stages : tuple of Stage
-        No more than the trial needs; the first one finds it.
-    case : str or None
-        Which of the cases C1 to C5 of `docs/cases.md` it stands for.
-    words : str
-        What the finding's message has to contain, besides its kind: a regular expression.
-    two_devices : bool
-        Whether it needs a second accelerator, and a worker that sees both.
-    offloads : bool
-        Whether it needs an accelerator whose base is offloaded.
-    load_paths : tuple of LoadPath or None
-        Those that distinguish it from other causes, where the level's do not.
-    soak_s : float or None
-        How long its worker repeats, where one run does not meet it.
-    several : bool
-        Whether its case has a second adapter.
-    without_form : str
-        Kind of the finding where the method's merged weights have no closed form, so that no cause is searched for.
-    shows_in : str
-        Part of the name of the tensors or facts that show it; empty where any of its stage can.
-    is_note : bool
-        Whether that finding is a note: what it reports is no error.
-    one_layer : bool
-        Whether one merged layer is enough to check.
-    steps : int or None
-        Of a training, where fewer than usual show it.
-    needs : tuple of Need
-        What it takes besides a model, and an adapter where its stages need one.
-    wrapper : str or None
-        What the base is wrapped with on every worker.
-    base : str or None
-        A base without an adapter, where the built-in case has not what the fault is in.
-    """
+    """One fault and the finding it must cause."""
 
     name: str
     plant: str
+    """`module:function` below `consistency.worker.faults` that plants it and returns how to undo that."""
     expected: str
+    """Kind of the finding that has to name it."""
     stages: tuple[Stage, ...]
+    """No more than the trial needs; the first one finds it."""
     case: str | None = None
+    """Which of the cases C1 to C5 of `docs/cases.md` it stands for."""
     words: str = ""
+    """What the finding's message has to contain, besides its kind: a regular expression."""
     repeat: int = 1
     two_devices: bool = False
+    """Whether it needs a second accelerator, and a worker that sees both."""
     offloads: bool = False
+    """Whether it needs an accelerator whose base is offloaded."""
     load_paths: tuple[LoadPath, ...] | None = None
+    """Those that distinguish it from other causes, where the level's do not."""
     wrapper: str | None = None
+    """What the base is wrapped with on every worker."""
     soak_s: float | None = None
+    """How long its worker repeats, where one run does not meet it."""
     several: bool = False
+    """Whether its case has a second adapter."""
     without_form: str = ""
+    """Kind of the finding where the method's merged weights have no closed form, so that no cause is searched for."""
     shows_in: str = ""
+    """Part of the name of the tensors or facts that show it; empty where any of its stage can."""
     base: str | None = None
+    """A base without an adapter, where the built-in case has not what the fault is in."""
     is_note: bool = False
+    """Whether that finding is a note: what it reports is no error."""
     one_layer: bool = False
+    """Whether one merged layer is enough to check."""
     steps: int | None = None
+    """Of a training, where fewer than usual show it."""
     needs: tuple[Need, ...] = ()
+    """What it takes besides a model, and an adapter where its stages need one."""
 
     @property
     def accelerators(self) -> int:
@@ -207,11 +185,11 @@ _ROWS: tuple[Fault, ...] = (
         needs=(Need.WEIGHT_FILE, Need.FLOAT32_FILE, Need.FLOAT32_MODEL),
     ),
     Fault(
-        name="quantized-bit-flip", plant="quantized:one_bit_of_a_code", expected="bit-flip", stages=_BASE,
+        name="quantized-bit-flip", plant="base:one_bit_of_a_code", expected="bit-flip", stages=_BASE,
         needs=(Need.WEIGHT_FILE, Need.QUANTIZED),
     ),
     Fault(
-        name="quantized-scales-dropped", plant="quantized:scales_dropped", expected="zeros", stages=_BASE,
+        name="quantized-scales-dropped", plant="base:scales_dropped", expected="zeros", stages=_BASE,
         needs=(Need.WEIGHT_FILE, Need.QUANTIZED),
     ),
     Fault(
@@ -456,7 +434,7 @@ _ROWS: tuple[Fault, ...] = (
         name="split-scaled-by-ranks", plant="ranks:scaled_by_ranks", expected="settings", stages=_TENSOR_PARALLEL,
         needs=(Need.RANKS, Need.PLAN, Need.LORA_B),
     ),
-    Fault(name="setting-flipped", plant="process:flip_setting", expected="setting-changed", stages=_MERGED),
+    Fault(name="setting-flipped", plant="memory:flip_setting", expected="setting-changed", stages=_MERGED),
     Fault(
         name="placed-elsewhere", plant="memory:one_elsewhere", expected="wrong-device", stages=_MEMORY, case="C2",
         needs=(Need.ADAPTER,),
@@ -469,11 +447,11 @@ _ROWS: tuple[Fault, ...] = (
         name="merge-third-copy", plant="memory:third_copy", expected="third-copy", stages=_MEMORY, case="C5",
         shows_in="merge_peak", needs=(Need.LORA_LINEAR,),
     ),
-    Fault(name="killed", plant="process:kill", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
-    Fault(name="hung", plant="process:hang", expected="lost-worker", stages=_MERGED, words="no sign of life"),
-    Fault(name="stopped", plant="process:stop", expected="lost-worker", stages=_MERGED, words="no sign of life"),
+    Fault(name="killed", plant="memory:kill", expected="lost-worker", stages=_MERGED, words="SIGKILL"),
+    Fault(name="hung", plant="memory:hang", expected="lost-worker", stages=_MERGED, words="no sign of life"),
+    Fault(name="stopped", plant="memory:stop", expected="lost-worker", stages=_MERGED, words="no sign of life"),
     Fault(
-        name="out-of-memory", plant="process:take_all_memory", expected="lost-worker", stages=_MERGED,
+        name="out-of-memory", plant="memory:take_all_memory", expected="lost-worker", stages=_MERGED,
         words="out of memory",
     ),
 )  # fmt: skip

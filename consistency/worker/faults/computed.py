@@ -19,8 +19,8 @@ from consistency.worker.faults.planting import (
     instead,
     together,
 )
-from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.merging import weight_name
+from consistency.worker.model.structure import blocks_of
 
 Tensors = dict[str, torch.Tensor]
 

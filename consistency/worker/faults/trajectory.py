@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from consistency.worker.faults.planting import Undo, factor_beyond_rounding, instead, together
-from consistency.worker.model.blocks import blocks_of
+from consistency.worker.model.structure import blocks_of
 
 _STAGE = "consistency.worker.stages.trajectory"
 _Compute = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Give the pages of mapped weights back to the system when nothing reads them.
+"""Give pages back to the system: of mapped weights that nothing reads, and what the C library keeps for reuse.
 
 Weights on the CPU are mapped from their file. Every page that was read stays resident as long as the mapping, also of
 what is never read again: the base's own embedding beneath a trained copy, or the adapter's file once it was compared.
@@ -8,10 +8,11 @@ Such a page is only dropped from this process, and read again from the system's 
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -73,3 +74,24 @@ def _of_files(pagemap: int, first: int, stop: int) -> Iterator[tuple[int, int]]:
         inside = np.concatenate(([False], (entries & both) == both, [False]))
         edges = np.flatnonzero(inside[1:] != inside[:-1]) + begin
         yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+
+
+def trim() -> None:
+    """Return every free page of the C library's heap to the system; without glibc there is nothing to do.
+
+    A worker on the CPU lets glibc keep what it frees (`launch.environment`): buffers of one size are used again and
+    again within a stage. The next stage has buffers of other sizes, and would add to them.
+    """
+    give_back = _malloc_trim()
+    if give_back is not None:
+        give_back(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        found = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # musl and macOS have none, Windows no library of that name
+        return None
+    found.argtypes = (ctypes.c_size_t,)
+    return found

@@ -22,12 +22,12 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.capture.names import GRADIENT
-from consistency.errors import first_line
 from consistency.numerics.decision import Decision, is_real
 from consistency.numerics.decisions import Watch
 from consistency.worker.model.block_pass import BlockPass, Given, ResultPlace
-from consistency.worker.model.running import Activations, is_of_the_model, outputs, parameters_kept
+from consistency.worker.model.running import Activations, model_code, outputs, parameters_kept
 from consistency.worker.quantized.exact import as_loaded
+from consistency.worker.recorder import Skip
 
 Loss = Callable[[Activations], Sequence[tuple[torch.Tensor, torch.Tensor]]]
 """Called with the outputs of a pass, returns what goes backward, each tensor with its weights."""
@@ -84,31 +84,23 @@ class NoGradientError(Exception):
     """No output of the model depends on the parameters."""
 
 
-class _NotAgainError(Exception):
+class _NotAgainError(Skip):
     """A block gives another result when it runs again, or none: a method may set up its layers for one pass only."""
 
 
 @dataclass(eq=False, slots=True)
 class _Boundary:
-    """A tensor that enters or leaves blocks.
-
-    Attributes
-    ----------
-    given : torch.Tensor
-        What all go on with.
-    own : torch.Tensor or None
-        What the outside has made, where it has a gradient to go back by.
-    gradient : torch.Tensor or None
-        The sum of what has come in from above.
-    outside : torch.Tensor or None
-        Of that, by what is outside.
-    """
+    """A tensor that enters or leaves blocks."""
 
     place: ResultPlace
     given: torch.Tensor
+    """What all go on with."""
     own: torch.Tensor | None = None
+    """What the outside has made, where it has a gradient to go back by."""
     gradient: torch.Tensor | None = None
+    """The sum of what has come in from above."""
     outside: torch.Tensor | None = None
+    """Of that, by what is outside."""
 
     def add(self, gradient: torch.Tensor) -> None:
         self.gradient = _sum(self.gradient, gradient)
@@ -116,69 +108,47 @@ class _Boundary:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One call of a block.
-
-    Attributes
-    ----------
-    place : ResultPlace
-        Of its first output.
-    args, kwargs
-        What it got, as given to all.
-    inputs, outputs : list
-        What entered and left it, in order; None for an output that it only passed on.
-    first : list
-        What entered a block here for the first time.
-    results : list of torch.Tensor
-        Its own outputs, where it does not run again.
-    answer : torch.Tensor or None
-        Its own first output, where it runs again.
-    """
+    """One call of a block."""
 
     place: ResultPlace
+    """Of its first output."""
     block: torch.nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    """`args`, `kwargs`: what it got, as given to all."""
     inputs: list[tuple[str, _Boundary]] = field(default_factory=list)
     outputs: list[_Boundary | None] = field(default_factory=list)
+    """`inputs`, `outputs`: what entered and left it, in order; None for an output that it only passed on."""
     first: list[_Boundary] = field(default_factory=list)
+    """What entered a block here for the first time."""
     results: list[torch.Tensor] | None = None
+    """Its own outputs, where it does not run again."""
     answer: torch.Tensor | None = None
+    """Its own first output, where it runs again."""
     contexts: ExitStack = field(default_factory=ExitStack)
 
 
 @dataclass(slots=True, kw_only=True)
 class Backward:
-    """What a backward pass is of.
-
-    Attributes
-    ----------
-    wanted : mapping of str to torch.nn.Parameter
-        By name, the only parameters that require a gradient.
-    """
+    """What a backward pass is of."""
 
     model: torch.nn.Module
     wanted: Mapping[str, torch.nn.Parameter]
+    """By name, the only parameters that require a gradient."""
     inputs: Activations
     loss: Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """What crosses the borders of blocks.
-
-    Attributes
-    ----------
-    given : callable
-        Gives the values that blocks go on with.
-    incoming : callable or None
-        Gives the gradient that comes in at a place, with the tensor that it is of: all blocks go back at once.
-    come_in : callable
-        Without that, blocks go back from the last on: called with the sum of what has come in, returns what goes on.
-    """
+    """What crosses the borders of blocks."""
 
     given: Given = lambda _, value: value
+    """Gives the values that blocks go on with."""
     incoming: Incoming | None = None
+    """Gives the gradient that comes in at a place, with the tensor that it is of: all blocks go back at once."""
     come_in: Given = lambda _, gradient: gradient
+    """Without that, blocks go back from the last on: called with the sum of what has come in, returns what goes on."""
 
 
 def backward_by_blocks(of: Backward, crossing: Crossing, take: TakeGradient, sections: Sections | None = None) -> None:
@@ -358,11 +328,8 @@ class _BackwardPass(BlockPass):
     def _run_again(self, call: _Call) -> list[torch.Tensor]:
         kind, self._is_second = type(call.block).__name__, True
         try:
-            found = call.block(*self._copies(call.args), **self._copies(call.kwargs))
-        except Exception as error:  # model code of any kind may raise anything
-            if not is_of_the_model(error, self._of.model):  # a block may have no parameters, so no device
-                raise
-            raise _NotAgainError(f"{kind} does not run again: {first_line(error)}") from error
+            with model_code(self._of.model, f"{kind} does not run again: ", raises=_NotAgainError):
+                found = call.block(*self._copies(call.args), **self._copies(call.kwargs))
         finally:
             self._is_second = False
         own = [leaf for leaf in _pytree.tree_leaves(found) if is_real(leaf)]

@@ -20,24 +20,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from consistency.capture.names import module_place
 from consistency.numerics.decision import is_real
-from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.running import Activations, outputs, without_gradients
+from consistency.worker.model.structure import blocks_of
 
 
 class ResultPlace(NamedTuple):
-    """A result of a pass.
-
-    Attributes
-    ----------
-    layer : str
-        The module by its name in the base, or an output of the model.
-    part : str
-        Empty for its first output; `output.1` for another, `input.attention_mask` for what enters a block, with the
-        number of the call where it is not the first.
-    """
+    """A result of a pass."""
 
     layer: str
+    """The module by its name in the base, or an output of the model."""
     part: str = ""
+    """Empty for its first output; `output.1` for another, `input.attention_mask` for what enters a block, with the
+    number of the call where it is not the first."""
 
     def __str__(self) -> str:
         return f"{self.layer}::{self.part}"

@@ -36,9 +36,9 @@ from consistency.numerics.bound import gamma
 from consistency.numerics.digest import as_bytes
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.identity import storage_of
-from consistency.numerics.operands import each_tensor
 from consistency.numerics.precision import partial_sums_error
-from consistency.worker.model.blocks import blocks_of
+from consistency.numerics.widening import each_tensor
+from consistency.worker.model.structure import blocks_of
 
 MOST_BYTES = 8 * 2**20
 """Of what the calls take: with 1 MiB of results a reproducer stays under 10 MB, which issue trackers accept."""

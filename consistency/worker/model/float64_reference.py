@@ -40,21 +40,14 @@ NOTE_EVERY_S = 5.0
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the exact tensors, in a file beside theirs.
-
-    Attributes
-    ----------
-    failures : dict
-        Why a mode has none, by mode.
-    names : tuple of str
-        Of the exact tensors.
-    limits : dict
-        Of what rounding makes, by the name of the products (`consistency.worker.cpu_error`), then by name.
-    """
+    """What is known of the exact tensors, in a file beside theirs."""
 
     failures: dict[str, str]
+    """Why a mode has none, by mode."""
     names: tuple[str, ...]
+    """Of the exact tensors."""
     limits: dict[str, dict[str, ErrorLimits]] = {}
+    """Of what rounding makes, by the name of the products (`consistency.worker.cpu_error`), then by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

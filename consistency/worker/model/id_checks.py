@@ -25,22 +25,15 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Number of rows that ids and labels index; None where the model has no such table, or hides it.
-
-    Attributes
-    ----------
-    embedding_rows : int or None
-        Of the input embeddings in use: an adapter can bring larger ones.
-    head_rows : int or None
-        Rows of the output embeddings, or a classifier's labels.
-    tokenizer_length : int or None
-        One more than the largest id of the base's tokenizer; no network is used.
-    """
+    """Number of rows that ids and labels index; None where the model has no such table, or hides it."""
 
     vocabulary: int | None = None
     embedding_rows: int | None = None
+    """Of the input embeddings in use: an adapter can bring larger ones."""
     head_rows: int | None = None
+    """Rows of the output embeddings, or a classifier's labels."""
     tokenizer_length: int | None = None
+    """One more than the largest id of the base's tokenizer; no network is used."""
 
     @classmethod
     def of(cls, model: torch.nn.Module, folder: str | None = None) -> Tables:

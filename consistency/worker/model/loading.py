@@ -56,39 +56,28 @@ UNUSABLE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedBase:
-    """A base model on its device, before any adapter.
-
-    Attributes
-    ----------
-    files : WeightFiles or None
-        None for a model made by a factory.
-    tensors : mapping of str to torch.Tensor
-        Every parameter and buffer by its name in the base, the non-persistent ones too; tied ones once. Those of an
-        offloaded base are on the host: `on_device` has them as they arrive on the device.
-    file_names : mapping of str to str
-        Name in the file, by name in the model, where transformers loads the tensor as it is.
-    not_in_file : frozenset of str
-        Parameters that transformers initialised because no file holds them. Matrices among them hold the values of
-        `consistency.worker.model.head_class`, which are the same everywhere; torch's own random values are not.
-    persistent : frozenset of str
-        Names of the state dict: parameters and persistent buffers.
-    in_file : dict of str to TensorDigest
-        Of the values that the files imply, by name in the model, as far as they were read.
-    not_finite : dict of str to int
-        How many elements of a parameter are NaN or infinite there, by name in the model, as far as that was looked for.
-    offload : Offload or None
-        Brings the tensors to the device; None where they are there.
-    """
+    """A base model on its device, before any adapter."""
 
     model: torch.nn.Module
     files: WeightFiles | None
+    """None for a model made by a factory."""
     tensors: Mapping[str, torch.Tensor]
+    """Every parameter and buffer by its name in the base, the non-persistent ones too; tied ones once. Those of an
+    offloaded base are on the host: `on_device` has them as they arrive on the device."""
     file_names: Mapping[str, str]
+    """Name in the file, by name in the model, where transformers loads the tensor as it is."""
     not_in_file: frozenset[str]
+    """Parameters that transformers initialised because no file holds them. Matrices among them hold the values of
+    `consistency.worker.model.head_class`, which are the same everywhere; torch's own random values are not."""
     persistent: frozenset[str]
+    """Names of the state dict: parameters and persistent buffers."""
     in_file: dict[str, TensorDigest] = field(default_factory=dict)
+    """Of the values that the files imply, by name in the model, as far as they were read."""
     not_finite: dict[str, int] = field(default_factory=dict)
+    """How many elements of a parameter are NaN or infinite there, by name in the model, as far as that was looked
+    for."""
     offload: Offload | None = None
+    """Brings the tensors to the device; None where they are there."""
 
     @property
     def dtype(self) -> str:

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from consistency.errors import first_line
-from consistency.worker.device_error import is_of_the_device
+from consistency.numerics.digest import TensorDigest, digest
 from consistency.worker.model.loading import ADAPTER_NAME
-from consistency.worker.model.running import device_of
+from consistency.worker.model.running import model_code
 from consistency.worker.quantized.held import dequantized, is_quantized
+from consistency.worker.recorder import Skip
 
 T = TypeVar("T")
 Merge = Callable[[Any], AbstractContextManager[Any]]
@@ -42,6 +42,12 @@ def merged(layer: Any, *, safe: bool) -> Iterator[torch.Tensor]:
     with restored(layer):
         layer.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
         yield dequantized(layer.get_base_layer()) if has_quantized_weight(layer) else weight_of(layer)
+
+
+def digest_merged(layer: Any, *, safe: bool) -> TensorDigest:
+    """Merge one layer and return the digest of its weight."""
+    with merged(layer, safe=safe) as weight:
+        return digest(weight)
 
 
 @contextmanager
@@ -128,7 +134,7 @@ def _attributes(module: Any) -> Callable[[], None]:
     return restore
 
 
-class MergeRefusedError(Exception):
+class MergeRefusedError(Skip):
     """PEFT does not merge this adapter; the message is PEFT's."""
 
 
@@ -145,7 +151,7 @@ def in_merged(model: Any, run: Callable[[], T], *, merge: Merge | None = None) -
     MergeRefusedError
         Any error of PEFT's, but none of the device or its memory.
     """
-    with _as_refusal(model):
+    with model_code(model, kinds=NO_MERGE, raises=MergeRefusedError):
         check = getattr(model.base_model, "_check_merge_allowed", None)
         if check is not None:
             check()
@@ -221,18 +227,28 @@ def _or_refused(merge: Merge) -> Merge:
     @contextmanager
     def merging(layer: Any) -> Iterator[None]:
         with ExitStack() as stack:
-            with _as_refusal(layer):
+            with model_code(layer, kinds=NO_MERGE, raises=MergeRefusedError):
                 stack.enter_context(merge(layer))
             yield
 
     return merging
 
 
+class DisableRefusedError(Skip):
+    """PEFT does not disable this adapter; the message is PEFT's."""
+
+
 @contextmanager
-def _as_refusal(module: torch.nn.Module) -> Iterator[None]:
-    try:
+def disabled(model: Any) -> Iterator[None]:
+    """Disable the adapter, and enable it again at the end.
+
+    Raises
+    ------
+    DisableRefusedError
+        Any error of PEFT's on the way in: some methods have nothing to disable, and a prompt on a model that does not
+        generate ends in an error.
+    """
+    with ExitStack() as stack:
+        with model_code(model, raises=DisableRefusedError):
+            stack.enter_context(model.disable_adapter())
         yield
-    except NO_MERGE as failure:
-        if is_of_the_device(failure, device_of(module)):
-            raise
-        raise MergeRefusedError(first_line(failure)) from failure

@@ -16,6 +16,7 @@ from consistency.case.case import Case
 from consistency.errors import InputError, first_line
 from consistency.worker.device_error import is_of_the_device
 from consistency.worker.quantized.exact import as_loaded
+from consistency.worker.recorder import Skip
 
 Activations = dict[str, torch.Tensor]
 
@@ -24,8 +25,48 @@ TASKS = "task_ids"
 
 
 def is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
-    """Report whether the model's code raises an error, rather than this device or its memory failing."""
-    return not is_of_the_device(error, device_of(model))
+    """Report whether the model's code raises an error: no mistake of ours, nor this device or its memory failing."""
+    return not _is_ours(error) and not is_of_the_device(error, device_of(model))
+
+
+@contextmanager
+def model_code(
+    of: torch.nn.Module | torch.device,
+    prefix: str = "",
+    *,
+    says: Callable[[Exception], str] = first_line,
+    kinds: tuple[type[Exception], ...] = (),
+    raises: type[Skip] = Skip,
+) -> Iterator[None]:
+    """Raise as `Skip` what code that is not ours raises, but for errors of the device or its memory.
+
+    Parameters
+    ----------
+    of : torch.nn.Module or torch.device
+        What runs, or where.
+    prefix, says
+        Make the reason of the error.
+    kinds : tuple of type
+        By which a library refuses a call; code of a model may raise anything.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_theirs = isinstance(error, kinds) if kinds else not isinstance(error, Skip) and not _is_ours(error)
+        if not is_theirs or is_of_the_device(error, of if isinstance(of, torch.device) else device_of(of)):
+            raise
+        raise raises(f"{prefix}{says(error)}") from error
+
+
+def _is_ours(error: Exception) -> bool:
+    """Report whether an error is a mistake in this package: code of torch that a mode of ours calls is another's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        isinstance(error, NameError | TypeError | AssertionError)
+        and bool(frames)
+        and _is_in("consistency", Path(frames[-1].filename).parts)
+        and not frames[-1].name.startswith("__torch_")
+    )
 
 
 def base_of(model: Any) -> Any:

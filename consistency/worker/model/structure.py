@@ -97,3 +97,22 @@ def _sharing(tensors: Iterable[torch.Tensor]) -> set[frozenset[int]]:
         if tensor.layout is torch.strided and tensor.numel() and not tensor.is_meta and not is_composite(tensor):
             together[tensor.device, storage_of(tensor)].add(id(tensor))
     return {frozenset(group) for group in together.values() if len(group) > 1}
+
+
+def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules of the outermost lists of modules, by name: decoder layers, stages, blocks."""
+    found: dict[str, torch.nn.Module] = {}
+    left = [("", model)]
+    while left:
+        prefix, module = left.pop(0)
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if isinstance(child, torch.nn.ModuleList):
+                found.update((f"{path}.{i}", block) for i, block in child.named_children() if not _holds_alone(block))
+            else:
+                left.append((path, child))
+    return found
+
+
+def _holds_alone(block: torch.nn.Module) -> bool:
+    return isinstance(block, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.ParameterList)

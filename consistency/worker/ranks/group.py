@@ -26,6 +26,7 @@ from consistency.errors import first_line
 from consistency.worker.device_error import is_of_the_device
 from consistency.worker.protocol import EventLog, RankGroup, lost_rank
 from consistency.worker.ranks.nodes import why_lost
+from consistency.worker.recorder import Skip
 
 _FIRST_POLL_S, _POLL_S = 0.001, 0.05
 _SIGN_S = 5.0
@@ -56,35 +57,22 @@ class GroupError(Exception):
         self.lost = lost
 
 
-class RefusedError(Exception):
-    """A library refuses the same on every rank: what was asked of it cannot be checked here."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What one rank has of a group.
-
-    Attributes
-    ----------
-    device : torch.device
-        What is sent lies there.
-    store : torch.distributed.Store
-        Passes texts between ranks beside the collectives, which may be broken.
-    folder : Path
-        Of this stage and this group alone.
-    members : tuple of int or None
-        Which ranks of the group it is that talk here, in their order; None is all of them.
-    process_group : torch.distributed.ProcessGroup
-        Theirs; of all, torch's default.
-    """
+    """What one rank has of a group."""
 
     group: RankGroup
     device: torch.device
+    """What is sent lies there."""
     store: Store
+    """Passes texts between ranks beside the collectives, which may be broken."""
     events: EventLog
     folder: Path
+    """Of this stage and this group alone."""
     process_group: dist.ProcessGroup
+    """Theirs; of all, torch's default."""
     members: tuple[int, ...] | None = None
+    """Which ranks of the group it is that talk here, in their order; None is all of them."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,13 +124,13 @@ class Joined:
         ------
         GroupError
             As `talking`.
-        RefusedError
+        Skip
             Every rank's library raised.
         """
         self.store.set(f"at/{self.rank}", what)
         try:
             yield
-        except (GroupError, RefusedError):
+        except (GroupError, Skip):
             raise
         except Exception as error:  # model code of any kind may raise anything
             if isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _OF_THE_GROUP):
@@ -151,7 +139,7 @@ class Joined:
                 self._leave(error)
                 raise
             if self._all_raise(what, error):
-                raise RefusedError(f"{what}: {first_line(error)}") from error
+                raise Skip(f"{what}: {first_line(error)}") from error
             raise
 
     def _all_raise(self, what: str, error: Exception) -> bool:
@@ -241,11 +229,11 @@ def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str)
     ------
     GroupError
         A rank is lost before it came, or the group cannot be made.
-    RefusedError
+    Skip
         There is no other rank.
     """
     if len(group.ranks) < 2:
-        raise RefusedError("no worker of another node runs on a device of its type")
+        raise Skip("no worker of another node runs on a device of its type")
     folder = Path(group.folder) / stage
     _meet(group, folder, events)
     if not group.nodes:  # the address of this host's name may be none that answers; the ranks are all here
@@ -273,7 +261,7 @@ def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str)
             process_group=dist.group.WORLD,
         )  # fmt: skip
     except Exception as error:  # whatever ends this rank's part, the others are told
-        tells = not isinstance(error, RefusedError) and not (isinstance(error, GroupError) and error.lost)
+        tells = not isinstance(error, Skip) and not (isinstance(error, GroupError) and error.lost)
         if tells:
             left_rank(folder, group.ranks[group.rank]).write_text(first_line(error), encoding="utf-8")
         raise

@@ -9,13 +9,10 @@ import msgspec
 
 from consistency.capture.node_group import lost_node, members_of, name_on
 from consistency.worker.protocol import EventLog, RankGroup
+from consistency.worker.recorder import Skip
 
 _POLL_S = 0.2
 _SIGN_S = 5.0
-
-
-class NodeLostError(Exception):
-    """A node of the group is lost before it has said which ranks it has."""
 
 
 def met(group: RankGroup, events: EventLog) -> RankGroup:
@@ -25,7 +22,7 @@ def met(group: RankGroup, events: EventLog) -> RankGroup:
 
     Raises
     ------
-    NodeLostError
+    Skip
         The fleet has lost one.
     """
     if not group.nodes or group.has_met:
@@ -36,7 +33,7 @@ def met(group: RankGroup, events: EventLog) -> RankGroup:
     for node in group.nodes:
         while (members := members_of(folder, node)) is None:
             if (reason := why_lost(group)) is not None:
-                raise NodeLostError(reason)
+                raise Skip(reason)
             if time.monotonic() - told > _SIGN_S:
                 events.wait(f"for node {node} to join the group")
                 told = time.monotonic()

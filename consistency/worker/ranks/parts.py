@@ -11,22 +11,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
-    """What one rank holds of a tensor.
-
-    Attributes
-    ----------
-    whole : tuple of int
-        Shape of the whole tensor.
-    dim : int or None
-        In which ranks split it; None where each holds all of it.
-    start, stop : int
-        Along that dimension; equal where there are fewer rows than ranks.
-    """
+    """What one rank holds of a tensor."""
 
     whole: tuple[int, ...]
+    """Shape of the whole tensor."""
     dim: int | None
+    """In which ranks split it; None where each holds all of it."""
     start: int
     stop: int
+    """`start`, `stop`: along that dimension; equal where there are fewer rows than ranks."""
 
     @property
     def shape(self) -> tuple[int, ...]:

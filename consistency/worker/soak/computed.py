@@ -15,7 +15,7 @@ from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.running import activations, tokens_of
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
-from consistency.worker.soak.repeat import Again, Compare
+from consistency.worker.soak.ledger import Again, Compare
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.forward import by_blocks, in_mode, row_of
 from consistency.worker.stages.gradient.stage import decisions_file, gradients_of

@@ -15,7 +15,7 @@ from consistency.numerics.digest import TensorDigest
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
 from consistency.worker.recorder import KEEP_BYTES, Recorder
-from consistency.worker.soak.repeat import Again, Compare
+from consistency.worker.soak.ledger import Again, Compare
 from consistency.worker.stages.context import Machine
 from consistency.worker.stages.operators import stage as of_operators
 from consistency.worker.stages.operators.table import Operation, operations

@@ -22,7 +22,7 @@ from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.model.merging import merged as merge
 from consistency.worker.quantized.held import is_composite
-from consistency.worker.soak.repeat import Again, Compare
+from consistency.worker.soak.ledger import Again, Compare
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.merged.forms.bias import bias_of
 from consistency.worker.stages.merged.stage import delta_weight

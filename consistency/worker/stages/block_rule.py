@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 
-from consistency.capture.names import GIVEN, LIMITS, OVERFLOWS, WHOLE_MODEL
+from consistency.capture.names import COMPUTED_AGAIN, DECISIONS, GIVEN, LIMITS, NOT_RECOMPUTED, OVERFLOWS, WHOLE_MODEL
+from consistency.capture.wording import counted
+from consistency.errors import first_line
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.error_spread import ErrorLimits, Spread
 from consistency.numerics.file_tensor import Readable, mapped
-from consistency.numerics.rules import RoundingError, Rule, passes
+from consistency.numerics.real import Real
+from consistency.numerics.rules import RoundingError, Rule, passes, ratio
+from consistency.numerics.words import Word
 from consistency.worker import cpu_error
+from consistency.worker.decisions.track import Flip
+from consistency.worker.model.call_trace import NotTracedError, Saw, kept_parts, trace_module
 from consistency.worker.model.float64_reference import Reference, given_name
 from consistency.worker.model.running import matrix_elements
+from consistency.worker.precision import products_of
+from consistency.worker.recorder import Kept, TraceWrong
 from consistency.worker.stages.context import Context
 
 LEAST_PASSES, MOST_PASSES = 3, 8
@@ -267,3 +276,71 @@ def _overflow(exact: torch.Tensor, dtype: torch.dtype, spread: Spread) -> str:
     if largest <= torch.finfo(dtype).max:
         return ""
     return f"exact values up to {largest:.3g} overflow {name_of(dtype)}, whose largest is {torch.finfo(dtype).max:.6g}"
+
+
+NOT_REPLAYED = "this worker decided otherwise, and its pass cannot be computed again with the reference's decisions"
+
+
+def record_flips(
+    context: Context, stage: str, flips: Sequence[Flip], *, mode: str = "", more: Mapping[str, object] | None = None
+) -> None:
+    """Record decisions that differ, with `more` as evidence: within, where rounding explains it; else outside."""
+    by_place: dict[tuple[str, str], list[Flip]] = {}
+    for flip in flips:
+        by_place.setdefault((flip.place, flip.name), []).append(flip)
+    for (place, name), same in by_place.items():
+        if not context.record.wants(stage, place):
+            continue
+        worst = max(same, key=lambda flip: ratio(flip.margin, flip.allowed))
+        number = counted(sum(flip.elements for flip in same), "decision")
+        margin = f"margin {worst.margin:.3g}, where rounding explains {worst.allowed:.3g} at most"
+        text = f"{number} of {name} in {place} {{}}: {margin}"
+        context.record.fact(
+            stage=stage,
+            layer=place,
+            tensor=f"{name}.{DECISIONS}" + (f".{mode}" if mode else ""),
+            status="within" if worst.is_undecided else "outside",
+            word=None if worst.is_undecided else Word.DECISION_FLIPPED,
+            share=ratio(worst.margin, worst.allowed),
+            reason=text.format("undecided" if worst.is_undecided else "flipped"),
+            evidence={
+                "flipped": sum(f.elements for f in same),
+                "margin": worst.margin,
+                "allowed": worst.allowed,
+                **(more or {}),
+            },
+        )
+
+
+def computed_again(
+    context: Context,
+    names: Mapping[tuple[str, str], str],
+    run: Callable[[Saw], None],
+    computing: Callable[[], AbstractContextManager[None]],
+) -> TraceWrong:
+    """Return what traces a result that blocks make, by running the pass again.
+
+    Parameters
+    ----------
+    names : mapping
+        Of the results in the pass, by layer and tensor.
+    computing : callable
+        Gives what computes on this device in place of slow kernels.
+    """
+
+    def trace(layer: str, tensor: str, share: Callable[[torch.Tensor], float]) -> Kept | None:
+        if (layer, tensor) not in names:
+            return None
+        context.events.step(f"{layer}, computed again", 0, 1)
+        products = products_of(context.device)
+        try:
+            with torch.no_grad(), computing():
+                traced = trace_module(context.model, layer, names[layer, tensor], context.device, run)
+                parts, again = kept_parts(traced, context.device, products, share)
+        except NotTracedError as error:
+            return {}, {NOT_RECOMPUTED: str(error)}
+        except Exception as error:  # model code of any kind may raise anything, and what is found is found
+            return {}, {NOT_RECOMPUTED: first_line(error)}
+        return parts, {COMPUTED_AGAIN: Real(again)}
+
+    return trace

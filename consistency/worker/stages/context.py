@@ -12,6 +12,7 @@ from consistency.capture.names import module_place
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
+from consistency.worker.model.id_checks import Tables, look
 from consistency.worker.model.loading import LoadedBase
 from consistency.worker.model.structure import Structure
 from consistency.worker.protocol import EventLog, Job
@@ -20,21 +21,15 @@ from consistency.worker.recorder import Recorder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A worker without a model: its device, and where to write.
-
-    Attributes
-    ----------
-    placement : Placement
-        Which devices were touched so far.
-    memory : StageMemoryLog
-        What the stage takes so far.
-    """
+    """A worker without a model: its device, and where to write."""
 
     job: Job
     events: EventLog
     record: Recorder
     placement: Placement
+    """Which devices were touched so far."""
     memory: StageMemoryLog
+    """What the stage takes so far."""
 
     @property
     def device(self) -> torch.device:
@@ -47,34 +42,23 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context(Machine):
-    """One worker's model on its device, and where to write.
-
-    Attributes
-    ----------
-    model : torch.nn.Module
-        The adapted model, or the base where the case has no adapter.
-    digests : dict
-        Of the base's tensors before the adapter was loaded, by name, as far as they were computed.
-    expected : dict
-        Parameter name in `model` to (name in the adapter's file, tensor on the CPU).
-    initial : dict
-        Digest of each of the adapter's parameters before its file was loaded, by name in `model`.
-    rewritten : frozenset of str
-        Tensors of the base that loading the adapter has changed.
-    origins : mapping of str to str
-        Name in the base of each of its tensors, by name in `model`: PEFT's layer replication numbers layers anew.
-    bare : Structure or None
-        The base as it was before any adapter, of a case with several.
-    """
+    """One worker's model on its device, and where to write."""
 
     base: LoadedBase
     model: torch.nn.Module
+    """The adapted model, or the base where the case has no adapter."""
     digests: dict[str, TensorDigest]
+    """Of the base's tensors before the adapter was loaded, by name, as far as they were computed."""
     expected: dict[str, tuple[str, torch.Tensor]]
+    """Parameter name in `model` to (name in the adapter's file, tensor on the CPU)."""
     initial: dict[str, str]
+    """Digest of each of the adapter's parameters before its file was loaded, by name in `model`."""
     rewritten: frozenset[str]
+    """Tensors of the base that loading the adapter has changed."""
     origins: Mapping[str, str] = field(default_factory=dict)
+    """Name in the base of each of its tensors, by name in `model`: PEFT's layer replication numbers layers anew."""
     bare: Structure | None = None
+    """The base as it was before any adapter, of a case with several."""
 
     @property
     def base_folder(self) -> str | None:
@@ -102,3 +86,25 @@ class Context(Machine):
         if found is None:  # a tensor in the place of the base's
             found = f"{module_place(layer)}.{part.removeprefix('base_layer.')}"
         return self.expected_base(found)
+
+
+INPUTS = "inputs"
+"""Layer name of the rows about a stage's inputs."""
+
+
+def inputs_fit(context: Context, stage: str, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Record the check of ids and labels on the CPU; report whether the model may run on a device.
+
+    `forward` records only what is wrong; `sharding` records every check.
+    """
+    model, every = context.base.model, stage == "sharding"
+    seen = look(inputs, Tables.of(model))
+    if every or any(one.word for one in seen):  # else the tokenizer's file, which may be large, is not needed
+        seen = look(inputs, Tables.of(model, context.base_folder))
+    for one in seen:
+        if one.word or every:
+            context.record.fact(
+                stage, INPUTS, one.name, status="outside" if one.word else "equal", word=one.word,
+                evidence=one.evidence, reason=one.sentence,
+            )  # fmt: skip
+    return not any(one.word for one in seen)

@@ -27,11 +27,9 @@ from consistency.capture.names import ADAPTER_MERGED as MERGED
 from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END, WHOLE_MODEL
-from consistency.capture.records import RecordStatus
 from consistency.case.inference.request import OUTPUT
 from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
-from consistency.errors import first_line
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
@@ -46,38 +44,39 @@ from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import Given, ResultPlace, as_exact, rounded, run_by_blocks
 from consistency.worker.model.call_trace import Saw
-from consistency.worker.model.disabling import DisableRefusedError, disabled
 from consistency.worker.model.float64_reference import Reference, Tables, given_name, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
 from consistency.worker.model.inputs import first_sequences, fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.merging import MergeRefusedError, adapted_layers, in_merged
+from consistency.worker.model.merging import DisableRefusedError, MergeRefusedError, adapted_layers, disabled, in_merged
 from consistency.worker.model.running import (
     Activations,
     activations,
     is_of_the_model,
     matrix_elements,
+    model_code,
     refusal,
     tokens_of,
 )
 from consistency.worker.protocol import DECISIONS_FILE, REFERENCE_FILE
 from consistency.worker.quantized.exact import exact_layers
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import (
+    NOT_REPLAYED,
+    computed_again,
     draw,
     limits_of,
     named_factors,
     passes_for,
     record_block,
+    record_flips,
     record_given,
     record_missed,
     rows_of,
     spreads,
 )
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
-from consistency.worker.stages.input_checks import inputs_fit
+from consistency.worker.stages.context import Context, inputs_fit
 from consistency.worker.stages.merge_effect import record_merge_effect
-from consistency.worker.stages.wrong_result import computed_again
 
 T = TypeVar("T")
 Results = dict[str, torch.Tensor]
@@ -115,14 +114,14 @@ def run(context: Context) -> None:
     case, model = context.job.case, context.model
     inputs, reason = fixed_inputs(case, context.base.model)
     if inputs is None or reason:
-        _not_run(context, _modes(context), "skipped", reason)
+        context.record.skipped("forward", reason, *_modes(context))
         return
     if not inputs_fit(context, "forward", inputs):
-        _not_run(context, _modes(context), "skipped", "ids or labels are past the end of a table")
+        context.record.skipped("forward", "ids or labels are past the end of a table", *_modes(context))
         return
     ends, refused = _run_ends(context, inputs)
     for mode, reason in refused.items():
-        _not_run(context, [mode], "skipped", reason)
+        context.record.skipped("forward", reason, mode)
     if not context.job.makes_reference:
         _judge_all(context, inputs, ends, wait_for(context.scratch, context.events))
         return
@@ -151,28 +150,22 @@ def _run_ends(context: Context, inputs: Activations) -> tuple[dict[str, Activati
                 ends[mode] = _in_mode(
                     context, context.model, inputs, mode, functools.partial(activations, context.model, inputs)
                 )
-        except _RefusedError as error:
-            refused[mode] = str(error)
+        except Skip as skip:
+            refused[mode] = str(skip)
     return ends, refused
 
 
 def _judge_all(context: Context, inputs: Activations, ends: dict[str, Activations], answer: Reference | str) -> None:
     if isinstance(answer, str):
-        _not_run(context, list(ends), "blocked", answer)
+        context.record.skipped("forward", answer, *ends, status="blocked")
         return
     for mode in ends:
         is_compared = mode in _by_blocks(context, context.model)
         _record_ends(context, mode, ends[mode], answer, {} if is_compared else {BY_BLOCKS: False})
         if is_compared and not answer.tables.failures.get(_exact(mode)):
             context.events.step(f"{mode}, by blocks", 0, 1)
-            try:
+            with context.record.skipping("forward", mode):
                 _judge(context, inputs, mode, answer)
-            except _RefusedError as error:
-                _not_run(context, [mode], "skipped", str(error))
-
-
-class _RefusedError(Exception):
-    """Why a mode has no results: PEFT does not merge the adapter, or the model does not run on the inputs."""
 
 
 def results_of(model: torch.nn.Module, inputs: Activations, given: Given) -> Results:
@@ -254,15 +247,15 @@ def _in_mode(context: Context, model: torch.nn.Module, inputs: Activations, mode
     try:
         return in_mode(model, mode, run)
     except MergeRefusedError as refused:
-        raise _RefusedError(f"PEFT does not merge this adapter: {refused}") from refused
+        raise Skip(f"PEFT does not merge this adapter: {refused}") from refused
     except DisableRefusedError as refused:
-        raise _RefusedError(f"PEFT does not disable this adapter: {refused}") from refused
+        raise Skip(f"PEFT does not disable this adapter: {refused}") from refused
     except Exception as error:  # model code of any kind may raise anything
         if context_is_lost(error):
             raise KernelAssertedError(asserted(inputs, context.device, error)) from error
         if not is_of_the_model(error, model):
             raise
-        raise _RefusedError(refusal(context.job.case, error)) from error
+        raise Skip(refusal(context.job.case, error)) from error
 
 
 def _record_ends(context: Context, mode: str, ends: Activations, reference: Reference, more: dict[str, Any]) -> None:
@@ -306,18 +299,17 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
     for done, mode in enumerate(modes):
         is_compared = mode in _by_blocks(context, model)
         try:
-            if mode != MERGED:
-                context.events.step(f"{mode}, float64", done, len(modes))
-                _in_float64(model, inputs, mode, exact, by_blocks=is_compared, of_ends=of_ends)
-            if not is_compared or _exact(mode) in exact.failures:
-                continue
-            drawn = _draw(context, model, inputs, mode, exact)
+            with model_code(model):  # which may insist on its own dtype
+                if mode != MERGED:
+                    context.events.step(f"{mode}, float64", done, len(modes))
+                    _in_float64(model, inputs, mode, exact, by_blocks=is_compared, of_ends=of_ends)
+                if not is_compared or _exact(mode) in exact.failures:
+                    continue
+                drawn = _draw(context, model, inputs, mode, exact)
         except (MergeRefusedError, DisableRefusedError):  # each worker says so
             continue
-        except Exception as error:  # code that insists on its own dtype, or model code of any kind
-            if not is_of_the_model(error, model):
-                raise
-            exact.failures[mode] = first_line(error)
+        except Skip as skip:
+            exact.failures[mode] = str(skip)
             continue
         truth = _of_mode(exact.results, _exact(mode))
         for title, of_title in spreads(drawn, truth).items():
@@ -453,8 +445,3 @@ def in_mode(model: Any, mode: str, run: Callable[[], T]) -> T:
 def _exact(mode: str) -> str:
     """Return the mode of the float64 pass that serves one."""
     return ON if mode == MERGED else mode
-
-
-def _not_run(context: Context, modes: list[str], status: RecordStatus, reason: str) -> None:
-    for mode in modes:
-        context.record.absent("forward", WHOLE_MODEL, mode, status=status, reason=reason, rule=Rule.BLOCK)

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from consistency.capture.names import WHOLE_MODEL
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stages import Stage
 from consistency.worker.decisions.track import Table
 from consistency.worker.model.float64_reference import FILE_OF, Reference, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.protocol import DECISIONS_FILE, RankGroup
 from consistency.worker.quantized.held import quantized_layers
-from consistency.worker.ranks.group import GroupError, Joined, RefusedError, joined
-from consistency.worker.ranks.nodes import NodeLostError, met
+from consistency.worker.ranks.group import GroupError, Joined, joined
+from consistency.worker.ranks.nodes import met
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.context import Context, Machine
 from consistency.worker.training.backward import Tensors, trained
-
-
-def skip(context: Machine, stage: Stage, reason: str, *, what: str = "") -> None:
-    """Record why a stage, or a part of it, is not run."""
-    spec = SPECS[stage]
-    context.record.absent(stage, WHOLE_MODEL, what or spec.whole, status="skipped", reason=reason, rule=spec.rule)
 
 
 def in_group(
@@ -30,32 +24,35 @@ def in_group(
     *,
     choose: Callable[[RankGroup], RankGroup] = lambda group: group,
 ) -> None:
-    """Run a stage as a rank of its group; skip it where there is none, where one is lost, and where all refuse it.
+    """Run a stage as a rank of its group; `Skip` where there is none, where one is lost, and where all refuse it.
 
     Parameters
     ----------
     choose : callable, optional
-        Returns the part of the group that this rank joins, or raises `RefusedError`.
+        Returns the part of the group that this rank joins, or raises `Skip`.
     """
     if context.job.group is None:
-        skip(context, stage, "no other worker runs beside this one on a device of its type")
-        return
+        raise Skip("no other worker runs beside this one on a device of its type")
+    why = (
+        ""  # raised last: `ranks` keeps the process group for longer than what an error keeps of `run`. The reducer of
+    )
+    # DistributedDataParallel, if it is the last to hold it, joins its threads with the interpreter's lock held
     try:
         group = choose(met(context.job.group, context.events))
         with joined(group, context.device, context.events, stage) as ranks:
-            # `ranks` keeps the process group for longer than what an error keeps of `run`: the reducer of
-            # DistributedDataParallel, if it is the last to hold it, joins its threads with the interpreter's lock held
             run(ranks)
-    except (RefusedError, NodeLostError) as error:
-        skip(context, stage, str(error))
+    except Skip as skip:
+        why = str(skip)
     except GroupError as error:
         if not error.lost:
             raise
-        skip(context, stage, str(error))  # that a rank is lost is a finding of its own
+        why = str(error)  # that a rank is lost is a finding of its own
+    if why:
+        raise Skip(why)
 
 
-def to_train(context: Context, stage: Stage) -> tuple[Tensors, list[str]] | None:
-    """Return the case's inputs and the names of what its adapter trains; None where there is a reason, recorded."""
+def to_train(context: Context) -> tuple[Tensors, list[str]]:
+    """Return the case's inputs and the names of what its adapter trains, or raise `Skip`."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
     names = trained(context.model, context.expected)
     if context.base.offload is not None:
@@ -65,8 +62,7 @@ def to_train(context: Context, stage: Stage) -> tuple[Tensors, list[str]] | None
     elif not reason and not names:
         reason = "the adapter has no floating-point tensor to train"
     if inputs is None or reason:
-        skip(context, stage, reason)
-        return None
+        raise Skip(reason)
     return inputs, names
 
 

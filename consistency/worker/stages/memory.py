@@ -14,17 +14,16 @@ import torch
 from consistency.capture.names import MERGE_PEAK, PLACEMENT, SAFE_MERGE_PEAK, adapter_place, module_place
 from consistency.capture.records import RecordStatus
 from consistency.case.stages import Level
-from consistency.errors import first_line
 from consistency.numerics.rules import passes, ratio
 from consistency.numerics.words import Word
-from consistency.worker.device_error import is_of_the_device
 from consistency.worker.memory.host_memory import peak_bytes, reset_peak, resident_bytes
 from consistency.worker.memory.merge_peak import MergePeak, is_plain, measure_merge
 from consistency.worker.memory.peak import PeakMeter, meter_of
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import NO_MERGE, adapted_layers, weight_of
-from consistency.worker.recorder import Recorder
+from consistency.worker.model.running import model_code
+from consistency.worker.recorder import Recorder, Skip
 from consistency.worker.stages.context import Context, Machine
 
 ALLOCATOR_BLOCK_BYTES = 512
@@ -169,11 +168,10 @@ def _merge_peak(
     context.memory.keep()
     before = resident_bytes() if reset_peak() else None
     try:
-        found = measure_merge(layer, meter, safe=safe)
-    except NO_MERGE as failure:
-        if is_of_the_device(failure, context.device):
-            raise
-        fact(status="skipped", reason=f"PEFT does not merge this layer: {first_line(failure)}")
+        with model_code(context.device, "PEFT does not merge this layer: ", kinds=NO_MERGE):
+            found = measure_merge(layer, meter, safe=safe)
+    except Skip as refused:
+        fact(status="skipped", reason=str(refused))
         return
     evidence = _figures(found, layer_bytes=weight_of(layer).nbytes, model_bytes=model_bytes)
     if before is not None and context.device.type == "cpu":

@@ -29,7 +29,6 @@ from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, MERGING, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
 from consistency.case.stages import MOST_MERGED, Level
-from consistency.errors import first_line
 from consistency.numerics.decisions import Watch
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import Float64Mode, in_float64
@@ -46,7 +45,8 @@ from consistency.worker.model.merging import (
     restored,
     weight_of,
 )
-from consistency.worker.model.running import Activations, activations, base_of, is_of_the_model, matrix_elements
+from consistency.worker.model.running import Activations, activations, base_of, matrix_elements, model_code
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.context import Context
 
 Merging = AbstractContextManager[None]
@@ -79,13 +79,12 @@ def record_merge_effect(
         return
     effect = MergeEffect(dtype=context.base.dtype)
     try:
-        effect = _of_computed(context, model, computed, refused, exact)
-        if not effect.reason:
-            effect = _with_float64(context, model, inputs, effect, exact, again)
-    except Exception as error:  # model code of any kind may raise anything
-        if not is_of_the_model(error, model):
-            raise
-        effect = replace(effect, left_out=first_line(error))
+        with model_code(model):
+            effect = _of_computed(context, model, computed, refused, exact)
+            if not effect.reason:
+                effect = _with_float64(context, model, inputs, effect, exact, again)
+    except Skip as skip:
+        effect = replace(effect, left_out=str(skip))
     context.record.write(
         TensorRecord(
             status="equal", stage=MERGING, layer=WHOLE_MODEL, tensor=effect.output, rule=Rule.LIMIT, merging=effect

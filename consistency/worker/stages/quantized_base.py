@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from consistency.capture.names import AFTER_A_PASS, DEQUANTIZED, SETTINGS
-from consistency.errors import first_line
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
 from consistency.numerics.error import measure_against_exact
@@ -20,9 +19,8 @@ from consistency.numerics.identity import start_of
 from consistency.numerics.quantized import QuantizedWeight
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
-from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import LoadedBase
-from consistency.worker.model.running import is_of_the_model
+from consistency.worker.model.running import model_code
 from consistency.worker.quantized.exact import as_loaded
 from consistency.worker.quantized.held import (
     STATE,
@@ -33,6 +31,7 @@ from consistency.worker.quantized.held import (
     stored_names,
     weight_of_layer,
 )
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.context import Context
 
 
@@ -43,10 +42,15 @@ def run(context: Context) -> None:
         if context.record.wants("base", name):
             context.events.step(f"{name}, dequantized", done, len(layers))
             _settings(context, name, layer)
-            _dequantized(context, name, layer)
+            with context.record.skipping("base", DEQUANTIZED, layer=name, rule=Rule.BOUND):
+                _dequantized(context, name, layer)
     first = next(((name, layer) for name, layer in layers if stated_settings(layer.weight)), None)
     if first is not None and context.record.wants("base", first[0]):
         _after_a_pass(context, *first)
+
+
+_NOT_DEQUANTIZED = (NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a library raises that does not dequantize a kind of weight."""
 
 
 def _after_a_pass(context: Context, name: str, layer: Any) -> None:
@@ -59,23 +63,21 @@ def _after_a_pass(context: Context, name: str, layer: Any) -> None:
     attributes = dict(vars(layer))  # a first pass fixes the dtype that it computes in
     with torch.no_grad(), as_loaded(layer):
         try:
-            layer(torch.zeros(1, before.shape[1], dtype=before.dtype, device=context.device))
-        except Exception as error:  # kernels that refuse a shape: the stage `forward` states it
-            if not is_of_the_model(error, layer):
-                raise
+            with model_code(layer):
+                layer(torch.zeros(1, before.shape[1], dtype=before.dtype, device=context.device))
+        except Skip:  # kernels that refuse a shape: the stage `forward` states it
             vars(layer).update(attributes)
             return
         how = str(layer.weight.quant_state.__dict__.get("packing_format_for_cpu", False))
         try:
-            after = dequantized(layer).to("cpu", torch.float32)
+            with model_code(context.device, kinds=_NOT_DEQUANTIZED):
+                after = dequantized(layer).to("cpu", torch.float32)
             same, read = torch.equal(after, before), ""
             if not same:
                 off, largest = float((after - before).abs().max()), float(before.abs().max())
                 read = f"off by up to {off:.3g}, where the largest is {largest:.3g}"
-        except (RuntimeError, ValueError, TypeError) as error:
-            if is_of_the_device(error, context.device):
-                raise
-            same, read = False, first_line(error)
+        except Skip as refused:
+            same, read = False, str(refused)
     vars(layer).update(attributes)
     context.record.fact(
         "base", name, AFTER_A_PASS, status="equal" if same else "within",
@@ -85,17 +87,9 @@ def _after_a_pass(context: Context, name: str, layer: Any) -> None:
 
 def _dequantized(context: Context, name: str, layer: Any) -> None:
     weight = from_file(context.base, name, layer)
-    try:
-        with torch.no_grad():
-            actual = dequantized(layer)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        if is_of_the_device(error, context.device):
-            raise
-        context.record.absent(
-            "base", name, DEQUANTIZED, status="skipped", rule=Rule.BOUND,
-            reason=f"this kind of weight is not dequantized: {first_line(error)}",
-        )  # fmt: skip
-        return
+    prefix = "this kind of weight is not dequantized: "
+    with model_code(context.device, prefix, kinds=_NOT_DEQUANTIZED), torch.no_grad():
+        actual = dequantized(layer)
     if weight is None or tuple(actual.shape) != weight.shape:
         context.record.computed(
             "base", name, DEQUANTIZED, actual=actual, digests=[digest(actual)],

@@ -30,8 +30,7 @@ from consistency.numerics.error import measure_in_parts
 from consistency.numerics.file_tensor import elements_of
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule, passes
-from consistency.numerics.running_error import Arithmetic, Bounded
-from consistency.numerics.sums import exact_sum
+from consistency.numerics.running_error import Arithmetic, Bounded, exact_sum
 from consistency.numerics.words import Word
 from consistency.worker.ranks.group import Joined
 from consistency.worker.stages.context import Context

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import RecordStatus
 from consistency.errors import InputError, first_line
 from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import load_base
 from consistency.worker.model.running import device_of
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.context import Context
 from consistency.worker.wrapper_check import WrapperReport, check_wrapped
 
@@ -30,13 +30,9 @@ def run(context: Context) -> None:
     """Wrap the base, check it, and record every check."""
     case = context.job.case
     if case.wrapper is None:
-        reason = "no wrapper is given: --wrapper python:package.module:function"
-        context.record.fact(STAGE, WHOLE_MODEL, "everything", status="skipped", reason=reason)
-        return
+        raise Skip("no wrapper is given: --wrapper python:package.module:function")
     if context.base.offload is not None:
-        reason = "the base is offloaded: the device does not hold the plain model that is to be wrapped"
-        context.record.fact(STAGE, WHOLE_MODEL, "everything", status="skipped", reason=reason)
-        return
+        raise Skip("the base is offloaded: the device does not hold the plain model that is to be wrapped")
     plain = load_base(case, context.job.device).model
     wrapped = wrap(case.wrapper, plain)
     record(context, check_wrapped(wrapped, plain, adapter=_adapter(case.adapter)))

@@ -23,8 +23,7 @@ from consistency.case.budget.costs import (
     cost_of,
 )
 from consistency.case.budget.shape import Shape
-from consistency.case.case import Case
-from consistency.case.fit import Fit
+from consistency.case.case import Case, Fit
 from consistency.case.stages import Level, Stage
 from tests.case.budget.shapes import LARGE, SMALL, deeper
 

@@ -11,8 +11,7 @@ from consistency.case.budget import fit
 from consistency.case.budget.estimate import WEIGHTS, PlannedWorker
 from consistency.case.budget.fit import MARGIN, Budget, make_budget
 from consistency.case.budget.shape import Shape
-from consistency.case.case import Case
-from consistency.case.fit import Fit
+from consistency.case.case import Case, Fit
 from consistency.case.stages import Stage
 from consistency.devices.spec import parse_device
 from tests.case.budget.shapes import GIB, LARGE

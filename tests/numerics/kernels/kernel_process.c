@@ -98,9 +98,6 @@ static void *run(void *argument)
     } else if (!strcmp(call.name, "consistency_errors")) {
         t->result = ((int64_t(*)(int, int, void *, int64_t, int64_t, int64_t, void *, void *, void *, void *))function)(
             I(0), I(1), A(2), N(3), N(4), N(5), A(6), A(7), A(8), A(9));
-    } else if (!strcmp(call.name, "consistency_low_rank")) {
-        t->result = ((int64_t(*)(int, void *, void *, void *, int, int64_t, int64_t, void *, void *, void *, void *))
-                         function)(I(0), A(1), A(2), A(3), I(4), N(5), N(6), A(7), A(8), A(9), A(10));
     } else if (!strcmp(call.name, "consistency_digest")) {
         ((void (*)(int, void *, int64_t, void *, void *, void *))function)(I(0), A(1), N(2), A(3), A(4), A(5));
     } else {

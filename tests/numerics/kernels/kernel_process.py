@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from consistency.numerics.kernels.compiled import KINDS, Computed, Errors, Kernel, Product, _Chunks, _Range
+from consistency.numerics.kernels.compiled import KINDS, Computed, Errors, Kernel, _Range
 from consistency.numerics.kernels.numpy_digest import ROW_BYTES
 
 _WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -187,34 +187,6 @@ def _errors(
         call.point(0, getattr(Computed, name).offset, getattr(computed, name), size * n)
 
 
-def _low_rank(
-    call: _Call, variant: int, p: int, kinds: int, tensors: int, count: int, row: int, rows: int, value: int, size: int,
-    to: int, seen: int,
-) -> None:  # fmt: skip
-    product, chunks = Product.from_address(p), _Chunks.from_address(to)
-    columns, tile = product.columns, 8 * product.rows_per_tile * product.columns
-    call.numbers(variant)
-    call.memory(p, ctypes.sizeof(Product), _OWN)
-    call.memory(kinds, ctypes.sizeof(ctypes.c_int) * count)
-    call.memory(tensors, ctypes.sizeof(Computed) * count, _OWN)
-    call.numbers(count, row, rows)
-    call.memory(value, tile, _OWN)
-    call.memory(size, tile, _OWN)
-    call.memory(to, ctypes.sizeof(_Chunks), _OWN)
-    call.memory(seen, ctypes.sizeof(Errors) * count, _ANSWER)
-    call.point(0, Product.left.offset, product.left, 8 * (row + rows) * product.rank)
-    call.point(0, Product.right.offset, product.right, 8 * product.rank * columns)
-    numbers = (ctypes.c_int * count).from_address(kinds)
-    for i, computed in enumerate((Computed * count).from_address(tensors)):
-        read = (row + rows) * columns * _WIDTHS[KINDS[numbers[i]]]
-        for name in ("actual", "base"):
-            place = i * ctypes.sizeof(Computed) + getattr(Computed, name).offset
-            call.point(2, place, getattr(computed, name), read)
-    for name, width in (("sums", 8), ("squares", 8), ("left_out", 1)):
-        written = width * count * chunks.chunks
-        call.point(5, getattr(_Chunks, name).offset, getattr(chunks, name), written, _ANSWER)
-
-
 def _digest(call: _Call, variant: int, data: int, rows: int, w: int, v: int, out: int) -> None:
     call.numbers(variant)
     call.memory(data, rows * ROW_BYTES)
@@ -233,7 +205,6 @@ _DESCRIBED: dict[str, Callable[..., None]] = {
     "variants": _nothing,
     "measure": _measure,
     "errors": _errors,
-    "low_rank": _low_rank,
     "digest": _digest,
 }
 """What each function of `kernel.c` reads and writes, by its arguments."""

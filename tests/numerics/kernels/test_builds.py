@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from consistency.numerics.bound import Allowance, UserAllowance
-from consistency.numerics.chunks import LowRankProduct, LowRankTensor, Stretch
+from consistency.numerics.chunks import Stretch
 from consistency.numerics.dtype import bit_patterns, named
 from consistency.numerics.kernels import compiled, hard_inputs
 from consistency.numerics.kernels.build import compile_kernel
@@ -25,7 +25,6 @@ from consistency.numerics.kernels.check import (
     errors_by_both,
     errors_differ_in,
     measure_by,
-    products_by_both,
 )
 from consistency.numerics.kernels.compiled import BLOCK, CHUNK, KINDS, Kernel
 from consistency.numerics.kernels.hard_inputs import HARD_CHUNK, made_up
@@ -126,23 +125,6 @@ def test_errors_of_every_size_are_measured(kind: str, variants: list[Kernel]) ->
             seen = [errors_by_both(kernel, stretch) for kernel in variants]
             assert [errors_differ_in(*both) for both in seen] == [None] * len(seen), (elements, flavour)
             assert [repr(found) for found, _ in seen] == [repr(seen[0][0])] * len(seen), (elements, flavour)
-
-
-@pytest.mark.process
-def test_products_of_every_shape_are_measured(variants: list[Kernel]) -> None:
-    stream = np.random.default_rng(8)
-    derived = Allowance(product=1e-3, weight=1e-3, floor=1e-6)
-    for kind, columns, rank, rows in itertools.product(KINDS, (1, 15, 16, 17, 33, 1041), (1, 2, 9), (1, 5)):
-        left, right = (torch.from_numpy(stream.standard_normal(shape)) for shape in ((rows, rank), (rank, columns)))
-        base = torch.from_numpy(stream.standard_normal((rows, columns))).to(named(kind))
-        product = LowRankProduct(left=left, right=right, scaling=0.5, base=base)
-        exact = left @ right * 0.5
-        tensors = [
-            LowRankTensor(actual=exact.to(torch.float32), allowance=replace(derived, weight=0.0), has_base=False),
-            LowRankTensor(actual=(exact + base).to(named(kind)), allowance=derived, has_base=True),
-        ]
-        seen = [products_by_both(kernel, product, tensors)[0] for kernel in variants]
-        assert [repr(tallies) for tallies in seen] == [repr(seen[0])] * len(seen), (kind, columns, rank, rows)
 
 
 @pytest.mark.aarch64

@@ -13,14 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from consistency.numerics import error
-from consistency.numerics.chunks import LowRankProduct
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import bit_patterns, named
 from consistency.numerics.kernels import check as kernel_check
 from consistency.numerics.kernels import compiled as kernel
-from consistency.numerics.kernels import compiled_product, trust
+from consistency.numerics.kernels import trust
 from consistency.numerics.kernels.build import compile_kernel
 from consistency.numerics.kernels.check import (
     differs_in,
@@ -28,10 +26,9 @@ from consistency.numerics.kernels.check import (
     errors_by_both,
     errors_differ_in,
     measure_by,
-    products_by_both,
 )
-from consistency.numerics.kernels.compiled import CHUNK, DIGEST, KINDS, PRODUCTS, PURPOSES, Kernel, errors_in
-from consistency.numerics.kernels.hard_inputs import hard_pairs, hard_products, hard_stretches
+from consistency.numerics.kernels.compiled import CHUNK, DIGEST, KINDS, PURPOSES, Kernel, errors_in
+from consistency.numerics.kernels.hard_inputs import hard_pairs, hard_stretches
 from consistency.numerics.kernels.numpy_digest import ROW_BYTES
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
 from consistency.numerics.kernels.tally import Tally
@@ -130,44 +127,6 @@ def test_errors_are_those_of_numpy_from_every_variant_with_the_same_bits(kind: s
 
 
 @pytest.mark.process
-def test_products_are_those_of_numpy_from_every_variant_with_the_same_bits(variants: list[Kernel]) -> None:
-    for name, product, tensors in hard_products():
-        found = [products_by_both(each, product, tensors) for each in variants]
-        for tallies, expected in found:
-            assert all(errors_differ_in(*pair) is None for pair in zip(tallies, expected, strict=True)), name
-        assert all(tallies == found[0][0] for tallies, _ in found), name
-
-
-@pytest.mark.parametrize("threads", [2, 3, 5])
-def test_products_are_measured_the_same_by_any_number_of_threads(
-    threads: int, kernel_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel, "LIBRARY", kernel_library)
-    monkeypatch.setattr(error, "_ELEMENTS_PER_THREAD", 1)
-    for _, product, tensors in hard_products():
-        found = []
-        for count in (1, threads):
-            monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-            found.append(error.measure_low_rank(tensors, product))
-        assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(("largest", "by_kernel"), [(15, False), (16, True)])
-def test_a_product_of_many_terms_is_left_to_blas(
-    largest: int, by_kernel: bool, kernel_library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernel, "LIBRARY", kernel_library)
-    monkeypatch.setattr(compiled_product, "_LARGEST_RANK", largest)
-    assert trust.trusted(PRODUCTS) is not None
-    multiplied: list[int] = []
-    monkeypatch.setattr(LowRankProduct, "_multiply", lambda *_: multiplied.append(1))
-    _, product, tensors = hard_products()[1]
-    assert product.rank == 16
-    error.measure_low_rank(tensors[:-1], product)  # of the last NumPy measures a part
-    assert bool(multiplied) != by_kernel
-
-
-@pytest.mark.process
 def test_errors_of_elements_that_lie_at_any_byte_are_measured(variants: list[Kernel]) -> None:
     _, stretch = hard_stretches(torch.float32)[-1]
     assert stretch.base is not None
@@ -247,8 +206,8 @@ def test_it_is_checked_once_for_each_purpose(kernel_library: Path, monkeypatch: 
 
 
 FLOATS = set(KINDS)
-ERRORS = {*map(errors_in, KINDS), PRODUCTS}
-HALF, BRAIN = {errors_in("float16"), PRODUCTS}, {errors_in("bfloat16"), PRODUCTS}
+ERRORS = {*map(errors_in, KINDS)}
+HALF, BRAIN = {errors_in("float16")}, {errors_in("bfloat16")}
 WRONG = {  # what is planted, and the purposes for which it has to be refused
     "a wrong scale of subnormals": ("0x1p-24f", "0x1p-25f", {"float16", *HALF}),
     "a wrong exponent of infinity": ("? 112u << 23 : 0", "? 111u << 23 : 0", {"float16", *HALF}),
@@ -281,12 +240,6 @@ WRONG = {  # what is planted, and the purposes for which it has to be refused
         ERRORS,
     ),
     "chunks left out that count": ("if (settled) *seen = here;", "*seen = here;", ERRORS),
-    "magnitudes of one sign": ("s0 += magnitudes(p0)", "s0 += p0", {PRODUCTS}),
-    "magnitudes of one sign past the vectors": ("s += fabs(one)", "s += one", {PRODUCTS}),
-    "a row of the other factor": ("multiply_row(p, left + i * p->rank,", "multiply_row(p, left,", {PRODUCTS}),
-    "a term too few": ("k < p->rank; k++, right", "k < p->rank - 1; k++, right", {PRODUCTS}),
-    "the first tensor's kind": ("of_rows(tensors + t, kinds[t],", "of_rows(tensors + t, kinds[0],", {PRODUCTS}),
-    "a place too early": ("done += (n + to->length - 1)", "done += n", {PRODUCTS}),
     "an element too few": ("const int64_t held = stop - block;", "const int64_t held = stop - block - 1;", ERRORS),
 }
 

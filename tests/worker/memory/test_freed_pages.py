@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from consistency.worker.memory.freed_pages import _malloc_trim, trim
+from consistency.worker.memory.mapped_pages import _malloc_trim, trim
 
 MIB = 2**20
 
@@ -17,7 +17,7 @@ MIB = 2**20
 @pytest.mark.skipif(_malloc_trim() is None, reason="only glibc gives pages back on request")
 def test_what_a_worker_freed_is_resident_until_it_is_given_back() -> None:
     script = (
-        "from consistency.worker.memory.freed_pages import trim\n"
+        "from consistency.worker.memory.mapped_pages import trim\n"
         "from consistency.worker.memory.host_memory import resident_bytes\n"
         "buffers = [bytearray(b'x') * (50 * 2**20) for _ in range(2)]; last = bytearray(b'x') * 2**20\n"
         "del buffers; print(resident_bytes()); trim(); print(resident_bytes())"

@@ -12,7 +12,7 @@ from torch.utils import _pytree
 from consistency.numerics.decision import is_real
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.model.block_pass import ResultPlace, as_exact, rounded, run_by_blocks
-from consistency.worker.model.blocks import blocks_of
+from consistency.worker.model.structure import blocks_of
 from tests.worker.model.kinds_of_models import GIVEN, albert, no_list, two_layers
 
 Tensors = dict[str, torch.Tensor]

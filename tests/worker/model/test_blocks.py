@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from consistency.worker.model.blocks import blocks_of
+from consistency.worker.model.structure import blocks_of
 
 
 @pytest.mark.parametrize(

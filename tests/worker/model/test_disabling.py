@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from consistency.worker.model.disabling import DisableRefusedError, disabled
+from consistency.worker.model.merging import DisableRefusedError, disabled
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import SIZES, adapter_on
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 import transformers
 
-from consistency.case.case import Case
-from consistency.case.fit import Fit
+from consistency.case.case import Case, Fit
 from consistency.case.inputs_file import paragraphs
 from consistency.case.stages import LEVELS, Level
 from consistency.errors import InputError

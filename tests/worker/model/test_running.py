@@ -17,8 +17,10 @@ from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.worker import device_error
 from consistency.worker.model import running
-from consistency.worker.model.disabling import disabled
-from consistency.worker.model.running import activations, is_of_the_model, outputs, parameters_kept, refusal
+from consistency.worker.model.merging import disabled
+from consistency.worker.model.running import activations, is_of_the_model, model_code, outputs, parameters_kept, refusal
+from consistency.worker.recorder import Skip
+from consistency.worker.stages.gradient import stage as gradient
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import adapter_on, an_attention
 
@@ -82,6 +84,38 @@ def test_a_method_that_asks_for_tasks_gets_one_for_each_sequence(tmp_path: Path)
         with disabled(model), torch.no_grad():
             off = outputs(model, inputs)
         assert torch.equal(off["logits"], AutoModelForCausalLM.from_pretrained(base)(**inputs).logits)
+
+
+def written_here(source: str) -> Callable[..., Any]:
+    """Return a function whose frames are of this package."""
+    names: dict[str, Any] = {}
+    exec(compile(source, device_error.__file__, "exec"), names)
+    found: Callable[..., Any] = names["mistaken"]
+    return found
+
+
+@pytest.mark.parametrize("mistake", ["not_defined", "len(3)", "(_ for _ in ()).throw(AssertionError())"])
+def test_a_mistake_of_ours_is_not_the_models(mistake: str) -> None:
+    layer = torch.nn.Linear(1, 1)
+    with pytest.raises((NameError, TypeError, AssertionError)), model_code(layer):
+        written_here(f"def mistaken(): {mistake}")()
+    with pytest.raises(Skip, match="NameError"), model_code(layer):
+        written_here("def mistaken(model): model()")(lambda: not_defined)  # type: ignore[name-defined]  # noqa: F821
+    with pytest.raises(Skip, match="TypeError"), model_code(layer):  # what torch says of the model's arguments
+        written_here("class Mode:\n    def __torch_dispatch__(self): len(3)\nmistaken = Mode().__torch_dispatch__")()
+
+
+@pytest.mark.slow
+def test_a_stage_fails_by_a_mistake_of_ours(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = builtin_folder("llama")
+    for mistaken, status in ((written_here("def mistaken(*_): not_defined"), "blocked"), (_no_backward, "skipped")):
+        monkeypatch.setattr(gradient, "gradients_of", mistaken)
+        (row,) = [r for r in look(folder / "base", folder / "adapter", stages=("gradient",)) if r.stage == "gradient"]
+        assert (row.tensor, row.status) == ("adapter_on", status)
+
+
+def _no_backward(*_: Any) -> Any:
+    raise NameError("of the model")
 
 
 def test_of_an_accelerator_the_device_is_asked_whose_error_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

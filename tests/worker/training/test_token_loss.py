@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from consistency.worker.stages.trajectory.passes import TokenLoss
 from consistency.worker.training.backward import loss_weights
-from consistency.worker.training.token_loss import TokenLoss
 
 IDS = torch.tensor([[1, 2, 0], [3, 3, 1]])
 

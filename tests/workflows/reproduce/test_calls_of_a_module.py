@@ -21,7 +21,7 @@ from consistency.case.options import Options
 from consistency.case.stages import Stage
 from consistency.worker.faults import compute, computed
 from consistency.worker.model import call_trace
-from consistency.worker.stages import wrong_result
+from consistency.worker.stages import block_rule
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce import parts
 from consistency.workflows.reproduce.folder import reproduce
@@ -223,7 +223,7 @@ def test_what_cannot_be_cut_is_compared_and_says_why(tmp_path: Path, monkeypatch
 @pytest.mark.slow
 def test_a_healthy_run_traces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places: list[object] = []
-    monkeypatch.setattr(wrong_result, "trace_module", lambda _, place, *__: places.append(place))
+    monkeypatch.setattr(block_rule, "trace_module", lambda _, place, *__: places.append(place))
     found_with(None, tmp_path / "healthy")
     assert places == []
     found_with("forward-layer-zero", tmp_path / "wrong")

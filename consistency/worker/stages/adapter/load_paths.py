@@ -9,21 +9,24 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER, adapter_place, module_place
 from consistency.case.load_path import LoadPath
 from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known
-from consistency.numerics.digest import digest
+from consistency.numerics.digest import as_bytes, digest
 from consistency.numerics.dtype import name_of
+from consistency.numerics.same_bytes import same_memory
 from consistency.worker.device_error import is_of_the_device, of_another
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
 from consistency.worker.model.poison import POISON, as_it_was, poison
-from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.context import Context
 
 
@@ -32,7 +35,7 @@ def run(context: Context, by_digest: Mapping[str, str]) -> None:
     paths = context.job.alternative_paths
     for done, load_path in enumerate(paths):
         context.events.step(f"load path {load_path}", done, len(paths))
-        with context.record.on_load_path(load_path):
+        with context.record.on_load_path(load_path), skipping(context):
             if load_path.by_transformers:
                 _by_transformers(context, load_path, by_digest)
             else:
@@ -49,22 +52,17 @@ def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]
                 context.job.case.adapter, ADAPTER_NAME, torch_device=device, low_cpu_mem_usage=load_path.low_memory
             )
         except UNUSABLE as error:
-            if is_blocked(context, error):
-                return
-            skip(context, f"PEFT cannot load this adapter twice: {first_line(error)}")
-            return
+            raise refusal(context, error, f"PEFT cannot load this adapter twice: {first_line(error)}") from error
         _look(context, load_path, by_digest, model.state_dict(keep_vars=True))
 
 
 def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
     """Load the adapter with the base's own `load_adapter`, onto a stand-in that has no PEFT around it."""
     if not hasattr(context.base.model, "load_adapter"):
-        skip(context, "the base is not a transformers model: it has no load_adapter")
-        return
+        raise Skip("the base is not a transformers model: it has no load_adapter")
     model: Any = context.model
     if model.peft_config[ADAPTER_NAME].is_prompt_learning:
-        skip(context, "transformers does not load prompts")
-        return
+        raise Skip("transformers does not load prompts")
     try:
         shell = stand_in(model, context.device).unload()
         with _poisoned_injection():
@@ -72,33 +70,29 @@ def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[s
                 context.job.case.adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=load_path.low_memory
             )
     except UNUSABLE as error:
-        if is_blocked(context, error):
-            return
-        why = first_line(error)
-        if context.rewritten:
-            why = "its method computes from the base's values, which the stand-in for the base lacks"
-        skip(context, f"transformers cannot load this adapter: {why}")
-        return
+        lacks = "its method computes from the base's values, which the stand-in for the base lacks"
+        why = lacks if context.rewritten else first_line(error)
+        raise refusal(context, error, f"transformers cannot load this adapter: {why}") from error
     # the names that they have under PEFT's own model
     state = shell.state_dict(keep_vars=True)
     _look(context, load_path, by_digest, {name: state.get(module_place(name)) for name in context.expected})
 
 
-def is_blocked(context: Context, error: Exception) -> bool:
-    """Record a device on this load path that fails, where it is another than the worker's; raise what its own says."""
+def refusal(context: Context, error: Exception, reason: str) -> Skip:
+    """Return why a load is refused, where another device than the worker's may fail; raise what its own says."""
     other = of_another(error, context.device)
     if other is None and is_of_the_device(error, context.device):
         raise error
-    if other is not None and context.record.wants("adapter", SETTINGS_LAYER):
-        reason = f"another device, by way of which it loads, fails: {other.words}"
-        context.record.absent("adapter", SETTINGS_LAYER, LOADED_AGAIN, status="blocked", reason=reason)
-    return other is not None
+    if other is None:
+        return Skip(reason)
+    return Skip(f"another device, by way of which it loads, fails: {other.words}", status="blocked")
 
 
-def skip(context: Context, reason: str) -> None:
+def skipping(context: Context) -> AbstractContextManager[None, bool]:
     """Record why the adapter cannot be loaded again."""
-    if context.record.wants("adapter", SETTINGS_LAYER):
-        context.record.absent("adapter", SETTINGS_LAYER, LOADED_AGAIN, status="skipped", reason=reason)
+    if not context.record.wants("adapter", SETTINGS_LAYER):
+        return suppress(Skip)
+    return context.record.skipping("adapter", LOADED_AGAIN, layer=SETTINGS_LAYER)
 
 
 def _look(
@@ -195,3 +189,80 @@ def _poisoned_injection() -> Iterator[None]:
         yield
     finally:
         peft.inject_adapter_in_model = real
+
+
+_GRANULARITY = 512
+"""Torch's caching allocators hand out memory in multiples of so many bytes, so stale bytes begin at one."""
+
+_LEAST_BYTES = 64  # fewer bytes may agree by chance
+
+_WIDEST = 8  # bytes of the widest number: every narrower one repeats at such a distance too
+
+
+def file_of_another(by_digest: Mapping[str, str], own: str, tensor: torch.Tensor) -> str | None:
+    """Return the key of another tensor of the adapter's file whose bytes these are; `own` is the right one's digest."""
+    value = digest(tensor).value
+    return by_digest.get(value) if value != own else None
+
+
+def stale_bytes(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
+    """Return where else in the model the bytes of a tensor are, as `name` or `bytes 512 to 2560 of name`.
+
+    `tensors` is what the model held before, on any device; they are read to the CPU one at a time.
+    """
+    raw = as_bytes(tensor.detach().to("cpu")).numpy()
+    if len(raw) < _LEAST_BYTES or same_memory(raw[_WIDEST:], raw[:-_WIDEST]):  # too few, or one value everywhere
+        return None
+    for name, other in tensors.items():
+        if other.layout is not torch.strided or other.nbytes < len(raw):
+            continue
+        held = as_bytes(other.detach().to("cpu")).numpy()
+        for start in _candidates(raw, held):
+            if same_memory(held[start : start + len(raw)], raw):
+                return name if len(raw) == len(held) else f"bytes {start} to {start + len(raw)} of {name}"
+    return None
+
+
+def _candidates(raw: np.ndarray, held: np.ndarray) -> list[int]:
+    """Return the offsets in `held`, multiples of the allocator's granularity, at which `raw` could begin."""
+    starts = np.arange(0, len(held) - len(raw) + 1, _GRANULARITY)
+    fits = np.ones(len(starts), bool)
+    for byte in range(8):
+        fits &= held[starts + byte] == raw[byte]
+    return [int(start) for start in starts[fits]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loads:
+    """The results of later loads of the adapter's file for one parameter."""
+
+    digests: tuple[str, ...] = ()
+    """One per load."""
+    wrong: torch.Tensor | None = None
+    """The first that differs from the first load of all, on the CPU."""
+
+
+def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
+    """Load the adapter again under the same name, over parameters filled with NaN, and return the results by name.
+
+    The parameters are left as the first load set them.
+    """
+    names = [n for n in context.expected if n in state and state[n].is_floating_point() and not state[n].is_meta]
+    right = {name: digest(state[name]).value for name in names}
+    found = dict.fromkeys(names, Loads())
+    with as_it_was(context.model, set(names)) as held:
+        for _ in range(max(1, context.job.case.repeat - 1)):
+            poison(held.values())
+            try:
+                context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
+            except UNUSABLE as error:
+                raise refusal(context, error, f"PEFT cannot load this adapter twice: {first_line(error)}") from error
+            for name, before in found.items():
+                value, wrong = digest(state[name]).value, before.wrong
+                if wrong is None and value != right[name]:
+                    wrong = state[name].detach().to("cpu", copy=True)
+                found[name] = Loads(digests=(*before.digests, value), wrong=wrong)
+    if context.record.wants("adapter", SETTINGS_LAYER):
+        done = torch.ones((), dtype=torch.uint8)
+        context.record.computed("adapter", SETTINGS_LAYER, LOADED_AGAIN, actual=done, digests=[digest(done)])
+    return found

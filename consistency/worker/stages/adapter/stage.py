@@ -29,8 +29,7 @@ from consistency.worker.quantized.held import is_composite
 from consistency.worker.recorder import PEER_KEEP_BYTES
 from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.effect import effect_of
-from consistency.worker.stages.adapter.reload import Loads, reload
-from consistency.worker.stages.adapter.stale_bytes import file_of_another, stale_bytes
+from consistency.worker.stages.adapter.load_paths import Loads, file_of_another, reload, stale_bytes
 from consistency.worker.stages.adapter.stated import stated
 from consistency.worker.stages.context import Context
 
@@ -39,7 +38,9 @@ def run(context: Context) -> None:
     """Record the adapter tensor by tensor, its settings, and its alternative load paths."""
     model, record = context.model, context.record
     state = model.state_dict(keep_vars=True)
-    again = reload(context, state) if context.job.case.reloads else {}
+    again: dict[str, Loads] = {}
+    with load_paths.skipping(context):
+        again = reload(context, state) if context.job.case.reloads else {}
     # PEFT loads a file in a half type as float32 unless told otherwise
     by_digest = {
         digest(tensor if name not in state else tensor.to(state[name].dtype)).value: key

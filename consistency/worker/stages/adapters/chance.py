@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from consistency.numerics.running_error import Arithmetic, Tracked
 from consistency.worker.determinism import seeded
-from consistency.worker.stages.adapters.pruned import DENSITY
-from consistency.worker.stages.adapters.weighing import added, elected, where
+from consistency.worker.stages.adapters.pruned import DENSITY, added, elected, where
 
 BY_CHANCE = ("dare_linear", "dare_ties")
 

@@ -27,9 +27,8 @@ from consistency.worker.stages.adapters.chance import BY_CHANCE, Draws, chosen, 
 from consistency.worker.stages.adapters.cut import check_cut, layers_to_cut, only_in
 from consistency.worker.stages.adapters.layer_factors import LayerFactors, factors_of
 from consistency.worker.stages.adapters.multi_adapter_model import STAGE, MultiAdapterModel
-from consistency.worker.stages.adapters.pruned import DENSITY, PRUNED, pruned
+from consistency.worker.stages.adapters.pruned import DENSITY, PRUNED, pruned, sum_of
 from consistency.worker.stages.adapters.truncated import TRUNCATED
-from consistency.worker.stages.adapters.weighing import weight_of
 from consistency.worker.stages.bound_rule import record_bounded
 
 TYPES = ("linear", "cat", *PRUNED, *BY_CHANCE, *TRUNCATED)
@@ -199,7 +198,7 @@ def _exact(
     ):
         by, roots = Arithmetic.of(actual.dtype), _roots(scales, signed=side == 0)
         if kind == "linear":
-            yield part, actual, _sum(by, files, roots)
+            yield part, actual, sum_of(by, files, roots)
         elif kind in PRUNED:
             yield part, actual, pruned(kind, by, files, roots, actual.to("cpu", torch.float64).numpy())
         elif masks is not None:
@@ -208,15 +207,6 @@ def _exact(
             scaled = list(zip(factors.weights, factors.scalings, strict=True))
             scaled_here = scaled if side == 0 else None
             yield part, actual, _side_by_side(by, files, scaled_here, actual.shape, actual.dtype, axis=side)
-
-
-def _sum(by: Arithmetic, files: Sequence[np.ndarray], roots: Sequence[float]) -> Tracked:
-    total, *others = [
-        (by.known(tensor) * weight_of(by, root)).store() for tensor, root in zip(files, roots, strict=True)
-    ]
-    for term in others:
-        total = total + term
-    return total.store()
 
 
 def _roots(scales: Sequence[float], *, signed: bool) -> list[float]:

@@ -19,33 +19,23 @@ _PAIRS = ((("lora_A", ".weight"), ("lora_B", ".weight")), (("lora_embedding_A", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFactors:
-    """The adapters that change one layer, as PEFT finds them in it.
-
-    Attributes
-    ----------
-    parts : tuple of str
-        What the two factors are called, A first.
-    names : tuple of str
-        Of these adapters.
-    weights, scalings : tuple of float
-        The weight of each in the combination, and its scaling in this layer.
-    a, b : tuple of np.ndarray
-        Their factors as stored in their dtype on the device, float64.
-    is_transposed : bool
-        Whether the layer's deltas are (in, out).
-    combined : tuple of torch.Tensor
-        The factors of the combination, on the device; empty where it is not in the layer.
-    """
+    """The adapters that change one layer, as PEFT finds them in it."""
 
     parts: tuple[str, str]
+    """What the two factors are called, A first."""
     names: tuple[str, ...]
+    """Of these adapters."""
     weights: tuple[float, ...]
     scalings: tuple[float, ...]
+    """`weights`, `scalings`: the weight of each in the combination, and its scaling in this layer."""
     a: tuple[np.ndarray, ...]
     b: tuple[np.ndarray, ...]
+    """`a`, `b`: their factors as stored in their dtype on the device, float64."""
     dtype: torch.dtype
     is_transposed: bool
+    """Whether the layer's deltas are (in, out)."""
     combined: tuple[torch.Tensor, ...] = ()
+    """The factors of the combination, on the device; empty where it is not in the layer."""
 
     @property
     def rows(self) -> int:

@@ -31,29 +31,20 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiAdapterModel:
-    """A model with several adapters.
-
-    Attributes
-    ----------
-    expected : mapping
-        The tensors in each adapter's file, by the adapter's name.
-    inputs : dict or None
-        None where the model does not run; no row is then written about results.
-    alone : mapping
-        What the model gave with each adapter alone in it, by the adapter's name.
-    off : dict
-        What the base gave before any adapter was loaded.
-    changed : set of tuple of str
-        What no longer holds its bytes, by adapter and name: each is reported after the step that changed it.
-    """
+    """A model with several adapters."""
 
     context: Context
     model: Any
     expected: Mapping[str, Expected]
+    """The tensors in each adapter's file, by the adapter's name."""
     inputs: dict[str, torch.Tensor] | None
+    """None where the model does not run; no row is then written about results."""
     alone: Mapping[str, Digests]
+    """What the model gave with each adapter alone in it, by the adapter's name."""
     off: Digests
+    """What the base gave before any adapter was loaded."""
     changed: set[tuple[str, str]] = field(default_factory=set)
+    """What no longer holds its bytes, by adapter and name: each is reported after the step that changed it."""
 
     @property
     def names(self) -> Sequence[str]:

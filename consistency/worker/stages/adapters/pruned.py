@@ -9,14 +9,17 @@ the choice that it is nearest to.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from consistency.numerics.bound import gamma
+from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.running_error import Arithmetic, Tracked
-from consistency.worker.stages.adapters.weighing import weight_of
 
 PRUNED = ("magnitude_prune", "ties")
 
@@ -54,7 +57,7 @@ def pruned(
             np.where(sure | (equal & taken.get(number, False)), tensor, 0.0)
             for number, (tensor, (sure, equal)) in enumerate(zip(tensors, largest, strict=True))
         ]
-        for one in _elected(by, kept, weights) if kind == "ties" else [_added(by, kept, weights)]:
+        for one in _elected(by, kept, weights) if kind == "ties" else [sum_of(by, kept, weights)]:
             best = one if best is None else _nearer(best, one, actual)
     return best
 
@@ -71,13 +74,10 @@ def _largest(tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return sure, equal & (size > 0)
 
 
-def _added(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float]) -> Tracked:
-    total, *others = [
-        (by.known(tensor) * weight_of(by, weight)).store() for tensor, weight in zip(kept, weights, strict=True)
-    ]
-    for term in others:
-        total = total + term
-    return total.store()
+def sum_of(by: Arithmetic, tensors: Sequence[np.ndarray], weights: Sequence[float]) -> Tracked:
+    """Return the weighted sum of tensors, each product stored."""
+    terms = [(by.known(one) * weight_of(by, weight)).store() for one, weight in zip(tensors, weights, strict=True)]
+    return functools.reduce(operator.add, terms).store()
 
 
 def _elected(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float]) -> Iterator[Tracked]:
@@ -88,9 +88,44 @@ def _elected(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float
         agree = [np.sign(tensor) == sign for tensor in kept]
         mean_of = np.maximum(sum(one.astype(np.float64) for one in agree), 1.0)
         those = [np.where(one, tensor, 0.0) for one, tensor in zip(agree, kept, strict=True)]
-        yield (_added(by, those, weights) / by.known(mean_of)).store()
+        yield (sum_of(by, those, weights) / by.known(mean_of)).store()
 
 
 def _nearer(a: Tracked, b: Tracked, actual: np.ndarray) -> Tracked:
     second = np.abs(actual - b.value) - b.allowed < np.abs(actual - a.value) - a.allowed
     return Tracked(value=np.where(second, b.value, a.value), error=np.where(second, b.error, a.error), by=a.by)
+
+
+def weight_of(by: Arithmetic, weight: float) -> Tracked:
+    """Return the weight of an adapter, rounded to float32 as PEFT does."""
+    return Tracked(value=np.asarray(weight), error=np.asarray(abs(weight) * UNIT_ROUNDOFF[torch.float32]), by=by)
+
+
+def added(terms: Sequence[Tracked], weights: Sequence[float]) -> Tracked:
+    """Return the weighted sum."""
+    return functools.reduce(operator.add, (t * weight_of(t.by, one) for t, one in zip(terms, weights, strict=True)))
+
+
+def elected(terms: Sequence[Tracked], weights: Sequence[float]) -> Tracked:
+    """Return the weighted mean of those terms that have the sign of the unweighted sum, as TIES defines it.
+
+    Where rounding may decide the sign of the sum, or of a term, each of the terms may be in the mean or not.
+    """
+    by = terms[0].by
+    size = sum(np.abs(term.value) for term in terms)
+    unsure = np.abs(sum(term.value for term in terms)) <= sum(term.error for term in terms) + gamma(
+        len(terms), by.unit
+    ) * np.asarray(size)
+    for term in terms:
+        unsure |= (np.abs(term.value) <= term.error) & (term.error > 0)
+    majority = np.where(sum(term.value for term in terms) >= 0, 1.0, -1.0)
+    agree = [np.sign(term.value) == majority for term in terms]
+    mean_of = np.maximum(sum(one.astype(np.float64) for one in agree), 1.0)
+    mean = added([where(one, term) for term, one in zip(terms, agree, strict=True)], weights) / by.known(mean_of)
+    most = sum(abs(weight) * (np.abs(term.value) + term.error) for term, weight in zip(terms, weights, strict=True))
+    return Tracked(value=mean.value, error=np.where(unsure, np.abs(mean.value) + most, mean.error), by=by)
+
+
+def where(kept: np.ndarray, term: Tracked) -> Tracked:
+    """Return what is kept of a tensor; the rest are zeros, without an error."""
+    return term.moved(lambda values: np.where(kept, values, 0.0))

@@ -18,23 +18,20 @@ from typing import Any
 import torch
 
 from consistency.capture.names import WHOLE_MODEL, adapter_place
-from consistency.errors import first_line
 from consistency.numerics.dtype import name_of
-from consistency.numerics.rules import Rule
-from consistency.worker.device_error import is_of_the_device
 from consistency.worker.environment import release
 from consistency.worker.model.expected_adapter import expected_adapter, is_made_anew
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import UNUSABLE, load_adapter
-from consistency.worker.model.running import is_of_the_model
+from consistency.worker.model.running import model_code
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.adapters.combining import combine
 from consistency.worker.stages.adapters.hotswap import hotswap
 from consistency.worker.stages.adapters.merging import merge
 from consistency.worker.stages.adapters.multi_adapter_model import STAGE, Digests, MultiAdapterModel, results
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.input_checks import inputs_fit
+from consistency.worker.stages.context import Context, inputs_fit
 
 _WIDENED = (torch.float16, torch.bfloat16)
 """Dtypes of a base in which PEFT widens an adapter, if it is asked to."""
@@ -42,18 +39,13 @@ _WIDENED = (torch.float16, torch.bfloat16)
 
 def run(context: Context) -> None:
     """Record every step, and put the model back."""
-    reason = _refused(context)
-    if reason:
-        _skip(context, reason)
-        return
+    _require_several(context)
     whole = Structure(context.model)
     try:
         with warnings.catch_warnings():
             # that an adapter is merged over another, or is active when it is deleted, is meant here
             warnings.filterwarnings("ignore", category=UserWarning, module="peft")
             several = _loaded(context)
-            if several is None:
-                return
             _check_loaded(several)
             for done, (step, check) in enumerate(_STEPS.items()):
                 context.events.step(step, done, len(_STEPS))
@@ -62,29 +54,28 @@ def run(context: Context) -> None:
         whole.restore()
 
 
-def _refused(context: Context) -> str:
+def _require_several(context: Context) -> None:
     if context.bare is None:
-        return "the case has one adapter: give several as --adapter NAME=PATH"
+        raise Skip("the case has one adapter: give several as --adapter NAME=PATH")
     if context.base.offload is not None:
-        return "the base is streamed from the host: adapters are switched on a model that is on its device"
+        raise Skip("the base is streamed from the host: adapters are switched on a model that is on its device")
     if context.rewritten:
-        return "loading the first adapter rewrites weights of the base, so the others would be loaded onto another base"
-    return ""
+        rewrites = "loading the first adapter rewrites weights of the base"
+        raise Skip(f"{rewrites}, so the others would be loaded onto another base")
 
 
-def _loaded(context: Context) -> MultiAdapterModel | None:
-    """Load each adapter alone, then all into one model; None, and a row that says why, where PEFT does not."""
+def _loaded(context: Context) -> MultiAdapterModel:
+    """Load each adapter alone, then all into one model."""
     case, bare = context.job.case, context.bare
     assert bare is not None
     inputs, off, alone = _inputs(context), dict[str, str](), dict[str, Digests]()
     bare.restore()
     if inputs is not None:
         try:
-            off = results(context.base.model, inputs)
-        except Exception as error:  # model code of any kind may raise anything
-            if not is_of_the_model(error, context.base.model):
-                raise
-            _no_results(context, first_line(error))
+            with model_code(context.base.model):
+                off = results(context.base.model, inputs)
+        except Skip as skip:
+            _no_results(context, str(skip))
             inputs = None
     for done, one in enumerate(case.adapters):
         context.events.step(f"{one.name} alone", done, len(case.adapters))
@@ -96,15 +87,10 @@ def _loaded(context: Context) -> MultiAdapterModel | None:
     first, *others = case.adapters
     model = load_adapter(context.base, case, instead=first, autocast=context.job.autocast_adapter_dtype)
     for one in others:
-        try:
+        with model_code(context.device, f"PEFT does not load {one.name} beside {first.name}: ", kinds=UNUSABLE):
             model.load_adapter(
                 one.path, adapter_name=one.name, autocast_adapter_dtype=context.job.autocast_adapter_dtype
             )
-        except UNUSABLE as error:
-            if is_of_the_device(error, context.device):
-                raise
-            _skip(context, f"PEFT does not load {one.name} beside {first.name}: {first_line(error)}")
-            return None
     if release("peft") < (0, 19):
         _load_again(context, model)
     model.eval()
@@ -223,17 +209,10 @@ _STEPS: dict[str, Callable[[MultiAdapterModel], None]] = {
 
 
 def _unless_refused(several: MultiAdapterModel, step: str, check: Callable[[MultiAdapterModel], None]) -> None:
+    prefix = "PEFT does not do this with these adapters: "
     try:
-        with torch.no_grad():
+        with model_code(several.context.device, prefix, kinds=(*UNUSABLE, NotImplementedError)), torch.no_grad():
             check(several)
         several.done(step)
-    except (*UNUSABLE, NotImplementedError) as error:
-        if is_of_the_device(error, several.context.device):
-            raise
-        several.refused(step, f"PEFT does not do this with these adapters: {first_line(error)}")
-
-
-def _skip(context: Context, reason: str) -> None:
-    context.record.absent(
-        STAGE, WHOLE_MODEL, "everything", status="skipped", reason=reason, rule=Rule.BITWISE
-    )  # fmt: skip
+    except Skip as refused:
+        several.refused(step, str(refused))

@@ -32,8 +32,7 @@ from consistency.numerics.bound import gamma
 from consistency.numerics.running_error import Arithmetic, Tracked
 from consistency.worker.stages.adapters.chance import rescaled
 from consistency.worker.stages.adapters.layer_factors import LayerFactors
-from consistency.worker.stages.adapters.pruned import DENSITY
-from consistency.worker.stages.adapters.weighing import added, elected
+from consistency.worker.stages.adapters.pruned import DENSITY, added, elected
 
 TRUNCATED = ("svd", "ties_svd", "magnitude_prune_svd", "dare_linear_svd", "dare_ties_svd")
 
@@ -43,33 +42,26 @@ _GROWTH = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What a device computed, what it has to be near, and how near it is.
-
-    Attributes
-    ----------
-    exact_a, exact_b : torch.Tensor
-        Float64: each factor as the other one and D determine it.
-    allowed_a, allowed_b : torch.Tensor
-        Of each element, if the error were spread over the vector evenly: a vector outside has an element outside.
-    share_a, share_b, share_values, share_orthonormal : float
-        Error over allowance: of the worst vector, of the worst singular value, and of the products of rows.
-    values, exact_values : list of float
-        Singular values; of the exact ones, one more than the device kept.
-    is_cut_sure : bool
-        Whether the gap at the cut is wide enough to determine the product.
-    """
+    """What a device computed, what it has to be near, and how near it is."""
 
     exact_a: torch.Tensor
     exact_b: torch.Tensor
+    """`exact_a`, `exact_b`: Float64: each factor as the other one and D determine it."""
     allowed_a: torch.Tensor
     allowed_b: torch.Tensor
+    """`allowed_a`, `allowed_b`: of each element, if the error were spread over the vector evenly: a vector outside has
+    an element outside."""
     share_a: float
     share_b: float
     share_values: float
     share_orthonormal: float
+    """`share_a`, `share_b`, `share_values`, `share_orthonormal`: error over allowance: of the worst vector, of the
+    worst singular value, and of the products of rows."""
     values: list[float]
     exact_values: list[float]
+    """`values`, `exact_values`: singular values; of the exact ones, one more than the device kept."""
     is_cut_sure: bool
+    """Whether the gap at the cut is wide enough to determine the product."""
 
 
 def combined_delta(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from consistency.case.stages import Level
-from consistency.numerics.sums import Sum, exact_sum
+from consistency.numerics.running_error import Sum, exact_sum
 from consistency.worker.ranks.group import Joined
-from consistency.worker.stages.collectives.given import BLOCK, Contribution
 
 FLOATS = ("float32", "bfloat16", "float16")
 MOVED = (*FLOATS, "int64", "int8", "uint8")
@@ -54,31 +54,21 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective.
-
-    Attributes
-    ----------
-    run : callable
-        Takes what this rank gives, which it may change, and the ranks; returns what this one gets.
-    moved : callable or None
-        Takes a rank, the number of ranks, and of elements that each gives; returns what that rank has to get.
-    combined : Combine or None
-        What it gets instead: of each element, or of those of its own part.
-    in_parts : bool
-        Whether each rank gives a part to every rank.
-    gathers : bool
-        Whether each rank gets all that all ranks give.
-    is_same : bool
-        Whether all ranks have to get the same bits; otherwise each gets something of its own.
-    """
+    """One collective."""
 
     name: str
     run: Callable[[torch.Tensor, Joined], torch.Tensor]
+    """Takes what this rank gives, which it may change, and the ranks; returns what this one gets."""
     moved: Callable[[int, int, int], Sequence[Piece]] | None = None
+    """Takes a rank, the number of ranks, and of elements that each gives; returns what that rank has to get."""
     combined: Combine | None = None
+    """What it gets instead: of each element, or of those of its own part."""
     in_parts: bool = False
+    """Whether each rank gives a part to every rank."""
     gathers: bool = False
+    """Whether each rank gets all that all ranks give."""
     is_same: bool = False
+    """Whether all ranks have to get the same bits; otherwise each gets something of its own."""
     dtypes: tuple[str, ...] = FLOATS
 
     def size(self, size: int, dtype: str, world: int) -> int:
@@ -261,3 +251,47 @@ def groups_of(world: int) -> tuple[tuple[int, ...], ...]:
         if size < world
         for start in dict.fromkeys(min(start, world - size) for start in range(0, world, size))
     )
+
+
+BLOCK = 1 << 18
+"""Elements that are drawn at a time. What all ranks gave of one block is held at once, and never all that they gave."""
+
+_DRAWN: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "int8": lambda generator, n: generator.integers(-128, 128, n, dtype=np.int8),
+    "uint8": lambda generator, n: generator.integers(0, 256, n, dtype=np.uint8),
+    # so that the sum of a thousand ranks does not overflow
+    "int32": lambda generator, n: generator.integers(-(1 << 20), 1 << 20, n, dtype=np.int32),
+    "int64": lambda generator, n: generator.integers(-(1 << 52), 1 << 52, n, dtype=np.int64),
+}
+"""By dtype, where it is no float: those are normally distributed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What one rank gives to one collective: `elements` in all, of the shape (elements,), on the CPU."""
+
+    name: str
+    dtype: str
+    elements: int
+    rank: int
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return the elements from `start` to before `stop`."""
+        found = torch.empty(stop - start, dtype=getattr(torch, self.dtype))
+        for number in range(start // BLOCK, -(-stop // BLOCK)):
+            first = number * BLOCK
+            block = self._block(number)[max(0, start - first) : stop - first]
+            at = max(start, first) - start
+            found[at : at + len(block)] = block
+        return found
+
+    def whole(self) -> torch.Tensor:
+        return self.part(0, self.elements)
+
+    def _block(self, number: int) -> torch.Tensor:
+        seed = zlib.crc32(f"{self.name} {self.dtype} {self.elements} {self.rank} {number}".encode())
+        generator = np.random.Generator(np.random.SFC64(seed))
+        length = min(BLOCK, self.elements - number * BLOCK)
+        if self.dtype in _DRAWN:
+            return torch.from_numpy(_DRAWN[self.dtype](generator, length))
+        return torch.from_numpy(generator.standard_normal(length, dtype=np.float32))

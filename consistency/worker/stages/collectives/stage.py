@@ -9,10 +9,12 @@ prints what rank 0 got says "correct" where all others are wrong.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from consistency.capture.records import RecordStatus
 from consistency.capture.wording import some
@@ -22,20 +24,18 @@ from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.rules import passes
-from consistency.numerics.running_error import measure_tracked
-from consistency.numerics.sums import Sum
+from consistency.numerics.running_error import Sum, measure_tracked
 from consistency.numerics.words import Word
-from consistency.worker.memory.freed_pages import trim
+from consistency.worker.memory.mapped_pages import trim
 from consistency.worker.ranks.group import GroupError, Joined
 from consistency.worker.stages.bound_rule import record_bounded
-from consistency.worker.stages.collectives.given import Contribution
-from consistency.worker.stages.collectives.library import facts
 from consistency.worker.stages.collectives.operations import (
     COLLECTIVES,
     SIZES,
     SIZES_OF_SOME,
     STRIDED,
     Collective,
+    Contribution,
     groups_of,
     overlooks_gaps,
 )
@@ -218,3 +218,35 @@ class _Trials:
             word=Word.DIFFERS if others else None, evidence=self._evidence,
             reason=f"other bits than on {some(others)}" if others else None,
         )  # fmt: skip
+
+
+_PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "HCCL_", "CCL_")
+
+_PRIVATE = frozenset({
+    "ADDR", "COMM", "DIR", "FILE", "HOST", "HOSTID", "ID", "IP", "KEY", "PASSWORD", "PATH", "SECRET", "SERVER", "TOKEN",
+    "WHITELIST",
+})  # fmt: skip
+"""Parts of the names of variables whose values may be a host, a place in its files, or a secret."""
+
+_CHOICES = {"algorithm": "NCCL_ALGO", "protocol": "NCCL_PROTO"}
+
+
+def variables() -> dict[str, str]:
+    """Return the variables of this process that tell a library of collectives what to do."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) and _PRIVATE.isdisjoint(name.split("_"))
+    }
+
+
+def facts(ranks: Joined) -> dict[str, Any]:
+    """Return who talks, by which backend, and what is known of its choices: NCCL tells no caller what it chose."""
+    backend = str(dist.get_backend(ranks.process_group))
+    found: dict[str, Any] = {"ranks": list(ranks.names), "backend": backend}
+    if backend == "nccl":
+        found["version"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found |= {what: os.environ.get(name) or "chosen by NCCL" for what, name in _CHOICES.items()}
+    if told := variables():
+        found["variables"] = told
+    return found

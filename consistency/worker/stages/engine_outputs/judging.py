@@ -14,15 +14,15 @@ import torch
 
 from consistency.capture.engine_causes import CAUSE, SEVERAL
 from consistency.capture.folder import worker_slug
-from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON
+from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, BATCHES
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import write_json
 from consistency.case.engine_file import EngineFile
-from consistency.case.inference.outputs import Outputs, check_dtype, read_outputs, refuse
+from consistency.case.inference.outputs import Outputs, batch_size, check_dtype, read_outputs, refuse
 from consistency.case.inference.request import MODES, OUTPUT
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
-from consistency.errors import InputError, first_line
+from consistency.errors import InputError
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.decisions import Watch
@@ -34,10 +34,9 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.rules import RoundingError, Rule, judge_relative, passes, relative_allowance
 from consistency.worker.cpu_error import rounding_error
 from consistency.worker.model.inputs import digest_of
-from consistency.worker.model.running import Activations, is_of_the_model
-from consistency.worker.recorder import Recorder
+from consistency.worker.model.running import Activations, model_code
+from consistency.worker.recorder import Recorder, Skip
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.engine_outputs.batches import record_batches
 from consistency.worker.stages.engine_outputs.explanations import Answer, Question, explain
 from consistency.worker.stages.engine_outputs.passes import Passes
 from consistency.worker.stages.engine_outputs.view import View
@@ -45,23 +44,16 @@ from consistency.worker.stages.engine_outputs.view import View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """What the stage `forward` has computed on the CPU.
-
-    Attributes
-    ----------
-    drawn : mapping of str to sequence of torch.Tensor
-        The logits of passes with noise in the tested dtype, by mode.
-    exact : mapping of str to torch.Tensor
-        Those in float64; a merged adapter has those of one that is not.
-    failures : mapping of str to str
-        Why a mode has none.
-    """
+    """What the stage `forward` has computed on the CPU."""
 
     model: torch.nn.Module
     inputs: Activations
     drawn: Mapping[str, Sequence[torch.Tensor]]
+    """The logits of passes with noise in the tested dtype, by mode."""
     exact: Mapping[str, torch.Tensor]
+    """Those in float64; a merged adapter has those of one that is not."""
     failures: Mapping[str, str]
+    """Why a mode has none."""
     again: Callable[[], Watch | None]
 
 
@@ -243,13 +235,12 @@ class _Engine:
             on=on[rows], off=None if off is None else off[rows],
         )  # fmt: skip
         try:
-            found = explain(question)
-            if not found.fits and watch() is not None:  # a real mistake may have the router decide otherwise
-                found = explain(replace(question, passes=free, first=free))
-        except Exception as error:  # model code of any kind may raise anything
-            if not is_of_the_model(error, self.forward.model):
-                raise
-            found = Answer(not_tried=(f"the rest, after {first_line(error)}",))
+            with model_code(self.forward.model, "the rest, after "):
+                found = explain(question)
+                if not found.fits and watch() is not None:  # a real mistake may have the router decide otherwise
+                    found = explain(replace(question, passes=free, first=free))
+        except Skip as skip:
+            found = Answer(not_tried=(str(skip),))
         return replace(found, rows=tuple(rows) if len(rows) < self.view.shape[0] else ())
 
     def _passes(self, rows: list[int], *, decides: bool = False) -> Passes:
@@ -295,3 +286,45 @@ def _dtype(name: str) -> torch.dtype:
 def _exact(mode: str) -> str:
     """Return the mode whose float64 pass serves it."""
     return ADAPTER_ON if mode == ADAPTER_MERGED else mode
+
+
+def record_batches(
+    view: View, record: Recorder, *, drawn: Sequence[torch.Tensor] | None, exact: torch.Tensor | None, dtype: str
+) -> None:
+    """Record the first row in each batch of the file, `drawn` and `exact` being logits with the adapter.
+
+    Where the engine promises batch invariance, the bits are the same. Where it does not, what batching changes is
+    measured, and each is held to the rule of the outputs themselves.
+    """
+    names = view.outputs.batches
+    if drawn is None or exact is None or not names:
+        return
+    for name in names:
+        view.check_batch(name)
+    promised = view.outputs.about.batch_invariant
+    alone = view.actual(names[0])
+    for name in names:
+        values, truth = view.actual(name), view.model(name, exact[0])
+        rounding = rounding_error([view.drawn(name, one[0], truth) for one in drawn], truth, independent_rows)
+        found = measure_against_exact(values, truth)
+        share = judge_relative(found, dtype, rounding).ratio
+        same = digest(values).value == digest(alone).value
+        moved = (values.to(torch.float64) - alone.to(torch.float64)).abs().nan_to_num(nan=torch.inf)
+        where = _place(name)
+        reason = None
+        if not share <= 1:
+            reason = f"row 0 {where} is {share:.3g} times as far from float64 as the rule allows"
+        elif promised and not same:
+            changed = int((values != alone).sum())
+            reason = (
+                f"row 0 {where} differs in {changed} of {values.numel()} values from row 0 {_place(names[0])}, by at "
+                f"most {float(moved.max()):.3g}, although the engine promises that batching changes no bit"
+            )
+        record.fact(
+            Stage.FORWARD, BATCHES, name, status="outside" if reason else "equal" if same else "within", reason=reason,
+            evidence={"promised": promised, "same_bits": same, "max_abs": float(moved.max()), "rule_ratio": share},
+        )  # fmt: skip
+
+
+def _place(name: str) -> str:
+    return "alone" if batch_size(name) == 1 else f"{name.rpartition('.')[2]} in a batch of {batch_size(name)}"

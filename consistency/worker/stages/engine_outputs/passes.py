@@ -34,18 +34,13 @@ _KEPT_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """The model on the CPU, the inputs of some rows, and what makes a pass decide as the first one did.
-
-    Attributes
-    ----------
-    step : callable
-        Called with the name of a pass before it begins.
-    """
+    """The model on the CPU, the inputs of some rows, and what makes a pass decide as the first one did."""
 
     model: Any
     inputs: Activations
     watch: Callable[[], Watch | None]
     step: Callable[[str], None]
+    """Called with the name of a pass before it begins."""
     _known: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def of(self, name: str, change: Callable[[], Change]) -> torch.Tensor:
@@ -78,26 +73,18 @@ class Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounded:
-    """How a merge rounds, where it does so to a narrower dtype than that of the case.
-
-    Attributes
-    ----------
-    base_first : bool
-        The base is converted before the adapter is added, and not after it.
-    delta_first : bool
-        The delta is rounded before it is added.
-    whole : bool
-        All of the model is converted, and not the adapted layers alone.
-    shaken : bool
-        Add errors of float32 sums, which an engine makes in an order of its own: they move some sums across the middle
-        between two numbers of the narrower dtype.
-    """
+    """How a merge rounds, where it does so to a narrower dtype than that of the case."""
 
     dtype: torch.dtype
     base_first: bool = False
+    """The base is converted before the adapter is added, and not after it."""
     delta_first: bool = False
+    """The delta is rounded before it is added."""
     whole: bool = False
+    """All of the model is converted, and not the adapted layers alone."""
     shaken: bool = False
+    """Add errors of float32 sums, which an engine makes in an order of its own: they move some sums across the middle
+    between two numbers of the narrower dtype."""
 
     def __str__(self) -> str:
         """Return the name of a pass with it."""

@@ -33,11 +33,11 @@ from consistency.worker.decisions.replay import deciding
 from consistency.worker.decisions.track import Places, Settled, Table
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import ResultPlace, run_by_blocks
-from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.float64_reference import Reference, given_name, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import Activations, base_of, is_of_the_model, tokens_of
+from consistency.worker.model.structure import blocks_of
 from consistency.worker.model.ways import Rows, Way, by_rows, in_place
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.quantized.exact import exact_layers

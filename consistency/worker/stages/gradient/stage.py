@@ -9,6 +9,7 @@ this device, by a derived bound: see `optimizer_step`. The model is left unchang
 
 from __future__ import annotations
 
+import functools
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -24,11 +25,9 @@ from consistency.capture.names import (
     WHOLE_MODEL,
     adapter_place,
 )
-from consistency.capture.records import RecordStatus
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, digest
-from consistency.numerics.rules import Rule
 from consistency.worker import cpu_error
 from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.decisions.replay import Replay
@@ -39,11 +38,18 @@ from consistency.worker.model.call_trace import Saw
 from consistency.worker.model.float64_reference import Reference, publish, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.running import activations, is_of_the_model, refusal, tokens_of
+from consistency.worker.model.running import activations, model_code, refusal, tokens_of
 from consistency.worker.protocol import DECISIONS_FILE, GRADIENT_FILE
-from consistency.worker.stages.block_rule import record_block, record_given, record_missed
+from consistency.worker.recorder import Skip
+from consistency.worker.stages.block_rule import (
+    NOT_REPLAYED,
+    computed_again,
+    record_block,
+    record_flips,
+    record_given,
+    record_missed,
+)
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
 from consistency.worker.stages.gradient.optimizer_step import record_step
 from consistency.worker.stages.gradients import (
     ExactGradients,
@@ -55,12 +61,7 @@ from consistency.worker.stages.gradients import (
     row_of,
     with_noise,
 )
-from consistency.worker.stages.wrong_result import computed_again
 from consistency.worker.training.backward import trained
-
-
-class _RefusedError(Exception):
-    """Why a model has no gradients."""
 
 
 def run(context: Context) -> None:
@@ -70,8 +71,7 @@ def run(context: Context) -> None:
     if not reason and not names:
         reason = "the adapter has no floating-point tensor to train"
     if inputs is None or reason:
-        _not_run(context, "skipped", reason)
-        return
+        raise Skip(reason)
     answer: Reference | str
     if context.job.makes_reference:
         on_cpu = context.device.type == CPU
@@ -81,12 +81,8 @@ def run(context: Context) -> None:
     else:
         answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
     if isinstance(answer, str):
-        _not_run(context, "blocked", answer)
-        return
-    try:
-        _judge(context, backward_of(context.model, names, inputs), answer)
-    except _RefusedError as error:
-        _not_run(context, "skipped", str(error))
+        raise Skip(answer, status="blocked")
+    _judge(context, backward_of(context.model, names, inputs), answer)
 
 
 def _judge(context: Context, of: Backward, answer: Reference) -> None:
@@ -99,13 +95,9 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
     for repeat in range(context.job.case.repeat):
         context.events.step("backward, by blocks", repeat, context.job.case.repeat)
         follows = replay if not repeat else Replay(decisions_file(context), context.model, "")
-        with half_kernels.computing(kernels), attention.following(of.model):
-            try:
-                again = gradients_of(of, answer, follows)
-            except Exception as error:  # model code of any kind may raise anything
-                if not is_of_the_model(error, of.model):
-                    raise
-                raise _RefusedError(_refusal(context, of, error)) from error
+        refuses = model_code(of.model, says=functools.partial(_refusal, context, of))
+        with half_kernels.computing(kernels), attention.following(of.model), refuses:
+            again = gradients_of(of, answer, follows)
         found = found or again
         for name, gradient in again.items():
             digests.setdefault(name, []).append(digest(gradient))
@@ -144,10 +136,7 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
             record_step(context, name, layer, f"{tensor}.{UPDATED}", found[name])
             continue
         reason = "it is empty: its layer has rank 0" if name in found else NO_OUTPUT
-        for part in (GRADIENT, UPDATED):
-            context.record.absent(
-                "gradient", layer, f"{tensor}.{part}", status="skipped", rule=Rule.BLOCK, reason=reason
-            )  # fmt: skip
+        context.record.skipped("gradient", reason, f"{tensor}.{GRADIENT}", f"{tensor}.{UPDATED}", layer=layer)
 
 
 def computed(name: str, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - for a planted fault to choose by
@@ -166,13 +155,12 @@ def _make(context: Context, of: Backward) -> Reference:
     """Compute what all workers are judged by, on the CPU, and publish it."""
     track, failure, exact, drawn = Track(decisions_file(context)), "", ExactGradients(), {}
     try:
-        context.events.step("backward, float64", 0, 1)
-        exact = in_float64(of, track)
-        drawn = with_noise(context, of, exact, track)
-    except Exception as error:  # code that insists on its own dtype, or model code of any kind
-        if not is_of_the_model(error, of.model):
-            raise
-        failure, exact = _refusal(context, of, error), ExactGradients()
+        with model_code(of.model, says=functools.partial(_refusal, context, of)):  # code may insist on its own dtype
+            context.events.step("backward, float64", 0, 1)
+            exact = in_float64(of, track)
+            drawn = with_noise(context, of, exact, track)
+    except Skip as refused:
+        failure, exact = str(refused), ExactGradients()
     track.publish()
     tensors, tables = exact.tensors_with(drawn, of.wanted)
     if failure:
@@ -185,18 +173,13 @@ def _make(context: Context, of: Backward) -> Reference:
 def _refusal(context: Context, of: Backward, error: Exception) -> str:
     """Distinguish a model that does not run on the inputs from one without a backward pass."""
     try:
-        activations(of.model, of.inputs)
-    except Exception as failure:  # model code of any kind may raise anything
-        if not is_of_the_model(failure, of.model):
-            raise
-        return refusal(context.job.case, failure)
+        with model_code(of.model, says=functools.partial(refusal, context.job.case)):
+            activations(of.model, of.inputs)
+    except Skip as refused:
+        return str(refused)
     return f"the backward pass of this model fails: {first_line(error)}"
 
 
 def decisions_file(context: Context) -> Path:
     """Return the file of the track."""
     return context.scratch / DECISIONS_FILE.format("gradient")
-
-
-def _not_run(context: Context, status: RecordStatus, reason: str) -> None:
-    context.record.absent("gradient", WHOLE_MODEL, ADAPTER_ON, status=status, reason=reason, rule=Rule.BLOCK)

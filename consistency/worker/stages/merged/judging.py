@@ -44,27 +44,19 @@ class Truth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """A tensor that the device computed, and what judges it.
-
-    Attributes
-    ----------
-    safe : bool or None
-        How it was merged; None for a delta.
-    digests : list of TensorDigest
-        One per run on this device.
-    rule : Rule
-        The derived rule of its method.
-    rounding : RoundingError or None
-        The error that rounding makes, where the layer has no closed form.
-    """
+    """A tensor that the device computed, and what judges it."""
 
     actual: torch.Tensor
     safe: bool | None
+    """How it was merged; None for a delta."""
     digests: list[TensorDigest]
+    """One per run on this device."""
     rule: Rule
+    """The derived rule of its method."""
     truth: Truth
     tolerance: UserTolerance | None
     rounding: RoundingError | None = None
+    """The error that rounding makes, where the layer has no closed form."""
 
     @property
     def tested(self) -> LowRankTensor:

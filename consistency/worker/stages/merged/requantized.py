@@ -14,15 +14,14 @@ from typing import Any
 import torch
 
 from consistency.capture.names import SAFE_WEIGHT, WEIGHT
-from consistency.errors import first_line
 from consistency.numerics.bound import Allowance
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.quantized import QuantizedWeight, Requantized
 from consistency.numerics.rules import Rule
-from consistency.worker.device_error import is_of_the_device
-from consistency.worker.model.merging import NO_MERGE, merged
+from consistency.worker.model.merging import NO_MERGE, digest_merged, merged
+from consistency.worker.model.running import model_code
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.low_rank import LowRank, allowance_of
 from consistency.worker.stages.quantized_base import from_file
@@ -36,31 +35,18 @@ def record(context: Context, place: str, layer: Any, low_rank: LowRank | None) -
     exact = None
     for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
         tensor = SAFE_WEIGHT if safe else WEIGHT
-        try:
-            with merged(layer, safe=safe) as weight:
-                digests = [digest(weight)]
-            digests += [_digest_again(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
-        except (*NO_MERGE, AssertionError) as failure:  # torchao asserts
-            if is_of_the_device(failure, context.device):
-                raise
-            context.record.absent(
-                "merged", place, tensor, rule=Rule.BOUND, status="skipped",
-                reason=f"PEFT does not merge this layer: {first_line(failure)}",
-            )  # fmt: skip
-            continue
-        host = weight.to("cpu")
-        if base is None or low_rank is None or base.shape != tuple(host.shape) or low_rank.shape != base.shape:
-            context.record.computed(
-                "merged", place, tensor, actual=weight, digests=digests, reason=NO_FORMULA, rule=Rule.BOUND
-            )
-            continue
-        exact = exact or _Exact(context, base, low_rank)
-        _record(context, place, tensor, weight, digests, exact)
-
-
-def _digest_again(layer: Any, *, safe: bool) -> TensorDigest:
-    with merged(layer, safe=safe) as weight:
-        return digest(weight)
+        with context.record.skipping("merged", tensor, layer=place):
+            with model_code(context.device, "PEFT does not merge this layer: ", kinds=(*NO_MERGE, AssertionError)):
+                with merged(layer, safe=safe) as weight:  # torchao asserts
+                    digests = [digest(weight)]
+                digests += [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
+            if base is None or low_rank is None or not base.shape == tuple(weight.shape) == low_rank.shape:
+                context.record.computed(
+                    "merged", place, tensor, actual=weight, digests=digests, reason=NO_FORMULA, rule=Rule.BOUND
+                )
+                continue
+            exact = exact or _Exact(context, base, low_rank)
+            _record(context, place, tensor, weight, digests, exact)
 
 
 class _Exact:

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from consistency.capture.names import BIAS, DELTA, SAFE_BIAS, SAFE_WEIGHT, WEIGHT, WHOLE_MODEL, module_place
-from consistency.errors import first_line
-from consistency.numerics.digest import TensorDigest, digest
+from consistency.capture.names import BIAS, DELTA, SAFE_BIAS, SAFE_WEIGHT, WEIGHT, module_place
+from consistency.numerics.digest import digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.file_tensor import Readable, mapped
@@ -31,11 +30,11 @@ from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import RoundingError, Rule
 from consistency.worker import cpu_error
-from consistency.worker.device_error import is_of_the_device
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import (
     NO_MERGE,
     adapted_layers,
+    digest_merged,
     has_quantized_weight,
     merged,
     restored,
@@ -43,7 +42,9 @@ from consistency.worker.model.merging import (
     weight_name,
     weight_of,
 )
+from consistency.worker.model.running import model_code
 from consistency.worker.precision import products_of
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.low_rank import LowRank, low_rank_of
@@ -61,11 +62,9 @@ made once then, half the work of measuring; but of a large vocabulary's layer on
 def run(context: Context) -> None:
     """Record delta, merged weight and, where the level asks, safely merged weight of every adapted layer."""
     layers = list(adapted_layers(context.model))
-    if not layers:
-        context.record.absent(
-            "merged", WHOLE_MODEL, WEIGHT, status="skipped", rule=Rule.BOUND,
-            reason="this adapter adds nothing to a weight: there is nothing to merge",
-        )  # fmt: skip
+    with context.record.skipping("merged", WEIGHT):
+        if not layers:
+            raise Skip("this adapter adds nothing to a weight: there is nothing to merge")
     for done, (name, layer) in enumerate(layers):
         place = module_place(name)
         if not context.record.wants("merged", place):
@@ -132,38 +131,26 @@ def _merged(
     truth: Truth | None = None
     exact = exact_bias(context, name, layer)
     for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
-        try:
-            _refuse_without_weight(layer)
-            tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
-            # before the merge: of a layer that is merged, PEFT merges no copy
-            truth = truth or (Truth(form=form) if form is not None else _truth(context, name, layer, low_rank))
-            rounding = None if tolerance else _rounding_error(context, name, layer, truth, safe=safe)
-            with merged(layer, safe=safe) as weight:
-                here, bias = digest(weight), bias_of(layer)
-            again = [_digest_again(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
-        except NO_MERGE as failure:
-            if is_of_the_device(failure, context.device):
-                raise
-            context.record.absent(
-                "merged", place, SAFE_WEIGHT if safe else WEIGHT, rule=rule, status="skipped",
-                reason=f"PEFT does not merge this layer: {first_line(failure)}",
+        with context.record.skipping("merged", SAFE_WEIGHT if safe else WEIGHT, layer=place, rule=rule):
+            with model_code(context.device, "PEFT does not merge this layer: ", kinds=NO_MERGE):
+                _refuse_without_weight(layer)
+                tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
+                # before the merge: of a layer that is merged, PEFT merges no copy
+                truth = truth or (Truth(form=form) if form is not None else _truth(context, name, layer, low_rank))
+                rounding = None if tolerance else _rounding_error(context, name, layer, truth, safe=safe)
+                with merged(layer, safe=safe) as weight:
+                    here, bias = digest(weight), bias_of(layer)
+                again = [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
+            if exact is not None and bias is not None:
+                tensor = SAFE_BIAS if safe else BIAS
+                record_bounded(
+                    context.record, "merged", place, tensor, actual=bias.to("cpu"), exact=exact, digests=[digest(bias)]
+                )
+            yield Computed(
+                actual=weight, safe=safe, digests=[here, *again], rule=rule, truth=truth, tolerance=tolerance,
+                rounding=rounding,
             )  # fmt: skip
-            continue
-        if exact is not None and bias is not None:
-            tensor = SAFE_BIAS if safe else BIAS
-            record_bounded(
-                context.record, "merged", place, tensor, actual=bias.to("cpu"), exact=exact, digests=[digest(bias)]
-            )
-        yield Computed(
-            actual=weight,
-            safe=safe,
-            digests=[here, *again],
-            rule=rule,
-            truth=truth,
-            tolerance=tolerance,
-            rounding=rounding,
-        )
-        del weight
+            del weight
 
 
 def _refuse_without_weight(layer: Any) -> None:
@@ -184,27 +171,15 @@ def _base_weight(context: Context, name: str, layer: Any) -> torch.Tensor:
 
 
 def _delta(context: Context, place: str, layer: Any, truth: Truth) -> list[Computed]:
-    try:
-        with torch.no_grad():
+    refuses = model_code(context.device, "PEFT gives no delta of this layer: ", kinds=(*NO_MERGE, KeyError))
+    with context.record.skipping("merged", DELTA, layer=place):
+        with refuses, torch.no_grad():
             delta = delta_weight(layer)
             again = [digest(delta_weight(layer)) for _ in range(context.job.case.repeat - 1)]
-    except (*NO_MERGE, KeyError) as failure:
-        if is_of_the_device(failure, context.device):
-            raise
-        context.record.absent(
-            "merged", place, DELTA, rule=Rule.BOUND, status="skipped",
-            reason=f"PEFT gives no delta of this layer: {first_line(failure)}",
-        )  # fmt: skip
-        return []
-    one = Computed(
-        actual=delta,
-        safe=None,
-        digests=[digest(delta), *again],
-        rule=Rule.BOUND,
-        truth=truth,
-        tolerance=context.record.tolerance(stage="merged", layer=place, dtype=delta.dtype),
-    )
-    return [one]
+        tolerance = context.record.tolerance(stage="merged", layer=place, dtype=delta.dtype)
+        digests = [digest(delta), *again]
+        return [Computed(actual=delta, safe=None, digests=digests, rule=Rule.BOUND, truth=truth, tolerance=tolerance)]
+    return []
 
 
 def delta_weight(layer: Any) -> torch.Tensor:
@@ -213,11 +188,6 @@ def delta_weight(layer: Any) -> torch.Tensor:
     if not isinstance(delta, torch.Tensor):  # BOFT: the rotations that make it
         raise TypeError(f"get_delta_weight gives a {type(delta).__name__}, not a tensor")
     return delta if delta.layout is torch.strided else delta.to_dense()  # SHiRA's is sparse
-
-
-def _digest_again(layer: Any, *, safe: bool) -> TensorDigest:
-    with merged(layer, safe=safe) as weight:
-        return digest(weight)
 
 
 def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None) -> Truth:
@@ -231,12 +201,11 @@ def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None) ->
     if low_rank is not None:
         return Truth(low_rank=low_rank, base=_base_weight(context, name, layer))
     try:
-        twin = _copy_from_files(context, name, layer).double()
-        with Float64Mode():
-            return Truth(exact=_merge_copy(twin, safe=False))
-    except NO_MERGE as failure:
-        if is_of_the_device(failure, context.device):
-            raise
+        with model_code(context.device, kinds=NO_MERGE):
+            twin = _copy_from_files(context, name, layer).double()
+            with Float64Mode():
+                return Truth(exact=_merge_copy(twin, safe=False))
+    except Skip:
         return Truth()
 
 

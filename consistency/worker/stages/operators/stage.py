@@ -37,20 +37,14 @@ _STAGE = "operators"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """What is tried, and how.
-
-    Attributes
-    ----------
-    products : Products
-        What the settings in force permit on the device.
-    repeat : int
-        How often each operation is run.
-    """
+    """What is tried, and how."""
 
     device: torch.device
     products: Products = Products()
+    """What the settings in force permit on the device."""
     level: Level = Level.STANDARD
     repeat: int = 1
+    """How often each operation is run."""
 
     def arithmetic(self, operation: Operation, dtype: torch.dtype, *, tf32: bool = False) -> Arithmetic:
         """Return how the device may compute in a dtype; `tf32`: as if its float32 products ran in TF32."""

@@ -72,39 +72,27 @@ Draw = Callable[[np.random.Generator], Arrays]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation on inputs of one size.
-
-    Attributes
-    ----------
-    name : str
-        `matmul`.
-    size : str
-        Short and fixed: it identifies records across runs.
-    draw : callable
-        Makes the inputs: float64, which are rounded to the tested dtype, or integers.
-    compute : callable
-        Takes the inputs as tensors on the device.
-    exact : callable
-        Takes them as `Tracked`, integers unchanged.
-    level : Level
-        The first that tries it.
-    multiplies : bool
-        Whether it consists of products, which a unit could compute in TF32.
-    kernel : str or None
-        Kernel that a backend needs for the bound of half types to hold: without it torch composes the operation of
-        others, and stores the values in between in the half type.
-    """
+    """One operation on inputs of one size."""
 
     name: str
+    """`matmul`."""
     size: str
+    """Short and fixed: it identifies records across runs."""
     draw: Draw
+    """Makes the inputs: float64, which are rounded to the tested dtype, or integers."""
     compute: Callable[..., torch.Tensor]
+    """Takes the inputs as tensors on the device."""
     exact: Callable[..., Tracked]
+    """Takes them as `Tracked`, integers unchanged."""
     _: KW_ONLY
     dtypes: tuple[str, ...] = ALL
     level: Level = Level.STANDARD
+    """The first that tries it."""
     multiplies: bool = False
+    """Whether it consists of products, which a unit could compute in TF32."""
     kernel: str | None = None
+    """Kernel that a backend needs for the bound of half types to hold: without it torch composes the operation of
+    others, and stores the values in between in the half type."""
 
     def row(self, dtype: str) -> str:
         """Return the name of its row in reports."""

@@ -21,7 +21,7 @@ from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
 from consistency.worker.ranks.group import Joined
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.group_stage import in_group, skip, to_train
+from consistency.worker.stages.group_stage import in_group, to_train
 from consistency.worker.stages.parts_judging import who_else
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.backward import parts_of, put_back, trainable
@@ -34,10 +34,7 @@ DRIFT = "drift"
 
 def run(context: Context) -> None:
     """Train with the other ranks, record what each step left, and put the adapter back as it was."""
-    found = to_train(context, STAGE)
-    if found is None:
-        return
-    inputs, names = found
+    inputs, names = to_train(context)
     in_group(context, STAGE, lambda ranks: _Replica(context, ranks, names).run(parts_of(inputs)))
 
 
@@ -86,7 +83,7 @@ class _Replica:
             for name in names:
                 judge.updated(name, start[name])
             if reason := who_else(ranks, "another start or other gradients", is_here=other_start or bool(differing)):
-                skip(context, STAGE, reason, what=DRIFT)
+                context.record.skipped(STAGE, reason, DRIFT)
             else:
                 self._drift(judge, names, start)
         self._check_base()

@@ -27,22 +27,15 @@ _BLOCK = re.compile(r"^(?P<block>(?:.*?\.)?[A-Za-z_]+\.\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way to lay the model out.
-
-    Attributes
-    ----------
-    name : str
-        Of the layer in the report.
-    by_host : bool
-        Whether moves between shards are staged through the CPU.
-    own : bool
-        Whether the user gave the map.
-    """
+    """One way to lay the model out."""
 
     name: str
+    """Of the layer in the report."""
     device_map: str | DeviceMap
     by_host: bool = False
+    """Whether moves between shards are staged through the CPU."""
     own: bool = False
+    """Whether the user gave the map."""
 
     @property
     def offloads(self) -> bool:

@@ -39,24 +39,16 @@ class ChangedInTransferError(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Moves:
-    """The moves of one forward pass.
-
-    Attributes
-    ----------
-    given : dict
-        The inputs on the CPU, as they were before any move.
-    by_host : bool
-        Whether every move is staged through the CPU.
-    count : int
-        How many tensors were moved and checked.
-    devices : set of str
-        Where they were moved to.
-    """
+    """The moves of one forward pass."""
 
     given: Mapping[str, torch.Tensor]
+    """The inputs on the CPU, as they were before any move."""
     by_host: bool = False
+    """Whether every move is staged through the CPU."""
     count: int = 0
+    """How many tensors were moved and checked."""
     devices: set[str] = field(default_factory=set)
+    """Where they were moved to."""
 
     def move(self, name: str, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """Move an input to a device, and check it there."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, WHOLE_MODEL
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
 from consistency.capture.records import RecordStatus
 from consistency.case.stages import Stage
 from consistency.errors import InputError, first_line
@@ -42,10 +42,9 @@ from consistency.worker.model.inputs import fixed_inputs, with_labels
 from consistency.worker.model.loading import load_adapter, load_base
 from consistency.worker.model.running import base_of
 from consistency.worker.protocol import DECISIONS_FILE
-from consistency.worker.stages.block_rule import block_ratio
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.decision_flips import NOT_REPLAYED, record_flips
-from consistency.worker.stages.input_checks import inputs_fit
+from consistency.worker.recorder import Skip
+from consistency.worker.stages.block_rule import NOT_REPLAYED, block_ratio, record_flips
+from consistency.worker.stages.context import Context, inputs_fit
 from consistency.worker.stages.sharding.device_maps import Layout, layouts, load, same_model
 from consistency.worker.stages.sharding.moves import ChangedInTransferError, Moves, watched
 
@@ -89,15 +88,11 @@ def run(context: Context) -> None:
     if context.base.offload is not None:
         reason = "the base is offloaded: one device does not hold the model that layouts are compared with"
     if inputs is None or reason:
-        _skip(context, WHOLE_MODEL, reason)
-        return
+        raise Skip(reason)
     inputs = with_labels(inputs, model)
     if not inputs_fit(context, STAGE, inputs):
         return
-    reason = _no_room(context)
-    if reason:
-        _skip(context, WHOLE_MODEL, reason)
-        return
+    _require_room(context)
     ways: list[Layout] = []
 
     def alone() -> torch.nn.Module:
@@ -135,8 +130,7 @@ def _answer(
         laid_out = getattr(model, "hf_device_map", None) or getattr(base_of(model), "hf_device_map", None)
         places = dict(laid_out or {"": str(context.device)})
         if context.device.type != "cpu" and all(p.device.type == "cpu" for p in model.parameters()):
-            _skip(context, way.name, "this layout puts the whole model on the CPU")
-            return None
+            raise Skip("this layout puts the whole model on the CPU")
         with watched(model, moves):
             moved = {name: moves.move(name, tensor, _door(model)) for name, tensor in inputs.items()}
             tensors = _outputs(model, moved)
@@ -146,6 +140,9 @@ def _answer(
     except ChangedInTransferError as change:
         record(change.word, change.sentence, change.evidence)
         return None
+    except Skip as skip:
+        context.record.skipped(STAGE, str(skip), layer=way.name)
+        return None
     except Exception as error:  # model code of any kind, and three libraries under it, may raise anything
         if is_kernel_assert(error):  # ids are within every table on the CPU, or the stage would have ended before
             sentence = asserted(inputs, context.device, error)
@@ -153,7 +150,7 @@ def _answer(
                 raise KernelAssertedError(sentence) from error  # the session records it
             record(Word.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
         elif is_out_of_memory(error) and computes(context.device):
-            _skip(context, way.name, "no memory for another copy of the model")
+            context.record.skipped(STAGE, "no memory for another copy of the model", layer=way.name)
         elif is_of_the_device(error, context.device):
             if way.name == PINNED or not computes(context.device):
                 raise
@@ -166,9 +163,9 @@ def _answer(
                 got=first_line(error),
             ) from error
         elif way.name == PINNED:
-            _skip(context, way.name, f"the model does not run on the inputs: {first_line(error)}")
+            context.record.skipped(STAGE, f"the model does not run on the inputs: {first_line(error)}", layer=way.name)
         elif model is None or way.offloads:
-            _skip(context, way.name, f"the model cannot use this layout: {first_line(error)}")
+            context.record.skipped(STAGE, f"the model cannot use this layout: {first_line(error)}", layer=way.name)
         else:
             reason = f"the model does not run in this layout, and does on one device: {first_line(error)}"
             record(Word.DOES_NOT_RUN, reason, {})
@@ -232,7 +229,8 @@ def _judge(context: Context, way: Layout, found: Answer, pinned: Answer) -> None
             if found.blocks is not None:
                 share = found.blocks.ratio
                 if share is None or name == LOSS:
-                    _skip(context, way.name, found.blocks.reason if share is None else LOSS_FOLLOWS, tensor=name)
+                    reason = found.blocks.reason if share is None else LOSS_FOLLOWS
+                    context.record.skipped(STAGE, reason, name, layer=way.name)
                     continue
                 if passes(share):
                     status, word = "within", Word.ACCUMULATION_ORDER
@@ -275,22 +273,17 @@ def _config(model: Any) -> Any:
     return getattr(base_of(model), "config", None)
 
 
-def _no_room(context: Context) -> str:
-    """Return why another copy of the base does not fit besides the one that the other stages hold."""
+def _require_room(context: Context) -> None:
+    """Require memory for another copy of the base besides the one that the other stages hold."""
     wanted = int(_ROOM * sum(t.nbytes for t in context.base.tensors.values()))
     on_disk = shutil.disk_usage(context.scratch).free
     for where, free in (("memory", available_bytes()), (f"the disk at {context.scratch}", on_disk)):
         if free is not None and free < wanted:
-            return f"no room for another copy of the base: {wanted} bytes wanted, {free} free in {where}"
+            raise Skip(f"no room for another copy of the base: {wanted} bytes wanted, {free} free in {where}")
     module = None if context.device.type == "cpu" else torch.get_device_module(context.device.type)
     if module is not None and hasattr(module, "mem_get_info"):
         if hasattr(module, "empty_cache"):  # what the allocator keeps for reuse counts as taken
             module.empty_cache()
         free = int(module.mem_get_info(context.device.index or 0)[0])
         if free < wanted:
-            return f"no room for another copy of the base: {wanted} bytes wanted, {free} free on {context.device}"
-    return ""
-
-
-def _skip(context: Context, layer: str, reason: str, *, tensor: str = "everything") -> None:
-    context.record.fact(STAGE, layer, tensor, status="skipped", reason=reason)
+            raise Skip(f"no room for another copy of the base: {wanted} bytes wanted, {free} free on {context.device}")

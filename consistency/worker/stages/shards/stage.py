@@ -28,19 +28,19 @@ from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.wording import counted
 from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
-from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.words import Word
-from consistency.worker.memory.freed_pages import trim
+from consistency.worker.memory.mapped_pages import trim
 from consistency.worker.model.block_backward import Backward
-from consistency.worker.model.blocks import blocks_of
 from consistency.worker.model.float64_reference import Reference, publish
 from consistency.worker.model.loading import ADAPTER_NAME, load_base, load_model
-from consistency.worker.model.running import is_of_the_model
+from consistency.worker.model.running import model_code
+from consistency.worker.model.structure import blocks_of
 from consistency.worker.protocol import GRADIENT_FILE
-from consistency.worker.ranks.group import Joined, RefusedError
+from consistency.worker.ranks.group import Joined
 from consistency.worker.ranks.parts import held
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import draw, passes_for_sums
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.gradients import (
@@ -50,7 +50,7 @@ from consistency.worker.stages.gradients import (
     backward_of,
     from_end_to_end,
 )
-from consistency.worker.stages.group_stage import UNFOLLOWED, in_group, skip, to_train
+from consistency.worker.stages.group_stage import UNFOLLOWED, in_group, to_train
 from consistency.worker.stages.parts_judging import (
     GATHERED,
     record_difference,
@@ -80,26 +80,19 @@ AFTERWARDS = "adapter added after fully_shard"
 
 def run(context: Context) -> None:
     """Train in both orders with the other ranks, on models of their own."""
-    found = to_train(context, STAGE)
-    if found is None:
-        return
-    inputs, names = found
+    inputs, names = to_train(context)
     parts = parts_of(inputs)
 
     def train(ranks: Joined) -> None:
         answer = _exact_average(context, ranks, names, parts)
         _before(context, ranks, names, parts, answer)
         _free()
-        try:
+        with context.record.skipping(STAGE, AFTERWARDS):
             _afterwards(context, ranks, parts)
-        except RefusedError as error:
-            skip(context, STAGE, str(error), what=AFTERWARDS)
         if is_installed():
             _free()
-            try:
+            with context.record.skipping(STAGE, ZERO):
                 _by_zero(context, ranks, names, parts, answer)
-            except RefusedError as error:
-                skip(context, STAGE, str(error), what=ZERO)
 
     in_group(context, STAGE, train)
 
@@ -121,7 +114,7 @@ def _before(
         with ranks.calling("reading what each rank holds"):
             reason = record_held(context, ranks, STAGE, model, names)
         if reason:
-            skip(context, STAGE, reason, what="training")
+            context.record.skipped(STAGE, reason, "training")
             return
         parameters = {name: model.get_parameter(name) for name in names}
         start = {name: held(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
@@ -148,7 +141,7 @@ def _before(
                     _record_first_gradient(context, ranks, name, own, answer)
                 judge.updated(name, start[name])
             if isinstance(answer, str):
-                skip(context, STAGE, answer, what="gradients")
+                context.record.skipped(STAGE, answer, "gradients")
             record_saved(
                 context, ranks, STAGE, model, {n: whole_of_step(files, UPDATED, n, STEPS - 1) for n in with_gradient}
             )
@@ -221,20 +214,18 @@ def _exact_average(context: Context, ranks: Joined, names: list[str], parts: Seq
     why = ""
     if not ranks.rank:
         twin = context.model if context.device.type == CPU else load_model(context.job.case, CPU)
-        try:
-            with nullcontext() if context.device.type == CPU else context.events.on_cpu():
-                why = _publish_average(context, ranks, twin, names, parts)
-        except Exception as error:  # code that insists on its own dtype
-            if not is_of_the_model(error, twin):
-                raise
-            why = first_line(error)
+        try:  # code may insist on its own dtype
+            with nullcontext() if context.device.type == CPU else context.events.on_cpu(), model_code(twin):
+                _publish_average(context, ranks, twin, names, parts)
+        except Skip as skip:
+            why = str(skip)
     why = ranks.answers("float64 gradients", why)[0]
     return why or Reference.of(ranks.folder / GRADIENT_FILE)
 
 
 def _publish_average(
     context: Context, ranks: Joined, twin: torch.nn.Module, names: list[str], parts: Sequence[Tensors]
-) -> str:
+) -> None:
     first_batches = [batches_of(parts, rank=rank, world=ranks.world)[0] for rank in range(ranks.world)]
     of_ranks = [backward_of(twin, names, part) for part in first_batches]
     decided: list[str] = []
@@ -246,11 +237,10 @@ def _publish_average(
     in_float64 = functools.partial(from_end_to_end, computed=as_it_is, exact=True, watch=decided.append)
     exact = ExactGradients(gradients=average(in_float64))
     if decided:
-        return UNFOLLOWED
+        raise Skip(UNFOLLOWED)
     passes = passes_for_sums(context, twin)
     drawn = draw(context, twin, lambda _: average(lambda of: from_end_to_end(of, as_it_is)), passes)
     publish(ranks.folder, *exact.tensors_with(drawn, of_ranks[0].wanted), GRADIENT_FILE)
-    return ""
 
 
 def _record_first_gradient(
@@ -269,8 +259,7 @@ def _by_zero(
     """Train by ZeRO-3 with the adapter there before, and judge it."""
     with trained_by_zero(context, ranks, STAGE, names, parts) as trained_so:
         if isinstance(trained_so, str):
-            skip(context, STAGE, trained_so, what=ZERO)
-            return
+            raise Skip(trained_so)
         judge, files, start = trained_so
         own = files[ranks.rank]
         with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]

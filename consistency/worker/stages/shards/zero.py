@@ -19,7 +19,8 @@ from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import outputs_by
-from consistency.worker.ranks.group import Joined, RefusedError
+from consistency.worker.ranks.group import Joined
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.parts_judging import HELD, record_difference, who_else
 from consistency.worker.stages.step_judging import StepJudge
@@ -57,11 +58,11 @@ def trained_by_zero(
 
     Raises
     ------
-    RefusedError
+    Skip
         DeepSpeed serves another group already, or takes no such model.
     """
     if _served and _served != [ranks.group.folder]:
-        raise RefusedError("DeepSpeed serves one group in a process, and has served another")
+        raise Skip("DeepSpeed serves one group in a process, and has served another")
     _served[:] = [ranks.group.folder]
     model = load_model(context.job.case, str(context.device))
     layout = {name: context.model.get_parameter(name) for name in names}

@@ -25,12 +25,13 @@ from consistency.worker.model.block_pass import ResultPlace, computing_on
 from consistency.worker.model.running import outputs_by, without_gradients
 from consistency.worker.model.tensor_parallel import load_tensor_parallel, ranks_of_a_plan
 from consistency.worker.protocol import RankGroup
-from consistency.worker.ranks.group import Joined, RefusedError
+from consistency.worker.ranks.group import Joined
 from consistency.worker.ranks.parts import gradient_held, part_of, whole
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import record_block
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.gradients import backward_of, crossing_by
-from consistency.worker.stages.group_stage import float64_of, in_group, skip, to_train
+from consistency.worker.stages.group_stage import float64_of, in_group, to_train
 from consistency.worker.stages.parts_judging import record_gathered, record_gradient, record_held
 from consistency.worker.training.backward import Tensors, trainable
 
@@ -39,17 +40,14 @@ STAGE = Stage.TENSOR_PARALLEL
 
 def run(context: Context) -> None:
     """Load the model in parts with the other ranks, and compare what it holds and computes."""
-    found = to_train(context, STAGE)
-    if found is None:
-        return
-    inputs, names = found
+    inputs, names = to_train(context)
 
     def divides_the_heads(group: RankGroup) -> RankGroup:
         size = ranks_of_a_plan(context.base.model, len(group.ranks))
         first = group.rank // size * size
         if size == 1 or first + size > len(group.ranks):
             heads = "no group of ranks divides" if size == 1 else f"{size} of {len(group.ranks)} ranks divide"
-            raise RefusedError(f"{heads} the attention heads of this model")
+            raise Skip(f"{heads} the attention heads of this model")
         return group.part(first, size)
 
     def compare(ranks: Joined) -> None:
@@ -58,15 +56,13 @@ def run(context: Context) -> None:
         with ranks.calling("reading what each rank holds"):
             reason = record_held(context, ranks, STAGE, model, names)
         if reason:
-            skip(context, STAGE, reason, what="outputs and gradients")
+            context.record.skipped(STAGE, reason, "outputs and gradients")
             return
         with ranks.calling("gathering the tensors"):
             record_gathered(context, STAGE, model, names)
         _record_outputs(context, ranks, model, inputs)
-        try:
+        with context.record.skipping(STAGE, "gradients"):
             _record_gradients(context, ranks, model, names, inputs)
-        except RefusedError as error:
-            skip(context, STAGE, str(error), what="gradients")
 
     in_group(context, STAGE, compare, choose=divides_the_heads)
 
@@ -75,13 +71,13 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
     """Record the results of blocks and the outputs with the adapter and without."""
     reference = float64_of(context, Stage.FORWARD)
     if isinstance(reference, str):
-        skip(context, STAGE, reference, what="outputs")
+        context.record.skipped(STAGE, reference, "outputs")
         return
     adapted: Any = model
     for mode in (ADAPTER_ON, ADAPTER_OFF):
         exact = {name.partition("::")[2]: name for name in reference.tables.names if name.startswith(f"{mode}::")}
         if not exact:
-            skip(context, STAGE, reference.tables.failures.get(mode, "no float64 result"), what=mode)
+            context.record.skipped(STAGE, reference.tables.failures.get(mode, "no float64 result"), mode)
             continue
         found: Tensors = {}
 
@@ -116,8 +112,7 @@ def _record_gradients(
     """Record the gradients, by blocks."""
     reference = float64_of(context, Stage.GRADIENT)
     if isinstance(reference, str):
-        skip(context, STAGE, reference, what="gradients")
-        return
+        raise Skip(reference)
     of, found = backward_of(model, list(names), inputs), dict[str, torch.Tensor]()
     with ranks.calling("a backward pass"), trainable(model, of.wanted.values()):
         backward_by_blocks(of, crossing_by(reference), found.__setitem__)

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from consistency.capture.names import WHOLE_MODEL
 from consistency.case.stages import SPECS, Stage
 from consistency.devices.backends import CPU
-from consistency.errors import first_line
 from consistency.worker import cpu_error
 from consistency.worker.model.float64_reference import Reference, give_up, wait_for
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.running import is_of_the_model
+from consistency.worker.model.running import model_code
 from consistency.worker.protocol import TRAJECTORY_FILE
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.group_stage import skip, to_train
+from consistency.worker.stages.group_stage import to_train
 from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.stages.trajectory.passes import TrainingPasses, own_optimizer
 from consistency.worker.stages.trajectory.step_checks import StepChecks
@@ -54,24 +54,21 @@ class _Trained:
 
 def run(context: Context) -> None:
     """Train, judge every step, and record the curve."""
-    found = to_train(context, STAGE)
-    if found is None:
+    try:
+        inputs, names = to_train(context)
+    except Skip:
         _no_reference(context, "it does not train this adapter")
-        return
-    inputs, names = found
+        raise
     parts, steps = parts_of(inputs), context.job.case.steps or STEPS
     passes = TrainingPasses(context.model, names, parts)
     with ExitStack() as stack:
         stack.enter_context(passes.training())
         try:
-            own = stack.enter_context(_trained(context, passes, steps))
-        except Exception as error:  # model code of any kind may raise anything
-            if not is_of_the_model(error, context.model):
-                raise
-            reason = f"the backward pass of this model fails: {first_line(error)}"
-            _no_reference(context, reason)
-            skip(context, STAGE, reason)
-            return
+            with model_code(context.model, "the backward pass of this model fails: "):
+                own = stack.enter_context(_trained(context, passes, steps))
+        except Skip as skip:
+            _no_reference(context, str(skip))
+            raise
         twin, start = (passes if context.job.makes_reference else None), own.start
         with ExitStack() as of_twin:
             if twin is not None and context.device.type != CPU:

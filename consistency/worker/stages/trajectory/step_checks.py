@@ -14,10 +14,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from consistency.capture.names import WHOLE_MODEL
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
-from consistency.errors import first_line
 from consistency.numerics.digest import digest
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import passes as is_within
@@ -26,11 +24,11 @@ from consistency.worker.decisions.replay import Replay
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference, give_up, publish, wait_for
-from consistency.worker.model.running import is_of_the_model
+from consistency.worker.model.running import model_code
 from consistency.worker.protocol import DECISIONS_FILE, STEP_FILE, TRAJECTORY_FILE
-from consistency.worker.stages.block_rule import block_ratio, record_block
+from consistency.worker.recorder import Skip
+from consistency.worker.stages.block_rule import block_ratio, record_block, record_flips
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.decision_flips import record_flips
 from consistency.worker.stages.gradients import in_float64, row_of, with_noise
 from consistency.worker.stages.trajectory.passes import TrainingPasses
 from consistency.worker.stages.trajectory.yardstick import ExactTraining
@@ -82,10 +80,8 @@ class StepChecks:
             with self._on_cpu():
                 self._training.publish()
         if reason or left_out:
-            self._context.record.absent(
-                STAGE, WHOLE_MODEL, STEPWISE, status="skipped", rule=SPECS[STAGE].rule,
-                reason=reason or OTHER_DECISIONS.format(left_out, self._steps),
-            )  # fmt: skip
+            reason = reason or OTHER_DECISIONS.format(left_out, self._steps)
+            self._context.record.skipped(STAGE, reason, STEPWISE)
 
     def _on_cpu(self) -> AbstractContextManager[None]:
         return nullcontext() if self._context.device.type == CPU else self._context.events.on_cpu()
@@ -97,13 +93,12 @@ class StepChecks:
             return wait_for(context.scratch, context.events, STEP_FILE.format(step))
         with self._on_cpu():
             try:
-                return self._make(step, self._twin, self._training)
-            except Exception as error:  # code that insists on its own dtype
-                if not is_of_the_model(error, self._twin.model):
-                    raise
+                with model_code(self._twin.model):  # code may insist on its own dtype
+                    return self._make(step, self._twin, self._training)
+            except Skip as skip:
                 self._training.close()
-                give_up(context.scratch, TRAJECTORY_FILE, first_line(error))
-                return first_line(error)
+                give_up(context.scratch, TRAJECTORY_FILE, str(skip))
+                return str(skip)
 
     def _make(self, step: int, twin: TrainingPasses, training: ExactTraining) -> Reference:
         context, parameters = self._context, training.parameters

@@ -50,59 +50,39 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """The outcome of one copy.
-
-    Attributes
-    ----------
-    seen, wanted : TensorDigest
-        Of the whole buffer at the destination: computed by the device, and expected.
-    host : torch.Tensor or None
-        The buffer read back, where it is wrong.
-    read_back : str
-        Whether the two readings agree.
-    took_s : float
-        From the first hop's start to the last one's end; 0 for concurrent copies.
-    """
+    """The outcome of one copy."""
 
     payload: Payload
     seen: TensorDigest
     wanted: TensorDigest
+    """`seen`, `wanted`: of the whole buffer at the destination: computed by the device, and expected."""
     wrong: bool
     host: torch.Tensor | None = None
+    """The buffer read back, where it is wrong."""
     read_back: str = BOTH_AGREE
+    """Whether the two readings agree."""
     took_s: float = 0.0
+    """From the first hop's start to the last one's end; 0 for concurrent copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witness:
-    """Which of the two readings of a device are reliable.
-
-    Attributes
-    ----------
-    digest : bool
-        The one that the device computes, with weights that the host has sent it.
-    copy : bool
-        The one on the host.
-    """
+    """Which of the two readings of a device are reliable."""
 
     digest: bool = True
+    """The one that the device computes, with weights that the host has sent it."""
     copy: bool = True
+    """The one on the host."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Sender:
-    """Send copies along paths of places.
-
-    Attributes
-    ----------
-    tell : callable
-        Called with a pair, `FILLING` or `READING`, and the delivery where a device cannot be filled or read.
-    broken : set of str
-        Pairs whose copies are known to be wrong, by name.
-    """
+    """Send copies along paths of places."""
 
     tell: Callable[[str, str, Delivery], None]
+    """Called with a pair, `FILLING` or `READING`, and the delivery where a device cannot be filled or read."""
     broken: set[str]
+    """Pairs whose copies are known to be wrong, by name."""
     witnesses: dict[str, Witness] = field(default_factory=dict)
     unfilled: set[str] = field(default_factory=set)
 

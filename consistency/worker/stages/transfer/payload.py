@@ -25,25 +25,17 @@ def _whole(buffer: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """One copy and its expected delivery.
-
-    Attributes
-    ----------
-    name : str
-        In reports.
-    sent : torch.Tensor
-        The source buffer, on the host.
-    take, put : callable
-        The copied part of the source buffer, and its place in the destination buffer.
-    expected : torch.Tensor
-        The whole destination buffer after the copy, on the host: `POISON` wherever nothing may arrive.
-    """
+    """One copy and its expected delivery."""
 
     name: str
+    """In reports."""
     sent: torch.Tensor
+    """The source buffer, on the host."""
     expected: torch.Tensor
+    """The whole destination buffer after the copy, on the host: `POISON` wherever nothing may arrive."""
     take: Layout = _whole
     put: Layout = _whole
+    """`take`, `put`: the copied part of the source buffer, and its place in the destination buffer."""
 
     @property
     def bytes(self) -> int:

@@ -20,7 +20,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
 from consistency.numerics.digest import digest
-from consistency.worker import session
+from consistency.worker import recorder, session
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import as_it_was
 from consistency.worker.protocol import EventLog
@@ -153,6 +153,8 @@ def test_a_stand_in_takes_no_memory_and_lets_nothing_through(tiny: Any) -> None:
 
 
 class Recorder:
+    skipping, skipped = recorder.Recorder.skipping, recorder.Recorder.skipped
+
     def __init__(self) -> None:
         self.said: list[dict[str, Any]] = []
 

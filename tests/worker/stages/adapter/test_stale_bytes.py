@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consistency.worker.stages.adapter.stale_bytes import stale_bytes
+from consistency.worker.stages.adapter.load_paths import stale_bytes
 
 HELD = torch.randn(4096, generator=torch.Generator().manual_seed(1))
 TENSORS = {"other": torch.ones(4096), "layers.0.weight": HELD.view(64, 64), "small": torch.ones(3)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from consistency.worker.stages.collectives.library import variables
+from consistency.worker.stages.collectives.stage import variables
 
 
 def test_what_the_library_was_told_is_evidence_without_places_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

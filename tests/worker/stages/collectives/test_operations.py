@@ -9,9 +9,16 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from consistency.case.stages import Level
-from consistency.numerics.sums import Sum
-from consistency.worker.stages.collectives.given import BLOCK, Contribution
-from consistency.worker.stages.collectives.operations import COLLECTIVES, LARGEST_BYTES, SIZES, Collective, groups_of
+from consistency.numerics.running_error import Sum
+from consistency.worker.stages.collectives.operations import (
+    BLOCK,
+    COLLECTIVES,
+    LARGEST_BYTES,
+    SIZES,
+    Collective,
+    Contribution,
+    groups_of,
+)
 
 BY_NAME = {collective.name: collective for collective in COLLECTIVES}
 

@@ -29,19 +29,13 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A tensor on the CPU that a form judges.
-
-    Attributes
-    ----------
-    safe : bool or None
-        How it was merged; None for a delta.
-    tolerance : UserAllowance or None
-        The user's own, instead of the bound.
-    """
+    """A tensor on the CPU that a form judges."""
 
     actual: torch.Tensor
     safe: bool | None
+    """How it was merged; None for a delta."""
     tolerance: UserAllowance | None = None
+    """The user's own, instead of the bound."""
 
 
 class Form(ABC):

@@ -16,14 +16,18 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.merged.forms import experts
 from consistency.worker.stages.merged.forms.dora import Dora
 from consistency.worker.stages.merged.forms.form import Form
 from consistency.worker.stages.merged.forms.ia3 import IA3
 from consistency.worker.stages.merged.forms.loha import LoHa
 from consistency.worker.stages.merged.forms.lokr import LoKr
-from consistency.worker.stages.merged.forms.lora_convolution import LoraConvolution
-from consistency.worker.stages.merged.forms.low_rank_product import of_convolution, of_embedding, of_linear
+from consistency.worker.stages.merged.forms.low_rank_product import (
+    LoraConvolution,
+    of_convolution,
+    of_embedding,
+    of_experts,
+    of_linear,
+)
 from consistency.worker.stages.merged.forms.source import Source
 
 Make = Callable[[Source], Form | None]
@@ -78,7 +82,7 @@ def makers() -> Mapping[tuple[type, type | None], Make]:
         **dict.fromkeys(((layer, None) for layer in LoKrModel.layers_mapping.values()), LoKr.of),
         **dict.fromkeys(((layer, None) for layer in (ia3.Linear, ia3.Conv2d, ia3.Conv3d)), IA3.of),
         **dict.fromkeys(((layer, None) for layer in (lora.Conv1d, lora.Conv2d, lora.Conv3d)), LoraConvolution.of),
-        (lora.ParamWrapper, None): experts.of,
+        (lora.ParamWrapper, None): of_experts,
         (lora.Linear, variants.DoraLinearVariant): dora_on_linear,
         (lora.Embedding, variants.DoraEmbeddingVariant): dora_on_embedding,
         (lora.Conv1d, variants.DoraConv1dVariant): dora_on_convolution,
