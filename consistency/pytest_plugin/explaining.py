@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from consistency.comparison.result import Comparison, Verdict
-from consistency.report.problems import problems
+from consistency.report.findings import problems
 
 _NAME = "consistency-reasons"
 

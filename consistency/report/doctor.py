@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from consistency.capture.wording import and_more, some
-from consistency.comparison.findings.advice import MOST_ADVICE, about, advise
+from consistency.comparison.findings.host import MOST_ADVICE, about, advise
 from consistency.comparison.result import Comparison
 from consistency.devices.seen import FIRST_STEPS, unseen
 from consistency.report.console import Writer, without_trailing_blanks

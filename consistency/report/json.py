@@ -18,6 +18,7 @@ from consistency.capture.version import __version__
 from consistency.comparison.layers import LayerComparison, Members, layers_of
 from consistency.comparison.outcomes import Judgement, OncePerSet, Outcome, Workers, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
+from consistency.numerics.real import Real
 from consistency.report import ranges
 from consistency.report.formats import View
 from consistency.report.shared_values import beside, joined, shared_by
@@ -457,3 +458,23 @@ class _Reader:
                 for _, names in sorted(classes.items())
             )
         return self._classes[key]
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema."""
+    (found,), components = msgspec.json.schema_components(
+        (ReportFile,), schema_hook=_schema_of, ref_template="#/$defs/{name}"
+    )
+    components["ReportFile"]["properties"]["schema"] = {"const": SCHEMA}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "report.json of consistency",
+        **found,
+        "$defs": components,
+    }
+
+
+def _schema_of(kind: type) -> dict[str, Any]:
+    if kind is Real:
+        return {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}
+    raise NotImplementedError(kind)

@@ -1,11 +1,13 @@
-"""The tolerance report in a terminal: layers, worst first, and what each architecture saw of them.
+"""The tolerance report: layers, worst first, and what each architecture saw of them; in a terminal and as CSV.
 
-Architectures are columns where they fit beside the longest name; otherwise each has a line below the layer. Names are
-never cut or broken: they are searched for.
+In a terminal architectures are columns where they fit beside the longest name; otherwise each has a line below the
+layer. Names are never cut or broken: they are searched for.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -258,3 +260,38 @@ def _write_turned(
             else:
                 write.console.print(line)
                 write.console.print(Padding(devices, (0, 0, 0, label + 4 + _GAP), expand=False))
+
+
+COLUMNS = (
+    "stage", "load_path", "layer", "tensor", "architecture", "workers", "status", "max_abs", "allowed", "ratio",
+    "max_ulp", "classes",
+)  # fmt: skip
+
+_FORMULA = ("=", "+", "-", "@")
+"""How a cell begins that a spreadsheet computes: names may come from a stranger."""
+
+
+def render_csv(layers: Iterable[LayerComparison]) -> Iterator[bytes]:
+    """Yield the titles, and the lines of each tensor; workers of one class are bitwise equal."""
+    yield _csv_line(COLUMNS)
+    for one in layers:
+        for architecture, cell in one.architectures.items():
+            names = (one.stage, one.load_path, one.layer, one.tensor, architecture, " ".join(cell.workers), cell.status)
+            figures = (cell.max_abs, cell.allowed, cell.ratio, cell.max_ulp)
+            classes = " | ".join(" ".join(workers) for workers in cell.classes)
+            yield _csv_line([*map(_csv_text, names), *map(_figure, figures), _csv_text(classes)])
+
+
+def _csv_line(cells: Iterable[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()
+
+
+def _csv_text(name: str) -> str:
+    text = one_line(name)
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def _figure(value: Real | int | None) -> str:
+    return "" if value is None else repr(value) if isinstance(value, int) else repr(float(value))

@@ -13,8 +13,7 @@ from consistency.capture.wording import counted, listed, some, time_of
 from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, Stage
-from consistency.comparison.by_worker import worst_error
-from consistency.comparison.coverage import Coverage, coverage
+from consistency.comparison.by_worker import Coverage, coverage, worst_error
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import WorkerSet
 from consistency.comparison.result import BAD, Comparison, Divergence

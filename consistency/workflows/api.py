@@ -17,7 +17,7 @@ from consistency.comparison.site_groups import NO_GROUPS, read_site_groups
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
 from consistency.launch.engine import Watcher
-from consistency.report.problems import problems
+from consistency.report.findings import problems
 from consistency.workflows import comparing, pipeline, suite
 from consistency.workflows.judging import opened_baseline, opened_history
 from consistency.workflows.pipeline import Report

@@ -25,7 +25,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
-    from consistency.comparison.findings.advice import as_table
+    from consistency.comparison.findings.host import as_table
     from consistency.report.console import make_console
     from consistency.report.doctor import print_doctor
     from consistency.workflows import pipeline

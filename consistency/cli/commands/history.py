@@ -51,8 +51,17 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 def _history(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.store import History
     from consistency.report.console import make_console
-    from consistency.report.history import DeviceRow, RunRow, device_rows, print_device, print_runs, run_rows
-    from consistency.report.history_changes import ChangeRow, change_rows, print_changes
+    from consistency.report.history import (
+        ChangeRow,
+        DeviceRow,
+        RunRow,
+        change_rows,
+        device_rows,
+        print_changes,
+        print_device,
+        print_runs,
+        run_rows,
+    )
 
     history = History(parsed.history)
     history.require()

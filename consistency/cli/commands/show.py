@@ -127,7 +127,7 @@ def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: st
 def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
     from consistency.comparison.layers import LayerFilter, layers_of
     from consistency.errors import UsageError
-    from consistency.report import layers, layers_csv
+    from consistency.report import layers
 
     stages = tuple(name.strip() for name in parsed.stages.split(",") if name.strip())
     _check("stages", stages, {tensor.stage for tensor in comparison.tensors})
@@ -136,7 +136,7 @@ def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
         raise UsageError("--arch names none of this report's", got=parsed.arch, wanted=", ".join(names))
     chosen = LayerFilter(stages=stages, pattern=parsed.layer, architecture=parsed.arch)
     if parsed.csv:
-        sys.stdout.buffer.writelines(layers_csv.render(chosen.chosen(layers_of(comparison))))
+        sys.stdout.buffer.writelines(layers.render_csv(chosen.chosen(layers_of(comparison))))
     elif parsed.json:
         print_json(list(chosen.chosen(layers_of(comparison))))
     else:

@@ -18,20 +18,20 @@ from consistency.case.stages import LEVELS, MOVES_WEIGHTS, Level, Stage, request
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.engines import find_engines, of_devices
 from consistency.comparison.findings.host import find_host_problems
-from consistency.comparison.findings.in_common import find_unknown_hosts
 from consistency.comparison.findings.load_paths import find_casts
-from consistency.comparison.findings.no_effect import find_no_effect
+from consistency.comparison.findings.model import find_no_effect, find_quantized
 from consistency.comparison.findings.nothing_compared import find_not_finite, find_nothing_compared, find_unexplained
-from consistency.comparison.findings.of_workers import find_configs, find_failed_stages, find_wrong_digests
-from consistency.comparison.findings.placement import find_device_use
-from consistency.comparison.findings.quantized import find_quantized
-from consistency.comparison.findings.ranks import find_ranks
-from consistency.comparison.findings.same_program import find_same_program
-from consistency.comparison.findings.soak import find_soak
+from consistency.comparison.findings.repeats import find_soak, ran_before, without_version
+from consistency.comparison.findings.same_program import find_same_program, find_unknown_hosts
 from consistency.comparison.findings.tolerances import find_tolerances
-from consistency.comparison.findings.trajectories import find_trajectories, without_trajectories
+from consistency.comparison.findings.training import find_ranks, find_trajectories, without_trajectories
 from consistency.comparison.findings.transfers import find_transfer
-from consistency.comparison.findings.unordered import ran_before, without_version
+from consistency.comparison.findings.workers import (
+    find_configs,
+    find_device_use,
+    find_failed_stages,
+    find_wrong_digests,
+)
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import WorkerSet

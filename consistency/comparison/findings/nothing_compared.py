@@ -11,7 +11,7 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.coverage import coverage
+from consistency.comparison.by_worker import coverage
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key, tables_of

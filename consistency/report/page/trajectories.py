@@ -9,7 +9,7 @@ from typing import Any
 
 from consistency.capture.wording import some
 from consistency.case.stages import Stage
-from consistency.comparison.findings.trajectories import CURVE, first_steps
+from consistency.comparison.findings.training import CURVE, first_steps
 from consistency.comparison.result import TensorComparison
 
 MOST_LINES = 6
