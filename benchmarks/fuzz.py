@@ -40,8 +40,8 @@ from consistency.report.status.reading import read_status
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.workflows import judging, pipeline
 from consistency.workflows.drill import choose, drill, prepare_trials
-from consistency.workflows.saved_report import read_comparison
-from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.plantable import several_adapters
+from consistency.workflows.report_folder import read_comparison
 
 SLOW_S = 20.0
 FOUND_BY_ONE_ROW = ("placed-elsewhere", "labels-changed-on-hop", "adapter-inactive", "transfer-corrupt", "merge-off")

@@ -15,8 +15,7 @@ from typing import Any, NoReturn, TextIO
 
 from consistency.capture.origin import running
 from consistency.capture.version import __version__
-from consistency.cli.exit_status import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT
-from consistency.cli.parser import Parser, adder, layout
+from consistency.cli.parser import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT, Parser, adder, layout
 from consistency.errors import ConsistencyError, InterruptedRunError, first_line
 from consistency.optional import is_there
 

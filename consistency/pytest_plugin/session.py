@@ -15,34 +15,112 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from consistency.capture import origin
 from consistency.capture.claim import scratch_folder
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.wording import counted
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Edge
 from consistency.case.reading import gather_options
+from consistency.case.stages import Stage
 from consistency.case.suite import gather_suite
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError, ConsistencyError
-from consistency.launch.plan import WorkerPlan
-from consistency.pytest_plugin.failed_run import leaving_its_error, raise_error
+from consistency.launch.plan import WorkerPlan, plan_waves
+from consistency.pytest_plugin.failures import leaving_its_error, raise_error
 from consistency.pytest_plugin.given import Given, read_given
-from consistency.pytest_plugin.item_names import Place, RowFinder
-from consistency.pytest_plugin.session_case import SessionCase
+from consistency.pytest_plugin.item_names import Place, RowFinder, places
 from consistency.report.layers import summary_lines
 from consistency.report.summarize import summarize
 from consistency.text import clean, one_line
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline, suite
 from consistency.workflows.judging import opened_baseline, opened_history
+from consistency.workflows.pipeline import Plan
+from consistency.workflows.suite import PlannedCase
 
 if TYPE_CHECKING:
     from consistency.comparison.history.baseline import Baseline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SessionCase:
+    """One case of a session.
+
+    Attributes
+    ----------
+    number : int
+        Among the cases of the session.
+    plan : Plan or None
+        None where the input of the case cannot be used.
+    error : ConsistencyError or None
+        Why it cannot be used.
+    """
+
+    number: int
+    name: str
+    plan: Plan | None = None
+    error: ConsistencyError | None = None
+    places: tuple[Place, ...] = ()
+    workers: tuple[WorkerPlan, ...] = ()
+
+    @classmethod
+    def of(cls, number: int, plan: Plan) -> SessionCase:
+        """Return a case with the places of its items, from headers alone."""
+        workers = tuple(worker for wave in plan_waves(plan.case, plan.devices) for worker in wave)
+        return cls(number=number, name=plan.case.name, plan=plan, places=places(plan.case), workers=workers)
+
+    @classmethod
+    def of_suite(cls, number: int, planned: PlannedCase) -> SessionCase:
+        """Return a case of a suite, which may have no plan."""
+        if planned.plan is None:
+            return cls(number=number, name=planned.name, error=planned.error)
+        return cls.of(number, planned.plan)
+
+    def narrowed(self, selected: Sequence[tuple[Place, WorkerPlan]]) -> Plan:
+        """Return the plan narrowed to the stages, layers and devices of the selected items; whole without any.
+
+        Raises
+        ------
+        ConsistencyError
+            The input of the case cannot be used.
+        """
+        plan = self.plan
+        if plan is None:
+            raise self.error or ConsistencyError("the case has no plan", where=self.name)
+        if not selected:
+            return plan
+        chosen_places = {place for place, _ in selected}
+        chosen_workers = [worker for _, worker in selected]
+        names = {worker.name for worker in chosen_workers}
+        maker = next(worker for worker in self.workers if worker.makes_reference)
+        taken = {r for w in chosen_workers if not w.info.spec.is_cpu for r in (w.load_path, *w.alternative_paths)}
+        taken = taken or {r for w in chosen_workers for r in (LoadPath.ISOLATED, *w.alternative_paths)}
+        whole = len(selected) == len(self.places) * len(self.workers)
+        return dataclasses.replace(
+            plan,
+            case=msgspec.structs.replace(
+                plan.case,
+                stages=tuple(s for s in plan.case.stages if any(place.stage is s for place in chosen_places)),
+                load_paths=tuple(r for r in LoadPath if r in taken),
+                only=() if whole else tuple(sorted({_prefix(place) for place in chosen_places})),
+            ),
+            devices=tuple(i for i in plan.devices if i.spec.name in names or i is maker.info),
+        )
+
+
+def _prefix(place: Place) -> str:
+    # a layer of the base may have another name in its file than in the model, so that stage is checked as a whole
+    if place.is_rest or place.stage is Stage.BASE:
+        return place.stage.value
+    return f"{place.stage}::{place.layer}"
+
 
 _ARGUMENT = "consistency::"
 _COMPARISON, _ERROR, _STARTED, _RESULT = "comparison.json", "error.json", "started", "result.json"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import Any
+
 import msgspec
 from rich.console import Console
+
 from consistency.capture.wording import and_more, counted, some, when
+from consistency.comparison.history.changes import Change, ChangeKind, changes
 from consistency.comparison.history.records import RunRecord
 from consistency.comparison.history.run_workers import WorkerRecord
 from consistency.comparison.history.store import History
@@ -14,16 +18,8 @@ from consistency.comparison.history.unfinished import unfinished
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
 from consistency.report.marks import letter
-from consistency.text import one_line
-from collections.abc import Sequence
-import msgspec
-from rich.console import Console
-from consistency.capture.wording import counted, some, when
-from consistency.comparison.history.changes import Change, ChangeKind, changes
-from consistency.comparison.history.store import History
-from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
 from consistency.report.ranges import patterns
-
+from consistency.text import one_line
 
 _MOST_FINDING = 100  # characters of a finding in a line
 _MOST_DRIFTED = 6  # names in a line

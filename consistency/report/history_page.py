@@ -6,35 +6,30 @@ allows no script and no request.
 
 from __future__ import annotations
 
+import datetime
 import functools
+import itertools
 import os
 import urllib.parse
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
 import jinja2
 from markupsafe import Markup
+
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, some
+from consistency.comparison.by_worker import worse
 from consistency.comparison.history.changes import changes
-from consistency.comparison.history.records import RunRecord
+from consistency.comparison.history.records import MOST_APART, RunRecord
+from consistency.comparison.history.run_workers import WorkerRecord
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 from consistency.report.history import ChangeRow
-from consistency.report.marks import VERDICT_MARKS
+from consistency.report.marks import VERDICT_MARKS, letter
 from consistency.report.page.rendering import page_environment, part
-import datetime
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from consistency.comparison.by_worker import worse
-from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.run_workers import WorkerRecord
-from consistency.report.marks import letter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from consistency.capture.wording import counted, some
-from consistency.comparison.history.records import MOST_APART
 from consistency.report.ranges import patterns
-
 
 _PAGES = ("report.html", "suite.html")
 _MOST_FINDINGS = 5  # of a run; its report has all

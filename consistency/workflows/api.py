@@ -21,7 +21,7 @@ from consistency.report.findings import problems
 from consistency.workflows import comparing, pipeline, suite
 from consistency.workflows.judging import opened_baseline, opened_history
 from consistency.workflows.pipeline import Report
-from consistency.workflows.saved_report import read_comparison
+from consistency.workflows.report_folder import read_comparison
 
 __all__ = [
     "Comparison",

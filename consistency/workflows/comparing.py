@@ -19,7 +19,7 @@ from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.weight_files.diff import diff
 from consistency.launch.engine import Watcher
 from consistency.workflows import pipeline
-from consistency.workflows.engine_capture import case_of_engines, engines_alone, on_the_cpu
+from consistency.workflows.engines import case_of_engines, engines_alone, on_the_cpu
 from consistency.workflows.judging import compare_captures, judged, read_captures
 from consistency.workflows.report_folder import output, refuse_among_weights, write_reports
 

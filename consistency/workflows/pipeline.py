@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -9,19 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from consistency.capture.claim import claim_of, claimed, scratch_folder
 from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
 from consistency.capture.transport import deliver, is_remote, refuse_to_replace, travels
 from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
+from consistency.case.stages import MODEL_LESS, SPECS
 from consistency.comparison.result import Comparison, Finding, with_provenance
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, engine
-from consistency.launch.plan import plan_waves
+from consistency.launch.plan import default_load_paths, plan_waves
 from consistency.workflows.judging import compare_captures, judged, noted, read_captures
 from consistency.workflows.planning import budget_of
 from consistency.workflows.report_folder import (
@@ -195,3 +200,18 @@ def run(
         comparison = with_provenance(comparison, elapsed_s)
         comparison = write_reports(comparison, out)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed_s)
+
+
+_STAGES = tuple(stage for stage in MODEL_LESS if SPECS[stage].levels)
+"""Those that some level runs: the others are for who asks for them."""
+
+
+def doctor_plan(options: Options) -> Plan:
+    """Return the plan of a run of the stages of a level that need no model, at the level and on the devices given.
+
+    Several accelerators are visible to one another, in one wave: alone with its device a worker sees no pair.
+    """
+    plan = plan_of(Case(name="doctor", base="", stages=_STAGES, level=options.level), options)
+    if LoadPath.SHARED not in default_load_paths(plan.devices):
+        return plan
+    return dataclasses.replace(plan, case=msgspec.structs.replace(plan.case, load_paths=(LoadPath.SHARED,)))

@@ -13,8 +13,8 @@ from consistency.capture.engine_causes import Cause
 from consistency.capture.records import RecordStatus, WorkerStatus
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import LEVELS, SPECS, Level, Model, Stage
-from consistency.cli.exit_status import EXIT_STATUS, OF_EVERY_COMMAND
 from consistency.cli.glossary import GlossaryEntry, explained, glossary, known_words
+from consistency.cli.parser import EXIT_STATUS, OF_EVERY_COMMAND
 from consistency.comparison.history.changes import ChangeKind
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import Status

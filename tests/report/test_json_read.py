@@ -15,7 +15,7 @@ from consistency.errors import UsageError
 from consistency.report.html import as_html
 from consistency.report.json import as_bytes, read
 from consistency.report.status.make import of_comparison, of_report_file
-from consistency.workflows.saved_report import read_comparison, read_redacted
+from consistency.workflows.report_folder import read_comparison, read_redacted
 from tests.report.made_comparisons import faulty
 from tests.report.made_fleets import many
 from tests.report.printed import printed

@@ -22,7 +22,7 @@ from consistency.report.html import as_html
 from consistency.report.junit import suite_as_junit
 from consistency.report.markdown import as_markdown
 from consistency.report.of_suite import of_suite
-from consistency.workflows.saved_report import read_comparison, read_redacted
+from consistency.workflows.report_folder import read_comparison, read_redacted
 from tests.report.made_comparisons import ALL, comparison, tensor, worker
 from tests.report.made_suites import case, suite
 from tests.report.printed import printed, suite_as_html, suite_as_markdown

@@ -47,7 +47,7 @@ def _init(parsed: argparse.Namespace) -> int:
 def _accept(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.baseline import accept
     from consistency.text import one_line
-    from consistency.workflows.saved_report import read_comparison
+    from consistency.workflows.report_folder import read_comparison
 
     report, _ = read_comparison(parsed.report)
     added = accept(parsed.baseline, report.findings, report.workers, reason=parsed.reason, numbers=parsed.finding)

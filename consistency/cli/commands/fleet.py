@@ -56,7 +56,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _fleet(parsed: argparse.Namespace) -> int:
-    from consistency.cli.fleet_progress import fleet_progress
+    from consistency.cli.fleet import fleet_progress
     from consistency.workflows.fleet.run import prepare_fleet, run_fleet
 
     check_formats(parsed)

@@ -53,7 +53,7 @@ def _show(parsed: argparse.Namespace) -> int:
     from consistency.errors import UsageError
     from consistency.report import json, terminal
     from consistency.report.formats import View
-    from consistency.workflows.saved_report import read_comparison, read_redacted, read_suite
+    from consistency.workflows.report_folder import read_comparison, read_redacted, read_suite
 
     found = read_suite(parsed.report)
     if found is not None:

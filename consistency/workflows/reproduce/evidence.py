@@ -26,7 +26,7 @@ from consistency.comparison.stored_tensors import read_stored
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
 from consistency.numerics.rules import Rule
-from consistency.workflows.saved_report import read_comparison
+from consistency.workflows.report_folder import read_comparison
 
 if TYPE_CHECKING:
     import torch
