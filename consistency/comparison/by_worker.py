@@ -76,19 +76,12 @@ _NOT_JUDGED = frozenset({"skipped", "blocked"})
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What was compared in one stage.
+    """What was compared in one stage."""
 
-    Attributes
-    ----------
-    workers : dict of str to None
-        Those of which a tensor was compared with something outside the worker itself: a file, an exact value, a limit,
-        or another worker, which then counts too.
-    wrong : dict of str to None
-        Those with a mismatch.
-    """
-
+    # those of which a tensor was compared with something outside the worker itself: a file, an exact value, a limit, or
+    # another worker, which then counts too
     workers: dict[str, None] = field(default_factory=dict)
-    wrong: dict[str, None] = field(default_factory=dict)
+    wrong: dict[str, None] = field(default_factory=dict)  # those with a mismatch
 
 
 def coverage(tensors: Iterable[TensorComparison]) -> dict[str, Coverage]:

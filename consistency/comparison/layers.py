@@ -80,20 +80,11 @@ class LayerComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFilter:
-    """Which part of the tolerance report is asked for; what is empty excludes nothing.
-
-    Attributes
-    ----------
-    stages : tuple of str
-    pattern : str
-        Shell pattern of a layer, or of layer and tensor.
-    architecture : str
-        Part of the name of an architecture, in upper or lower case.
-    """
+    """Which part of the tolerance report is asked for; what is empty excludes nothing."""
 
     stages: tuple[str, ...] = ()
-    pattern: str = ""
-    architecture: str = ""
+    pattern: str = ""  # shell pattern of a layer, or of layer and tensor
+    architecture: str = ""  # part of the name of an architecture, in upper or lower case
 
     def chosen(self, layers: Iterable[LayerComparison]) -> Iterator[LayerComparison]:
         """Yield what matches, with the architectures that match."""

@@ -22,23 +22,13 @@ _OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
 
 @dataclass(slots=True, kw_only=True)
 class _Alike:
-    """Workers with one table of records of a stage, of which any may be judged for all.
-
-    Attributes
-    ----------
-    kind : int
-        Equal for workers of which one may be judged for all where they share a record.
-    expected : bool
-        Whether these workers should have a record of a tensor that others have.
-    places : list of int
-        Places of the workers on the load path.
-    """
+    """Workers with one table of records of a stage, of which any may be judged for all."""
 
     first: ComparedWorker
     table: Mapping[Key, TensorRecord]
-    kind: int
-    expected: bool
-    places: list[int] = field(default_factory=list)
+    kind: int  # equal for workers of which one may be judged for all where they share a record
+    expected: bool  # whether these workers should have a record of a tensor that others have
+    places: list[int] = field(default_factory=list)  # places of the workers on the load path
 
 
 class Members:

@@ -17,22 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDifference:
-    """How two stored tensors differ.
+    """How two stored tensors differ."""
 
-    Attributes
-    ----------
-    measure : Measure or None
-        None where either was not stored or could not be read, or where their structure differs.
-    word : Word or None
-        None where nothing was compared.
-    unread : bool
-        One of them was stored and cannot be read.
-    """
-
+    # none where either was not stored or could not be read, or where their structure differs
     measure: Measure | None = None
-    word: Word | None = None
+    word: Word | None = None  # none where nothing was compared
     evidence: dict[str, Any] = field(default_factory=dict)
-    unread: bool = False
+    unread: bool = False  # one of them was stored and cannot be read
 
 
 def compare_stored(actual: tuple[Capture, str | None], expected: tuple[Capture, str | None]) -> StoredDifference:

@@ -35,83 +35,48 @@ _NUMBER_OF: dict[SuiteVerdict, tuple[str, str]] = {
 
 
 class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of a case, over all workers and load paths.
-
-    Attributes
-    ----------
-    status : str
-        The worst of any tensor; `skipped` only where nothing was compared.
-    counts : dict of str to int
-        Tensors by the worst status that they have on any worker.
-    worst_ratio : float or None
-        Largest error/tolerance, NaN before any number; None where nothing has a tolerance.
-    worst_tensor, worst_worker : str or None
-        `stage::layer.tensor` and worker of that ratio.
-    first_bad : str or None
-        Layer of the first tensor with a mismatch.
-    workers : dict of str to str
-        The worst status by worker; on a load path other than the usual one its name is `cuda:0 (shared)`.
-    elapsed_s : dict of str to float
-        Time by the same names; that of a lost worker is not known.
-    """
+    """One stage of a case, over all workers and load paths."""
 
     stage: str
-    status: Status
-    counts: dict[str, int]
+    status: Status  # the worst of any tensor; `skipped` only where nothing was compared
+    counts: dict[str, int]  # tensors by the worst status that they have on any worker
+    # largest error/tolerance, NaN before any number; None where nothing has a tolerance
     worst_ratio: Real | None = None
+    # worst_tensor, worst_worker: `stage::layer.tensor` and worker of that ratio
     worst_tensor: str | None = None
     worst_worker: str | None = None
-    first_bad: str | None = None
+    first_bad: str | None = None  # layer of the first tensor with a mismatch
+    # the worst status by worker; on a load path other than the usual one its name is `cuda:0 (shared)`
     workers: dict[str, Status] = {}
-    elapsed_s: dict[str, float] = {}
+    elapsed_s: dict[str, float] = {}  # time by the same names; that of a lost worker is not known
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a suite keeps of a case.
-
-    Attributes
-    ----------
-    folder : str
-        Of the case's report and captures, relative to the folder of the suite: `cases/NAME`.
-    headline : str
-        The verdict in one sentence.
-    profile, settings
-        As in `Comparison`.
-    error : str or None
-        Why the case could not be checked: its input cannot be used.
-    findings : tuple of Finding
-        In the order of the case's report, with a few of their details, and of each stage one of their tensors.
-    reproducible : tuple of int
-        Numbers of the findings, from 1, that `consistency reproduce` finds a tensor for.
-    workers : tuple of WorkerSummary
-        Without their environments, and without what they measured of themselves.
-    ratios : dict of str to float
-        Worst error/tolerance by worker.
-    accepted : int
-        Findings that the baseline accepts.
-    merging, versions
-        As in `Comparison`.
-    """
+    """What a suite keeps of a case."""
 
     name: str
-    folder: str
+    folder: str  # of the case's report and captures, relative to the folder of the suite: `cases/NAME`
     verdict: SuiteVerdict
-    headline: str
+    headline: str  # the verdict in one sentence
     base: str = ""
     adapter: str | None = None
     dtype: str = ""
     level: str = ""
+    # profile, settings: as in `Comparison`
     profile: str = ""
     settings: tuple[str, ...] = ()
     elapsed_s: float = 0.0
-    error: str | None = None
+    error: str | None = None  # why the case could not be checked: its input cannot be used
+    # in the order of the case's report, with a few of their details, and of each stage one of their tensors
     findings: tuple[Finding, ...] = ()
+    # numbers of the findings, from 1, that `consistency reproduce` finds a tensor for
     reproducible: tuple[int, ...] = ()
     stages: tuple[CaseStage, ...] = ()
-    workers: tuple[WorkerSummary, ...] = ()
+    workers: tuple[WorkerSummary, ...] = ()  # without their environments, and without what they measured of themselves
     not_checked: tuple[str, ...] = ()
-    ratios: dict[str, Real] = {}
-    accepted: int = 0
+    ratios: dict[str, Real] = {}  # worst error/tolerance by worker
+    accepted: int = 0  # findings that the baseline accepts
+    # merging, versions: as in `Comparison`
     merging: tuple[Merging, ...] = ()
     versions: dict[str, str] = {}
 
@@ -129,18 +94,10 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuiteFinding(Finding, frozen=True, kw_only=True):
-    """A finding that one or more cases have; details, tensors and what to do next are those of the first.
+    """A finding that one or more cases have; details, tensors and what to do next are those of the first."""
 
-    Attributes
-    ----------
-    cases : tuple of str
-        Names of the cases.
-    numbers : tuple of int
-        Number of the finding in the report of each of them; 0 where it has no report.
-    """
-
-    cases: tuple[str, ...]
-    numbers: tuple[int, ...]
+    cases: tuple[str, ...]  # names of the cases
+    numbers: tuple[int, ...]  # number of the finding in the report of each of them; 0 where it has no report
 
 
 class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -51,22 +51,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SessionCase:
-    """One case of a session.
+    """One case of a session."""
 
-    Attributes
-    ----------
-    number : int
-        Among the cases of the session.
-    plan : Plan or None
-        None where the input of the case cannot be used.
-    error : ConsistencyError or None
-        Why it cannot be used.
-    """
-
-    number: int
+    number: int  # among the cases of the session
     name: str
-    plan: Plan | None = None
-    error: ConsistencyError | None = None
+    plan: Plan | None = None  # none where the input of the case cannot be used
+    error: ConsistencyError | None = None  # why it cannot be used
     places: tuple[Place, ...] = ()
     workers: tuple[WorkerPlan, ...] = ()
 
@@ -153,27 +143,20 @@ class Session:
     """The cases of a pytest session, the items selected from them, and their one run.
 
     The controller and its workers share `folder`; without `consistency::…` in `arguments`, every item is made.
-
-    Attributes
-    ----------
-    plan : SuitePlan or None
-        Of a suite; None where the options describe a single case.
-    selected : mapping of SessionCase to sequence
-        The cases that items need, each with the places and workers of those about a device.
-    stacks : set
-        Of lost workers that an item has shown: there are as many items as tensors.
     """
 
     name: str
     cases: tuple[SessionCase, ...]
-    plan: suite.SuitePlan | None
+    plan: suite.SuitePlan | None  # of a suite; None where the options describe a single case
     given: Given
     baseline: Baseline | None
     folder: Path
     is_controller: bool
     arguments: tuple[str, ...] = ()
     alone: bool = False
+    # the cases that items need, each with the places and workers of those about a device
     selected: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]] = field(default_factory=dict)
+    # of lost workers that an item has shown: there are as many items as tensors
     stacks: set[str | None] = field(default_factory=set)
     _scratch: ExitStack = field(default_factory=ExitStack, repr=False)
     _last: _Read | None = field(default=None, repr=False)

@@ -39,48 +39,26 @@ class Chosen(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a format may show beside the comparison.
+    """What a format may show beside the comparison."""
 
-    Attributes
-    ----------
-    elapsed_s : float or None
-        Time that the run took.
-    verbose : bool
-        Every layer, not only those with a mismatch, and every case.
-    most_rows : int or None
-        Rows of a table of cases; None is all of them.
-    folder : str or None
-        Where the files of the report and the captures are.
-    groups : mapping of str to sequence of Architecture, optional
-        `summary.groups` by load path, where they are known already: computing them visits every row.
-    """
-
-    elapsed_s: float | None = None
-    verbose: bool = False
-    folder: str | None = None
+    elapsed_s: float | None = None  # time that the run took
+    verbose: bool = False  # every layer, not only those with a mismatch, and every case
+    folder: str | None = None  # where the files of the report and the captures are
+    # `summary.groups` by load path, where they are known already: computing them visits every row
     groups: Mapping[str, Sequence[Architecture]] | None = None
-    most_rows: int | None = None
+    most_rows: int | None = None  # rows of a table of cases; None is all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A format of the report.
+    """A format of the report."""
 
-    Attributes
-    ----------
-    name : str
-        For `--format`, the name of the file in `--out`, or the option.
-    writer : str
-        `module:function`, imported when the format is written; given a comparison, or the result of a suite, and a
-        `View`, it yields bytes.
-    help : str
-        For `--help`.
-    """
-
-    name: str
+    name: str  # for `--format`, the name of the file in `--out`, or the option
     chosen: Chosen
+    # `module:function`, imported when the format is written; given a comparison, or the result of a suite, and a
+    # `View`, it yields bytes
     writer: str
-    help: str
+    help: str  # for `--help`
     subject: Subject = Subject.RUN
 
     def render(self, found: Comparison | SuiteResult, view: View) -> Iterable[bytes]:

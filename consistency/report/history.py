@@ -28,15 +28,7 @@ _MOST_DEVICES, _RECENT = 64, 30  # named where one is not known, and of how many
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
-
-    Attributes
-    ----------
-    drifted : tuple of str
-        The first names of workers. `drifted_devices` is the number of all such devices.
-    cases : dict of str to str
-        Verdict of each case of a suite; empty for a run of one case.
-    """
+    """One run."""
 
     at: str
     host: str
@@ -44,23 +36,15 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     devices: int
     lost: int
-    drifted: tuple[str, ...]
+    drifted: tuple[str, ...]  # the first names of workers. `drifted_devices` is the number of all such devices.
     versions: dict[str, Any]
     findings: tuple[str, ...]
-    cases: dict[str, str] = {}
+    cases: dict[str, str] = {}  # verdict of each case of a suite; empty for a run of one case
     drifted_devices: int = 0
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One device in one run.
-
-    Attributes
-    ----------
-    bits : str
-        Letters by stage: results with the same letter are bitwise equal.
-    change : str
-        What changed since the run before: `drift in merged`, `other software`, `other inputs`.
-    """
+    """One device in one run."""
 
     at: str
     host: str
@@ -69,8 +53,8 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     load_path: str
     status: str
     case: str
-    bits: dict[str, str]
-    change: str
+    bits: dict[str, str]  # letters by stage: results with the same letter are bitwise equal
+    change: str  # what changed since the run before: `drift in merged`, `other software`, `other inputs`
 
 
 def run_rows(history: History, last: int) -> list[RunRow]:

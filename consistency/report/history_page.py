@@ -135,24 +135,15 @@ class Night:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One device in one night, over its load paths and cases.
+    """One device in one night, over its load paths and cases."""
 
-    Attributes
-    ----------
-    run : RunRecord
-        The run with this verdict.
-    group : int or None
-        Class of bits: results with the same number are bitwise equal, where both were checked. None without any.
-    change : str
-        What is not as in the run before: software, inputs.
-    """
-
-    run: RunRecord
+    run: RunRecord  # the run with this verdict
     verdict: str
+    # class of bits: results with the same number are bitwise equal, where both were checked. None without any.
     group: int | None
     ratio: float | None
     drift: tuple[str, ...]
-    change: str
+    change: str  # what is not as in the run before: software, inputs
 
     @property
     def letter(self) -> str:
@@ -170,25 +161,13 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """The worst error/tolerance from night to night, in units of the drawing: `WIDTH` per night, `HEIGHT` in all.
-
-    Attributes
-    ----------
-    lines : tuple of str
-        Points of a line each; a night without a number is a gap.
-    dots : tuple of tuple of float
-        Nights with a number between gaps, and the last one.
-    beyond : tuple of float
-        Where it is NaN, or larger than what is drawn.
-    limit : float or None
-        Where the tolerance is, if it is in the drawing.
-    """
+    """The worst error/tolerance from night to night, in units of the drawing: `WIDTH` per night, `HEIGHT` in all."""
 
     width: float
-    lines: tuple[str, ...]
-    dots: tuple[tuple[float, float], ...]
-    beyond: tuple[float, ...]
-    limit: float | None
+    lines: tuple[str, ...]  # points of a line each; a night without a number is a gap
+    dots: tuple[tuple[float, float], ...]  # nights with a number between gaps, and the last one
+    beyond: tuple[float, ...]  # where it is NaN, or larger than what is drawn
+    limit: float | None  # where the tolerance is, if it is in the drawing
     last: float | None
     largest: float | None
 
@@ -200,19 +179,14 @@ class Trend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One device from night to night; None in nights without it.
-
-    Attributes
-    ----------
-    count : int
-        Devices that the line stands for, which were alike in every run; their `names` where they are several.
-    """
+    """One device from night to night; None in nights without it."""
 
     device: str
     latest: WorkerRecord
     host: str
     cells: tuple[Cell | None, ...]
     trend: Trend
+    # devices that the line stands for, which were alike in every run; their `names` where they are several
     count: int = 1
     names: str = ""
 

@@ -83,26 +83,14 @@ _SHORTEST = 2
 
 @dataclass(slots=True, kw_only=True)
 class Redaction:
-    """Replaces texts; made by `redaction_of`.
+    """Replaces texts; made by `redaction_of`."""
 
-    Attributes
-    ----------
-    folders : dict of str to str
-        Known folders and their placeholders; what is below one keeps its place in it.
-    homes : tuple of str
-        Folders of which nothing below is kept.
-    names : dict of str to str
-        Hosts and users, and their placeholders.
-    exact : dict of str to str
-        Whole texts.
-    given : dict of str to str
-        Words of a command line that are no path by their form: replaced there, and in sentences.
-    """
-
+    # known folders and their placeholders; what is below one keeps its place in it
     folders: dict[str, str] = field(default_factory=dict)
-    homes: tuple[str, ...] = ()
-    names: dict[str, str] = field(default_factory=dict)
-    exact: dict[str, str] = field(default_factory=dict)
+    homes: tuple[str, ...] = ()  # folders of which nothing below is kept
+    names: dict[str, str] = field(default_factory=dict)  # hosts and users, and their placeholders
+    exact: dict[str, str] = field(default_factory=dict)  # whole texts
+    # words of a command line that are no path by their form: replaced there, and in sentences
     given: dict[str, str] = field(default_factory=dict)
     _paths: dict[str, str] = field(default_factory=dict)
     _uuids: dict[str, str] = field(default_factory=dict)
@@ -418,16 +406,11 @@ _WORD = re.compile(r"[A-Za-z0-9]+")
 
 @dataclass(slots=True)
 class Replacements:
-    """Texts and what stands in their place, tried in this order.
-
-    Attributes
-    ----------
-    before, after : str
-        What a text must not follow, and not be followed by, as assertions of a regular expression. They exclude at
-        least all letters and digits of ASCII.
-    """
+    """Texts and what stands in their place, tried in this order."""
 
     of: Mapping[str, str]
+    # before, after: what a text must not follow, and not be followed by, as assertions of a regular expression. They
+    # exclude at least all letters and digits of ASCII.
     before: str
     after: str
     _by_word: dict[str, list[int]] = field(init=False)

@@ -56,22 +56,12 @@ _ALWAYS = ("equal", "within", "outside", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellText:
-    """A cell of the table of groups.
+    """A cell of the table of groups."""
 
-    Attributes
-    ----------
-    kind : str
-        Of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`.
-    spoken : str
-        The whole cell in words, for a screen reader.
-    place : str
-        The layer at which a mismatch begins, where the order of layers matters.
-    """
-
-    kind: str
+    kind: str  # of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`
     text: str
-    spoken: str
-    place: str = ""
+    spoken: str  # the whole cell in words, for a screen reader
+    place: str = ""  # the layer at which a mismatch begins, where the order of layers matters
 
     @property
     def mark(self) -> str:

@@ -24,29 +24,15 @@ _ORDER = {stage.value: place for place, stage in enumerate(Stage)}
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """The rows of one worker in one stage.
+    """The rows of one worker in one stage."""
 
-    Attributes
-    ----------
-    counts : dict of str to int
-        Tensors by status.
-    worst_ratio : float or None
-        Largest `ratio`; NaN is larger than any number.
-    first_bad : str or None
-        Layer of the first tensor with a mismatch.
-    first_place : int
-        Place of that tensor among all.
-    flag : str
-        Kind of an error that is about the stage of this worker although no tensor has a mismatch: `drift`, …
-    elsewhere : str
-        The case of the suite in which the stage was checked for this one too: it is about the host alone.
-    """
-
-    counts: dict[str, int] = field(default_factory=dict)
-    worst_ratio: float | None = None
-    first_bad: str | None = None
-    first_place: int = 0
+    counts: dict[str, int] = field(default_factory=dict)  # tensors by status
+    worst_ratio: float | None = None  # largest `ratio`; NaN is larger than any number
+    first_bad: str | None = None  # layer of the first tensor with a mismatch
+    first_place: int = 0  # place of that tensor among all
+    # kind of an error that is about the stage of this worker although no tensor has a mismatch: `drift`, …
     flag: str = ""
+    # the case of the suite in which the stage was checked for this one too: it is about the host alone
     elsewhere: str = ""
 
     @property
@@ -65,17 +51,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Workers that are bitwise equal in everything, and their cells by stage.
-
-    Attributes
-    ----------
-    kinds : int
-        More than 1 where this line sums up all results without a line of their own.
-    """
+    """Workers that are bitwise equal in everything, and their cells by stage."""
 
     workers: tuple[str, ...]
     cells: dict[str, Cell]
-    kinds: int = 1
+    kinds: int = 1  # more than 1 where this line sums up all results without a line of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

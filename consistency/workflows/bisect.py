@@ -57,21 +57,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What explains a difference.
-
-    Attributes
-    ----------
-    repeats : bool
-        Whether the difference shows again when nothing is changed.
-    explained_by : tuple of str
-        The smallest set of changes found that removes it; empty where none does.
-    """
+    """What explains a difference."""
 
     tensor: str
     worker: str
     reference: str
-    repeats: bool
-    explained_by: tuple[str, ...]
+    repeats: bool  # whether the difference shows again when nothing is changed
+    explained_by: tuple[str, ...]  # the smallest set of changes found that removes it; empty where none does
     trials: tuple[Trial, ...]
 
     @property
@@ -87,21 +79,13 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The difference to be explained.
-
-    Attributes
-    ----------
-    bad : bool
-        Whether its row violates its rule; otherwise it only differs bitwise from the reference worker.
-    is_fact : bool
-        Whether it is a fact of the worker by itself, which may be recorded only where it is wrong.
-    """
+    """The difference to be explained."""
 
     participant: ComparedWorker
     reference: ComparedWorker
     key: Key
-    bad: bool
-    is_fact: bool = False
+    bad: bool  # whether its row violates its rule; otherwise it only differs bitwise from the reference worker
+    is_fact: bool = False  # whether it is a fact of the worker by itself, which may be recorded only where it is wrong
 
 
 def bisect(

@@ -45,23 +45,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A valid case, the devices it runs on, and how long it may take.
-
-    Attributes
-    ----------
-    faults : mapping of str to str
-        Fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself.
-    engine : str
-        What runs the workers, of `consistency.launch.engine`.
-    stages : mapping of str to sequence of (str, float)
-        By worker its stages, with their shares of its time.
-    """
+    """A valid case, the devices it runs on, and how long it may take."""
 
     case: Case
     devices: tuple[DeviceInfo, ...]
     limits: Limits
+    # fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself
     faults: Mapping[str, str] = field(default_factory=dict)
-    engine: str = LOCAL
+    engine: str = LOCAL  # what runs the workers, of `consistency.launch.engine`
+    # by worker its stages, with their shares of its time
     stages: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
 
 

@@ -35,42 +35,23 @@ _ON_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGenera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is known of a case.
-
-    Attributes
-    ----------
-    config, tensors : mapping
-        Of the adapter; empty where there is none.
-    base_config : mapping
-        Empty where a function makes the base.
-    file_dtypes : frozenset of str
-        As the headers of the base's files name them.
-    dtype : str
-        That the base is loaded in.
-    workers, ranks : int
-        How many devices are compared, and how many of one type, which form a group.
-    unchecked : mapping of Stage to str
-        Stages that checked nothing of the case in a healthy run, with the reason.
-    judged : frozenset of str or None
-        Names of what a healthy run judged; None where there was none.
-    has_form : bool
-        Whether merged weights have a closed form.
-    splits : bool
-        Whether ranks that hold one model by a plan hold parts of the adapter's tensors.
-    """
+    """What is known of a case."""
 
     has_adapter: bool
-    dtype: str
+    dtype: str  # that the base is loaded in
+    # workers, ranks: how many devices are compared, and how many of one type, which form a group
     workers: int
     ranks: int = 1
+    # config, tensors: of the adapter; empty where there is none
     config: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, TensorHeader] = field(default_factory=dict)
-    base_config: Mapping[str, Any] = field(default_factory=dict)
-    file_dtypes: frozenset[str] = frozenset()
+    base_config: Mapping[str, Any] = field(default_factory=dict)  # empty where a function makes the base
+    file_dtypes: frozenset[str] = frozenset()  # as the headers of the base's files name them
+    # stages that checked nothing of the case in a healthy run, with the reason
     unchecked: Mapping[Stage, str] = field(default_factory=dict)
-    judged: frozenset[str] | None = None
-    has_form: bool = True
-    splits: bool = True
+    judged: frozenset[str] | None = None  # names of what a healthy run judged; None where there was none
+    has_form: bool = True  # whether merged weights have a closed form
+    splits: bool = True  # whether ranks that hold one model by a plan hold parts of the adapter's tensors
 
     def of_lora(self, part: str) -> list[str]:
         """Return the layers whose tensor of this part (`lora_A`, `lora_B`) the adapter's file holds."""

@@ -60,17 +60,12 @@ class PlannedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """Cases in the order of their report, and what they share.
-
-    Attributes
-    ----------
-    faults : mapping of str to mapping
-        Faults to plant, as in `Plan`, by name of the case.
-    """
+    """Cases in the order of their report, and what they share."""
 
     name: str
     cases: tuple[PlannedCase, ...]
     limits: Limits
+    # faults to plant, as in `Plan`, by name of the case
     faults: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     engine: str = LOCAL
 

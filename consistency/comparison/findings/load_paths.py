@@ -23,21 +23,11 @@ _NOT_ARRIVED = frozenset({Word.ZEROS, Word.NEVER_WRITTEN, Word.FRESH_INIT, Word.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the load paths show of one cause.
+    """What the load paths show of one cause."""
 
-    Attributes
-    ----------
-    where : str
-        The load paths with wrong and with correct bytes, to follow "zeros in 128 of 128 lora_B tensors".
-    why : str
-        The cause, where the load paths identify it.
-    hops : bool
-        The bytes are copied from device 0 to each device: `copies` names these copies.
-    """
-
-    where: str = ""
-    why: str = ""
-    hops: bool = False
+    where: str = ""  # the load paths with wrong and with correct bytes, to follow "zeros in 128 of 128 lora_B tensors"
+    why: str = ""  # the cause, where the load paths identify it
+    hops: bool = False  # the bytes are copied from device 0 to each device: `copies` names these copies
 
 
 def judge_load_paths(

@@ -192,17 +192,10 @@ _MOST_LINES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InCommon:
-    """A value that all odd ones have.
+    """A value that all odd ones have."""
 
-    Attributes
-    ----------
-    fact : str
-        Name and value: `driver 580.95`.
-    having, unknown, others : int
-        How many others have it too, of how many it is not recorded, and how many there are.
-    """
-
-    fact: str
+    fact: str  # name and value: `driver 580.95`
+    # having, unknown, others: how many others have it too, of how many it is not recorded, and how many there are
     having: int
     unknown: int
     others: int

@@ -121,31 +121,17 @@ _ONLY = {
 
 @dataclass(slots=True)
 class Cell:
-    """The copies of one ordered pair of devices, by kind.
-
-    Attributes
-    ----------
-    tried : set of str
-        Kinds with a result.
-    skipped : dict of str to str
-        Kinds without one, and why.
-    wrong : dict of str to list
-        By kind, the tensor and the rows of the workers with wrong bytes.
-    explained : set of str
-        Kinds that are wrong because one of their hops is: that pair is reported.
-    speeds : dict of str to float
-        GB/s of the largest copy by kind, where it was measured.
-    no_peer_access : bool
-        Whether torch reports that one device cannot reach the other's memory.
-    """
+    """The copies of one ordered pair of devices, by kind."""
 
     kinds: dict[str, None] = field(default_factory=dict)
-    tried: set[str] = field(default_factory=set)
-    skipped: dict[str, str] = field(default_factory=dict)
+    tried: set[str] = field(default_factory=set)  # kinds with a result
+    skipped: dict[str, str] = field(default_factory=dict)  # kinds without one, and why
+    # by kind, the tensor and the rows of the workers with wrong bytes
     wrong: dict[str, list[tuple[TensorComparison, Outcome]]] = field(default_factory=dict)
+    # kinds that are wrong because one of their hops is: that pair is reported
     explained: set[str] = field(default_factory=set)
-    speeds: dict[str, float] = field(default_factory=dict)
-    no_peer_access: bool = False
+    speeds: dict[str, float] = field(default_factory=dict)  # GB/s of the largest copy by kind, where it was measured
+    no_peer_access: bool = False  # whether torch reports that one device cannot reach the other's memory
 
     @property
     def gb_per_s(self) -> float | None:

@@ -63,24 +63,12 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
 
 @dataclass(frozen=True, slots=True)
 class _StageDigests:
-    """What a history keeps of a table of records.
+    """What a history keeps of a table of records."""
 
-    Attributes
-    ----------
-    bits : str
-        Digest of all tensors; empty where none has one.
-    number : int
-        Equal for tables with the same digest of every tensor.
-    digests : tuple of (Key, str)
-        Of each tensor, sorted.
-    read : tuple of str
-        Digests of what was in the files.
-    """
-
-    bits: str
-    number: int
-    digests: tuple[tuple[Key, str], ...]
-    read: tuple[str, ...]
+    bits: str  # digest of all tensors; empty where none has one
+    number: int  # equal for tables with the same digest of every tensor
+    digests: tuple[tuple[Key, str], ...]  # of each tensor, sorted
+    read: tuple[str, ...]  # digests of what was in the files
 
 
 def _told_apart(workers: Sequence[WorkerRecord], run_host: str) -> tuple[WorkerRecord, ...]:

@@ -28,40 +28,23 @@ class GoneDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One run.
-
-    Attributes
-    ----------
-    case : str
-        Name of the case, or of the suite.
-    workers : RunWorkers
-        Of a suite, those of all cases.
-    cases : dict of str to str
-        Verdict of each case of a suite.
-    report : str
-        Folder of the run's report, on its host; empty where none was kept.
-    planted : bool
-        A fault was planted on purpose.
-    auto : dict of str to dict
-        By host whose devices `auto` chose: the user's variables that show a part of them.
-    gone : tuple of GoneDevice
-        Accelerators that these hosts had before, where that has not been accepted.
-    """
+    """One run."""
 
     schema: str
     at: str
     host: str
-    case: str
+    case: str  # name of the case, or of the suite
     verdict: str
     tool: str
     versions: dict[str, Any] = {}
     findings: tuple[str, ...] = ()
-    workers: RunWorkers = RunWorkers()
-    cases: dict[str, str] = {}
-    report: str = ""
-    planted: bool = False
+    workers: RunWorkers = RunWorkers()  # of a suite, those of all cases
+    cases: dict[str, str] = {}  # verdict of each case of a suite
+    report: str = ""  # folder of the run's report, on its host; empty where none was kept
+    planted: bool = False  # a fault was planted on purpose
+    # by host whose devices `auto` chose: the user's variables that show a part of them
     auto: dict[str, dict[str, str]] = {}
-    gone: tuple[GoneDevice, ...] = ()
+    gone: tuple[GoneDevice, ...] = ()  # accelerators that these hosts had before, where that has not been accepted
 
     def __post_init__(self) -> None:
         if time_of(self.at) is None:

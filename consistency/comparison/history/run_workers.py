@@ -12,44 +12,22 @@ from consistency.numerics.real import Real
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a run saw of a worker, without what identifies the device.
-
-    Attributes
-    ----------
-    software : str
-        Digest of versions, kernels and settings: bits are compared only between equal software.
-    inputs : str
-        Digest of the bytes in the files, the dtype and the inputs.
-    bits : dict of str to str
-        Digest of all tensors, by stage.
-    table : str
-        Name of the table with the digest of every tensor.
-    drift : tuple of str
-        Stages that differ bitwise from the earlier runs, where this has not been accepted.
-    case : str
-        The case of a suite; empty where the run has one case.
-    verdict : str
-        Of the device, as in `by_worker`.
-    ratio : float or None
-        Worst error/tolerance on the device.
-    driver : str
-        Empty for a CPU.
-    """
+    """What a run saw of a worker, without what identifies the device."""
 
     load_path: str
     architecture: str
     model: str
     status: str
-    software: str
-    inputs: str
-    bits: dict[str, str] = {}
-    table: str = ""
-    drift: tuple[str, ...] = ()
+    software: str  # digest of versions, kernels and settings: bits are compared only between equal software
+    inputs: str  # digest of the bytes in the files, the dtype and the inputs
+    bits: dict[str, str] = {}  # digest of all tensors, by stage
+    table: str = ""  # name of the table with the digest of every tensor
+    drift: tuple[str, ...] = ()  # stages that differ bitwise from the earlier runs, where this has not been accepted
     simulated: bool = False
-    case: str = ""
-    verdict: str = ""
-    ratio: Real | None = None
-    driver: str = ""
+    case: str = ""  # the case of a suite; empty where the run has one case
+    verdict: str = ""  # of the device, as in `by_worker`
+    ratio: Real | None = None  # worst error/tolerance on the device
+    driver: str = ""  # empty for a CPU
 
     @property
     def state(self) -> bytes:
@@ -58,19 +36,11 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class WorkerRecord(Observation, frozen=True, kw_only=True, omit_defaults=True):
-    """One worker of a run.
-
-    Attributes
-    ----------
-    device : str
-        Identity that outlives the run: the device's UUID, or host and name, with the kernel variant.
-    host : str
-        Where it is not that of the run.
-    """
+    """One worker of a run."""
 
     name: str
-    device: str
-    host: str = ""
+    device: str  # identity that outlives the run: the device's UUID, or host and name, with the kernel variant
+    host: str = ""  # where it is not that of the run
 
     @property
     def key(self) -> WorkerKey:
@@ -82,17 +52,10 @@ WorkerKey = tuple[str, str, str]
 
 
 class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The workers of a run.
+    """The workers of a run."""
 
-    Attributes
-    ----------
-    seen : tuple of Observation
-        What was seen, each once.
-    rows : tuple
-        A row for each worker: name, identity, host where it is not that of the run, and the place in `seen`.
-    """
-
-    seen: tuple[Observation, ...] = ()
+    seen: tuple[Observation, ...] = ()  # what was seen, each once
+    # a row for each worker: name, identity, host where it is not that of the run, and the place in `seen`
     rows: tuple[tuple[str, str, str, int], ...] = ()
 
     def __post_init__(self) -> None:

@@ -69,23 +69,17 @@ class MapColumn:
 
 
 class Section(msgspec.Struct, kw_only=True):
-    """One stage on one load path; `rows` are tensors as above, `left_out` those for which there was no room.
-
-    Attributes
-    ----------
-    bad, unchecked, unlike : int
-        Tensors with a mismatch; others that some worker did not check; others that are not bitwise equal everywhere.
-    checks : bool
-        Whether all of them are facts with a limit, and no tensors.
-    """
+    """One stage on one load path; `rows` are tensors as above, `left_out` those for which there was no room."""
 
     load_path: str
     stage: str
     total: int = 0
+    # bad, unchecked, unlike: tensors with a mismatch; others that some worker did not check; others that are not
+    # bitwise equal everywhere
     bad: int = 0
     unchecked: int = 0
     unlike: int = 0
-    checks: bool = True
+    checks: bool = True  # whether all of them are facts with a limit, and no tensors
     left_out: int = 0
     rows: list[list[Any]] = []
 

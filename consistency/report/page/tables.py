@@ -195,24 +195,13 @@ _IDENTITY = frozenset({"device_uuid", "variables.CUDA_VISIBLE_DEVICES"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environments:
-    """Settings line by line; workers with the same environment share a column.
+    """Settings line by line; workers with the same environment share a column."""
 
-    Attributes
-    ----------
-    columns : list of list of str
-        Names of workers.
-    differing : list of tuple
-        Name of a setting and, by column, letter and text; equal values of a line have equal letters.
-    same : list of tuple of str
-        Name of a setting and its only value.
-    left_out : int
-        Workers of environments for which there is no column.
-    """
-
-    columns: list[list[str]]
+    columns: list[list[str]]  # names of workers
+    # name of a setting and, by column, letter and text; equal values of a line have equal letters
     differing: list[tuple[str, list[tuple[str, str]]]]
-    same: list[tuple[str, str]]
-    left_out: int
+    same: list[tuple[str, str]]  # name of a setting and its only value
+    left_out: int  # workers of environments for which there is no column
 
 
 def environments(workers: Sequence[WorkerSummary]) -> Environments:

@@ -60,25 +60,15 @@ class LostFleetError(ConsistencyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """A fleet that can be started.
-
-    Attributes
-    ----------
-    command : tuple of str
-        What starts this tool on a node.
-    words : tuple of str
-        The options of the case, as words of a command line.
-    name : str
-        Of the case.
-    """
+    """A fleet that can be started."""
 
     engine: FleetEngine
     options: FleetOptions
     nodes: tuple[str, ...]
-    command: tuple[str, ...]
-    words: tuple[str, ...]
+    command: tuple[str, ...]  # what starts this tool on a node
+    words: tuple[str, ...]  # the options of the case, as words of a command line
     requirements: Requirements
-    name: str = ""
+    name: str = ""  # of the case
 
     def record(self) -> FleetRecord:
         return FleetRecord(

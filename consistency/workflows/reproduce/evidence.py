@@ -34,27 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """One tensor that shows a finding.
-
-    Attributes
-    ----------
-    number : int
-        Of the finding in the report, from 1.
-    others : tuple of str
-        Names of the other tensors of the finding.
-    is_bad : bool
-        Whether it violates its rule; otherwise the finding is about its bits.
-    created, host, command
-        Of the report, as in `Comparison`.
-    """
+    """One tensor that shows a finding."""
 
     finding: Finding
-    number: int
+    number: int  # of the finding in the report, from 1
     participant: ComparedWorker
     record: TensorRecord
-    others: tuple[str, ...]
+    others: tuple[str, ...]  # names of the other tensors of the finding
     reference: ComparedWorker
-    is_bad: bool
+    is_bad: bool  # whether it violates its rule; otherwise the finding is about its bits
+    # created, host, command: of the report, as in `Comparison`
     created: str | None = None
     host: str = ""
     command: tuple[str, ...] = ()

@@ -260,28 +260,15 @@ _HAPPENS = {0: False, 1: True}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reproduced:
-    """The result of a reproducer on this machine.
-
-    Attributes
-    ----------
-    happens_here : bool
-        Whether the script reproduced the fault.
-    shows : bool
-        Whether it finds the fault in the recorded tensors.
-    needs_model : bool
-        Whether only the second script, with the model, can reproduce it.
-    runs : bool
-        Whether this machine has what the script computes with.
-    proves : str
-        The conclusion where it does not happen here, if this is the machine and the device of the finding.
-    """
+    """The result of a reproducer on this machine."""
 
     folder: Path
-    happens_here: bool
-    shows: bool
+    happens_here: bool  # whether the script reproduced the fault
+    shows: bool  # whether it finds the fault in the recorded tensors
     output: str
-    needs_model: bool
-    runs: bool = True
+    needs_model: bool  # whether only the second script, with the model, can reproduce it
+    runs: bool = True  # whether this machine has what the script computes with
+    # the conclusion where it does not happen here, if this is the machine and the device of the finding
     proves: str = ""
 
     @property
