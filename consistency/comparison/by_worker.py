@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from consistency.case.stages import Stage
-from consistency.comparison.outcomes import Workers, WorkerSet
+from consistency.comparison.gathering import names_in
+from consistency.comparison.outcomes import Workers
 from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison, Verdict, WorkerSummary
 
 
@@ -86,18 +87,12 @@ class Coverage:
 
 def coverage(tensors: Iterable[TensorComparison]) -> dict[str, Coverage]:
     """Return what was compared, by stage in the order of the tensors; a stage without any such tensor is not there."""
-    found: dict[str, Coverage] = {}
-    taken: dict[str, tuple[WorkerSet, WorkerSet]] = {}
+    taken: dict[str, tuple[list[Workers], list[Workers]]] = {}
     for tensor in tensors:
         judged = [outcome for outcome in tensor.outcomes if outcome.status not in _NOT_JUDGED]
         if all(one.workers == (one.reference,) for one in judged):  # a worker that is its own reference alone
             continue
-        if tensor.stage not in found:
-            stage = found[tensor.stage] = Coverage()
-            taken[tensor.stage] = WorkerSet(stage.workers), WorkerSet(stage.wrong)
-        right, wrong = taken[tensor.stage]
-        for outcome in judged:
-            right.take(outcome.workers)
-            if outcome.status in BAD:
-                wrong.take(outcome.workers)
-    return found
+        every, wrong = taken.setdefault(tensor.stage, ([], []))
+        every += (outcome.workers for outcome in judged)
+        wrong += (outcome.workers for outcome in judged if outcome.status in BAD)
+    return {stage: Coverage(names_in(every), names_in(wrong)) for stage, (every, wrong) in taken.items()}

@@ -15,6 +15,7 @@ from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.findings.collect import find
+from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import mergings
 from consistency.comparison.outcomes import Status, Workers
@@ -251,9 +252,7 @@ def _first(
 
 
 def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup, ...]:
-    groups: dict[str, dict[str, None]] = {}
-    for p in workers:
-        groups.setdefault(p.info.architecture, {})[p.label] = None
+    groups = gathered(dict.fromkeys((p.info.architecture, p.label) for p in workers))
     return tuple(ArchitectureGroup(name=name, workers=tuple(labels)) for name, labels in groups.items())
 
 

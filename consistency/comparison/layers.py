@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from consistency.case.stages import Stage
+from consistency.comparison.gathering import gathered
 from consistency.comparison.outcomes import OncePerSet, Workers, badness, share_of
 from consistency.comparison.result import Comparison, Outcome, Status, TensorComparison, tensor_name
 from consistency.numerics.real import Real
@@ -168,9 +169,7 @@ class Block:
 
 def blocks_of(layers: Iterable[LayerComparison]) -> list[Block]:
     """Fold layers by stage, load path and block, each in the place of its first layer."""
-    found: dict[tuple[str, str, str], list[LayerComparison]] = {}
-    for one in layers:
-        found.setdefault((one.stage, one.load_path, block_of(one.layer)), []).append(one)
+    found = gathered(((one.stage, one.load_path, block_of(one.layer)), one) for one in layers)
     return [
         Block(stage=stage, load_path=load_path, name=name, members=tuple(members))
         for (stage, load_path, name), members in found.items()
@@ -189,9 +188,7 @@ class Members:
 
     def _split(self, workers: Workers) -> dict[str, Workers]:
         """Return the workers of each architecture; those of none are under an empty name."""
-        found: dict[str, list[str]] = {}
-        for name in workers:
-            found.setdefault(self.of.get(name, ""), []).append(name)
+        found = gathered((self.of.get(name, ""), name) for name in workers)
         return {name: tuple(some) for name, some in found.items()}
 
     def join(self, sets: Sequence[Workers]) -> Workers:
@@ -209,14 +206,8 @@ class Members:
 
 def cells_of(tensor: TensorComparison, members: Members) -> dict[str, LayerCell]:
     """Return what each architecture saw of a tensor; workers of none are under an empty name."""
-    rows: dict[str, list[tuple[Outcome, Workers]]] = {}
-    for row in tensor.outcomes:
-        for name, some in members.split(row.workers).items():
-            rows.setdefault(name, []).append((row, some))
-    classes: dict[str, list[Workers]] = {}
-    for alike in tensor.classes:
-        for name, some in members.split(alike).items():
-            classes.setdefault(name, []).append(some)
+    rows = gathered((name, (row, some)) for row in tensor.outcomes for name, some in members.split(row.workers).items())
+    classes = gathered((name, some) for alike in tensor.classes for name, some in members.split(alike).items())
     order = (name for name in members.architectures if name in rows)
     return {name: _cell(tensor, rows[name], classes.get(name, ()), members) for name in order}
 

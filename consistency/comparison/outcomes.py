@@ -148,18 +148,3 @@ class OncePerSet(Generic[T]):
         if known is None:
             known = self._known[id(workers)] = workers, self._compute(workers)
         return known[1]
-
-
-class WorkerSet:
-    """Gathers workers of the sets of many tensors in `names`; a set that was taken before costs nothing."""
-
-    __slots__ = ("_taken", "names")
-
-    def __init__(self, names: dict[str, None] | None = None) -> None:
-        self.names: dict[str, None] = {} if names is None else names
-        self._taken: dict[int, Workers] = {}
-
-    def take(self, workers: Workers) -> None:
-        if id(workers) not in self._taken:
-            self._taken[id(workers)] = workers  # which keeps its identity
-            self.names.update(dict.fromkeys(workers))

@@ -36,6 +36,7 @@ from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
 from consistency.case.quantized import states_settings, weights_of
 from consistency.case.stages import SPECS, Stage
+from consistency.comparison.gathering import gathered
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.launch.plan import WorkerPlan
 
@@ -194,9 +195,7 @@ def expected_places(config: Mapping[str, Any], keys: Iterable[str], weights: Ite
     targets = config.get("target_modules")
     if not parts or not isinstance(targets, list) or any(config.get(field) for field in _NARROWED_BY):
         return []
-    kinds: dict[str, list[Iterable[str]]] = {}
-    for layer, tensors in parts.items():
-        kinds.setdefault(_NUMBER.sub("*", layer), []).append(tensors)
+    kinds = gathered((_NUMBER.sub("*", layer), tensors) for layer, tensors in parts.items())
     of_kind = {kind: _usual(layers) for kind, layers in kinds.items()}
     of_any = _usual(one for layers in kinds.values() for one in layers)
     modules = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
@@ -227,10 +226,7 @@ def in_model(modules: Iterable[str], layers: Iterable[str]) -> Iterator[str]:
     The layers that the adapter's file has say which: `transformer.h.0.attn` is `h.0.attn` in files of GPT-2.
     """
     files = list(modules)
-    endings: dict[str, list[str]] = {}
-    for module in files:
-        for ending in _endings(module):
-            endings.setdefault(ending, []).append(module)
+    endings = gathered((ending, module) for module in files for ending in _endings(module))
     renamed: dict[str, str] = {}
     for layer in layers:
         if ending := next((one for one in _endings(layer) if len(endings.get(one, ())) == 1), ""):

@@ -12,6 +12,7 @@ import msgspec
 from consistency.capture.names import SETTINGS_LAYER, UPDATED
 from consistency.capture.wording import counted
 from consistency.case.stages import MOVES_WEIGHTS, Stage, stages_of
+from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import difference_of
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
@@ -60,10 +61,7 @@ def reproduce_command(folder: str, number: int) -> str:
 
 def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
     named = {name for finding in comparison.findings for name in finding.tensors}
-    tensors: dict[str, list[TensorComparison]] = {}
-    for tensor in comparison.tensors:
-        if tensor.name in named:
-            tensors.setdefault(tensor.name, []).append(tensor)
+    tensors = gathered((tensor.name, tensor) for tensor in comparison.tensors if tensor.name in named)
     for finding in comparison.findings:
         yield finding, _hits(finding, tensors)
 

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, some
 from consistency.comparison.by_worker import worse
+from consistency.comparison.gathering import gathered
 from consistency.comparison.history.changes import changes
 from consistency.comparison.history.records import MOST_APART, RunRecord
 from consistency.comparison.history.run_workers import WorkerRecord
@@ -370,9 +371,7 @@ def class_lines(found: Sequence[Night], device: str | None = None, case: str | N
                     bad.add(of)
     if len(names) <= MOST_APART:
         return Classes(lines=lines(found, None, case), left_out="", devices=len(names))
-    classes: dict[tuple[tuple[int, str, str, bytes], ...], list[str]] = {}
-    for of, what in seen.items():
-        classes.setdefault(tuple(sorted(what)), []).append(of)
+    classes = gathered((tuple(sorted(what)), of) for of, what in seen.items())
 
     def is_odd(devices: Sequence[str]) -> bool:
         return devices[0] in bad or seen[devices[0]][-1][0] < len(runs) - 1

@@ -15,6 +15,7 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
+from consistency.comparison.gathering import gathered
 from consistency.comparison.layers import LayerComparison, Members, layers_of
 from consistency.comparison.outcomes import Judgement, OncePerSet, Outcome, Workers, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
@@ -267,9 +268,7 @@ class _Writer:
         key = id(workers), id(classes)
         if key not in self._split:
             number = {name: place for place, names in enumerate(_largest(classes)[:MOST_CLASSES]) for name in names}
-            parts: dict[int | None, list[str]] = {}
-            for name in workers:
-                parts.setdefault(number.get(name), []).append(name)
+            parts = gathered((number.get(name), name) for name in workers)
             whole = len(parts) == 1
             found = [(bits, workers if whole else tuple(names)) for bits, names in parts.items()]
             self._split[key] = (workers, classes), found  # with both, which keeps their identity

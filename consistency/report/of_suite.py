@@ -11,6 +11,7 @@ import msgspec
 from consistency.capture.wording import and_more, counted, some
 from consistency.case.case import CHECKED_IN
 from consistency.case.stages import SPECS, Stage
+from consistency.comparison.gathering import gathered
 from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.suite import CaseResult, SuiteFinding, SuiteResult, common_findings, worst_first
 from consistency.report.document import Column, Document, Entry, Group, ResultTable, Row
@@ -121,9 +122,7 @@ def _lines(cases: Sequence[CaseResult], most: int | None) -> list[_Line]:
     ordered = worst_first(cases)
     if most is None or len(ordered) <= most:
         return [(case.name, [case]) for case in ordered]
-    outcomes: dict[object, list[CaseResult]] = {}
-    for case in ordered:
-        outcomes.setdefault(_outcome(case), []).append(case)
+    outcomes = gathered((_outcome(case), case) for case in ordered)
     same = list(outcomes.values())
     shown = same if len(same) <= most else same[: most - len({case.verdict for case in ordered})]
     rest = [case for members in same[len(shown) :] for case in members]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.outcomes import OncePerSet, WorkerSet
+from consistency.comparison.gathering import gathered, names_in
+from consistency.comparison.outcomes import OncePerSet
 from consistency.comparison.result import BAD, Comparison, TensorComparison
 
 MOST_LINES = 8
@@ -96,10 +97,8 @@ def groups(comparison: Comparison, load_path: str) -> list[Architecture]:
     flags = _flags(comparison, load_path)
     models: dict[str, list[str]] = {}
     same: dict[str, dict[object, list[str]]] = {}
-    took = WorkerSet()
-    for tensor in tensors if is_alternative(load_path) else ():
-        took.take(tensor.workers)
-    here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took.names}
+    took = names_in(tensor.workers for tensor in tensors) if is_alternative(load_path) else {}
+    here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took}
     for architecture in comparison.architectures:
         for name in architecture.workers:
             if name in here:
@@ -194,12 +193,9 @@ def _flags(comparison: Comparison, load_path: str) -> dict[str, dict[str, str]]:
 
 def _mismatches_elsewhere(comparison: Comparison, load_path: str) -> Set[tuple[str, str]]:
     """Return the stages and workers with a mismatch on another load path."""
-    wrong: dict[str, WorkerSet] = {}
-    for tensor in comparison.tensors:
-        for row in tensor.outcomes if tensor.load_path != load_path else ():
-            if row.status in BAD:
-                wrong.setdefault(tensor.stage, WorkerSet()).take(row.workers)
-    return {(stage, worker) for stage, found in wrong.items() for worker in found.names}
+    others = [tensor for tensor in comparison.tensors if tensor.load_path != load_path]
+    wrong = gathered((tensor.stage, row.workers) for tensor in others for row in tensor.outcomes if row.status in BAD)
+    return {(stage, worker) for stage, sets in wrong.items() for worker in names_in(sets)}
 
 
 def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:

@@ -21,8 +21,9 @@ from consistency.comparison.findings.load_paths import (
     judge_load_paths,
     load_paths_taken,
 )
+from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.judge import NO_RECORD
-from consistency.comparison.outcomes import Workers, WorkerSet
+from consistency.comparison.outcomes import Workers
 from consistency.comparison.result import Consequence, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -217,9 +218,7 @@ class _AlikeOnAllPaths:
                 for number, workers in enumerate(sets):
                     for worker in workers:
                         places.setdefault(worker, [-1] * len(paths))[path] = number
-            alike: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
-            for worker in _ranks(order):
-                alike.setdefault((is_cpu(worker), tuple(places[worker])), []).append(worker)
+            alike = gathered(((is_cpu(worker), tuple(places[worker])), worker) for worker in _ranks(order))
             known = self._found[name] = paths, [(tuple(workers), at) for (_, at), workers in alike.items()]
         return known[1]
 
@@ -392,9 +391,6 @@ def _why(cause: _Cause, group: _Group, same: Sequence[TensorComparison], *, soft
 
 def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str]:
     """Return the workers that received the same tensors on the same load paths, all of them right."""
-    seen, hurt = WorkerSet(), WorkerSet(dict.fromkeys(workers))
-    for outcome in (outcome for tensor in same for outcome in tensor.outcomes):
-        seen.take(outcome.workers)
-        if outcome.status != "equal":
-            hurt.take(outcome.workers)
-    return [worker for worker in seen.names if worker not in hurt.names]
+    outcomes = [outcome for tensor in same for outcome in tensor.outcomes]
+    hurt = {*workers, *names_in(one.workers for one in outcomes if one.status != "equal")}
+    return [worker for worker in names_in(one.workers for one in outcomes) if worker not in hurt]

@@ -32,9 +32,10 @@ from consistency.comparison.findings.workers import (
     find_failed_stages,
     find_wrong_digests,
 )
+from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import WorkerSet
+from consistency.comparison.outcomes import Workers
 from consistency.comparison.result import BAD, Finding, TensorComparison, in_order, tensor_name
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, in_order_of
@@ -116,10 +117,7 @@ _AFTER_LOSS = (
 
 
 def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    same: dict[tuple[str, str | None, str | None], list[ComparedWorker]] = {}
-    for p in compared:
-        if p.info.status != "ok":
-            same.setdefault((p.info.status, p.info.reason, p.info.stack), []).append(p)
+    same = gathered(((p.info.status, p.info.reason, p.info.stack), p) for p in compared if p.info.status != "ok")
     for (status, reason, stack), lost in same.items():
         verb = "failed" if status != "lost" else "was lost" if len(lost) == 1 else "were lost"
         opening = f"{'worker' if len(lost) == 1 else 'workers'} {some([_place(p) for p in lost])} {verb}"
@@ -169,10 +167,7 @@ def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 
 def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    digests: dict[str, list[str]] = {}
-    for p in compared:
-        if p.info.inputs_digest is not None:
-            digests.setdefault(p.info.inputs_digest, []).append(p.label)
+    digests = gathered((p.info.inputs_digest, p.label) for p in compared if p.info.inputs_digest is not None)
     if len(digests) > 1:
         first, *others = digests.values()
         workers = tuple(label for labels in others for label in labels)
@@ -210,9 +205,7 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
     """Report results that changed between runs; only pinned settings promise that they do not."""
     as_deployed = {p.label for p in compared if not p.case.is_pinned}
     in_soak = {(p.label, tensor_name(*key)) for p in compared for key in p.changes}  # `find_soak` reports these
-    by_label: dict[str, list[ComparedWorker]] = {}
-    for p in compared:
-        by_label.setdefault(p.label, []).append(p)
+    by_label = gathered((p.label, p) for p in compared)
     found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for tensor in tensors:
         for row in tensor.outcomes:
@@ -261,7 +254,7 @@ def _texts(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
 
 
 def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
-    reasons: dict[tuple[str, str], tuple[WorkerSet, dict[str, str]]] = {}
+    reasons: dict[tuple[str, str], tuple[list[Workers], dict[str, str]]] = {}
     facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
     # findings already: what has no number to compare with, and what is missing because a stage did not run
     said = {(t.stage, row.reason) for t in tensors for row in t.outcomes if row.status == "missing"}
@@ -269,11 +262,11 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
     for tensor in tensors:
         for row in tensor.outcomes:
             if row.status == "skipped" and (tensor.stage, row.reason) not in said:
-                found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), (WorkerSet(), {}))
-                found[0].take(row.workers)
+                found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), ([], {}))
+                found[0].append(row.workers)
                 found[1][tensor.name] = tensor.layer
     for (stage, reason), (skipping, names) in reasons.items():
-        by_worker, where = in_order_of(compared, skipping.names), list(names)
+        by_worker, where = in_order_of(compared, names_in(skipping)), list(names)
         what = counted(len(where), "check" if facts.issuperset(where) else "tensor")
         yield Finding(
             kind=FindingKind.SKIPPED,

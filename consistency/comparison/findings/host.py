@@ -11,6 +11,7 @@ import msgspec
 from consistency.capture.names import HOST
 from consistency.capture.wording import counted, some
 from consistency.comparison.findings.transfers import Matrix, Pair, arrow, boot, matrices
+from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
@@ -88,9 +89,7 @@ def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[
 
 
 def _reboots(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    by_host: dict[str, list[HostFacts]] = {}
-    for host_facts in hosts:
-        by_host.setdefault(host_facts.host, []).append(host_facts)
+    by_host = gathered((host_facts.host, host_facts) for host_facts in hosts)
     for host, found in by_host.items():
         boots = dict.fromkeys(host_facts.boot_id for host_facts in found if host_facts.boot_id is not None)
         if len(boots) > 1:

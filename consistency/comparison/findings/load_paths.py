@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.wording import MOST_NAMES, counted, listed, some
 from consistency.case.load_path import LoadPath, is_alternative, main_path
+from consistency.comparison.gathering import names_in
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import WorkerSet
+from consistency.comparison.outcomes import Workers
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.devices.backends import CPU
 from consistency.devices.spec import label_of
@@ -163,7 +164,7 @@ def load_paths_taken(label: str, rows: Mapping[str, Outcome]) -> tuple[frozenset
 class _Cast:
     """Tensors that load paths cast through one dtype, and the workers on which they do."""
 
-    workers: WorkerSet = field(default_factory=WorkerSet)
+    workers: list[Workers] = field(default_factory=list)
     by_load_path: dict[str, list[TensorComparison]] = field(default_factory=dict)
 
 
@@ -190,8 +191,7 @@ def find_casts(tensors: Sequence[TensorComparison], dtypes: Mapping[str, object]
             # the reference worker does not take every load path itself: where all cast, there is one note for all
             named = tuple(worker for outcome in through for worker in outcome.workers) if partial else ()
             cast = casts.setdefault((through[0].cast, named), _Cast())
-            for outcome in through:
-                cast.workers.take(outcome.workers)
+            cast.workers += (outcome.workers for outcome in through)
             cast.by_load_path.setdefault(tensor.load_path, []).append(tensor)
     for (dtype, partial_workers), cast in casts.items():
         first = next(iter(cast.by_load_path.values()))
@@ -200,7 +200,7 @@ def find_casts(tensors: Sequence[TensorComparison], dtypes: Mapping[str, object]
             if partial_workers
             else "on every device: PEFT casts them to the dtype of the base while loading"
         )
-        names = tuple(cast.workers.names)
+        names = tuple(names_in(cast.workers))
         who = listed(names) if len(names) <= MOST_NAMES else some(names)
         opening = f"adapter · {who} · the file's values rounded through {dtype}"
         ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from consistency.capture.names import (
     ADAPTER_OFF,
@@ -17,27 +18,20 @@ from consistency.capture.names import (
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
+from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.records import Key
+from consistency.comparison.records import Table
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
 
 def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Report an adapter that changes nothing on any worker of its capture, with the cause where it is known."""
-    by_capture: dict[int, list[ComparedWorker]] = {}
-    for p in compared:
-        if p.case.adapter is not None and p.info.status == "ok":
-            by_capture.setdefault(id(p.capture), []).append(p)
-    known: dict[int, tuple[bool, int] | None] = {}
+    by_capture = gathered((id(p.capture), p) for p in compared if p.case.adapter is not None and p.info.status == "ok")
+    outputs_of = functools.cache(_outputs)  # workers that saw the same share a table
     for workers in by_capture.values():
-        outputs = []
-        for p in workers:
-            table = p.records.stage(Stage.FORWARD)
-            if id(table) not in known:  # workers that saw the same share it
-                known[id(table)] = _outputs(table)
-            if not p.case.only and (equal := known[id(table)]) is not None:
-                outputs.append(equal)
+        tables = [p.records.stage(Stage.FORWARD) for p in workers if not p.case.only]
+        outputs = [equal for table in tables if (equal := outputs_of(table)) is not None]
         if any(not equal for equal, _ in outputs):
             continue
         cause = next((text for p in workers if (text := _cause(p))), "")
@@ -66,7 +60,7 @@ def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         )
 
 
-def _outputs(table: Mapping[Key, TensorRecord]) -> tuple[bool, int] | None:
+def _outputs(table: Table) -> tuple[bool, int] | None:
     """Return whether all outputs are bitwise equal with the adapter on and off, and how many there are.
 
     None where that shows nothing: it did not run in both modes, or in part, or its values are not finite.
@@ -124,7 +118,7 @@ def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     merged = _having(compared, Stage.MERGED, lambda one: "error_in_steps_max" in one.evidence)
     if not merged:
         return
-    records = [one for found in {id(found): found for found in merged.values()}.values() for one in found]
+    records = [record for found in merged.values() for record in found]
     steps = max(float(record.evidence["error_in_steps_max"]) for record in records)
     rms = max(float(record.evidence["error_in_steps_rms"]) for record in records)
     shares = [share for record in records if (share := _share(record)) is not None]
@@ -153,15 +147,8 @@ def _having(
 
     Workers that saw the same share a table, and so the records.
     """
-    of_tables: dict[int, list[TensorRecord]] = {}
-    found = {}
-    for p in compared:
-        table = p.records.stage(stage)
-        if id(table) not in of_tables:
-            of_tables[id(table)] = [one for one in table.values() if wanted(one)]
-        if of_tables[id(table)]:
-            found[p.label] = of_tables[id(table)]
-    return found
+    of_table = functools.cache(lambda table: [one for one in table.values() if wanted(one)])
+    return {p.label: found for p in compared if (found := of_table(p.records.stage(stage)))}
 
 
 def _share(record: TensorRecord) -> float | None:

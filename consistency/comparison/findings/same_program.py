@@ -7,6 +7,7 @@ wrong side. More than half of two is both: two devices, as any tie, name no side
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from consistency.capture.wording import counted, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.findings.repeats import without_version
+from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import WorkerSet
-from consistency.comparison.records import Key, Records, tables_of
+from consistency.comparison.records import Key, Records, Table, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.site_groups import SiteGroups
 from consistency.comparison.workers import ComparedWorker
@@ -71,12 +72,10 @@ def _programs(
 ) -> Iterable[Sequence[ComparedWorker]]:
     """Return the workers that computed the same, where there are several."""
     carried = [t for t in tensors if t.stage in MOVES_WEIGHTS and not is_alternative(t.load_path)]
-    off = WorkerSet()
-    for outcome in (outcome for t in carried for outcome in t.outcomes if outcome.status in BAD):
-        off.take(outcome.workers)
+    off = names_in(outcome.workers for t in carried for outcome in t.outcomes if outcome.status in BAD)
     found: dict[tuple[Any, ...], list[ComparedWorker]] = {}
     for p in compared:
-        if p.program is not None and p.label not in off.names and p.info.status == "ok":
+        if p.program is not None and p.label not in off and p.info.status == "ok":
             found.setdefault((*p.program, p.info.inputs_digest, p.case.dtype, encode_json(p.info.config)), []).append(p)
     return [members for members in found.values() if len(members) > 1]
 
@@ -93,20 +92,16 @@ def _sides(members: Sequence[ComparedWorker], stage: str, differing: Sequence[Ke
 
     Each device has one vote, whatever its load paths, variants and captures, and none if these differ from each other.
     """
-    by_table: dict[int, _Bits] = {}
-    of_member: list[tuple[ComparedWorker, _Bits]] = []
-    of_device: dict[str, dict[_Bits, None]] = {}
-    known: dict[_Bits, _Bits] = {}
-    for member in members:
-        table = member.records.stage(stage)
-        bits = by_table.get(id(table))
-        if bits is None:
-            found = tuple(table[key].promised_digest if key in table else None for key in differing)
-            bits = by_table[id(table)] = known.setdefault(found, found)
-        if any(digest is not None for digest in bits):
-            of_member.append((member, bits))
-            of_device.setdefault(member.device.partition("@")[0], {})[bits] = None
-    votes = Counter(next(iter(found)) for found in of_device.values() if len(found) == 1)
+
+    @functools.cache  # workers that saw the same share a table
+    def bits_of(table: Table) -> _Bits:
+        return tuple(table[key].promised_digest if key in table else None for key in differing)
+
+    every = ((member, bits_of(member.records.stage(stage))) for member in members)
+    of_member = [(member, bits) for member, bits in every if {*bits} != {None}]
+    known = dict.fromkeys(bits for _, bits in of_member)
+    of_device = gathered(dict.fromkeys((member.device.partition("@")[0], bits) for member, bits in of_member))
+    votes = Counter(found[0] for found in of_device.values() if len(found) == 1)
     usual, count = max(votes.items(), key=lambda pair: pair[1], default=((), 0))
     if 2 * count <= len(of_device):
         return None

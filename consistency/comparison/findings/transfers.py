@@ -21,6 +21,7 @@ from consistency.capture.names import (
 from consistency.capture.wording import counted, listed, some
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
+from consistency.comparison.gathering import gathered
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.devices.host.facts import Gpu, HostFacts
@@ -228,9 +229,7 @@ def find_transfer(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCo
     """Report for each machine which copies are wrong, which are fine, and the likely cause."""
     hosts = {home_of(p.label): p.capture.manifest.host_facts for p in compared}
     for matrix in matrices(tensors):
-        by_word: dict[Word, list[Pair]] = {}
-        for pair in matrix.wrong:
-            by_word.setdefault(matrix.cells[pair].word, []).append(pair)
+        by_word = gathered((matrix.cells[pair].word, pair) for pair in matrix.wrong)
         for word, pairs in by_word.items():
             yield _finding(matrix, word, pairs, hosts.get(matrix.home))
 

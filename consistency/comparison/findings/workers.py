@@ -14,6 +14,7 @@ from consistency.capture.json_codec import encode_json
 from consistency.capture.names import DIGEST_FAULT, IGNORED_FIELDS, RANK_AND_SCALING, SETTINGS_LAYER, TRAINED_ON
 from consistency.capture.wording import size, some
 from consistency.case.stages import Stage
+from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
@@ -88,10 +89,7 @@ def _of_base(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
 
     Another version of transformers has other fields: only those that both have are compared then.
     """
-    found: dict[bytes, list[ComparedWorker]] = {}
-    for p in compared:
-        if p.info.config:
-            found.setdefault(encode_json(p.info.config), []).append(p)
+    found = gathered((encode_json(p.info.config), p) for p in compared if p.info.config)
     for workers in list(found.values())[1:]:
         first, labels = next(iter(found.values()))[0], tuple(dict.fromkeys(p.label for p in workers))
         own, wanted = workers[0].info, first.info

@@ -17,6 +17,7 @@ from consistency.capture.names import adapter_place
 from consistency.capture.wording import and_more, counted, some
 from consistency.case.checkpoint import read_json
 from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import (
     NO_DIFFERENCE,
@@ -250,10 +251,7 @@ class _Comparer:
     @functools.cached_property
     def _by_start(self) -> dict[tuple[object, ...], list[StoredTensor]]:
         """The reference's tensors by structure and first bytes."""
-        found: dict[tuple[object, ...], list[StoredTensor]] = {}
-        for tensor in self._expected.values():
-            found.setdefault(_start(tensor), []).append(tensor)
-        return found
+        return gathered((_start(tensor), tensor) for tensor in self._expected.values())
 
 
 def _start(tensor: StoredTensor) -> tuple[object, ...]:

@@ -25,8 +25,9 @@ import msgspec
 
 from consistency.capture.json_codec import json_number
 from consistency.capture.wording import some
+from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
-from consistency.comparison.outcomes import OncePerSet, Workers, WorkerSet, worst_of
+from consistency.comparison.outcomes import OncePerSet, Workers, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
@@ -103,11 +104,7 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Architectur
     """Return the columns below the architectures of a load path: its workers, or, of many, the lines of the groups."""
     here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
-        found = WorkerSet()
-        for tensor in comparison.tensors:
-            if tensor.load_path == load_path:
-                found.take(tensor.workers)
-        seen = found.names
+        seen = names_in(tensor.workers for tensor in comparison.tensors if tensor.load_path == load_path)
         # a reference file has no rows, and a reference worker may have them on a load path that it did not take
         names = [name for name, worker in here.items() if name in seen or worker.status != "ok"]
         names += [name for name in seen if name not in here]
@@ -185,9 +182,7 @@ def sections(
 
 def architectures(drawn: Sequence[MapColumn]) -> dict[str, tuple[str, ...]]:
     """Return the architectures of a load path, each with its columns' labels."""
-    found: dict[str, list[str]] = {}
-    for column in drawn:
-        found.setdefault(column.architecture, []).append(column.label)
+    found = gathered((column.architecture, column.label) for column in drawn)
     return {name: tuple(labels) for name, labels in found.items()}
 
 
@@ -240,10 +235,7 @@ class _Shown:
 
     def _by_column(self, workers: Workers) -> dict[int, Workers]:
         """Return those of these workers that are in columns, by the places of the columns."""
-        found: dict[int, list[str]] = {}
-        for name in workers:
-            if name in self._places:
-                found.setdefault(self._places[name], []).append(name)
+        found = gathered((self._places[name], name) for name in workers if name in self._places)
         return {place: tuple(names) for place, names in found.items()}
 
     def classes(self, classes: tuple[Workers, ...]) -> Mapping[str, int]:

@@ -17,6 +17,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.capture.wording import time_of
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
+from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import UNSEEN, FindingKind
 from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
@@ -24,7 +25,7 @@ from consistency.numerics.real import Real
 from consistency.report.formats import View
 from consistency.report.json import read as read_report
 from consistency.report.sentences import sentence
-from consistency.report.status.record import SCHEMA, DeviceClass, DeviceStatus, Status, StatusVerdict
+from consistency.report.status.record import SCHEMA, DeviceClass, DeviceStatus, Status
 
 _SEVERITIES = ("error", "warning", "note")
 
@@ -125,9 +126,7 @@ def _devices(
 
 
 def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
-    of_kinds: dict[tuple[str, str, StatusVerdict], list[DeviceStatus]] = {}
-    for one in devices:
-        of_kinds.setdefault((one.architecture, one.model, one.verdict), []).append(one)
+    of_kinds = gathered(((one.architecture, one.model, one.verdict), one) for one in devices)
     for (architecture, model, verdict), same in of_kinds.items():
         yield DeviceClass(
             architecture=architecture, model=model, verdict=verdict, count=len(same),
