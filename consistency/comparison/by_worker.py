@@ -29,12 +29,11 @@ def worst_ratios(comparison: Comparison) -> dict[str, float]:
 
     A worker without such a tensor has no entry.
     """
-    of_sets: dict[int, tuple[Workers, float]] = {}
+    of_sets: dict[Workers, float] = {}
     for _, workers, ratio in _ratios(comparison):
-        _, known = of_sets.get(id(workers), (workers, None))
-        of_sets[id(workers)] = workers, worse(ratio, known)
+        of_sets[workers] = worse(ratio, of_sets.get(workers))
     found: dict[str, float] = {}
-    for workers, ratio in of_sets.values():
+    for workers, ratio in of_sets.items():
         for worker in workers:
             found[worker] = worse(ratio, found.get(worker))
     return found

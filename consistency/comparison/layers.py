@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import msgspec
 
 from consistency.case.stages import Stage
 from consistency.comparison.gathering import gathered
-from consistency.comparison.outcomes import OncePerSet, Workers, badness, share_of
+from consistency.comparison.outcomes import Workers, badness, share_of
 from consistency.comparison.result import Comparison, Outcome, Status, TensorComparison, tensor_name
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
@@ -183,25 +184,19 @@ class Members:
         self.architectures = tuple(dict.fromkeys([*(group.name for group in comparison.architectures), ""]))
         self.of = {name: group.name for group in comparison.architectures for name in group.workers}
         self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in comparison.workers))}
-        self.split = OncePerSet(self._split)
-        self._joined: dict[tuple[int, ...], tuple[tuple[Workers, ...], Workers]] = {}
+        self.split, self.join = functools.cache(self._split), functools.cache(self._join)
 
     def _split(self, workers: Workers) -> dict[str, Workers]:
         """Return the workers of each architecture; those of none are under an empty name."""
         found = gathered((self.of.get(name, ""), name) for name in workers)
         return {name: tuple(some) for name, some in found.items()}
 
-    def join(self, sets: Sequence[Workers]) -> Workers:
+    def _join(self, sets: tuple[Workers, ...]) -> Workers:
         """Return the workers of several sets, in the order of the comparison."""
         if len(sets) == 1:
             return sets[0]
-        name = tuple(map(id, sets))
-        known = self._joined.get(name)
-        if known is None:
-            every = [worker for some in sets for worker in some]
-            every.sort(key=lambda worker: self._places.get(worker, len(self._places)))
-            known = self._joined[name] = tuple(sets), tuple(every)
-        return known[1]
+        every = (worker for some in sets for worker in some)
+        return tuple(sorted(every, key=lambda worker: self._places.get(worker, len(self._places))))
 
 
 def cells_of(tensor: TensorComparison, members: Members) -> dict[str, LayerCell]:
@@ -219,7 +214,7 @@ def _cell(
     worst = max(rows, key=lambda row: row.badness)
     difference, allowed = _worst_bits(rows) if tensor.rule in _EXACT else difference_of(tensor.rule, worst)
     return LayerCell(
-        workers=members.join([workers for _, workers in found]),
+        workers=members.join(tuple(workers for _, workers in found)),
         status=worst.status,
         max_abs=difference,
         allowed=allowed,

@@ -166,12 +166,13 @@ def on_load_path(
         if not any(member is reference for member in members):
             members.insert(0, reference)
         return members, reference
-    took = {id(p.capture) for p in workers if load_path in p.sides}
+    took = [p.capture for p in workers if load_path in p.sides]
     here: ComparedWorker | None = None
     members = []
     for p in workers:
         view = p.on(load_path)
-        if view is None and p.info.status != "ok" and p.load_path == main_path(load_path) and id(p.capture) in took:
+        is_lost = view is None and p.info.status != "ok" and p.load_path == main_path(load_path)
+        if is_lost and any(p.capture is one for one in took):
             view = replace(p, info=msgspec.structs.replace(p.info, load_path=load_path), records=Records({}), sides={})
         if view is not None:
             members.append(view)

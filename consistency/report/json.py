@@ -8,6 +8,7 @@ so the size of a fleet's report depends on distinct results, not on workers. It 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.gathering import gathered
 from consistency.comparison.layers import LayerComparison, Members, layers_of
-from consistency.comparison.outcomes import Judgement, OncePerSet, Outcome, Workers, worst_of
+from consistency.comparison.outcomes import Judgement, Outcome, Workers, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
 from consistency.numerics.real import Real
 from consistency.report import ranges
@@ -180,9 +181,7 @@ class _Writer:
         self._comparison = comparison
         self._members = Members(comparison)
         self._cohorts: dict[Workers, int] = {}
-        self._cohort = OncePerSet(lambda workers: self._cohorts.setdefault(workers, len(self._cohorts)))
-        self._named = OncePerSet(self._list_of)
-        self._split: dict[tuple[int, int], tuple[object, list[tuple[int | None, Workers]]]] = {}
+        self._by_bits = functools.cache(self._split)
         self._hosts = comparison.hosts
         if len(self._hosts) > MOST_IN_FULL:
             ill = (host for host in self._hosts if host.new_log or any(gpu.after for gpu in host.gpus))
@@ -212,7 +211,10 @@ class _Writer:
         for workers, number in self._cohorts.items():
             yield Cohort(number=number, workers=tuple(ranges.written(workers)), count=len(workers))
 
-    def _list_of(self, workers: Workers) -> Workers:
+    def _cohort(self, workers: Workers) -> int:
+        return self._cohorts.setdefault(workers, len(self._cohorts))
+
+    def _named(self, workers: Workers) -> Workers:
         """Return a list of workers as it is written: few names, or the number of a cohort."""
         is_short = len(workers) <= ranges.MOST_NAMED and not any(name.startswith(_COHORT) for name in workers)
         return workers if is_short else (f"{_COHORT}{self._cohort(workers)}",)
@@ -263,16 +265,11 @@ class _Writer:
                 )  # fmt: skip
                 yield rest, len(others)
 
-    def _by_bits(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
+    def _split(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
         """Split the workers of a row by the class of their bits; the smallest of many classes stay together."""
-        key = id(workers), id(classes)
-        if key not in self._split:
-            number = {name: place for place, names in enumerate(_largest(classes)[:MOST_CLASSES]) for name in names}
-            parts = gathered((number.get(name), name) for name in workers)
-            whole = len(parts) == 1
-            found = [(bits, workers if whole else tuple(names)) for bits, names in parts.items()]
-            self._split[key] = (workers, classes), found  # with both, which keeps their identity
-        return self._split[key][1]
+        number = {name: place for place, names in enumerate(_largest(classes)[:MOST_CLASSES]) for name in names}
+        parts = gathered((number.get(name), name) for name in workers)
+        return [(bits, workers if len(parts) == 1 else tuple(names)) for bits, names in parts.items()]
 
     def _workers(self) -> tuple[list[Environment], list[dict[str, Any]]]:
         """Return what devices of one kind share, and an entry for each worker with what is its own."""

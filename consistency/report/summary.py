@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -10,7 +11,6 @@ from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.gathering import gathered, names_in
-from consistency.comparison.outcomes import OncePerSet
 from consistency.comparison.result import BAD, Comparison, TensorComparison
 
 MOST_LINES = 8
@@ -202,12 +202,12 @@ def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
     """Return a number per worker; equal for workers of the same class and status in every tensor."""
     numbers: dict[tuple[int, int, int, str], int] = {}  # by a worker's rows so far, and the next one
     found: dict[str, int] = {}
-    known: dict[tuple[object, ...], object] = {}  # tensors at which the same workers are alike tell nothing new
+    known: set[object] = set()  # tensors at which the same workers are alike tell nothing new
     for place, tensor in enumerate(tensors):
-        alike = (tuple(map(id, tensor.classes)), tuple((row.status, id(row.workers)) for row in tensor.outcomes))
+        alike = (tensor.classes, tuple((row.status, row.workers) for row in tensor.outcomes))
         if alike in known:
             continue
-        known[alike] = tensor.classes, tensor.outcomes  # which keep their identity
+        known.add(alike)
         classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
         for row in tensor.outcomes:
             for worker in row.workers:
@@ -219,7 +219,7 @@ def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
 def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, dict[str, Cell]]:
     """Return the cells of these workers, by worker and stage."""
     found: dict[str, dict[str, Cell]] = {}
-    wanted = OncePerSet(lambda names: [name for name in names if name in workers])
+    wanted = functools.cache(lambda names: [name for name in names if name in workers])
     for place, tensor in enumerate(tensors):
         for row, worker in ((one, worker) for one in tensor.outcomes for worker in wanted(one.workers)):
             cell = found.setdefault(worker, {}).setdefault(tensor.stage, Cell())

@@ -298,7 +298,7 @@ def _once_more(
 
 def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, workers: Sequence[str]) -> str | None:
     """Return a command that repeats the check; captures from elsewhere have none."""
-    if reference is None or len({id(p.capture) for p in compared}) > 1:
+    if reference is None or any(p.capture is not reference.capture for p in compared):
         return None
     case = reference.case
     devices = dict.fromkeys([reference.info.name, *workers])

@@ -17,6 +17,7 @@ with what is empty at their end left off; status is a place in `labels.KEY`, dia
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ from consistency.capture.json_codec import json_number
 from consistency.capture.wording import some
 from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
-from consistency.comparison.outcomes import OncePerSet, Workers, worst_of
+from consistency.comparison.outcomes import Workers, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
@@ -230,7 +231,7 @@ class _Shown:
 
     def __init__(self, drawn: Sequence[MapColumn]) -> None:
         self._places = {name: place for place, column in enumerate(drawn) for name in column.workers}
-        self.by_column = OncePerSet(self._by_column)
+        self.by_column = functools.cache(self._by_column)
         self._classes: tuple[object, Mapping[str, int]] = (), {}
 
     def _by_column(self, workers: Workers) -> dict[int, Workers]:
