@@ -15,7 +15,7 @@ T = TypeVar("T")
 _Part = tuple[TensorRecord, ...]
 
 
-class Table(dict[Key, TensorRecord]):
+class StageTable(dict[Key, TensorRecord]):
     """The records of a stage: one object for all workers that wrote the same, and known as that, not by its content."""
 
     def __hash__(self) -> int:  # type: ignore[override]
@@ -25,7 +25,7 @@ class Table(dict[Key, TensorRecord]):
         return self is other
 
 
-NOTHING = Table()
+NOTHING = StageTable()
 """The records of a stage that a worker has none of; one object, so that workers without any are alike."""
 
 
@@ -38,18 +38,18 @@ class Records(Mapping[Key, TensorRecord]):
 
     __slots__ = ("stages",)
 
-    def __init__(self, stages: Mapping[str, Table]) -> None:
+    def __init__(self, stages: Mapping[str, StageTable]) -> None:
         self.stages = stages
 
     @classmethod
     def of(cls, records: Iterable[TensorRecord]) -> Records:
         """Return records that no other worker shares."""
-        stages: dict[str, Table] = {}
+        stages: dict[str, StageTable] = {}
         for record in records:
-            stages.setdefault(record.stage, Table())[record.key] = record
+            stages.setdefault(record.stage, StageTable())[record.key] = record
         return cls(stages)
 
-    def stage(self, name: str) -> Table:
+    def stage(self, name: str) -> StageTable:
         """Return the records of a stage."""
         return self.stages.get(name, NOTHING)
 
@@ -71,7 +71,7 @@ class Records(Mapping[Key, TensorRecord]):
         return sum(map(len, self.stages.values()))
 
 
-def tables_of(records: Iterable[Records]) -> list[Table]:
+def tables_of(records: Iterable[Records]) -> list[StageTable]:
     """Return the different tables of many workers, in the order of the first worker of each."""
     return list(dict.fromkeys(table for one in records for table in one.stages.values()))
 
@@ -81,12 +81,12 @@ class RecordTables:
 
     def __init__(self) -> None:
         self._keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
-        self._parts: dict[int, tuple[_Part, dict[str, dict[str, Table]]]] = {}  # with the part, which keeps its id
-        self._joined: dict[tuple[Table, ...], Table] = {}
+        self._parts: dict[int, tuple[_Part, dict[str, dict[str, StageTable]]]] = {}  # with the part, which keeps its id
+        self._joined: dict[tuple[StageTable, ...], StageTable] = {}
 
     def of(self, parts: Iterable[_Part]) -> dict[str, Records]:
         """Return the records of a worker by load path; its own is empty."""
-        found: dict[str, dict[str, list[Table]]] = {"": {}}
+        found: dict[str, dict[str, list[StageTable]]] = {"": {}}
         for part in parts:
             for load_path, stages in self._tables(part).items():
                 of_path = found.setdefault(load_path, {})
@@ -97,22 +97,22 @@ class RecordTables:
             for load_path, stages in found.items()
         }
 
-    def _tables(self, part: _Part) -> dict[str, dict[str, Table]]:
+    def _tables(self, part: _Part) -> dict[str, dict[str, StageTable]]:
         known = self._parts.get(id(part))
         if known is not None:
             return known[1]
-        found: dict[str, dict[str, Table]] = {}
+        found: dict[str, dict[str, StageTable]] = {}
         for record in part:
             stages = found.setdefault(record.load_path, {})
-            stages.setdefault(record.stage, Table())[self._keys.setdefault(record.key, record.key)] = record
+            stages.setdefault(record.stage, StageTable())[self._keys.setdefault(record.key, record.key)] = record
         self._parts[id(part)] = part, found
         return found
 
-    def _join(self, tables: list[Table]) -> Table:
+    def _join(self, tables: list[StageTable]) -> StageTable:
         """Return the table of a stage that was recorded in several parts."""
         if len(tables) == 1:
             return tables[0]
         name = tuple(tables)
         if name not in self._joined:
-            self._joined[name] = Table((key, record) for table in tables for key, record in table.items())
+            self._joined[name] = StageTable((key, record) for table in tables for key, record in table.items())
         return self._joined[name]

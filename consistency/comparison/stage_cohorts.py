@@ -14,7 +14,7 @@ from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage, stages_of
 from consistency.comparison.judge import PAYLOAD, is_as_sent, judge
 from consistency.comparison.outcomes import Outcome, Workers
-from consistency.comparison.records import Key, Table
+from consistency.comparison.records import Key, StageTable
 from consistency.comparison.workers import ComparedWorker
 
 _OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
@@ -25,7 +25,7 @@ class _Alike:
     """Workers with one table of records of a stage, of which any may be judged for all."""
 
     first: ComparedWorker
-    table: Table
+    table: StageTable
     kind: int  # equal for workers of which one may be judged for all where they share a record
     expected: bool  # whether these workers should have a record of a tensor that others have
     places: list[int] = field(default_factory=list)  # places of the workers on the load path

@@ -20,7 +20,7 @@ from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
 from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.records import Table
+from consistency.comparison.records import StageTable
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
@@ -60,7 +60,7 @@ def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         )
 
 
-def _outputs(table: Table) -> tuple[bool, int] | None:
+def _outputs(table: StageTable) -> tuple[bool, int] | None:
     """Return whether all outputs are bitwise equal with the adapter on and off, and how many there are.
 
     None where that shows nothing: it did not run in both modes, or in part, or its values are not finite.

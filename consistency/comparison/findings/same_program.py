@@ -21,7 +21,7 @@ from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.findings.repeats import without_version
 from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.records import Key, Records, Table, tables_of
+from consistency.comparison.records import Key, Records, StageTable, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.site_groups import SiteGroups
 from consistency.comparison.workers import ComparedWorker
@@ -94,7 +94,7 @@ def _sides(members: Sequence[ComparedWorker], stage: str, differing: Sequence[Ke
     """
 
     @functools.cache  # workers that saw the same share a table
-    def bits_of(table: Table) -> _Bits:
+    def bits_of(table: StageTable) -> _Bits:
         return tuple(table[key].promised_digest if key in table else None for key in differing)
 
     every = ((member, bits_of(member.records.stage(stage))) for member in members)

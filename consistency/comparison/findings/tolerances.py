@@ -8,7 +8,7 @@ from consistency.capture.wording import counted
 from consistency.case.tolerance import Override
 from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.records import Table, tables_of
+from consistency.comparison.records import StageTable, tables_of
 from consistency.comparison.result import Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.rules import Rule
@@ -25,7 +25,7 @@ def find_tolerances(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 def _applied(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     judged: dict[str, dict[str, None]] = {}
     workers: dict[str, dict[str, None]] = {}
-    by_table: dict[Table, set[str]] = {}
+    by_table: dict[StageTable, set[str]] = {}
     for table in tables_of(p.records for p in compared):
         texts = by_table[table] = set()
         for key, record in table.items():

@@ -24,7 +24,7 @@ from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.history.records import SCHEMA, RunRecord, digest_of
 from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.records import Key, Table
+from consistency.comparison.records import Key, StageTable
 from consistency.comparison.result import Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.devices.backends import backend_of
@@ -89,7 +89,7 @@ class _Recorder:
     def __init__(self, ratios: Mapping[str, float]) -> None:
         self.tables: dict[str, bytes] = {}
         self._ratios = ratios
-        self._stages: dict[Table, _StageDigests] = {}
+        self._stages: dict[StageTable, _StageDigests] = {}
         self._numbers: dict[tuple[tuple[Key, str], ...], int] = {}
         self._names: dict[tuple[int, ...], str] = {}
         self._files: dict[tuple[object, ...], str] = {}
@@ -116,7 +116,7 @@ class _Recorder:
             driver=info.driver or "",
         )
 
-    def _stage(self, table: Table) -> _StageDigests:
+    def _stage(self, table: StageTable) -> _StageDigests:
         if table in self._stages:
             return self._stages[table]
         bits = hashlib.blake2b(digest_size=8)
