@@ -76,6 +76,10 @@ class Cause(enum.StrEnum):
         "saved-modules-ignored", "as if {} were the base's: what the adapter saves whole is not loaded",
         "merge the adapter, which takes its saved modules along",
     )  # fmt: skip
+    HEAD_TIED = (
+        "head-tied", "as if the head were the embeddings",
+        "set tie_word_embeddings to false in the config.json of the merged model: one weight is loaded for both",
+    )  # fmt: skip
     MERGED_BFLOAT16 = (
         "merged-in-bfloat16", "as if the adapter were merged in bfloat16",
         "merge in float32 and convert after it, or leave the adapter unmerged",

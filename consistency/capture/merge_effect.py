@@ -44,6 +44,9 @@ class MergeEffect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         The same, merged and kept in float32; None where that is the dtype.
     left_out : str
         Why the figures in float64 were not measured.
+    shared : tuple of str
+        Each weight that a merge changes for another layer too, by all its names: `model.embed_tokens.weight and
+        lm_head.weight`.
     """
 
     dtype: str
@@ -61,3 +64,4 @@ class MergeEffect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     exact: Real | None = None
     float32: Real | None = None
     left_out: str = ""
+    shared: tuple[str, ...] = ()

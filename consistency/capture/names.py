@@ -14,8 +14,10 @@ SETTINGS_LAYER = "adapter_settings"
 """Layer name of the rows that are about no tensor of the adapter: scaling, rank, active adapters, loading again."""
 
 RANK_AND_SCALING, LOADED_AGAIN = "rank_and_scaling", "loaded_again"
-TRAINED_ON, IGNORED_FIELDS = "names_another_base", "ignored_fields"  # evidence of the first of these
 """Tensors of that layer: the adapter's settings, and whether PEFT could load the adapter a second time."""
+
+TRAINED_ON, IGNORED_FIELDS, OLDER_LAYOUT = "names_another_base", "ignored_fields", "older_layout"
+"""Evidence of the first of these."""
 
 WHOLE_MODEL = "model"
 """Layer name of a row that stands for a stage as a whole."""

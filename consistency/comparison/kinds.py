@@ -53,6 +53,7 @@ class FindingKind(enum.StrEnum):
     NO_EFFECT = "no-effect"
     OTHER_BASE = "other-base"
     IGNORED_FIELDS = "ignored-fields"
+    OLDER_LAYOUT = "older-layout"
     NON_FINITE_VALUES = "non-finite-values"
     DTYPE_ON_THE_WAY = "dtype-on-the-way"
     REQUANTIZED = "requantized"

@@ -85,7 +85,8 @@ def _advice(one: Merging) -> str:
             return "the merged model is not finite: do not merge; safe_merge=True raises an error at the layer"
         case Advice.DO_NOT_MERGE:
             other = figure(unexplained_change(one))
-            return f"no rounding explains {other}, the merged model is another function: do not merge"
+            why = f": {some(one.shared)} are one weight, and the adapter is beside one of them" if one.shared else ""
+            return f"no rounding explains {other}, the merged model is another function{why}: do not merge"
         case Advice.MERGE_IN_FLOAT32:
             return "the merge loses more than rounding does: convert base and adapter to float32, merge, and round once"
         case Advice.KEEP_FLOAT32 if rounding_dominates(one):

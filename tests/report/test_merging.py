@@ -53,6 +53,8 @@ def merging(worker: str = "cpu", **changes: Any) -> Merging:
     ({"adapter": 0.001}, "The adapter itself changes them by 0.001, no more than that rounding: merge in float32 and"),
     ({"exact": 0.25}, "No rounding explains 0.25, the merged model is another function: do not merge"),
     ({"float32": 0.25}, "No rounding explains 0.25, the merged model is another function: do not merge"),
+    ({"exact": 0.25, "shared": ("wte.weight and lm_head.weight",)}, "is another function: wte.weight and "
+     "lm_head.weight are one weight, and the adapter is beside one of them: do not merge"),
     ({"moved": math.nan}, "The merged model is not finite: do not merge; safe_merge=True raises an error at the layer"),
     ({"output": "last_hidden_state", "positions": None}, "changes last_hidden_state by at most 0.00395 (1.00×"),
     ({**NOT_MEASURED, "left_out": "too large"}, "merging changes the logits by at most 0.02 as computed in bfloat16; "

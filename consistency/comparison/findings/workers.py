@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from consistency.capture.json_codec import encode_json
-from consistency.capture.names import DIGEST_FAULT, IGNORED_FIELDS, RANK_AND_SCALING, SETTINGS_LAYER, TRAINED_ON
+from consistency.capture.names import (
+    DIGEST_FAULT,
+    IGNORED_FIELDS,
+    OLDER_LAYOUT,
+    RANK_AND_SCALING,
+    SETTINGS_LAYER,
+    TRAINED_ON,
+)
 from consistency.capture.wording import size, some
 from consistency.case.stages import Stage
 from consistency.comparison.gathering import gathered
@@ -64,6 +71,7 @@ def find_configs(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     yield from _of_base(compared)
     bases: dict[str, dict[str, None]] = {}
     fields: dict[str, dict[str, None]] = {}
+    layouts: dict[str, dict[str, None]] = {}
     for p in compared:
         settings = p.records.get((Stage.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
         evidence = {} if settings is None else settings.evidence
@@ -71,6 +79,8 @@ def find_configs(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
             bases.setdefault(str(evidence[TRAINED_ON]), {})[p.label] = None
         if isinstance(evidence.get(IGNORED_FIELDS), list):
             fields.setdefault(some(list(map(str, evidence[IGNORED_FIELDS]))), {})[p.label] = None
+        if evidence.get(OLDER_LAYOUT):
+            layouts.setdefault(str(evidence[OLDER_LAYOUT]), {})[p.label] = None
     for text, labels in bases.items():
         yield Finding(
             kind=FindingKind.OTHER_BASE, severity="note", workers=tuple(labels),
@@ -81,6 +91,13 @@ def find_configs(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
             kind=FindingKind.IGNORED_FIELDS, severity="warning", workers=tuple(labels),
             message=f"adapter · PEFT ignores what it does not know of adapter_config.json: {text}",
             next="load it with the PEFT that saved it, or a later one: peft_version in adapter_config.json",
+        )  # fmt: skip
+    for text, labels in layouts.items():
+        yield Finding(
+            kind=FindingKind.OLDER_LAYOUT, severity="warning", workers=tuple(labels),
+            message=f"adapter · {text} with lora_A and lora_B the other way round, and the shapes fit this PEFT as "
+            "well: it computes something else",
+            next="load it with the PEFT that saved it, merge it there, and use the merged model",
         )  # fmt: skip
 
 

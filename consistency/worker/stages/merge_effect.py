@@ -46,7 +46,7 @@ from consistency.worker.model.merging import (
     restored,
     weight_of,
 )
-from consistency.worker.model.running import Activations, activations, is_of_the_model, matrix_elements
+from consistency.worker.model.running import Activations, activations, base_of, is_of_the_model, matrix_elements
 from consistency.worker.stages.context import Context
 
 Merging = AbstractContextManager[None]
@@ -121,7 +121,18 @@ def _of_computed(
             fields["adapter"] = _largest(off, on)
     dtypes = {weight_of(layer).dtype for layer in layers} & UNIT_ROUNDOFF.keys()
     dtype = name_of(max(dtypes, key=lambda one: UNIT_ROUNDOFF[one])) if dtypes else context.base.dtype
+    fields["shared"] = _shared(model)
     return MergeEffect(dtype=dtype, output=name, computed=_largest(merged[name], unmerged[name]), **fields)
+
+
+def _shared(model: torch.nn.Module) -> tuple[str, ...]:
+    """Say which weights of adapted layers are those of other layers too, as a tied head's is that of the embeddings."""
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for place, module in base_of(model).named_modules():  # a module in two places is adapted in both
+        for name, parameter in module.named_parameters(prefix=place.removesuffix(".base_layer"), recurse=False):
+            names.setdefault(parameter, []).append(name)
+    merged = dict.fromkeys(parameter for _, layer in adapted_layers(model) for parameter in merged_into(layer))
+    return tuple(" and ".join(names[parameter]) for parameter in merged if len(names.get(parameter, ())) > 1)
 
 
 def _with_float64(

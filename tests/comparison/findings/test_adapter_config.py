@@ -26,6 +26,13 @@ def test_another_base_is_a_note_and_ignored_fields_are_a_warning(make_capture: M
     assert found.verdict == "consistent"
 
 
+def test_experts_that_an_older_peft_saved_the_other_way_round_are_a_warning(make_capture: MakeCapture) -> None:
+    said = settings(older_layout="PEFT 0.18.0 saved the experts of mlp.experts")
+    (warning,) = compared(make_capture("a", {"cpu": [moved(), said]})).findings
+    assert (warning.kind, warning.severity, warning.workers) == ("older-layout", "warning", ("cpu",))
+    assert "PEFT 0.18.0 saved the experts of mlp.experts with lora_A and lora_B the other way round" in warning.message
+
+
 def test_a_stranger_may_have_written_anything_there(make_capture: MakeCapture) -> None:
     said = settings(names_another_base={"a": 1}, ignored_fields="x")
     assert compared(make_capture("a", {"cpu": [moved(), said]})).verdict == "consistent"

@@ -92,8 +92,10 @@ def test_merging_into_a_tied_weight_changes_the_head_too(look: Look, tmp_path: P
         assert found.exact is not None
         assert found.must is not None
         assert found.exact > 100 * found.must
+        assert found.shared == ("transformer.wte.weight and lm_head.weight",)
     else:
         assert found.advice == Advice.MERGE
+        assert not found.shared, "the head and the embeddings share a weight, which nothing is merged into"
         assert found.ratio == pytest.approx(1, abs=0.05)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from consistency.capture.wording import some
 from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, error_factor
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import MergeRefusedError, adapted_layers, has_quantized_weight, weight_of
-from consistency.worker.model.running import matrix_elements
+from consistency.worker.model.running import base_of, matrix_elements
 from consistency.worker.stages.engine_outputs.layer_search import by_block, by_kind, by_name, named, search
 from consistency.worker.stages.engine_outputs.passes import (
     Passes,
@@ -30,6 +31,7 @@ from consistency.worker.stages.engine_outputs.passes import (
     scalable,
     scaled,
     scalings_of,
+    tied,
     without,
 )
 
@@ -156,6 +158,17 @@ def _simple(question: Question) -> Iterator[tuple[Cause, str, float]]:
     if saved:
         logits = passes.of("saved modules", lambda: without([module for _, module in saved]))
         yield Cause.SAVED_MODULES, some([_short(name) for name, _ in saved]), question.share(question.seen(logits), 0.0)
+    if ends := _head_and_embeddings(base_of(model)):
+        logits = passes.of("the head tied", lambda: tied(*ends))
+        yield Cause.HEAD_TIED, "", question.share(question.seen(logits), 0.0)
+
+
+def _head_and_embeddings(base: Any) -> tuple[Any, ...]:
+    """Return the two where a model has both, of one shape."""
+    with suppress(AttributeError, NotImplementedError):  # of a model without them
+        ends = base.get_output_embeddings(), base.get_input_embeddings()
+        return ends if ends[0].weight.shape == ends[1].weight.shape else ()
+    return ()
 
 
 def _merged(question: Question) -> Iterator[tuple[Cause, float]]:

@@ -25,6 +25,9 @@ from consistency.worker.quantized.exact import exact_layers
 Change = AbstractContextManager[Any]
 SEED = 2520
 
+_WORDS = 1 << 12
+"""Rows of embeddings that are widened at a time."""
+
 _KEPT_BYTES = 1 << 28
 """Of logits that are kept for other modes and engines: a 32nd of the 8 GB of the smallest host that is supported."""
 
@@ -186,6 +189,23 @@ def without(modules: Sequence[Any]) -> Iterator[None]:
     finally:
         for module, value in zip(modules, kept, strict=True):
             module._disable_adapters = value
+
+
+@contextmanager
+def tied(head: torch.nn.Module, embeddings: Any) -> Iterator[None]:
+    """Let the head multiply by the embeddings, with what the adapter adds to these."""
+    own = embeddings.get_base_layer() if hasattr(embeddings, "get_base_layer") else embeddings
+    ids = torch.arange(own.weight.shape[0], device=own.weight.device).split(_WORDS)
+
+    def multiplied(_: object, given: tuple[torch.Tensor, ...], __: object) -> torch.Tensor:
+        rows = (embeddings(some) / getattr(own, "embed_scale", 1.0) for some in ids)
+        return torch.cat([torch.nn.functional.linear(given[0], weight) for weight in rows], -1)
+
+    handle = head.register_forward_hook(multiplied)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def scalable(model: torch.nn.Module) -> list[Any]:

@@ -305,3 +305,27 @@ def test_a_mixture_is_explained_by_passes_that_decide_themselves_or_told_not_to_
     found = {name: [finding.kind for finding in those] for name, those in errors(report).items()}
     assert found == {"scaling": ["scaling-ignored"], "other": ["nothing-compared"]}
     assert report.verdict == "incomplete"
+
+
+@pytest.mark.parametrize("scale", [False, True], ids=["", "scaled embeddings"])
+def test_a_head_that_is_tied_again_on_loading(tmp_path: Path, scale: bool) -> None:
+    """The config of the base ties them, and a merge changes each by its own adapter."""
+    torch.manual_seed(0)
+    kind = (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig)
+    maker, config = kind if scale else (transformers.LlamaForCausalLM, transformers.LlamaConfig)
+    made = config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
+    base = saved(maker(made), tmp_path / "base")
+    lora = peft.LoraConfig(r=4, lora_alpha=2, target_modules=["q_proj", "embed_tokens", "lm_head"])
+    adapter = adapter_on(maker.from_pretrained(base), lora, tmp_path / "adapter")
+    engine = request(base, adapter, tmp_path / "in.safetensors")
+    outputs = {"healthy": {ON: engine.logits()}}
+    whole = engine.load()
+    head = whole.get_output_embeddings().get_base_layer()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # else both deltas are merged into the one weight
+    merged_one = whole.merge_and_unload()
+    outputs["untied"] = {ON: engine.logits(merged_one)}
+    merged_one.get_output_embeddings().weight = merged_one.get_input_embeddings().weight
+    outputs["tied"] = {ON: engine.logits(merged_one)}
+    ((finding,),) = errors(judged(base, adapter, tmp_path, written(engine, tmp_path, outputs))).values()
+    assert (finding.kind, finding.workers) == ("head-tied", ("tied",))
+    assert "tie_word_embeddings" in str(finding.next)
