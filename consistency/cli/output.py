@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.errors import CaptureError, UsageError
-from consistency.report.formats import Chosen, Subject, View, formats
+from consistency.report.formats import Chosen, View, formats
 
 if TYPE_CHECKING:
     from consistency.comparison.history.baseline import Baseline
@@ -104,7 +104,6 @@ def show(
     found: Comparison | SuiteResult,
     out: Path | None,
     *,
-    subject: Subject = Subject.RUN,
     elapsed_s: float | None = None,
 ) -> None:
     """Print a comparison, or a suite, in the format that was asked for, and write the files that were asked for.
@@ -112,15 +111,16 @@ def show(
     `out` is the folder that holds its report.
     """
     from consistency.capture.whole_file import write_whole
+    from consistency.comparison.suite import SuiteResult
     from consistency.text import clean
 
-    folder = None if out is None else str(out)
+    of_suite, folder = isinstance(found, SuiteResult), None if out is None else str(out)
     view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
     printed = "json" if parsed.json else parsed.format or "text"
-    row = next(row for row in formats(Chosen.FORMAT, subject) if row.name == printed)
+    row = next(row for row in formats(Chosen.FORMAT, of_suite=of_suite) if row.name == printed)
     sys.stdout.buffer.writelines(row.render(found, view))
     sys.stdout.flush()
-    for row in formats(Chosen.OPTION, subject):
+    for row in formats(Chosen.OPTION, of_suite=of_suite):
         if (path := getattr(parsed, row.name)) is not None:
             try:
                 write_whole(path, row.render(found, view))

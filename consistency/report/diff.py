@@ -11,8 +11,8 @@ from rich.console import Console
 from consistency.capture.wording import and_more, counted
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
 from consistency.report.console import Writer, without_trailing_blanks
+from consistency.report.documents import of_comparison
 from consistency.report.formats import View
-from consistency.report.of_comparison import of_comparison
 from consistency.report.terminal import write_head
 from consistency.text import one_line
 

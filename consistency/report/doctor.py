@@ -10,9 +10,9 @@ from consistency.comparison.result import Comparison
 from consistency.devices.seen import FIRST_STEPS, unseen
 from consistency.report.console import Writer, without_trailing_blanks
 from consistency.report.copy_matrix import write_matrices
+from consistency.report.documents import of_comparison
 from consistency.report.findings import is_command
 from consistency.report.formats import View
-from consistency.report.of_comparison import of_comparison
 from consistency.report.terminal import write_head, write_tables
 
 

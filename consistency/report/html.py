@@ -29,11 +29,11 @@ from consistency.comparison.result import BAD, Comparison
 from consistency.comparison.suite import SuiteResult
 from consistency.report.copy_matrix import cell_mark, copies
 from consistency.report.document import Group, ResultTable, Row
+from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.layers import summary_lines
 from consistency.report.markdown import finding_as_markdown
 from consistency.report.marks import VERDICT_MARKS, letter
-from consistency.report.of_suite import document_of
 from consistency.report.page import cells, tables, trajectories
 from consistency.report.page.cells import KEY
 from consistency.report.page.rendering import page_environment, part

@@ -1,4 +1,4 @@
-"""`report.json`, schema `consistency.report/1`: the contract for programs.
+"""`report.json`, and `suite.json`: the contracts for programs.
 
 `outcomes` is the table of a comparison: a row per tensor and cohort, which is the workers of which the same is true,
 bits included. All other fields are those of `Comparison`. A list of more than 16 workers is written as `["@3"]`: the
@@ -20,12 +20,13 @@ from consistency.comparison.gathering import gathered
 from consistency.comparison.layers import LayerComparison, Members, layers_of
 from consistency.comparison.outcomes import Judgement, Outcome, Workers, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
+from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.numerics.real import Real
 from consistency.report import ranges
 from consistency.report.formats import View
 from consistency.report.shared_values import beside, joined, shared_by
 
-SCHEMA = "consistency.report/1"
+SCHEMA, SUITE_SCHEMA = "consistency.report/1", "consistency.suite/1"
 
 MOST_ROWS = 16
 """Different rows of a tensor: eight architectures, each with devices that pass and devices that do not. Of more, those
@@ -146,14 +147,49 @@ class ReportFile(ComparisonFacts, frozen=True, kw_only=True):
     hosts_left_out: int = 0
 
 
+def _of_suite(suite: SuiteResult) -> bytes:
+    """Return `suite.json`; `report` of a case is the path of its own report, null where it could not be checked."""
+    table = msgspec.structs.asdict(suite)
+    cases = table.pop("cases")
+    return encode_json(
+        {
+            "schema": SUITE_SCHEMA,
+            "tool": __version__,
+            **{name: table.pop(name) for name in ("created", "host", "command", "elapsed_s")},
+            "versions": suite.versions,
+            **table,
+            "verdict": suite.verdict,
+            "sentence": suite.sentence,
+            "exit_status": suite.exit_status,
+            "simulated": suite.simulated,
+            "planted": list(suite.planted),
+            "counts": suite.counts,
+            "not_checked": suite.not_checked,
+            "findings": common_findings(suite.cases),
+            "cases": [
+                {
+                    **msgspec.structs.asdict(case),
+                    "workers": list(map(worker_entry, case.workers)),
+                    "report": None if case.error else f"{case.folder}/report.json",
+                }
+                for case in cases
+            ],
+        },
+        indent=1,
+    ) + b"\n"  # fmt: skip
+
+
 def as_bytes(comparison: Comparison) -> bytes:
     """Return `report.json` as bytes."""
     return b"".join(render(comparison, View()))
 
 
-def render(comparison: Comparison, view: View) -> Iterator[bytes]:  # noqa: ARG001 - as every format
-    """Yield `report.json` piece by piece, a line per entry of a list."""
-    writer = _Writer(comparison)
+def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:  # noqa: ARG001 - as every format
+    """Yield `report.json` piece by piece, a line per entry of a list; or `suite.json`."""
+    if isinstance(found, SuiteResult):
+        yield _of_suite(found)
+        return
+    comparison, writer = found, _Writer(found)
     lists: dict[str, list[bytes]] = {
         name: [encode_json(entry) for entry in entries] for name, entries in writer.lists().items()
     }

@@ -15,9 +15,9 @@ from consistency.capture.wording import and_more, some
 from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.suite import SuiteResult
 from consistency.report.document import EXPLAINED, Document, Entry, ResultTable, Sheet
+from consistency.report.documents import document_of
 from consistency.report.findings import is_command
 from consistency.report.formats import View
-from consistency.report.of_suite import document_of
 from consistency.report.sentences import facts
 from consistency.text import one_line
 

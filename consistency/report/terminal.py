@@ -17,9 +17,9 @@ from consistency.comparison.suite import SuiteResult
 from consistency.report.console import Writer, make_console, stripped
 from consistency.report.copy_matrix import write_matrices
 from consistency.report.document import EXPLAINED, Document, Group, ResultTable, Row
+from consistency.report.documents import document_of, seconds
 from consistency.report.formats import View
 from consistency.report.marks import style_of
-from consistency.report.of_suite import document_of, seconds
 from consistency.report.sentences import CellText
 from consistency.report.summarize import with_load_path
 from consistency.report.summary import class_text

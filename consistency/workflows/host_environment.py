@@ -22,8 +22,8 @@ from consistency.devices.discovery import auto_choice, discover, why_unusable
 from consistency.devices.spec import DeviceInfo
 from consistency.devices.vendors import PLATFORMS
 from consistency.errors import first_line
+from consistency.report.documents import environment_texts
 from consistency.report.markdown import folded
-from consistency.report.of_comparison import environment_texts
 from consistency.report.redaction import redaction_of
 
 _LIBRARIES = ("torch", "transformers", "peft", "safetensors", "accelerate", "numpy")

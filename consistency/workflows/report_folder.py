@@ -24,7 +24,7 @@ from consistency.case.case import Case
 from consistency.comparison.result import Comparison, with_unwritten
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import CaptureError, UsageError
-from consistency.report.formats import Chosen, Format, Subject, View, formats
+from consistency.report.formats import Chosen, Format, View, formats
 from consistency.report.json import SCHEMA, named, read, with_names
 from consistency.report.redaction import Redaction, redaction_of
 from consistency.report.runs import REPORT, SUITE, latest_run
@@ -69,9 +69,9 @@ def write_all(out: Path, rows: Iterable[Format], found: Comparison | SuiteResult
     return [f"{name}: {text}" for name, text in unwritten.items()]
 
 
-def remove_reports(out: Path, subject: Subject = Subject.RUN) -> None:
+def remove_reports(out: Path, *, of_suite: bool = False) -> None:
     """Remove the report of an earlier run whose captures are replaced: it says nothing of the new ones."""
-    _remove(out, [row.name for row in formats(Chosen.OUT, subject)])
+    _remove(out, [row.name for row in formats(Chosen.OUT, of_suite=of_suite)])
 
 
 def _remove(out: Path, names: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, Watcher, engine
-from consistency.report.formats import Chosen, Subject, View, formats
+from consistency.report.formats import Chosen, View, formats
 from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.planning import budgets_of, cases_at_once
@@ -236,7 +236,7 @@ def write_suite(suite: SuiteResult, out: Path | None) -> SuiteResult:
     if out is None:
         return suite
     view = View(elapsed_s=suite.elapsed_s, folder=str(out))
-    texts = report_folder.write_all(out, formats(Chosen.OUT, Subject.SUITE), suite, view)
+    texts = report_folder.write_all(out, formats(Chosen.OUT, of_suite=True), suite, view)
     return msgspec.structs.replace(suite, unwritten=tuple(texts))
 
 
@@ -284,8 +284,8 @@ def suite_output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ())
     def has_complete_cases(folder: Path) -> bool:
         return any((folder / CASES).glob("*/report.json")) or any((folder / CASES).glob(f"*/{MANIFEST}"))
 
-    writes = (*(row.name for row in formats(Chosen.OUT, Subject.SUITE)), CASES)
+    writes = (*(row.name for row in formats(Chosen.OUT, of_suite=True)), CASES)
     with report_folder.output(out, replace=replace, reads=reads, writes=writes, keeps=has_complete_cases) as folder:
-        report_folder.remove_reports(folder, Subject.SUITE)  # first: it states the verdict of cases that are removed
+        report_folder.remove_reports(folder, of_suite=True)  # first: it states the verdict of cases that are removed
         shutil.rmtree(folder / CASES, ignore_errors=True)
         yield folder

@@ -18,7 +18,6 @@ from consistency.cli.output import (
     read_history,
     show,
 )
-from consistency.report.formats import Subject
 
 EXAMPLES = (
     ("captures of two hosts, on either or on a third", "consistency compare host-a host-b --out both"),
@@ -62,7 +61,7 @@ def _compare(parsed: argparse.Namespace) -> int:
         suite = compare_suites(
             parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, groups=groups, history=history
         )
-        show(parsed, suite, parsed.out, subject=Subject.SUITE, elapsed_s=suite.elapsed_s)
+        show(parsed, suite, parsed.out, elapsed_s=suite.elapsed_s)
         return suite.exit_status
     with progress() if engines else nullcontext(lambda *_: None) as watch:
         comparison = compare_folders(

@@ -23,7 +23,6 @@ from consistency.cli.output import (
     show,
 )
 from consistency.errors import ConsistencyError, UsageError
-from consistency.report.formats import Subject
 from consistency.report.runs import dated, telling_refusal
 from consistency.text import one_line
 
@@ -150,7 +149,7 @@ def _run_checked(parsed: argparse.Namespace) -> int:
                 cases, out, watch=watch, replace=parsed.force, history=history, baseline=baseline,
                 fail_fast=parsed.fail_fast,
             )  # fmt: skip
-        show(parsed, result, out, subject=Subject.SUITE, elapsed_s=result.elapsed_s)
+        show(parsed, result, out, elapsed_s=result.elapsed_s)
         return result.exit_status
     options = read_case(parsed)
     with noted(history, case_name(options), report=""):

@@ -93,14 +93,14 @@ def _chosen(parsed: argparse.Namespace) -> list[str]:
 def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) -> int:
     """Print the report of a suite again, and where those of its cases are."""
     from consistency.errors import UsageError
-    from consistency.report import suite_json, terminal
+    from consistency.report import json, terminal
     from consistency.report.formats import View
 
     names = ("redact", "out", "layers", "csv", "finding", "stages", "layer", "arch")
     if given := [f"--{name}" for name in names if getattr(parsed, name) not in (None, False, "")]:
         hint = f"give the folder of a case, {folder / 'cases' / 'NAME'}"
         raise UsageError(f"{' and '.join(given)} of a suite", where=folder, hint=hint)
-    render = suite_json.render if parsed.json else terminal.render
+    render = json.render if parsed.json else terminal.render
     sys.stdout.buffer.writelines(render(suite, View(folder=str(folder), verbose=parsed.verbose)))
     if not parsed.json:
         sys.stdout.buffer.writelines(f"  {one_line(folder / case.folder)}\n".encode() for case in suite.cases)

@@ -41,14 +41,9 @@ class _Head(msgspec.Struct):
     tool: str = ""
 
 
-def render(comparison: Comparison, _: View) -> Iterator[bytes]:
-    """Yield `status.json`."""
-    yield encode_json(of_comparison(comparison), indent=1) + b"\n"
-
-
-def render_suite(suite: SuiteResult, _: View) -> Iterator[bytes]:
-    """Yield `suite-status.json`."""
-    yield encode_json(of_suite(suite), indent=1) + b"\n"
+def render(found: Comparison | SuiteResult, _: View) -> Iterator[bytes]:
+    """Yield `status.json`, or `suite-status.json`."""
+    yield encode_json(of_suite(found) if isinstance(found, SuiteResult) else of_comparison(found), indent=1) + b"\n"
 
 
 def of_comparison(found: Comparison, *, created: datetime.datetime | None = None, tool: str = __version__) -> Status:

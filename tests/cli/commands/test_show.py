@@ -16,7 +16,7 @@ from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison
 from consistency.report import json as report_json
 from consistency.report import layers
-from consistency.report.formats import Chosen, Subject, View, formats
+from consistency.report.formats import Chosen, View, formats
 from tests.report.made_comparisons import comparison, faulty, four_architectures, hostile, tensor
 from tests.report.made_suites import case, good, suite, zeros
 
@@ -36,7 +36,7 @@ def shown(capsysbinary: pytest.CaptureFixture[bytes], *arguments: object, status
 def saved_suite(folder: Path) -> Path:
     found = suite(case("alice", good()), case("bob", zeros(3)))
     folder.mkdir()
-    for row in formats(Chosen.OUT, Subject.SUITE):
+    for row in formats(Chosen.OUT, of_suite=True):
         (folder / row.name).write_bytes(b"".join(row.render(found, View())))
     return folder
 

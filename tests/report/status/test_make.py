@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from consistency.comparison.result import Comparison, Finding, Source
 from consistency.comparison.suite import SuiteResult
 from consistency.report import json as report_json
-from consistency.report import suite_json
 from consistency.report.formats import View
 from consistency.report.status.make import of_comparison, of_report_file, of_suite, of_suite_file, render
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor
@@ -55,8 +53,7 @@ def test_not_a_number_is_the_worst_ratio_and_a_string() -> None:
 
 
 def written(path: Path, found: Comparison | SuiteResult) -> Path:
-    one: Any = report_json if isinstance(found, Comparison) else suite_json
-    path.write_bytes(b"".join(one.render(found, View())))
+    path.write_bytes(b"".join(report_json.render(found, View())))
     return path
 
 
