@@ -12,11 +12,10 @@ from consistency.errors import CaptureError, UsageError
 from consistency.report.formats import Chosen, View, formats
 
 if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
-    from consistency.comparison.history.store import History
     from consistency.comparison.result import Comparison
     from consistency.comparison.site_groups import SiteGroups
     from consistency.comparison.suite import SuiteResult
+    from consistency.workflows.judging import Past
 
 
 def add_output_options(parser: argparse.ArgumentParser, out: str, *, json: str, required: bool = False) -> None:
@@ -57,13 +56,6 @@ def add_history_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", metavar="URL", help="history of runs to compare with and append to")
 
 
-def read_history(parsed: argparse.Namespace) -> History | None:
-    """Return the history of `--history`, where it is given."""
-    from consistency.workflows.judging import opened_history
-
-    return opened_history(parsed.history)
-
-
 def add_groups_option(add: Callable[..., object]) -> None:
     """Add the file of what the site groups its hosts by."""
     add("--groups", type=Path, metavar="FILE", help="CSV or TOML file that maps hosts to what the site groups them by, "
@@ -83,13 +75,13 @@ def check_formats(parsed: argparse.Namespace) -> None:
         raise UsageError("give one format", where=f"--json and --format {parsed.format}")
 
 
-def read_baseline(parsed: argparse.Namespace) -> Baseline | None:
-    """Read the file of `--baseline`, where it is given; say so where there is none yet."""
-    from consistency.workflows.judging import opened_baseline
+def read_past(parsed: argparse.Namespace) -> Past:
+    """Read `--history` and `--baseline`, where they are given; say so where there is no such baseline yet."""
+    from consistency.workflows.judging import opened_past
 
     if parsed.baseline is not None and not parsed.baseline.exists():
         print(f"baseline {parsed.baseline} does not exist: no finding is accepted", file=sys.stderr)
-    return opened_baseline(parsed.baseline)
+    return opened_past(parsed.history, parsed.baseline)
 
 
 def print_json(value: object) -> None:

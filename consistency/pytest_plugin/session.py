@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -41,12 +41,9 @@ from consistency.report.summarize import summarize
 from consistency.text import clean, one_line
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline, suite
-from consistency.workflows.judging import opened_baseline, opened_history
+from consistency.workflows.judging import opened_past
 from consistency.workflows.pipeline import Plan
 from consistency.workflows.suite import PlannedCase
-
-if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -149,7 +146,6 @@ class Session:
     cases: tuple[SessionCase, ...]
     plan: suite.SuitePlan | None  # of a suite; None where the options describe a single case
     given: Given
-    baseline: Baseline | None
     folder: Path
     is_controller: bool
     arguments: tuple[str, ...] = ()
@@ -170,6 +166,7 @@ class Session:
         """
         worker = getattr(config, "workerinput", {}).get("consistency")
         given = read_given(config)
+        opened_past(None, given.baseline)  # one that cannot be read is told before anything is collected
         options = gather_suite(given.file, given.options, Edge.PYTEST)
         planned = None if options is None else suite.prepare_suite(options)
         if planned is None:
@@ -185,7 +182,6 @@ class Session:
             cases=tuple(cases),
             plan=planned,
             given=given,
-            baseline=opened_baseline(given.baseline),
             folder=folder,
             is_controller=worker is None,
             arguments=tuple(worker["arguments"]) if worker else (),
@@ -343,12 +339,11 @@ class Session:
         (self.folder / _RESULT).write_bytes(encode_json(result))
 
     def _run(self, chosen: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]]) -> SuiteResult:
-        history = opened_history(self.given.history)
+        past = opened_past(self.given.history, self.given.baseline)
         if self.plan is None:
             ((case, selected),) = chosen.items()
             report = pipeline.run(
-                case.narrowed(selected), self.given.out, watch=_unwatched, replace=True,
-                history=history, baseline=self.baseline,
+                case.narrowed(selected), self.given.out, watch=_unwatched, replace=True, past=past,
             )  # fmt: skip
             self._keep(case, report.comparison)
             only = summarize(case.name, ".", report.comparison, report.elapsed_s)
@@ -363,8 +358,7 @@ class Session:
         ]
         found = suite.run_suite(
             dataclasses.replace(self.plan, cases=tuple(narrowed)), self.given.out, watch=_unwatched, replace=True,
-            history=history, baseline=self.baseline,
-            each=lambda name, comparison: self._keep(of[name], comparison),
+            past=past, each=lambda name, comparison: self._keep(of[name], comparison),
         )  # fmt: skip
         for result in found.cases:
             if result.error is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,12 +19,8 @@ from consistency.comparison.weight_files.diff import diff
 from consistency.launch.engine import Watcher
 from consistency.workflows import pipeline
 from consistency.workflows.engines import case_of_engines, engines_alone, on_the_cpu
-from consistency.workflows.judging import compare_captures, judged, read_captures
+from consistency.workflows.judging import NO_PAST, Past, compare_captures, read_captures
 from consistency.workflows.report_folder import output, refuse_among_weights, write_reports
-
-if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
-    from consistency.comparison.history.store import History
 
 
 def compare_folders(
@@ -33,9 +28,8 @@ def compare_folders(
     out: Path | None,
     *,
     replace: bool = False,
-    baseline: Baseline | None = None,
     groups: SiteGroups = NO_GROUPS,
-    history: History | None = None,
+    past: Past = NO_PAST,
     engines: Sequence[EngineFile] = (),
     watch: Watcher = lambda *_: None,
 ) -> Comparison:
@@ -52,7 +46,7 @@ def compare_folders(
         if engines:
             captures.append(_engines(captures[0], engines, scratch, watch))
         comparison = _compared(captures, unread, given, groups)
-        comparison = judged(captures, comparison, out, history=history, baseline=baseline)
+        comparison = past.judged(captures, comparison, out)
         comparison = with_provenance(comparison, time.monotonic() - started)
         return write_reports(comparison, out)
 

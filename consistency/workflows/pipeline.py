@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,7 +26,7 @@ from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, engine
 from consistency.launch.plan import default_load_paths, plan_waves
-from consistency.workflows.judging import compare_captures, judged, noted, read_captures
+from consistency.workflows.judging import NO_PAST, Past, compare_captures, read_captures
 from consistency.workflows.planning import budget_of
 from consistency.workflows.report_folder import (
     CAPTURES,
@@ -37,10 +36,6 @@ from consistency.workflows.report_folder import (
     remove_reports,
     write_reports,
 )
-
-if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
-    from consistency.comparison.history.store import History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +157,7 @@ def run(
     *,
     watch: Watcher,
     replace: bool = False,
-    history: History | None = None,
-    baseline: Baseline | None = None,
+    past: Past = NO_PAST,
 ) -> Report:
     """Capture, compare and report.
 
@@ -173,21 +167,18 @@ def run(
         Folder for the files of the report and `captures/`; None keeps nothing.
     replace : bool
         Overwrite what an earlier run left in `out`.
-    history : History, optional
-        Earlier runs to compare with and append to.
-    baseline : Baseline, optional
-        Accepted findings.
+    past : Past
+        Earlier runs to compare with and append to, and accepted findings.
     """
     started = time.monotonic()
     if out is not None:
         refuse_among_weights(out, *folders_of(plan.case))
-    report = "" if out is None else str(out.resolve())
-    with output(out, replace=replace) as folder, noted(history, plan.case.name, report=report):
+    with output(out, replace=replace) as folder, past.noted(plan.case.name, out):
         left = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
         remove_reports(folder)
         captures, unread = read_captures(left.captures)
         comparison = compare_captures(captures, unread=[*left.lost, *unread])
-        comparison = judged(captures, comparison, out, history=history, baseline=baseline)
+        comparison = past.judged(captures, comparison, out)
         elapsed_s = time.monotonic() - started
         comparison = with_provenance(comparison, elapsed_s)
         comparison = write_reports(comparison, out)

@@ -31,11 +31,10 @@ from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, W
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
+from consistency.workflows.judging import NO_PAST, Past
 from consistency.workflows.planning import budgets_of, cases_at_once
 
 if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
-    from consistency.comparison.history.store import History
     from consistency.comparison.history.suite import SuiteEntry
 
 
@@ -119,8 +118,7 @@ def run_suite(
     *,
     watch: Watcher,
     replace: bool = False,
-    history: History | None = None,
-    baseline: Baseline | None = None,
+    past: Past = NO_PAST,
     each: Callable[[str, Comparison], None] = lambda _name, _comparison: None,
     fail_fast: bool = False,
 ) -> SuiteResult:
@@ -137,17 +135,16 @@ def run_suite(
         Leave the other cases unchecked as soon as one is not consistent.
     """
     started = time.monotonic()
-    entry = judging.suite_entry(history, baseline)
+    entry = past.suite_entry()
     plan.check_place(out)
-    report = "" if out is None else str(out.resolve())
     with (
         suite_output(out, replace=replace) as folder,
-        judging.noted(history, plan.name, report=report),
+        past.noted(plan.name, out),
         closing(captured(plan, folder, report_folder.CAPTURES, watch=watch)) as ended,
     ):
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
         for one, captures in ended:
-            results[one.name] = _finish(one, captures, folder, baseline=baseline, entry=entry, each=each)
+            results[one.name] = _finish(one, captures, folder, past, entry, each)
             if out is None:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
             if fail_fast and results[one.name].verdict != "consistent":
@@ -162,7 +159,7 @@ def run_suite(
             elapsed_s=time.monotonic() - started,
         )
         suite = write_suite(suite, out)
-        return suite if entry is None else entry.commit(suite, report=report)
+        return suite if entry is None else entry.commit(suite, report=judging.resolved(out))
 
 
 def capture_suite(
@@ -208,8 +205,7 @@ def _finish(
     one: PlannedCase,
     captured: Captured,
     folder: Path,
-    *,
-    baseline: Baseline | None,
+    past: Past,
     entry: SuiteEntry | None,
     each: Callable[[str, Comparison], None],
 ) -> CaseResult:
@@ -221,10 +217,7 @@ def _finish(
         comparison = judging.compare_captures(captures, unread=[*captured.lost, *unread])
     except ConsistencyError as error:
         return _of_error(one, error)
-    if entry is not None:
-        comparison = entry.add(one.name, captures, comparison)
-    else:
-        comparison = judging.accepted(comparison, baseline)
+    comparison = past.accepted(comparison) if entry is None else entry.add(one.name, captures, comparison)
     comparison = with_provenance(comparison, slowest_s(comparison))
     comparison = report_folder.write_reports(comparison, folder / one.folder)
     each(one.name, comparison)

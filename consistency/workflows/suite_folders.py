@@ -22,12 +22,10 @@ from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.report.summarize import summarize
 from consistency.text import one_line
 from consistency.workflows import comparing, report_folder
-from consistency.workflows.judging import accepted, suite_entry
+from consistency.workflows.judging import NO_PAST, Past, resolved
 from consistency.workflows.suite import slowest_s, suite_output, write_suite
 
 if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
-    from consistency.comparison.history.store import History
     from consistency.comparison.history.suite import SuiteEntry
 
 _SUITE_FILE = "suite.json"
@@ -67,9 +65,8 @@ def compare_suites(
     out: Path | None,
     *,
     replace: bool = False,
-    baseline: Baseline | None = None,
     groups: SiteGroups = NO_GROUPS,
-    history: History | None = None,
+    past: Past = NO_PAST,
 ) -> SuiteResult:
     """Compare the cases of the same name in folders of suites, made by `run` or `capture`; write the report to `out`.
 
@@ -80,12 +77,10 @@ def compare_suites(
     folders = [Path(one) for one in given]
     cases = _cases(folders)
     results: list[CaseResult] = []
-    entry = suite_entry(history, baseline)
+    entry = past.suite_entry()
     with suite_output(out, replace=replace, reads=folders) as target:
         for place, name in cases.items():
-            result = _compare(
-                place, name, folders, target, keep=out is not None, baseline=baseline, groups=groups, entry=entry
-            )
+            result = _compare(place, name, folders, target, keep=out is not None, past=past, groups=groups, entry=entry)
             results.append(result)
         suite = SuiteResult(
             host=origin.host(),
@@ -96,7 +91,7 @@ def compare_suites(
         )
         suite = write_suite(suite, out)
         if entry is not None:
-            suite = entry.commit(suite, report="" if out is None else str(out.resolve()))
+            suite = entry.commit(suite, report=resolved(out))
     return suite
 
 
@@ -107,7 +102,7 @@ def _compare(
     target: Path,
     *,
     keep: bool,
-    baseline: Baseline | None,
+    past: Past,
     groups: SiteGroups,
     entry: SuiteEntry | None,
 ) -> CaseResult:
@@ -121,7 +116,7 @@ def _compare(
     except ConsistencyError as error:
         return CaseResult.of_error(name or Path(place).name, place, error)
     name = name or comparison.case
-    comparison = accepted(comparison, baseline) if entry is None else entry.add(name, captures, comparison)
+    comparison = past.accepted(comparison) if entry is None else entry.add(name, captures, comparison)
     if lacking:
         text = f"case {name} in {some(lacking)}, without a capture of it"
         comparison = msgspec.structs.replace(comparison, not_checked=(*comparison.not_checked, text))

@@ -18,8 +18,7 @@ from consistency.cli.output import (
     add_report_options,
     check_formats,
     print_json,
-    read_baseline,
-    read_history,
+    read_past,
     show,
 )
 from consistency.errors import ConsistencyError, UsageError
@@ -135,27 +134,23 @@ def _run_checked(parsed: argparse.Namespace) -> int:
     from consistency.case.preflight import case_name
     from consistency.cli.progress import progress
     from consistency.workflows import pipeline
-    from consistency.workflows.judging import noted
 
-    history, baseline = read_history(parsed), read_baseline(parsed)
+    past = read_past(parsed)
     suite = read_suite(parsed)
     if suite is not None:
         from consistency.workflows.suite import expected, prepare_suite, run_suite
 
-        with noted(history, suite.name, report=""):
+        with past.noted(suite.name):
             cases = prepare_suite(suite)
         with _folder(parsed) as out, progress(expected=expected(cases), quiet=parsed.quiet) as watch:
-            result = run_suite(
-                cases, out, watch=watch, replace=parsed.force, history=history, baseline=baseline,
-                fail_fast=parsed.fail_fast,
-            )  # fmt: skip
+            result = run_suite(cases, out, watch=watch, replace=parsed.force, past=past, fail_fast=parsed.fail_fast)
         show(parsed, result, out, elapsed_s=result.elapsed_s)
         return result.exit_status
     options = read_case(parsed)
-    with noted(history, case_name(options), report=""):
+    with past.noted(case_name(options)):
         plan = pipeline.prepare(options)
     with _folder(parsed) as out, progress(expected=pipeline.expected(plan), quiet=parsed.quiet) as watch:
-        report = pipeline.run(plan, out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
+        report = pipeline.run(plan, out, watch=watch, replace=parsed.force, past=past)
     show(parsed, report.comparison, out, elapsed_s=report.elapsed_s)
     return report.exit_status
 
