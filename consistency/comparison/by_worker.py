@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from consistency.case.stages import Stage
-from consistency.comparison.gathering import names_in
-from consistency.comparison.outcomes import Workers
+from consistency.comparison.outcomes import Workers, names_in
 from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison, Verdict, WorkerSummary
 
 

@@ -15,10 +15,9 @@ from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.findings.collect import find
-from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import mergings
-from consistency.comparison.outcomes import Status, Workers
+from consistency.comparison.outcomes import Status, Workers, gathered
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import (
     BAD,

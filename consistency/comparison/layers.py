@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from consistency.case.stages import Stage
-from consistency.comparison.gathering import gathered
-from consistency.comparison.outcomes import Workers, badness, share_of
+from consistency.comparison.outcomes import Workers, badness, gathered, share_of
 from consistency.comparison.result import Comparison, Outcome, Status, TensorComparison, tensor_name
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule

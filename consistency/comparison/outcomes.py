@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -126,3 +126,20 @@ def share_of(status: Status, ratio: Real | None, max_ulp: int | None) -> float |
 def worst_of(outcomes: Iterable[Outcome]) -> Outcome:
     """Return what stands for several outcomes: the first of the worst."""
     return max(outcomes, key=lambda outcome: outcome.badness)
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key, both in the order in which they came."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def names_in(sets: Iterable[tuple[str, ...]]) -> dict[str, None]:
+    """Return the workers of many sets, each once; a set that is met again costs nothing, since equal ones are one."""
+    return {name: None for workers in {id(some): some for some in sets}.values() for name in workers}

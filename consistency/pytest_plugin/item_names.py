@@ -36,7 +36,7 @@ from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
 from consistency.case.quantized import states_settings, weights_of
 from consistency.case.stages import SPECS, Stage
-from consistency.comparison.gathering import gathered
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.launch.plan import WorkerPlan
 

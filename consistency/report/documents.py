@@ -13,8 +13,8 @@ from consistency.capture.wording import and_more, counted, some
 from consistency.case.case import CHECKED_IN
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, Stage
-from consistency.comparison.gathering import gathered
 from consistency.comparison.layers import LayerCell, layers_of
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, WorkerSummary
 from consistency.comparison.suite import CaseResult, SuiteFinding, SuiteResult, common_findings, worst_first
 from consistency.report import summary

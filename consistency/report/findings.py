@@ -12,9 +12,9 @@ import msgspec
 from consistency.capture.names import SETTINGS_LAYER, UPDATED
 from consistency.capture.wording import counted
 from consistency.case.stages import MOVES_WEIGHTS, Stage, stages_of
-from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import difference_of
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
 from consistency.comparison.suite import SuiteResult
 from consistency.numerics.rules import Rule

@@ -11,10 +11,8 @@ from rich.console import Console
 
 from consistency.capture.wording import and_more, counted, some, when
 from consistency.comparison.history.changes import Change, ChangeKind, changes
-from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.run_workers import WorkerRecord
-from consistency.comparison.history.store import History
-from consistency.comparison.history.unfinished import unfinished
+from consistency.comparison.history.records import RunRecord, WorkerRecord
+from consistency.comparison.history.store import History, unfinished
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
 from consistency.report.marks import letter

@@ -21,11 +21,10 @@ from markupsafe import Markup
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, some
 from consistency.comparison.by_worker import worse
-from consistency.comparison.gathering import gathered
 from consistency.comparison.history.changes import changes
-from consistency.comparison.history.records import MOST_APART, RunRecord
-from consistency.comparison.history.run_workers import WorkerRecord
+from consistency.comparison.history.records import MOST_APART, RunRecord, WorkerRecord
 from consistency.comparison.history.store import History
+from consistency.comparison.outcomes import gathered
 from consistency.errors import UsageError
 from consistency.report.history import ChangeRow
 from consistency.report.marks import VERDICT_MARKS, letter

@@ -16,9 +16,8 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
-from consistency.comparison.gathering import gathered
 from consistency.comparison.layers import LayerComparison, Members, layers_of
-from consistency.comparison.outcomes import Judgement, Outcome, Workers, worst_of
+from consistency.comparison.outcomes import Judgement, Outcome, Workers, gathered, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.numerics.real import Real

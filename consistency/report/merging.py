@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from consistency.capture.wording import and_more, some
-from consistency.comparison.gathering import gathered
 from consistency.comparison.merging import Advice, Merging, rounding_dominates, unexplained_change
+from consistency.comparison.outcomes import gathered
 from consistency.numerics.real import Real
 
 MERGING = "merging"

@@ -14,8 +14,8 @@ from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, Stage
 from consistency.comparison.by_worker import Coverage, coverage, worst_error
-from consistency.comparison.gathering import names_in
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import names_in
 from consistency.comparison.result import BAD, Comparison, Divergence
 from consistency.comparison.suite import CaseResult, SuiteVerdict
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE

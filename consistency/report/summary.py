@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.gathering import gathered, names_in
+from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.result import BAD, Comparison, TensorComparison
 
 MOST_LINES = 8

@@ -127,9 +127,9 @@ class Past:
         """Note in the history, if there is one, that a run has started, until it has an entry."""
         if self.history is None:
             return nullcontext()
-        from consistency.comparison.history import unfinished
+        from consistency.comparison.history import store
 
-        return unfinished.noted(self.history, case, report=resolved(out))
+        return store.noted(self.history, case, report=resolved(out))
 
 
 NO_PAST = Past()

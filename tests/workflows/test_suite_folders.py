@@ -15,9 +15,8 @@ from consistency.comparison.history.baseline import accept, read_baseline
 from consistency.comparison.history.store import History
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import CaptureError, UsageError
-from consistency.workflows.comparing import compare_folders
+from consistency.workflows.comparing import are_suites, compare_folders, compare_suites
 from consistency.workflows.judging import Past
-from consistency.workflows.suite_folders import are_suites, compare_suites
 from tests.comparison.made_records import computed, moved
 from tests.conftest import MakeCapture
 

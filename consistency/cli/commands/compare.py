@@ -48,8 +48,7 @@ def _compare(parsed: argparse.Namespace) -> int:
     from consistency.case.engine_file import as_engine_files
     from consistency.cli.progress import progress
     from consistency.errors import UsageError
-    from consistency.workflows.comparing import compare_folders
-    from consistency.workflows.suite_folders import are_suites, compare_suites
+    from consistency.workflows.comparing import are_suites, compare_folders, compare_suites
 
     check_formats(parsed)
     past, groups = read_past(parsed), read_groups(parsed)

@@ -27,7 +27,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
     from consistency.comparison.findings.host import as_table
     from consistency.report.console import make_console
-    from consistency.report.doctor import print_doctor
+    from consistency.report.terminal import print_doctor
     from consistency.workflows import pipeline
     from consistency.workflows.pipeline import doctor_plan
 

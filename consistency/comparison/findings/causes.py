@@ -22,9 +22,8 @@ from consistency.comparison.findings.load_paths import (
     judge_load_paths,
     load_paths_taken,
 )
-from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.judge import NO_RECORD
-from consistency.comparison.outcomes import Workers
+from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.result import Consequence, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word

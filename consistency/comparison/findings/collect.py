@@ -32,10 +32,9 @@ from consistency.comparison.findings.workers import (
     find_failed_stages,
     find_wrong_digests,
 )
-from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import Workers
+from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.result import BAD, Finding, TensorComparison, in_order, tensor_name
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, in_order_of

@@ -11,8 +11,8 @@ import msgspec
 from consistency.capture.names import HOST
 from consistency.capture.wording import counted, some
 from consistency.comparison.findings.transfers import Matrix, Pair, arrow, boot, matrices
-from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED

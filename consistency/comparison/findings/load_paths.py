@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.wording import MOST_NAMES, counted, listed, some
 from consistency.case.load_path import LoadPath, is_alternative, main_path
-from consistency.comparison.gathering import names_in
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import Workers
+from consistency.comparison.outcomes import Workers, names_in
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.devices.backends import CPU
 from consistency.devices.spec import label_of

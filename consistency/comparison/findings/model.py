@@ -18,8 +18,8 @@ from consistency.capture.names import (
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
-from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import StageTable
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker

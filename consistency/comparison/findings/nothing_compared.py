@@ -13,9 +13,9 @@ from consistency.capture.wording import counted, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.by_worker import coverage
-from consistency.comparison.gathering import gathered
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, in_order_of

@@ -19,8 +19,8 @@ from consistency.capture.wording import counted, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.findings.repeats import without_version
-from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.records import Key, Records, StageTable, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.site_groups import SiteGroups

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from consistency.capture.wording import counted
 from consistency.case.tolerance import Override
-from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import StageTable, tables_of
 from consistency.comparison.result import Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker

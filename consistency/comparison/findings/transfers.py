@@ -21,7 +21,7 @@ from consistency.capture.names import (
 from consistency.capture.wording import counted, listed, some
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
-from consistency.comparison.gathering import gathered
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.devices.host.facts import Gpu, HostFacts

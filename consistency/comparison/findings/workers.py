@@ -21,8 +21,8 @@ from consistency.capture.names import (
 )
 from consistency.capture.wording import size, some
 from consistency.case.stages import Stage
-from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.devices.spec import label_of

@@ -11,8 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.run_workers import Observation, RunWorkers, WorkerKey
+from consistency.comparison.history.records import Observation, RunRecord, RunWorkers, WorkerKey
 
 
 class ChangeKind(StrEnum):

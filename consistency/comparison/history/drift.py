@@ -21,8 +21,7 @@ from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.gone import find_gone
 from consistency.comparison.history.magnitude import magnitude
 from consistency.comparison.history.recording import record_of
-from consistency.comparison.history.records import MOST_APART, RunRecord, Table, digest_of
-from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import MOST_APART, RunRecord, RunWorkers, Table, WorkerRecord, digest_of
 from consistency.comparison.history.store import History
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding, with_findings, with_unwritten

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
-from consistency.comparison.history.run_workers import WorkerRecord
+from consistency.comparison.history.records import WorkerRecord
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, tensor_name
 from consistency.errors import CaptureError

@@ -21,8 +21,7 @@ from consistency.capture.folder import Capture
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import WorkerInfo
 from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.history.records import SCHEMA, RunRecord, digest_of
-from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord, digest_of
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key, StageTable
 from consistency.comparison.result import Comparison, tensor_name

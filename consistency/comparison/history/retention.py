@@ -17,10 +17,8 @@ from pathlib import PurePosixPath
 import msgspec
 
 from consistency.comparison.history.drift import compared_with
-from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.run_workers import RunWorkers, WorkerKey
-from consistency.comparison.history.store import RUNS, TABLES, History
-from consistency.comparison.history.unfinished import remove_claims, unfinished
+from consistency.comparison.history.records import RunRecord, RunWorkers, WorkerKey
+from consistency.comparison.history.store import RUNS, TABLES, History, remove_claims, unfinished
 from consistency.errors import UsageError
 
 _GRACE_S = 86_400.0

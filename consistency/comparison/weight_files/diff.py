@@ -17,8 +17,8 @@ from consistency.capture.names import adapter_place
 from consistency.capture.wording import and_more, counted, some
 from consistency.case.checkpoint import read_json
 from consistency.comparison.findings.causes import find_causes
-from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import (
     NO_DIFFERENCE,
     ArchitectureGroup,

@@ -26,9 +26,8 @@ import msgspec
 
 from consistency.capture.json_codec import json_number
 from consistency.capture.wording import some
-from consistency.comparison.gathering import gathered, names_in
 from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
-from consistency.comparison.outcomes import Workers, worst_of
+from consistency.comparison.outcomes import Workers, gathered, names_in, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text

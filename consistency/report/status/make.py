@@ -17,8 +17,8 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.capture.wording import time_of
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
-from consistency.comparison.gathering import gathered
 from consistency.comparison.kinds import UNSEEN, FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.numerics.real import Real

@@ -18,11 +18,10 @@ from consistency.capture.soak import ChangedTensor
 from consistency.capture.transport import is_remote
 from consistency.capture.wording import counted
 from consistency.case.stages import MOVES_WEIGHTS, Stage
-from consistency.comparison.judge import judge
+from consistency.comparison.judge import judge, read_stored
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, Comparison, Finding, tensor_name
-from consistency.comparison.stored_tensors import read_stored
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
 from consistency.numerics.rules import Rule
