@@ -29,11 +29,11 @@ FEATURES = {
     ),
     "inference engines": (
         "worker/engines", "worker/stages/engine_outputs", "workflows/engines.py",
-        "cli/commands/engine.py", "cli/commands/inputs.py",
+        "cli/commands/engines.py",
     ),
     "history and baseline": (
         "comparison/history", "report/history.py",
-        "report/history_page.py", "cli/commands/history.py", "cli/commands/baseline.py",
+        "report/history_page.py", "cli/commands/history.py",
     ),
     "reproducing": ("workflows/reproduce", "cli/commands/reproduce.py"),
     "bisecting": ("workflows/bisect.py", "cli/commands/bisect.py"),

@@ -21,8 +21,7 @@ from consistency.optional import is_there
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
-    "inputs": ("inputs",),
-    "engine": ("engine",),
+    "engines": ("inputs", "engine"),
     "compare": ("compare",),
     "fleet": ("fleet",),
     "show": ("show",),
@@ -31,8 +30,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "doctor": ("doctor",),
     "drill": ("drill",),
     "reproduce": ("reproduce",),
-    "history": ("history",),
-    "baseline": ("baseline",),
+    "history": ("history", "baseline"),
     "status": ("status",),
     "bisect": ("bisect",),
     "explain": ("explain",),

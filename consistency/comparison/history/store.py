@@ -4,7 +4,7 @@
 
     runs/<time>-<id>.json    one run: verdict, and what its workers recorded; written last, the commit mark
     tables/<sha256>.json       the digest of every tensor of a worker; runs with equal digests share one
-    started/<time>-<id>.json   a run that has no entry yet (`unfinished.py`)
+    started/<time>-<id>.json   a run that has no entry yet (`noted`)
 
 A history is a folder, on disk or at any URL that fsspec knows. A run is one file, which a disk renames into place and
 an object store writes whole, so a reader sees all of it or nothing. Tables are named by their content and written
