@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.cli.output import add_output_options, print_json
+from consistency.errors import UsageError
+from consistency.report.formats import View, shared
 from consistency.text import one_line
 
 if TYPE_CHECKING:
@@ -50,9 +52,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    from consistency.errors import UsageError
     from consistency.report import json, terminal
-    from consistency.report.formats import View
     from consistency.workflows.report_folder import read_comparison, read_redacted, read_suite
 
     found = read_suite(parsed.report)
@@ -92,9 +92,7 @@ def _chosen(parsed: argparse.Namespace) -> list[str]:
 
 def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) -> int:
     """Print the report of a suite again, and where those of its cases are."""
-    from consistency.errors import UsageError
     from consistency.report import json, terminal
-    from consistency.report.formats import View
 
     names = ("redact", "out", "layers", "csv", "finding", "stages", "layer", "arch")
     if given := [f"--{name}" for name in names if getattr(parsed, name) not in (None, False, "")]:
@@ -108,7 +106,6 @@ def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) ->
 
 
 def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: str) -> int:
-    from consistency.errors import UsageError
     from consistency.report import terminal
     from consistency.report.findings import findings_of
 
@@ -126,7 +123,6 @@ def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: st
 
 def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
     from consistency.comparison.layers import LayerFilter, layers_of
-    from consistency.errors import UsageError
     from consistency.report import layers
 
     stages = tuple(name.strip() for name in parsed.stages.split(",") if name.strip())
@@ -147,7 +143,6 @@ def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
 def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
     from consistency.capture.claim import scratch_folder
     from consistency.capture.transport import ARCHIVE, pack
-    from consistency.errors import UsageError
 
     if not parsed.out.name.endswith(ARCHIVE):
         _write_folder(parsed, comparison, parsed.out)
@@ -163,7 +158,6 @@ def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
 
 def _write_folder(parsed: argparse.Namespace, comparison: Comparison, out: Path) -> None:
     from consistency.capture.whole_file import write_whole
-    from consistency.report.formats import View, shared
     from consistency.workflows.report_folder import output
 
     rows = list(shared())
@@ -174,8 +168,6 @@ def _write_folder(parsed: argparse.Namespace, comparison: Comparison, out: Path)
 
 
 def _check(option: str, given: tuple[str, ...], known: set[str]) -> None:
-    from consistency.errors import UsageError
-
     unknown = [name for name in given if name not in known]
     if unknown:
         wanted = ", ".join(sorted(known))
