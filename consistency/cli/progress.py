@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -149,14 +148,14 @@ SILENT_S = 10.0
 """No longer than this is a reader of a log left without a line."""
 
 
-class Display(Protocol):
-    """Shows events of workers, as a `Watcher`, and lines of a command in between."""
+class Display:
+    """Shows events of workers, as a `Watcher`, and lines of a command in between; this one shows nothing."""
 
-    def __call__(self, label: str, event: Event) -> None: ...
+    def __call__(self, label: str, event: Event) -> None:
+        """Show an event."""
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
-        ...
 
 
 @contextmanager
@@ -169,7 +168,7 @@ def progress(
     With `quiet`, nothing is shown.
     """
     if quiet:
-        yield _Silent()
+        yield Display()
         return
     console = console or make_console(sys.stderr)
     outlook = Eta(expected or {})
@@ -189,15 +188,7 @@ def progress(
         yield _Moving(bars, outlook)
 
 
-class _Silent:
-    """Nothing: `--quiet`."""
-
-    def __call__(self, label: str, event: Event) -> None: ...
-
-    def line(self, text: str) -> None: ...
-
-
-class _Plain:
+class _Plain(Display):
     """A line per stage, or, of several cases, a line per case."""
 
     def __init__(self, console: Console, outlook: Eta, *, stages: bool) -> None:
@@ -277,7 +268,7 @@ class _Plain:
         self._spoke = time.monotonic()
 
 
-class _Moving:
+class _Moving(Display):
     """A moving line per worker, and one for the whole."""
 
     def __init__(self, bars: Progress, outlook: Eta) -> None:

@@ -9,23 +9,18 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
 from consistency.capture.wording import counted, listed
 from consistency.case.case import CHECKED_IN
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison.kinds import EXIT_STATUS, WORST_FIRST, FindingKind
+from consistency.comparison.kinds import SuiteVerdict as SuiteVerdict
 from consistency.comparison.merging import Merging
-from consistency.comparison.result import Finding, Severity, Status, Verdict, WorkerSummary
+from consistency.comparison.result import Finding, Severity, Status, WorkerSummary
 from consistency.numerics.real import Real
 
-SuiteVerdict = Verdict | Literal["unchecked"]
-"""`unchecked`: the input of a case could not be used, and nothing worse was found."""
-
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-_WORST_FIRST: tuple[SuiteVerdict, ...] = ("incomplete", "inconsistent", "unchecked", "consistent")
-_EXIT_STATUS: dict[SuiteVerdict, int] = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
 _NUMBER_OF: dict[SuiteVerdict, tuple[str, str]] = {
     "incomplete": ("is incomplete", "are incomplete"),
     "inconsistent": ("is inconsistent", "are inconsistent"),
@@ -126,17 +121,17 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> SuiteVerdict:
         """Return the worst verdict of any case."""
-        return min((case.verdict for case in self.cases), key=_WORST_FIRST.index, default="unchecked")
+        return min((case.verdict for case in self.cases), key=WORST_FIRST.index, default="unchecked")
 
     @property
     def exit_status(self) -> int:
         """Return 3 where a case is incomplete, else 1 where one is inconsistent, else 2 where one was not checked."""
-        return _EXIT_STATUS[self.verdict]
+        return EXIT_STATUS[self.verdict]
 
     @property
     def counts(self) -> dict[SuiteVerdict, int]:
         """Return the number of cases by verdict, the worst first."""
-        counts = {verdict: sum(case.verdict == verdict for case in self.cases) for verdict in _WORST_FIRST}
+        counts = {verdict: sum(case.verdict == verdict for case in self.cases) for verdict in WORST_FIRST}
         return {verdict: count for verdict, count in counts.items() if count}
 
     @property
@@ -187,7 +182,7 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def worst_first(cases: Sequence[CaseResult]) -> list[CaseResult]:
     """Return cases by verdict, the worst first, otherwise in their order."""
-    return sorted(cases, key=lambda case: _WORST_FIRST.index(case.verdict))
+    return sorted(cases, key=lambda case: WORST_FIRST.index(case.verdict))
 
 
 def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:

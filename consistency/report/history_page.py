@@ -24,6 +24,7 @@ from consistency.comparison.by_worker import worse
 from consistency.comparison.history.changes import changes
 from consistency.comparison.history.records import MOST_APART, RunRecord, WorkerRecord
 from consistency.comparison.history.store import History
+from consistency.comparison.kinds import WORST_FIRST
 from consistency.comparison.outcomes import gathered
 from consistency.errors import UsageError
 from consistency.report.history import ChangeRow
@@ -107,7 +108,6 @@ def _link(run: RunRecord, place: Path) -> str | None:
 _NIGHT = datetime.timedelta(hours=12)
 """Runs of several hosts, or of several cases of one host, are of the same night where they began within this time."""
 
-_WORST_FIRST = ("incomplete", "inconsistent", "unchecked", "consistent")
 
 Key = tuple[str, ...]
 """Case, load path, inputs and stage: results with the same key are comparable."""
@@ -324,7 +324,7 @@ def _cell(found: Sequence[tuple[RunRecord, WorkerRecord]], known: _Known) -> Cel
 
 
 def _place(verdict: str) -> int:
-    return _WORST_FIRST.index(verdict) if verdict in _WORST_FIRST else _WORST_FIRST.index("unchecked")
+    return [*WORST_FIRST].index(verdict if verdict in WORST_FIRST else "unchecked")
 
 
 MOST_CLASSES = 32

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from consistency.case.load_path import LoadPath
-from consistency.comparison.by_worker import worst_ratios
+from consistency.comparison.by_worker import worse, worst_ratios
 from consistency.comparison.outcomes import Workers, worst_of
 from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
 from consistency.comparison.suite import CaseResult, CaseStage
 from consistency.numerics.real import Real
 from consistency.report.findings import findings_of, reproducible
 from consistency.report.sentences import sentence
-from consistency.report.summary import is_larger, stages
+from consistency.report.summary import stages
 
 _MOST_DETAILS = 3  # lines of evidence; the case's own report has all
 
@@ -81,8 +81,8 @@ def _stage(stage: str, tensors: Sequence[TensorComparison], comparison: Comparis
         for one in tensor.outcomes:
             key = (one.workers, tensor.load_path)
             worst[key] = worst_of((worst.get(key, one), one))
-            if one.share is not None and is_larger(one.share, worst_ratio):
-                worst_ratio, place, worker = one.share, tensor.name, one.workers[0]
+            if (share := one.share) is not None and worse(share, worst_ratio) is share:
+                worst_ratio, place, worker = share, tensor.name, one.workers[0]
     of_workers: dict[tuple[str, str], Outcome] = {}
     for (names, load_path), one in worst.items():
         for name in names:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
+from consistency.comparison.by_worker import worse
 from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.result import BAD, Comparison, TensorComparison
 
@@ -46,8 +46,8 @@ class Cell:
 
     def take_ratio(self, ratio: float | None) -> None:
         """Note a `ratio`, if it is the largest so far."""
-        if ratio is not None and is_larger(ratio, self.worst_ratio):
-            self.worst_ratio = float(ratio)
+        if ratio is not None:
+            self.worst_ratio = worse(float(ratio), self.worst_ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,11 +156,6 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
             if cell.first_bad is not None and (into.first_bad is None or cell.first_place < into.first_place):
                 into.first_bad, into.first_place = cell.first_bad, cell.first_place
     return found
-
-
-def is_larger(ratio: float, known: float | None) -> bool:
-    """Return whether a `ratio` is larger than the largest so far; NaN is larger than any number."""
-    return known is None or math.isnan(ratio) or ratio > known
 
 
 def class_text(classes: Sequence[Sequence[str]]) -> str:

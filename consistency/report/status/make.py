@@ -17,7 +17,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.capture.wording import time_of
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
-from consistency.comparison.kinds import UNSEEN, FindingKind
+from consistency.comparison.kinds import UNSEEN, WORST_FIRST, FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
@@ -31,8 +31,6 @@ _SEVERITIES = ("error", "warning", "note")
 
 MOST_DEVICES = 64
 """As many are written one by one, whatever their verdict: as many as a report has in full."""
-
-_WORST_FIRST: tuple[Verdict, ...] = ("incomplete", "inconsistent", "consistent")
 
 
 class _Head(msgspec.Struct):
@@ -71,7 +69,7 @@ def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, to
         for name, ratio in case.ratios.items():
             ratios[name] = worse(float(ratio), ratios.get(name))
         for name, verdict in verdicts(case.workers, case.findings).items():
-            found[name] = min(verdict, found.get(name, verdict), key=_WORST_FIRST.index)
+            found[name] = min(verdict, found.get(name, verdict), key=WORST_FIRST.index)
     first = suite.cases[0] if suite.cases else None
     return Status(
         schema=SCHEMA, tool=tool, created=time_of(suite.created) or created or _now(), host=_host(workers),

@@ -14,7 +14,8 @@ import math
 from collections.abc import Iterable, Iterator
 
 from consistency.case.duration import duration_text
-from consistency.report.status.record import CLOCK_SKEW_S, EXIT_STATUS, DeviceStatus, Status
+from consistency.comparison.kinds import EXIT_STATUS
+from consistency.report.status.record import CLOCK_SKEW_S, DeviceStatus, Status
 from consistency.text import one_line
 
 MOST_BYTES = 80

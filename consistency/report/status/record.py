@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
+from consistency.comparison.kinds import EXIT_STATUS, SuiteVerdict
 from consistency.numerics.real import Real
 
 SCHEMA = "consistency.status/1"
-
-StatusVerdict = Literal["consistent", "inconsistent", "unchecked", "incomplete"]
-
-EXIT_STATUS: Mapping[StatusVerdict, int] = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
-"""Of a run with this verdict; `unchecked` is that of a suite none of whose cases could be checked."""
 
 CLOCK_SKEW_S = 300.0
 """A result may be this far in the future: clocks of hosts that synchronise at all differ by less."""
@@ -29,7 +24,7 @@ class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     model: str
     uuid: str | None
-    verdict: StatusVerdict  # as in `comparison/by_worker.py`
+    verdict: SuiteVerdict  # as in `comparison/by_worker.py`
     ratio: Real | None = None  # worst error/tolerance
     simulated: bool = False
 
@@ -39,7 +34,7 @@ class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
 
     architecture: str
     model: str
-    verdict: StatusVerdict
+    verdict: SuiteVerdict
     count: int  # how many there are
     ratio: Real | None = None  # worst error/tolerance of any of them
     simulated: bool = False
@@ -54,7 +49,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     created: Annotated[datetime.datetime, msgspec.Meta(tz=True)]
     host: str
     case: str
-    verdict: StatusVerdict
+    verdict: SuiteVerdict
     exit_status: int  # of the run
     sentence: str  # the verdict in one sentence
     reason: str  # message of the first error, or of the first warning where there is no error; empty without either
@@ -69,7 +64,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceStatus, ...]  # all devices of few; of many, one by one, those that are not consistent
     device_classes: tuple[DeviceClass, ...] = ()  # all devices, counted
     devices_left_out: int = 0  # consistent devices of many, which are in `device_classes` alone
-    cases: dict[str, StatusVerdict] = {}  # verdict of each case of a suite; empty for a run
+    cases: dict[str, SuiteVerdict] = {}  # verdict of each case of a suite; empty for a run
     command: tuple[str, ...] = ()  # the command line, word by word
 
     def __post_init__(self) -> None:
