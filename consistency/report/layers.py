@@ -27,7 +27,7 @@ from consistency.comparison.layers import (
 )
 from consistency.comparison.result import BAD, Comparison
 from consistency.numerics.real import Real
-from consistency.report.console import Writer, make_console, stripped
+from consistency.report.console import Writer, make_console, padded, stripped
 from consistency.report.marks import MARKS, key, style_of
 from consistency.text import one_line
 
@@ -198,9 +198,9 @@ def _write_rows(write: Writer, rows: Sequence[_LayerRow], architectures: Sequenc
         _write_turned(write, rows, cells, architectures)
         return
     for number in (0, 1):
-        _print_columns(write, Text(), [title[number] for title in titles], label, widths)
+        write.console.print(padded([Text(), *(title[number] for title in titles)], [label, *widths]))
     for row, name, line in zip(rows, labels, texts, strict=True):
-        _print_columns(write, name, line, label, widths)
+        write.console.print(padded([name, *line], [label, *widths]))
         if row.note:
             write.line(row.note, indent=4, style="dim")
 
@@ -215,23 +215,7 @@ def _cell(write: Writer, shown: _ShownCell) -> Text:
     text = shown.text
     if len(shown.cell.classes) > 1:
         text += f"  {devices_text(shown.cell)}"
-    return write.text(text, _style(shown.cell))
-
-
-def _style(cell: LayerCell) -> str:
-    return style_of(cell.status)
-
-
-def _print_columns(write: Writer, label: Text, cells: Sequence[Text], room: int, widths: Sequence[int]) -> None:
-    line = Text("  ").append_text(label)
-    line.pad_right(room - label.cell_len)
-    for width, cell in zip(widths, cells, strict=True):
-        line.pad_right(_GAP)
-        padded = cell.copy()
-        padded.pad_right(width - cell.cell_len)
-        line.append_text(padded)
-    line.rstrip()
-    write.console.print(line)
+    return write.text(text, style_of(shown.cell.status))
 
 
 def _write_turned(
@@ -252,7 +236,7 @@ def _write_turned(
             cell = shown.cell
             line = write.text(f"    {one_line(name)}")
             line.pad_right(label + 4 + _GAP - line.cell_len)
-            line.append_text(write.text(shown.text, _style(cell)))
+            line.append_text(write.text(shown.text, style_of(cell.status)))
             devices = write.text(devices_text(cell), "dim" if len(cell.classes) <= 1 else "")
             if line.cell_len + _GAP + devices.cell_len <= write.console.width:
                 line.pad_right(_GAP)
