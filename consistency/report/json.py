@@ -410,8 +410,7 @@ class _Reader:
         self._report = report
         self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in report.workers))}
         self._cohorts = {cohort.number: self._names(cohort) for cohort in report.cohorts}
-        self._orders: dict[tuple[int, ...], Workers] = {}
-        self._classes: dict[tuple[tuple[int, int | None], ...], tuple[Workers, ...]] = {}
+        self._order, self._classes_of = functools.cache(self._in_order), functools.cache(self._classes)
 
     def _names(self, cohort: Cohort) -> Workers:
         workers = tuple(ranges.unfolded(cohort.workers))
@@ -451,14 +450,11 @@ class _Reader:
             yield msgspec.structs.replace(worker, **whole)
 
     def _tensors(self) -> Iterator[TensorComparison]:
-        found: dict[tuple[str, ...], list[TableRow]] = {}
-        for outcome in self._report.outcomes:
-            key = (outcome.load_path, outcome.stage, outcome.layer, outcome.tensor)
-            found.setdefault(key, []).append(outcome)
+        found = gathered(((one.load_path, one.stage, one.layer, one.tensor), one) for one in self._report.outcomes)
         for outcomes in found.values():
             yield TensorComparison(
                 **{name: getattr(outcomes[0], name) for name in _OF_TENSOR},
-                classes=self._classes_of(outcomes),
+                classes=self._classes_of(tuple((outcome.cohort, outcome.bits) for outcome in outcomes)),
                 outcomes=tuple(
                     Outcome(
                         workers=self._cohort(one.cohort),
@@ -469,26 +465,18 @@ class _Reader:
                 workers=self._order(tuple(outcome.cohort for outcome in outcomes)),
             )
 
-    def _order(self, cohorts: tuple[int, ...]) -> Workers:
-        if cohorts not in self._orders:
-            names = [worker for number in cohorts for worker in self._cohort(number)]
-            if len(set(names)) != len(names):
-                raise ValueError("a worker with two outcomes of one tensor")
-            self._orders[cohorts] = tuple(sorted(names, key=self._places.__getitem__))
-        return self._orders[cohorts]
+    def _in_order(self, cohorts: tuple[int, ...]) -> Workers:
+        names = [worker for number in cohorts for worker in self._cohort(number)]
+        if len(set(names)) != len(names):
+            raise ValueError("a worker with two outcomes of one tensor")
+        return tuple(sorted(names, key=self._places.__getitem__))
 
-    def _classes_of(self, outcomes: Sequence[TableRow]) -> tuple[Workers, ...]:
-        key = tuple((outcome.cohort, outcome.bits) for outcome in outcomes)
-        if key not in self._classes:
-            classes: dict[int, list[str]] = {}
-            for cohort, bits in key:
-                if bits is not None:
-                    classes.setdefault(bits, []).extend(self._cohort(cohort))
-            self._classes[key] = tuple(
-                tuple(sorted(names, key=lambda name: (name != self._report.reference, self._places[name])))
-                for _, names in sorted(classes.items())
-            )
-        return self._classes[key]
+    def _classes(self, rows: tuple[tuple[int, int | None], ...]) -> tuple[Workers, ...]:
+        classes = gathered((bits, name) for cohort, bits in rows if bits is not None for name in self._cohort(cohort))
+        return tuple(
+            tuple(sorted(names, key=lambda name: (name != self._report.reference, self._places[name])))
+            for _, names in sorted(classes.items())
+        )
 
 
 def schema() -> dict[str, Any]:

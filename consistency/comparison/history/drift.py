@@ -6,6 +6,7 @@ it stays an error until somebody fixes the device or accepts the finding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -267,28 +268,17 @@ class _Tensors:
     """The tables of a run and of earlier ones, each read once: thousands of workers share a few."""
 
     def __init__(self, history: History, tables: Mapping[str, bytes]) -> None:
-        self._history, self._tables = history, tables
-        self._now: dict[str, Table] = {}
-        self._before: dict[str, Table | None] = {}
-        self._differing: dict[tuple[str, str, str], tuple[str, ...]] = {}
+        self._before = functools.cache(history.table)
+        self.now = functools.cache(lambda name: msgspec.json.decode(tables[name], type=Table))
+        self.differing = functools.cache(self._differing)
 
-    def now(self, name: str) -> Table:
-        if name not in self._now:
-            self._now[name] = msgspec.json.decode(self._tables[name], type=Table)
-        return self._now[name]
-
-    def differing(self, before: str, now: str, stage: str) -> tuple[str, ...]:
+    def _differing(self, before: str, now: str, stage: str) -> tuple[str, ...]:
         """Return the tensors of a stage whose bits differ; a tensor that only one of two runs checked is no drift."""
-        pair = (before, now, stage)
-        if pair not in self._differing:
-            if before not in self._before:
-                self._before[before] = self._history.table(before)
-            earlier, table = self._before[before], self.now(now)
-            here = tuple(name for name in table if name.startswith(f"{stage}::"))
-            if earlier is not None:  # without the table it is known that they differ, but not where
-                here = tuple(name for name in here if name in earlier and earlier[name] != table[name])
-            self._differing[pair] = here
-        return self._differing[pair]
+        earlier, table = self._before(before), self.now(now)
+        here = tuple(name for name in table if name.startswith(f"{stage}::"))
+        if earlier is None:  # without the table it is known that they differ, but not where
+            return here
+        return tuple(name for name in here if name in earlier and earlier[name] != table[name])
 
 
 _ALONE = "run again: a device whose results change between runs is failing; check its ECC error counters"
