@@ -29,7 +29,7 @@ FEATURES = {
     ),
     "inference engines": (
         "worker/engines", "worker/stages/engine_outputs", "workflows/engines.py",
-        "cli/commands/engines.py",
+        "cli/commands/engine_inputs.py",
     ),
     "history and baseline": (
         "comparison/history", "report/history.py",

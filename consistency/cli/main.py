@@ -21,7 +21,7 @@ from consistency.optional import is_there
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
-    "engines": ("inputs", "engine"),
+    "engine_inputs": ("inputs", "engine"),
     "compare": ("compare",),
     "fleet": ("fleet",),
     "show": ("show",),

@@ -24,6 +24,7 @@ from consistency.numerics.rules import Rule
 _MOST_REASONS = 3
 _MOST_CAPTURES = 4
 _ABSENT = frozenset({"skipped", "blocked"})
+_LOST = dict.fromkeys(("missing", "unexpected"), "an alternative load path has other tensors than the files")
 _ALONE = "there is one worker, and neither a file nor an exact value to compare it with"
 
 
@@ -35,8 +36,10 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
     whole = [p for p in compared if p.info.status == "ok"]
     if len(whole) < len(compared) and not whole:
         return
-    if tensors and not coverage(tensors):
-        reasons = dict.fromkeys(row.reason or _ALONE for tensor in tensors for row in tensor.outcomes)
+    if tensors and not coverage(tensor for tensor in tensors if not _is_lost(tensor)):
+        reasons = dict.fromkeys(
+            row.reason or _LOST.get(row.status, _ALONE) for tensor in tensors for row in tensor.outcomes
+        )
         yield Finding(
             kind=FindingKind.NOTHING_COMPARED,
             severity="error",
@@ -71,6 +74,11 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
         verb = "has" if len(members) == 1 else "have"
         message = f"{_names(members)} {verb} no tensor in common with the other captures: {_stages(found)}"
         yield _finding(message, members)
+
+
+def _is_lost(tensor: TensorComparison) -> bool:
+    """Return whether nothing of a tensor was compared though it may be in no error: on an alternative load path."""
+    return is_alternative(tensor.load_path) and all(row.status in _ABSENT | _LOST.keys() for row in tensor.outcomes)
 
 
 def _finding(message: str, workers: Iterable[ComparedWorker]) -> Finding:
