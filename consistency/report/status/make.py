@@ -24,6 +24,7 @@ from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.numerics.real import Real
 from consistency.report.formats import View
 from consistency.report.json import read as read_report
+from consistency.report.runs import SUITE
 from consistency.report.sentences import sentence
 from consistency.report.status.record import SCHEMA, DeviceClass, DeviceStatus, Status
 
@@ -82,17 +83,13 @@ def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, to
     )  # fmt: skip
 
 
-def of_report_file(path: Path, root: Path | None = None) -> Status:
-    """Return the status of `report.json`; raise what decoding it raises."""
+def of_file(path: Path, root: Path | None = None) -> Status:
+    """Return the status of `report.json`, or of `suite.json`; raise what decoding it raises."""
     raw = read_regular(path, root)
-    head = decode_json(raw, _Head)
-    return of_comparison(read_report(raw), created=_written(path), tool=head.tool)
-
-
-def of_suite_file(path: Path, root: Path | None = None) -> Status:
-    """Return the status of `suite.json`; raise what decoding it raises."""
-    raw = read_regular(path, root)
-    return of_suite(decode_json(raw, SuiteResult), created=_written(path), tool=decode_json(raw, _Head).tool)
+    created, tool = _written(path), decode_json(raw, _Head).tool
+    if path.name == SUITE:
+        return of_suite(decode_json(raw, SuiteResult), created=created, tool=tool)
+    return of_comparison(read_report(raw), created=created, tool=tool)
 
 
 def _devices(
