@@ -31,7 +31,7 @@ from consistency.case.options import Options
 from consistency.errors import InputError
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.workflows.drill import DrillRow, choose, drill, prepare_trials
-from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.plantable import several_adapters
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults-by-architecture.md"
 STALL_S = 30.0

@@ -41,8 +41,7 @@ from consistency.workflows.drill import (
     trial_of,
     without_fault,
 )
-from consistency.workflows.plantable import subject_of
-from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.plantable import several_adapters, subject_of
 from consistency.workflows.suite import PlannedCase, SuitePlan, captured
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults-by-method.md"

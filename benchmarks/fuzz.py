@@ -40,8 +40,9 @@ from consistency.report.status.reading import read_status
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.workflows import judging, pipeline
 from consistency.workflows.drill import choose, drill, prepare_trials
-from consistency.workflows.saved_report import read_comparison
-from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.judging import Past
+from consistency.workflows.plantable import several_adapters
+from consistency.workflows.report_folder import read_comparison
 
 SLOW_S = 20.0
 FOUND_BY_ONE_ROW = ("placed-elsewhere", "labels-changed-on-hop", "adapter-inactive", "transfer-corrupt", "merge-off")
@@ -116,7 +117,7 @@ def of_a_run(home: Path) -> Iterator[Surface]:
     """Yield what a run leaves, and what a history keeps of it."""
     options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.BASE, Stage.MERGED))
     history, out = History(str(home / "history")), home / "out"
-    pipeline.run(pipeline.prepare(options), out, watch=_silent, history=history)
+    pipeline.run(pipeline.prepare(options), out, watch=_silent, past=Past(history=history))
     report = home / "report"
     report.mkdir()
     for name in ("report.json", "status.json"):

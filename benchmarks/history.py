@@ -30,8 +30,7 @@ from consistency.capture.json_codec import encode_json
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.comparison.compare import compare
 from consistency.comparison.history.drift import add_run, find_drift
-from consistency.comparison.history.records import SCHEMA, RunRecord
-from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
 from consistency.comparison.history.store import History
 from consistency.numerics.real import Real
 from consistency.report.history import device_rows, run_rows

@@ -10,14 +10,14 @@ import argparse
 import json
 from pathlib import Path
 
-from consistency.report.schema import document
+from consistency.report.json import schema
 
 FILE = Path(__file__).parents[1] / "docs" / "report.schema.json"
 
 
 def text() -> str:
     """Return the file's contents."""
-    return json.dumps(document(), indent=1, sort_keys=True) + "\n"
+    return json.dumps(schema(), indent=1, sort_keys=True) + "\n"
 
 
 def main() -> int:

@@ -25,18 +25,18 @@ HERE = Path(__file__).parents[1]
 FEATURES = {
     "the drill": ("worker/faults", "workflows/drill.py", "workflows/plantable.py", "cli/commands/drill.py"),
     "fleets": (
-        "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet_progress.py", "cli/node_report.py",
+        "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet.py",
     ),
     "inference engines": (
-        "worker/engines", "worker/stages/engine_outputs", "workflows/engine_capture.py", "workflows/engine_inputs.py",
-        "cli/commands/engine.py", "cli/commands/inputs.py",
+        "worker/engines", "worker/stages/engine_outputs", "workflows/engines.py",
+        "cli/commands/engine_inputs.py",
     ),
     "history and baseline": (
-        "comparison/history", "report/history.py", "report/history_changes.py", "report/history_classes.py",
-        "report/history_page.py", "report/history_table.py", "cli/commands/history.py", "cli/commands/baseline.py",
+        "comparison/history", "report/history.py",
+        "report/history_page.py", "cli/commands/history.py",
     ),
     "reproducing": ("workflows/reproduce", "cli/commands/reproduce.py"),
-    "bisecting": ("workflows/bisect.py", "workflows/candidates.py", "cli/commands/bisect.py"),
+    "bisecting": ("workflows/bisect.py", "cli/commands/bisect.py"),
     "soak": ("worker/soak",),
     "training alone": ("worker/stages/trajectory", "worker/stages/trajectory/passes.py", "worker/faults/trajectory.py"),
     "wrappers": ("worker/wrapper_check", "worker/stages/wrapping.py"),

@@ -38,7 +38,7 @@ LIGHT = {
         "import consistency.comparison.compare, consistency.comparison.findings.collect, consistency.report.json"
     ),
     "looking at the machine": (
-        "import consistency.workflows.doctor, consistency.devices.host\n"
+        "import consistency.workflows.pipeline, consistency.devices.host\n"
         "assert consistency.devices.host.read_host([]).kernel"
     ),
     "command line": (

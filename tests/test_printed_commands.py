@@ -14,7 +14,7 @@ from consistency.case.builtin import builtin_folder
 from consistency.cli.main import build_parser
 from consistency.comparison.result import Comparison
 from consistency.report.findings import COMMANDS, findings_of, is_command
-from consistency.workflows.saved_report import read_comparison
+from consistency.workflows.report_folder import read_comparison
 from tests.conftest import Cli
 from tests.golden.executed import PRINTED
 from tests.golden.rendered import FILES

@@ -11,9 +11,9 @@ from benchmarks.reference_pages import DOCS, PAGES, text_of
 from benchmarks.reference_pages.fields import meanings, type_text
 from benchmarks.reference_pages.markdown import prose
 from consistency.case.options import OPTIONS
-from consistency.cli.exit_status import EXIT_STATUS
+from consistency.cli.parser import EXIT_STATUS
 from consistency.comparison.outcomes import Judgement, Outcome
-from consistency.report.schema import document
+from consistency.report.json import schema
 from tests.versions import made_with_constraints
 
 
@@ -42,7 +42,7 @@ def test_nothing_is_left_out() -> None:
     listed = {
         "commands.md": [f"## consistency {command}\n" for command in EXIT_STATUS],
         "options.md": [f"\n| TOML | `{option.name} = " for option in OPTIONS],
-        "report-format.md": [f"\n| `{field}` | " for field in document()["$defs"]["ReportFile"]["properties"]],
+        "report-format.md": [f"\n| `{field}` | " for field in schema()["$defs"]["ReportFile"]["properties"]],
         "capture-format.md": ["## capture.json: ", "## worker.json: ", "## records.jsonl: ", "## events.jsonl: "],
         "api.md": [f"`{name}`" for name in consistency.__all__],
     }

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from benchmarks.reference_pages.markdown import code, fence, prose, table
-from consistency.cli.exit_status import EXIT_STATUS, OF_EVERY_COMMAND
 from consistency.cli.main import build_parser
+from consistency.cli.parser import EXIT_STATUS, OF_EVERY_COMMAND
 
 COLUMNS = 100
 

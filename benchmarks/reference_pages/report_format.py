@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.reference_pages.fields import LINKS, classes_of, section
-from consistency.report.json import SCHEMA, ReportFile
-from consistency.report.schema import document
+from consistency.report.json import SCHEMA, ReportFile, schema
 
 _HEAD = f"""# report.json
 
@@ -17,7 +16,7 @@ environments of like devices share is written once. A number that JSON cannot wr
 
 def page() -> str:
     """Return the page."""
-    schemas, classes = document()["$defs"], classes_of(ReportFile)
+    schemas, classes = schema()["$defs"], classes_of(ReportFile)
     lines = [_HEAD]
     for name, kind in classes.items():
         if name not in LINKS:

@@ -41,32 +41,16 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlossaryEntry:
-    """A word of the glossary.
-
-    Attributes
-    ----------
-    headline : str
-        The part of the summary that a list has room for.
-    summary : str
-        The meaning in a few words, as reports put it.
-    meaning : str
-        What is so, exactly: what the tool saw when it chose the word.
-    cause : str
-        What brings it about: of a choice, who or what chooses it.
-    action : str
-        What to do.
-    example : str
-        A line as the tool prints it, or a short situation.
-    """
+    """A word of the glossary."""
 
     word: str
     family: Family
-    headline: str
-    summary: str
-    meaning: str
-    cause: str
-    action: str
-    example: str
+    headline: str  # the part of the summary that a list has room for
+    summary: str  # the meaning in a few words, as reports put it
+    meaning: str  # what is so, exactly: what the tool saw when it chose the word
+    cause: str  # what brings it about: of a choice, who or what chooses it
+    action: str  # what to do
+    example: str  # a line as the tool prints it, or a short situation
 
 
 @functools.cache

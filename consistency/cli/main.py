@@ -15,15 +15,13 @@ from typing import Any, NoReturn, TextIO
 
 from consistency.capture.origin import running
 from consistency.capture.version import __version__
-from consistency.cli.exit_status import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT
-from consistency.cli.parser import Parser, adder, layout
+from consistency.cli.parser import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT, Parser, adder, layout
 from consistency.errors import ConsistencyError, InterruptedRunError, first_line
 from consistency.optional import is_there
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
-    "inputs": ("inputs",),
-    "engine": ("engine",),
+    "engine_inputs": ("inputs", "engine"),
     "check_text": ("check-text",),
     "compare": ("compare",),
     "fleet": ("fleet",),
@@ -33,8 +31,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "doctor": ("doctor",),
     "drill": ("drill",),
     "reproduce": ("reproduce",),
-    "history": ("history",),
-    "baseline": ("baseline",),
+    "history": ("history", "baseline"),
     "status": ("status",),
     "bisect": ("bisect",),
     "explain": ("explain",),

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.errors import CaptureError, UsageError
-from consistency.report.formats import Chosen, Subject, View, formats
+from consistency.report.formats import Chosen, View, formats
 
 if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
-    from consistency.comparison.history.store import History
     from consistency.comparison.result import Comparison
     from consistency.comparison.site_groups import SiteGroups
     from consistency.comparison.suite import SuiteResult
+    from consistency.workflows.judging import Past
 
 
 def add_output_options(parser: argparse.ArgumentParser, out: str, *, json: str, required: bool = False) -> None:
@@ -57,13 +56,6 @@ def add_history_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--history", metavar="URL", help="history of runs to compare with and append to")
 
 
-def read_history(parsed: argparse.Namespace) -> History | None:
-    """Return the history of `--history`, where it is given."""
-    from consistency.workflows.judging import opened_history
-
-    return opened_history(parsed.history)
-
-
 def add_groups_option(add: Callable[..., object]) -> None:
     """Add the file of what the site groups its hosts by."""
     add("--groups", type=Path, metavar="FILE", help="CSV or TOML file that maps hosts to what the site groups them by, "
@@ -83,13 +75,13 @@ def check_formats(parsed: argparse.Namespace) -> None:
         raise UsageError("give one format", where=f"--json and --format {parsed.format}")
 
 
-def read_baseline(parsed: argparse.Namespace) -> Baseline | None:
-    """Read the file of `--baseline`, where it is given; say so where there is none yet."""
-    from consistency.workflows.judging import opened_baseline
+def read_past(parsed: argparse.Namespace) -> Past:
+    """Read `--history` and `--baseline`, where they are given; say so where there is no such baseline yet."""
+    from consistency.workflows.judging import opened_past
 
     if parsed.baseline is not None and not parsed.baseline.exists():
         print(f"baseline {parsed.baseline} does not exist: no finding is accepted", file=sys.stderr)
-    return opened_baseline(parsed.baseline)
+    return opened_past(parsed.history, parsed.baseline)
 
 
 def print_json(value: object) -> None:
@@ -104,7 +96,6 @@ def show(
     found: Comparison | SuiteResult,
     out: Path | None,
     *,
-    subject: Subject = Subject.RUN,
     elapsed_s: float | None = None,
 ) -> None:
     """Print a comparison, or a suite, in the format that was asked for, and write the files that were asked for.
@@ -112,15 +103,16 @@ def show(
     `out` is the folder that holds its report.
     """
     from consistency.capture.whole_file import write_whole
+    from consistency.comparison.suite import SuiteResult
     from consistency.text import clean
 
-    folder = None if out is None else str(out)
+    of_suite, folder = isinstance(found, SuiteResult), None if out is None else str(out)
     view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
     printed = "json" if parsed.json else parsed.format or "text"
-    row = next(row for row in formats(Chosen.FORMAT, subject) if row.name == printed)
+    row = next(row for row in formats(Chosen.FORMAT, of_suite=of_suite) if row.name == printed)
     sys.stdout.buffer.writelines(row.render(found, view))
     sys.stdout.flush()
-    for row in formats(Chosen.OPTION, subject):
+    for row in formats(Chosen.OPTION, of_suite=of_suite):
         if (path := getattr(parsed, row.name)) is not None:
             try:
                 write_whole(path, row.render(found, view))

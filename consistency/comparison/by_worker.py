@@ -1,13 +1,14 @@
-"""What a comparison says of each worker: its verdict, and its worst error/tolerance."""
+"""What a comparison says of each worker, its verdict and worst error/tolerance, and what it compared by stage."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 from consistency.case.stages import Stage
-from consistency.comparison.outcomes import Workers
-from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
+from consistency.comparison.outcomes import Workers, names_in
+from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison, Verdict, WorkerSummary
 
 
 def verdicts(workers: Iterable[WorkerSummary], findings: Iterable[Finding]) -> dict[str, Verdict]:
@@ -27,12 +28,11 @@ def worst_ratios(comparison: Comparison) -> dict[str, float]:
 
     A worker without such a tensor has no entry.
     """
-    of_sets: dict[int, tuple[Workers, float]] = {}
+    of_sets: dict[Workers, float] = {}
     for _, workers, ratio in _ratios(comparison):
-        _, known = of_sets.get(id(workers), (workers, None))
-        of_sets[id(workers)] = workers, worse(ratio, known)
+        of_sets[workers] = worse(ratio, of_sets.get(workers))
     found: dict[str, float] = {}
-    for workers, ratio in of_sets.values():
+    for workers, ratio in of_sets.items():
         for worker in workers:
             found[worker] = worse(ratio, found.get(worker))
     return found
@@ -68,3 +68,29 @@ def _ratios(comparison: Comparison) -> Iterator[tuple[str, Workers, float]]:
 def worse(ratio: float, known: float | None) -> float:
     """Return the larger of two ratios; NaN is larger than any number."""
     return ratio if known is None or math.isnan(ratio) or ratio > known else known
+
+
+_NOT_JUDGED = frozenset({"skipped", "blocked"})
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was compared in one stage."""
+
+    # those of which a tensor was compared with something outside the worker itself: a file, an exact value, a limit, or
+    # another worker, which then counts too
+    workers: dict[str, None] = field(default_factory=dict)
+    wrong: dict[str, None] = field(default_factory=dict)  # those with a mismatch
+
+
+def coverage(tensors: Iterable[TensorComparison]) -> dict[str, Coverage]:
+    """Return what was compared, by stage in the order of the tensors; a stage without any such tensor is not there."""
+    taken: dict[str, tuple[list[Workers], list[Workers]]] = {}
+    for tensor in tensors:
+        judged = [outcome for outcome in tensor.outcomes if outcome.status not in _NOT_JUDGED]
+        if all(one.workers == (one.reference,) for one in judged):  # a worker that is its own reference alone
+            continue
+        every, wrong = taken.setdefault(tensor.stage, ([], []))
+        every += (outcome.workers for outcome in judged)
+        wrong += (outcome.workers for outcome in judged if outcome.status in BAD)
+    return {stage: Coverage(names_in(every), names_in(wrong)) for stage, (every, wrong) in taken.items()}

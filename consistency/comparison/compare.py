@@ -17,7 +17,7 @@ from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.findings.collect import find
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import mergings
-from consistency.comparison.outcomes import Status, Workers
+from consistency.comparison.outcomes import Status, Workers, gathered
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import (
     BAD,
@@ -226,34 +226,32 @@ def _first(
     Alternative paths are left out for a worker that diverges on a default one.
     """
     found: dict[tuple[str, str], tuple[TensorComparison, Status]] = {}
-    done: set[tuple[int, str]] = set()  # the same workers diverge at many tensors, and have one object for their names
+    done: set[tuple[Workers, str]] = set()  # the same workers diverge at many tensors
     for tensor in tensors:
-        leaving = [workers for workers in leave(tensor) if (id(workers), tensor.load_path) not in done]
+        leaving = [workers for workers in leave(tensor) if (workers, tensor.load_path) not in done]
         if not leaving:
             continue
-        done.update((id(workers), tensor.load_path) for workers in leaving)
+        done.update((workers, tensor.load_path) for workers in leaving)
         names = {name for workers in leaving for name in workers if (name, tensor.load_path) not in found}
         for name, outcome in tensor.by_worker() if names else ():
             if name in names:
                 found[name, tensor.load_path] = tensor, outcome.status
     on_default = {worker for worker, load_path in found if not is_alternative(load_path)}
-    same: dict[tuple[int, Status], tuple[TensorComparison, list[str]]] = {}
+    same: dict[tuple[str, str, Status], tuple[TensorComparison, list[str]]] = {}
     for (worker, load_path), (tensor, of_worker) in found.items():
         if not is_alternative(load_path) or worker not in on_default:
-            same.setdefault((id(tensor), of_worker), (tensor, []))[1].append(worker)
+            same.setdefault((load_path, tensor.name, of_worker), (tensor, []))[1].append(worker)
     return tuple(
         Divergence(
             workers=tuple(names), load_path=tensor.load_path, stage=tensor.stage, layer=tensor.layer,
             tensor=tensor.tensor, status=of_workers,
         )
-        for (_, of_workers), (tensor, names) in same.items()
+        for (_, _, of_workers), (tensor, names) in same.items()
     )  # fmt: skip
 
 
 def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup, ...]:
-    groups: dict[str, dict[str, None]] = {}
-    for p in workers:
-        groups.setdefault(p.info.architecture, {})[p.label] = None
+    groups = gathered(dict.fromkeys((p.info.architecture, p.label) for p in workers))
     return tuple(ArchitectureGroup(name=name, workers=tuple(labels)) for name, labels in groups.items())
 
 

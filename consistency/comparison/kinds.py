@@ -1,4 +1,4 @@
-"""The kinds of findings that are no word of a diagnosis and no mistake of an inference engine. No torch here.
+"""Verdicts, and kinds of findings that are no word of a diagnosis and no mistake of an inference engine. No torch here.
 
 A finding about tensors has the word of their difference as its kind (`consistency.numerics.words.Word`), one about an
 inference engine the mistake that explains its outputs (`consistency.capture.engine_causes.Cause`). All others are here.
@@ -8,6 +8,15 @@ What each means, what causes it and what to do is in `docs/glossary.md`.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+from typing import Literal
+
+Verdict = Literal["consistent", "inconsistent", "incomplete"]
+SuiteVerdict = Literal[Verdict, "unchecked"]
+"""`unchecked`: the input of a case could not be used, and nothing worse was found."""
+
+WORST_FIRST: tuple[SuiteVerdict, ...] = ("incomplete", "inconsistent", "unchecked", "consistent")
+EXIT_STATUS: Mapping[SuiteVerdict, int] = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
 
 
 class FindingKind(enum.StrEnum):

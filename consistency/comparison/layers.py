@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from consistency.case.stages import Stage
-from consistency.comparison.outcomes import OncePerSet, Workers, badness, share_of
+from consistency.comparison.outcomes import Workers, badness, gathered, share_of
 from consistency.comparison.result import Comparison, Outcome, Status, TensorComparison, tensor_name
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
@@ -80,20 +81,11 @@ class LayerComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFilter:
-    """Which part of the tolerance report is asked for; what is empty excludes nothing.
-
-    Attributes
-    ----------
-    stages : tuple of str
-    pattern : str
-        Shell pattern of a layer, or of layer and tensor.
-    architecture : str
-        Part of the name of an architecture, in upper or lower case.
-    """
+    """Which part of the tolerance report is asked for; what is empty excludes nothing."""
 
     stages: tuple[str, ...] = ()
-    pattern: str = ""
-    architecture: str = ""
+    pattern: str = ""  # shell pattern of a layer, or of layer and tensor
+    architecture: str = ""  # part of the name of an architecture, in upper or lower case
 
     def chosen(self, layers: Iterable[LayerComparison]) -> Iterator[LayerComparison]:
         """Yield what matches, with the architectures that match."""
@@ -177,9 +169,7 @@ class Block:
 
 def blocks_of(layers: Iterable[LayerComparison]) -> list[Block]:
     """Fold layers by stage, load path and block, each in the place of its first layer."""
-    found: dict[tuple[str, str, str], list[LayerComparison]] = {}
-    for one in layers:
-        found.setdefault((one.stage, one.load_path, block_of(one.layer)), []).append(one)
+    found = gathered(((one.stage, one.load_path, block_of(one.layer)), one) for one in layers)
     return [
         Block(stage=stage, load_path=load_path, name=name, members=tuple(members))
         for (stage, load_path, name), members in found.items()
@@ -193,39 +183,25 @@ class Members:
         self.architectures = tuple(dict.fromkeys([*(group.name for group in comparison.architectures), ""]))
         self.of = {name: group.name for group in comparison.architectures for name in group.workers}
         self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in comparison.workers))}
-        self.split = OncePerSet(self._split)
-        self._joined: dict[tuple[int, ...], tuple[tuple[Workers, ...], Workers]] = {}
+        self.split, self.join = functools.cache(self._split), functools.cache(self._join)
 
     def _split(self, workers: Workers) -> dict[str, Workers]:
         """Return the workers of each architecture; those of none are under an empty name."""
-        found: dict[str, list[str]] = {}
-        for name in workers:
-            found.setdefault(self.of.get(name, ""), []).append(name)
+        found = gathered((self.of.get(name, ""), name) for name in workers)
         return {name: tuple(some) for name, some in found.items()}
 
-    def join(self, sets: Sequence[Workers]) -> Workers:
+    def _join(self, sets: tuple[Workers, ...]) -> Workers:
         """Return the workers of several sets, in the order of the comparison."""
         if len(sets) == 1:
             return sets[0]
-        name = tuple(map(id, sets))
-        known = self._joined.get(name)
-        if known is None:
-            every = [worker for some in sets for worker in some]
-            every.sort(key=lambda worker: self._places.get(worker, len(self._places)))
-            known = self._joined[name] = tuple(sets), tuple(every)
-        return known[1]
+        every = (worker for some in sets for worker in some)
+        return tuple(sorted(every, key=lambda worker: self._places.get(worker, len(self._places))))
 
 
 def cells_of(tensor: TensorComparison, members: Members) -> dict[str, LayerCell]:
     """Return what each architecture saw of a tensor; workers of none are under an empty name."""
-    rows: dict[str, list[tuple[Outcome, Workers]]] = {}
-    for row in tensor.outcomes:
-        for name, some in members.split(row.workers).items():
-            rows.setdefault(name, []).append((row, some))
-    classes: dict[str, list[Workers]] = {}
-    for alike in tensor.classes:
-        for name, some in members.split(alike).items():
-            classes.setdefault(name, []).append(some)
+    rows = gathered((name, (row, some)) for row in tensor.outcomes for name, some in members.split(row.workers).items())
+    classes = gathered((name, some) for alike in tensor.classes for name, some in members.split(alike).items())
     order = (name for name in members.architectures if name in rows)
     return {name: _cell(tensor, rows[name], classes.get(name, ()), members) for name in order}
 
@@ -237,7 +213,7 @@ def _cell(
     worst = max(rows, key=lambda row: row.badness)
     difference, allowed = _worst_bits(rows) if tensor.rule in _EXACT else difference_of(tensor.rule, worst)
     return LayerCell(
-        workers=members.join([workers for _, workers in found]),
+        workers=members.join(tuple(workers for _, workers in found)),
         status=worst.status,
         max_abs=difference,
         allowed=allowed,

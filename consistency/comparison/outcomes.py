@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, Literal, TypeVar
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -18,7 +18,7 @@ LEAST_BAD_FIRST: tuple[Status, ...] = ("skipped", "equal", "within", "blocked", 
 """What stands for several is the last of these: a worker that skipped a tensor hides no figure of another."""
 
 Workers = tuple[str, ...]
-"""Names of workers, in the order of the comparison. Equal ones are one object, whatever the number of tensors."""
+"""Names of workers, in the order of the comparison. Equal ones are one object, so to look one up is quick."""
 
 _MEASURED = (
     "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp", "ratio", "allowed", "worst_index"
@@ -128,38 +128,18 @@ def worst_of(outcomes: Iterable[Outcome]) -> Outcome:
     return max(outcomes, key=lambda outcome: outcome.badness)
 
 
-T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-class OncePerSet(Generic[T]):
-    """Computes something of a set of workers once for all tensors that have this set.
-
-    Sets are told apart by identity: to compare the names of thousands of workers for every tensor takes too long.
-    """
-
-    __slots__ = ("_compute", "_known")
-
-    def __init__(self, compute: Callable[[Workers], T]) -> None:
-        self._compute = compute
-        self._known: dict[int, tuple[Workers, T]] = {}  # with the set, which keeps its identity
-
-    def __call__(self, workers: Workers) -> T:
-        known = self._known.get(id(workers))
-        if known is None:
-            known = self._known[id(workers)] = workers, self._compute(workers)
-        return known[1]
+def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key, both in the order in which they came."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
-class WorkerSet:
-    """Gathers workers of the sets of many tensors in `names`; a set that was taken before costs nothing."""
-
-    __slots__ = ("_taken", "names")
-
-    def __init__(self, names: dict[str, None] | None = None) -> None:
-        self.names: dict[str, None] = {} if names is None else names
-        self._taken: dict[int, Workers] = {}
-
-    def take(self, workers: Workers) -> None:
-        if id(workers) not in self._taken:
-            self._taken[id(workers)] = workers  # which keeps its identity
-            self.names.update(dict.fromkeys(workers))
+def names_in(sets: Iterable[tuple[str, ...]]) -> dict[str, None]:
+    """Return the workers of many sets, each once; a set that is met again costs nothing, since equal ones are one."""
+    return {name: None for workers in {id(some): some for some in sets}.values() for name in workers}

@@ -12,10 +12,20 @@ Key = tuple[str, str, str]
 
 T = TypeVar("T")
 
-_Table = Mapping[Key, TensorRecord]
 _Part = tuple[TensorRecord, ...]
 
-NOTHING: _Table = {}
+
+class StageTable(dict[Key, TensorRecord]):
+    """The records of a stage: one object for all workers that wrote the same, and known as that, not by its content."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+NOTHING = StageTable()
 """The records of a stage that a worker has none of; one object, so that workers without any are alike."""
 
 
@@ -28,18 +38,18 @@ class Records(Mapping[Key, TensorRecord]):
 
     __slots__ = ("stages",)
 
-    def __init__(self, stages: Mapping[str, _Table]) -> None:
+    def __init__(self, stages: Mapping[str, StageTable]) -> None:
         self.stages = stages
 
     @classmethod
     def of(cls, records: Iterable[TensorRecord]) -> Records:
         """Return records that no other worker shares."""
-        stages: dict[str, dict[Key, TensorRecord]] = {}
+        stages: dict[str, StageTable] = {}
         for record in records:
-            stages.setdefault(record.stage, {})[record.key] = record
+            stages.setdefault(record.stage, StageTable())[record.key] = record
         return cls(stages)
 
-    def stage(self, name: str) -> _Table:
+    def stage(self, name: str) -> StageTable:
         """Return the records of a stage."""
         return self.stages.get(name, NOTHING)
 
@@ -61,13 +71,9 @@ class Records(Mapping[Key, TensorRecord]):
         return sum(map(len, self.stages.values()))
 
 
-def tables_of(records: Iterable[Records]) -> list[_Table]:
+def tables_of(records: Iterable[Records]) -> list[StageTable]:
     """Return the different tables of many workers, in the order of the first worker of each."""
-    found: dict[int, _Table] = {}
-    for one in records:
-        for table in one.stages.values():
-            found.setdefault(id(table), table)
-    return list(found.values())
+    return list(dict.fromkeys(table for one in records for table in one.stages.values()))
 
 
 class RecordTables:
@@ -75,12 +81,12 @@ class RecordTables:
 
     def __init__(self) -> None:
         self._keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
-        self._parts: dict[int, tuple[_Part, dict[str, dict[str, _Table]]]] = {}  # with the part, which keeps its id
-        self._joined: dict[tuple[int, ...], _Table] = {}
+        self._parts: dict[int, tuple[_Part, dict[str, dict[str, StageTable]]]] = {}  # with the part, which keeps its id
+        self._joined: dict[tuple[StageTable, ...], StageTable] = {}
 
     def of(self, parts: Iterable[_Part]) -> dict[str, Records]:
         """Return the records of a worker by load path; its own is empty."""
-        found: dict[str, dict[str, list[_Table]]] = {"": {}}
+        found: dict[str, dict[str, list[StageTable]]] = {"": {}}
         for part in parts:
             for load_path, stages in self._tables(part).items():
                 of_path = found.setdefault(load_path, {})
@@ -91,23 +97,22 @@ class RecordTables:
             for load_path, stages in found.items()
         }
 
-    def _tables(self, part: _Part) -> dict[str, dict[str, _Table]]:
+    def _tables(self, part: _Part) -> dict[str, dict[str, StageTable]]:
         known = self._parts.get(id(part))
         if known is not None:
             return known[1]
-        found: dict[str, dict[str, dict[Key, TensorRecord]]] = {}
+        found: dict[str, dict[str, StageTable]] = {}
         for record in part:
             stages = found.setdefault(record.load_path, {})
-            stages.setdefault(record.stage, {})[self._keys.setdefault(record.key, record.key)] = record
-        tables: dict[str, dict[str, _Table]] = {path: dict(stages) for path, stages in found.items()}
-        self._parts[id(part)] = part, tables
-        return tables
+            stages.setdefault(record.stage, StageTable())[self._keys.setdefault(record.key, record.key)] = record
+        self._parts[id(part)] = part, found
+        return found
 
-    def _join(self, tables: list[_Table]) -> _Table:
+    def _join(self, tables: list[StageTable]) -> StageTable:
         """Return the table of a stage that was recorded in several parts."""
         if len(tables) == 1:
             return tables[0]
-        name = tuple(map(id, tables))  # `_parts` keeps them
+        name = tuple(tables)
         if name not in self._joined:
-            self._joined[name] = {key: record for table in tables for key, record in table.items()}
+            self._joined[name] = StageTable((key, record) for table in tables for key, record in table.items())
         return self._joined[name]

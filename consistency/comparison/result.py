@@ -10,7 +10,8 @@ import msgspec
 from consistency.capture import origin
 from consistency.capture.records import WorkerFacts
 from consistency.case.tolerance import Override
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison.kinds import EXIT_STATUS, FindingKind
+from consistency.comparison.kinds import Verdict as Verdict
 from consistency.comparison.merging import Merging
 from consistency.comparison.outcomes import NO_DIFFERENCE as NO_DIFFERENCE
 from consistency.comparison.outcomes import Outcome as Outcome
@@ -18,7 +19,6 @@ from consistency.comparison.outcomes import Status as Status
 from consistency.comparison.outcomes import Workers
 from consistency.devices.host.facts import HostFacts
 
-Verdict = Literal["consistent", "inconsistent", "incomplete"]
 Severity = Literal["error", "warning", "note"]
 
 _WEIGHT: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
@@ -265,7 +265,7 @@ class Comparison(ComparisonFacts, frozen=True, kw_only=True):
     @property
     def exit_status(self) -> int:
         """Return 0 consistent, 1 inconsistent, 3 incomplete."""
-        return {"consistent": 0, "inconsistent": 1, "incomplete": 3}[self.verdict]
+        return EXIT_STATUS[self.verdict]
 
 
 def with_provenance(comparison: Comparison, elapsed_s: float | None = None) -> Comparison:

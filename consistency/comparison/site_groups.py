@@ -17,17 +17,10 @@ _WANTED = 'host,rack,row in the first line, and one host per line; or TOML: [gpu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteGroups:
-    """What a site groups its hosts by.
+    """What a site groups its hosts by."""
 
-    Attributes
-    ----------
-    path : str
-        The file; empty where none was given.
-    hosts : mapping of str to mapping
-        By host: values by name. A host may be missing, and so may any of its values.
-    """
-
-    path: str = ""
+    path: str = ""  # the file; empty where none was given
+    # by host: values by name. A host may be missing, and so may any of its values.
     hosts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def of(self, capture: Capture) -> Mapping[str, str] | None:

@@ -6,7 +6,7 @@ per table; the names of the workers are put together once for all tensors at whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from consistency.capture.names import WHOLE_MODEL
@@ -14,7 +14,7 @@ from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage, stages_of
 from consistency.comparison.judge import PAYLOAD, is_as_sent, judge
 from consistency.comparison.outcomes import Outcome, Workers
-from consistency.comparison.records import Key
+from consistency.comparison.records import Key, StageTable
 from consistency.comparison.workers import ComparedWorker
 
 _OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
@@ -22,23 +22,13 @@ _OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
 
 @dataclass(slots=True, kw_only=True)
 class _Alike:
-    """Workers with one table of records of a stage, of which any may be judged for all.
-
-    Attributes
-    ----------
-    kind : int
-        Equal for workers of which one may be judged for all where they share a record.
-    expected : bool
-        Whether these workers should have a record of a tensor that others have.
-    places : list of int
-        Places of the workers on the load path.
-    """
+    """Workers with one table of records of a stage, of which any may be judged for all."""
 
     first: ComparedWorker
-    table: Mapping[Key, TensorRecord]
-    kind: int
-    expected: bool
-    places: list[int] = field(default_factory=list)
+    table: StageTable
+    kind: int  # equal for workers of which one may be judged for all where they share a record
+    expected: bool  # whether these workers should have a record of a tensor that others have
+    places: list[int] = field(default_factory=list)  # places of the workers on the load path
 
 
 class Members:
@@ -72,7 +62,7 @@ class Members:
             table = worker.records.stage(stage)
             expected = _is_expected(worker, self.reference, stage)
             # what `judge` says of a worker without a record follows from the last three
-            name = (id(table), kind, expected, worker.info.status, worker.info.reason, failures.get(stage))
+            name = (table, kind, expected, worker.info.status, worker.info.reason, failures.get(stage))
             if name not in found:
                 found[name] = _Alike(first=worker, table=table, kind=kind, expected=expected)
             found[name].places.append(place)

@@ -9,23 +9,18 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
 from consistency.capture.wording import counted, listed
 from consistency.case.case import CHECKED_IN
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison.kinds import EXIT_STATUS, WORST_FIRST, FindingKind
+from consistency.comparison.kinds import SuiteVerdict as SuiteVerdict
 from consistency.comparison.merging import Merging
-from consistency.comparison.result import Finding, Severity, Status, Verdict, WorkerSummary
+from consistency.comparison.result import Finding, Severity, Status, WorkerSummary
 from consistency.numerics.real import Real
 
-SuiteVerdict = Verdict | Literal["unchecked"]
-"""`unchecked`: the input of a case could not be used, and nothing worse was found."""
-
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-_WORST_FIRST: tuple[SuiteVerdict, ...] = ("incomplete", "inconsistent", "unchecked", "consistent")
-_EXIT_STATUS: dict[SuiteVerdict, int] = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
 _NUMBER_OF: dict[SuiteVerdict, tuple[str, str]] = {
     "incomplete": ("is incomplete", "are incomplete"),
     "inconsistent": ("is inconsistent", "are inconsistent"),
@@ -35,83 +30,48 @@ _NUMBER_OF: dict[SuiteVerdict, tuple[str, str]] = {
 
 
 class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
-    """One stage of a case, over all workers and load paths.
-
-    Attributes
-    ----------
-    status : str
-        The worst of any tensor; `skipped` only where nothing was compared.
-    counts : dict of str to int
-        Tensors by the worst status that they have on any worker.
-    worst_ratio : float or None
-        Largest error/tolerance, NaN before any number; None where nothing has a tolerance.
-    worst_tensor, worst_worker : str or None
-        `stage::layer.tensor` and worker of that ratio.
-    first_bad : str or None
-        Layer of the first tensor with a mismatch.
-    workers : dict of str to str
-        The worst status by worker; on a load path other than the usual one its name is `cuda:0 (shared)`.
-    elapsed_s : dict of str to float
-        Time by the same names; that of a lost worker is not known.
-    """
+    """One stage of a case, over all workers and load paths."""
 
     stage: str
-    status: Status
-    counts: dict[str, int]
+    status: Status  # the worst of any tensor; `skipped` only where nothing was compared
+    counts: dict[str, int]  # tensors by the worst status that they have on any worker
+    # largest error/tolerance, NaN before any number; None where nothing has a tolerance
     worst_ratio: Real | None = None
+    # worst_tensor, worst_worker: `stage::layer.tensor` and worker of that ratio
     worst_tensor: str | None = None
     worst_worker: str | None = None
-    first_bad: str | None = None
+    first_bad: str | None = None  # layer of the first tensor with a mismatch
+    # the worst status by worker; on a load path other than the usual one its name is `cuda:0 (shared)`
     workers: dict[str, Status] = {}
-    elapsed_s: dict[str, float] = {}
+    elapsed_s: dict[str, float] = {}  # time by the same names; that of a lost worker is not known
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a suite keeps of a case.
-
-    Attributes
-    ----------
-    folder : str
-        Of the case's report and captures, relative to the folder of the suite: `cases/NAME`.
-    headline : str
-        The verdict in one sentence.
-    profile, settings
-        As in `Comparison`.
-    error : str or None
-        Why the case could not be checked: its input cannot be used.
-    findings : tuple of Finding
-        In the order of the case's report, with a few of their details, and of each stage one of their tensors.
-    reproducible : tuple of int
-        Numbers of the findings, from 1, that `consistency reproduce` finds a tensor for.
-    workers : tuple of WorkerSummary
-        Without their environments, and without what they measured of themselves.
-    ratios : dict of str to float
-        Worst error/tolerance by worker.
-    accepted : int
-        Findings that the baseline accepts.
-    merging, versions
-        As in `Comparison`.
-    """
+    """What a suite keeps of a case."""
 
     name: str
-    folder: str
+    folder: str  # of the case's report and captures, relative to the folder of the suite: `cases/NAME`
     verdict: SuiteVerdict
-    headline: str
+    headline: str  # the verdict in one sentence
     base: str = ""
     adapter: str | None = None
     dtype: str = ""
     level: str = ""
+    # profile, settings: as in `Comparison`
     profile: str = ""
     settings: tuple[str, ...] = ()
     elapsed_s: float = 0.0
-    error: str | None = None
+    error: str | None = None  # why the case could not be checked: its input cannot be used
+    # in the order of the case's report, with a few of their details, and of each stage one of their tensors
     findings: tuple[Finding, ...] = ()
+    # numbers of the findings, from 1, that `consistency reproduce` finds a tensor for
     reproducible: tuple[int, ...] = ()
     stages: tuple[CaseStage, ...] = ()
-    workers: tuple[WorkerSummary, ...] = ()
+    workers: tuple[WorkerSummary, ...] = ()  # without their environments, and without what they measured of themselves
     not_checked: tuple[str, ...] = ()
-    ratios: dict[str, Real] = {}
-    accepted: int = 0
+    ratios: dict[str, Real] = {}  # worst error/tolerance by worker
+    accepted: int = 0  # findings that the baseline accepts
+    # merging, versions: as in `Comparison`
     merging: tuple[Merging, ...] = ()
     versions: dict[str, str] = {}
 
@@ -129,18 +89,10 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuiteFinding(Finding, frozen=True, kw_only=True):
-    """A finding that one or more cases have; details, tensors and what to do next are those of the first.
+    """A finding that one or more cases have; details, tensors and what to do next are those of the first."""
 
-    Attributes
-    ----------
-    cases : tuple of str
-        Names of the cases.
-    numbers : tuple of int
-        Number of the finding in the report of each of them; 0 where it has no report.
-    """
-
-    cases: tuple[str, ...]
-    numbers: tuple[int, ...]
+    cases: tuple[str, ...]  # names of the cases
+    numbers: tuple[int, ...]  # number of the finding in the report of each of them; 0 where it has no report
 
 
 class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,17 +121,17 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verdict(self) -> SuiteVerdict:
         """Return the worst verdict of any case."""
-        return min((case.verdict for case in self.cases), key=_WORST_FIRST.index, default="unchecked")
+        return min((case.verdict for case in self.cases), key=WORST_FIRST.index, default="unchecked")
 
     @property
     def exit_status(self) -> int:
         """Return 3 where a case is incomplete, else 1 where one is inconsistent, else 2 where one was not checked."""
-        return _EXIT_STATUS[self.verdict]
+        return EXIT_STATUS[self.verdict]
 
     @property
     def counts(self) -> dict[SuiteVerdict, int]:
         """Return the number of cases by verdict, the worst first."""
-        counts = {verdict: sum(case.verdict == verdict for case in self.cases) for verdict in _WORST_FIRST}
+        counts = {verdict: sum(case.verdict == verdict for case in self.cases) for verdict in WORST_FIRST}
         return {verdict: count for verdict, count in counts.items() if count}
 
     @property
@@ -230,7 +182,7 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def worst_first(cases: Sequence[CaseResult]) -> list[CaseResult]:
     """Return cases by verdict, the worst first, otherwise in their order."""
-    return sorted(cases, key=lambda case: _WORST_FIRST.index(case.verdict))
+    return sorted(cases, key=lambda case: WORST_FIRST.index(case.verdict))
 
 
 def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:

@@ -23,29 +23,17 @@ from consistency.comparison.records import Key, Records, RecordTables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedWorker:
-    """One worker of one capture.
+    """One worker of one capture."""
 
-    Attributes
-    ----------
-    label : str
-        Its name in the comparison: the device, with the capture's folder before it where two captures have that device.
-    records : Records
-        By stage, layer and tensor, in the model's order.
-    sides : dict
-        The same by alternative load path.
-    changes : dict
-        What changed during the worker's soak, by stage, layer and tensor.
-    merging : MergeEffect or None
-        What merging does to the outputs, where this worker measured it.
-    """
-
+    # its name in the comparison: the device, with the capture's folder before it where two captures have that device
     label: str
     capture: Capture
     info: WorkerInfo
-    records: Records
-    sides: dict[str, Records] = field(default_factory=dict)
+    records: Records  # by stage, layer and tensor, in the model's order
+    sides: dict[str, Records] = field(default_factory=dict)  # the same by alternative load path
+    # what changed during the worker's soak, by stage, layer and tensor
     changes: dict[Key, ChangedTensor] = field(default_factory=dict)
-    merging: MergeEffect | None = None
+    merging: MergeEffect | None = None  # what merging does to the outputs, where this worker measured it
 
     @property
     def load_path(self) -> str:
@@ -178,12 +166,13 @@ def on_load_path(
         if not any(member is reference for member in members):
             members.insert(0, reference)
         return members, reference
-    took = {id(p.capture) for p in workers if load_path in p.sides}
+    took = [p.capture for p in workers if load_path in p.sides]
     here: ComparedWorker | None = None
     members = []
     for p in workers:
         view = p.on(load_path)
-        if view is None and p.info.status != "ok" and p.load_path == main_path(load_path) and id(p.capture) in took:
+        is_lost = view is None and p.info.status != "ok" and p.load_path == main_path(load_path)
+        if is_lost and any(p.capture is one for one in took):
             view = replace(p, info=msgspec.structs.replace(p.info, load_path=load_path), records=Records({}), sides={})
         if view is not None:
             members.append(view)

@@ -25,26 +25,14 @@ _OF_A_RUN = frozenset(inspect.signature(run).parameters) - {"case", "options"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """The options of a session.
+    """The options of a session."""
 
-    Attributes
-    ----------
-    file : Path or None
-        TOML file of options; `options` win over it.
-    options : mapping of str to object
-        By name, as a command line gives them; those that are not given are left out.
-    history : str or None
-        Path or URL.
-    architectures : tuple of str
-        Patterns; without any, every device has items.
-    """
-
-    file: Path | None
-    options: Mapping[str, object]
+    file: Path | None  # TOML file of options; `options` win over it
+    options: Mapping[str, object]  # by name, as a command line gives them; those that are not given are left out
     out: Path | None
-    history: str | None
+    history: str | None  # path or URL
     baseline: Path | None
-    architectures: tuple[str, ...]
+    architectures: tuple[str, ...]  # patterns; without any, every device has items
 
     def case_options(self) -> dict[str, Any]:
         """Return the keywords that `consistency.run` takes for a case with these options; none of a suite's file."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
 from consistency.case.quantized import states_settings, weights_of
 from consistency.case.stages import SPECS, Stage
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.launch.plan import WorkerPlan
-from consistency.pytest_plugin.expected_tensors import expected_places, in_model
 
 EVERYTHING_ELSE = "everything_else"
 _BLOCK = re.compile(r"(?P<block>.*?\.\d+)(?:\.(?P<part>[^.]+))?")
@@ -167,3 +168,75 @@ def forward_items(case: Case) -> Iterator[tuple[str, str]]:
     yield from ((layer, mode) for layer in layers for mode in modes)
     if any(_WITH_LOGITS.search(str(name)) for name in config.get("architectures") or ()):
         yield from (("logits", f"{mode}{ending}") for mode in modes for ending in ("", f".{END_TO_END}"))
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_OTHER_SIDE = {"A": "B", "B": "A"}
+_NARROWED_BY = ("exclude_modules", "layers_to_transform", "layer_replication")
+"""Fields by which a config adapts fewer or other layers than its `target_modules` name: PEFT alone says which."""
+
+
+def expected_places(config: Mapping[str, Any], keys: Iterable[str], weights: Iterable[str]) -> list[tuple[str, str]]:
+    """Return layer and tensor of what an adapter should hold of its method, in the order of the base.
+
+    Parameters
+    ----------
+    config : mapping
+        `adapter_config.json`.
+    keys : iterable of str
+        Of the adapter's file. A layer should hold what most layers of its kind do, whose names are equal but for the
+        numbers in them.
+    weights : iterable of str
+        Names of the base's weights in its file.
+    """
+    parts: dict[str, dict[str, None]] = {}
+    for layer, tensor in (adapter_place(key) for key in keys if is_method_tensor(key)):
+        parts.setdefault(layer, {})[tensor] = None
+    targets = config.get("target_modules")
+    if not parts or not isinstance(targets, list) or any(config.get(field) for field in _NARROWED_BY):
+        return []
+    kinds = gathered((_NUMBER.sub("*", layer), tensors) for layer, tensors in parts.items())
+    of_kind = {kind: _usual(layers) for kind, layers in kinds.items()}
+    of_any = _usual(one for layers in kinds.values() for one in layers)
+    modules = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
+    return [
+        (layer, tensor)
+        for layer in in_model(modules, parts)
+        if any(layer == name or layer.endswith(f".{name}") for name in targets)
+        for tensor in _both_sides(of_kind.get(_NUMBER.sub("*", layer), of_any))
+    ]
+
+
+def _usual(layers: Iterable[Iterable[str]]) -> list[str]:
+    """Return the tensors that half of the layers have, or more."""
+    sets = list(layers)
+    counts = Counter(tensor for tensors in sets for tensor in tensors)
+    return [tensor for tensor, count in counts.items() if 2 * count >= len(sets)]
+
+
+def _both_sides(tensors: Sequence[str]) -> Iterable[str]:
+    """Return tensors with the other factor of each: `lora_B` beside `lora_A`."""
+    other = [f"{name[:-1]}{_OTHER_SIDE[name[-1]]}" for name in tensors if name.endswith(("_A", "_B"))]
+    return dict.fromkeys([*tensors, *other])
+
+
+def in_model(modules: Iterable[str], layers: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the base's modules in the model, whose files may have them under other leading components.
+
+    The layers that the adapter's file has say which: `transformer.h.0.attn` is `h.0.attn` in files of GPT-2.
+    """
+    files = list(modules)
+    endings = gathered((ending, module) for module in files for ending in _endings(module))
+    renamed: dict[str, str] = {}
+    for layer in layers:
+        if ending := next((one for one in _endings(layer) if len(endings.get(one, ())) == 1), ""):
+            renamed.setdefault(endings[ending][0].removesuffix(ending), layer.removesuffix(ending))
+    for module in files:
+        start = max((one for one in renamed if module.startswith(one)), key=len, default="")
+        yield renamed.get(start, "") + module.removeprefix(start)
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yield the name with ever fewer leading components."""
+    yield name
+    yield from (name[match.end() :] for match in re.finditer(r"\.", name))

@@ -23,10 +23,9 @@ from consistency.comparison.result import BAD, Comparison, Finding, Outcome, Ten
 from consistency.errors import did_you_mean
 from consistency.launch.plan import WorkerPlan
 from consistency.numerics.words import Word
-from consistency.pytest_plugin.failed_run import without_stack
+from consistency.pytest_plugin.failures import without_stack
 from consistency.pytest_plugin.item_names import Place, own_place
-from consistency.pytest_plugin.session import LostWorkerError, Session
-from consistency.pytest_plugin.session_case import SessionCase
+from consistency.pytest_plugin.session import LostWorkerError, Session, SessionCase
 from consistency.report.summary import class_text
 from consistency.text import clean, one_line
 

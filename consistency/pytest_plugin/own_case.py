@@ -16,7 +16,7 @@ from consistency.capture.whole_file import write_whole
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison
 from consistency.errors import UsageError, did_you_mean
-from consistency.pytest_plugin.failed_run import leaving_its_error, raise_error, without_stack
+from consistency.pytest_plugin.failures import leaving_its_error, raise_error, without_stack
 from consistency.pytest_plugin.given import by_attribute
 from consistency.pytest_plugin.session import Session
 from consistency.workflows.api import run

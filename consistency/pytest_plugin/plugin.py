@@ -208,7 +208,7 @@ def consistency_devices(pytestconfig: pytest.Config) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def consistency_run(pytestconfig: pytest.Config) -> Callable[..., Report]:
     """Return `consistency.run`, for a case of the test."""
-    from consistency.pytest_plugin.explaining import show_reason
+    from consistency.pytest_plugin.failures import show_reason
     from consistency.workflows.api import run
 
     @functools.wraps(run)
@@ -272,7 +272,7 @@ def consistency_reports(
 @pytest.fixture
 def consistency_report(request: pytest.FixtureRequest, consistency_config: Mapping[str, Any]) -> Comparison:
     """Return the comparison of the test's case: of its marker and `consistency_config`, or the one of the session."""
-    from consistency.pytest_plugin.explaining import show_reason
+    from consistency.pytest_plugin.failures import show_reason
     from consistency.pytest_plugin.own_case import own_comparison, own_options, shared_folder, without_case
 
     options, marked = own_options(request.node, consistency_config)

@@ -13,36 +13,101 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import pytest
 
 from consistency.capture import origin
 from consistency.capture.claim import scratch_folder
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.wording import counted
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Edge
 from consistency.case.reading import gather_options
+from consistency.case.stages import Stage
 from consistency.case.suite import gather_suite
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError, ConsistencyError
-from consistency.launch.plan import WorkerPlan
-from consistency.pytest_plugin.failed_run import leaving_its_error, raise_error
+from consistency.launch.plan import WorkerPlan, plan_waves
+from consistency.pytest_plugin.failures import leaving_its_error, raise_error
 from consistency.pytest_plugin.given import Given, read_given
-from consistency.pytest_plugin.item_names import Place, RowFinder
-from consistency.pytest_plugin.session_case import SessionCase
+from consistency.pytest_plugin.item_names import Place, RowFinder, places
 from consistency.report.layers import summary_lines
 from consistency.report.summarize import summarize
 from consistency.text import clean, one_line
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline, suite
-from consistency.workflows.judging import opened_baseline, opened_history
+from consistency.workflows.judging import opened_past
+from consistency.workflows.pipeline import Plan
+from consistency.workflows.suite import PlannedCase
 
-if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SessionCase:
+    """One case of a session."""
+
+    number: int  # among the cases of the session
+    name: str
+    plan: Plan | None = None  # none where the input of the case cannot be used
+    error: ConsistencyError | None = None  # why it cannot be used
+    places: tuple[Place, ...] = ()
+    workers: tuple[WorkerPlan, ...] = ()
+
+    @classmethod
+    def of(cls, number: int, plan: Plan) -> SessionCase:
+        """Return a case with the places of its items, from headers alone."""
+        workers = tuple(worker for wave in plan_waves(plan.case, plan.devices) for worker in wave)
+        return cls(number=number, name=plan.case.name, plan=plan, places=places(plan.case), workers=workers)
+
+    @classmethod
+    def of_suite(cls, number: int, planned: PlannedCase) -> SessionCase:
+        """Return a case of a suite, which may have no plan."""
+        if planned.plan is None:
+            return cls(number=number, name=planned.name, error=planned.error)
+        return cls.of(number, planned.plan)
+
+    def narrowed(self, selected: Sequence[tuple[Place, WorkerPlan]]) -> Plan:
+        """Return the plan narrowed to the stages, layers and devices of the selected items; whole without any.
+
+        Raises
+        ------
+        ConsistencyError
+            The input of the case cannot be used.
+        """
+        plan = self.plan
+        if plan is None:
+            raise self.error or ConsistencyError("the case has no plan", where=self.name)
+        if not selected:
+            return plan
+        chosen_places = {place for place, _ in selected}
+        chosen_workers = [worker for _, worker in selected]
+        names = {worker.name for worker in chosen_workers}
+        maker = next(worker for worker in self.workers if worker.makes_reference)
+        taken = {r for w in chosen_workers if not w.info.spec.is_cpu for r in (w.load_path, *w.alternative_paths)}
+        taken = taken or {r for w in chosen_workers for r in (LoadPath.ISOLATED, *w.alternative_paths)}
+        whole = len(selected) == len(self.places) * len(self.workers)
+        return dataclasses.replace(
+            plan,
+            case=msgspec.structs.replace(
+                plan.case,
+                stages=tuple(s for s in plan.case.stages if any(place.stage is s for place in chosen_places)),
+                load_paths=tuple(r for r in LoadPath if r in taken),
+                only=() if whole else tuple(sorted({_prefix(place) for place in chosen_places})),
+            ),
+            devices=tuple(i for i in plan.devices if i.spec.name in names or i is maker.info),
+        )
+
+
+def _prefix(place: Place) -> str:
+    # a layer of the base may have another name in its file than in the model, so that stage is checked as a whole
+    if place.is_rest or place.stage is Stage.BASE:
+        return place.stage.value
+    return f"{place.stage}::{place.layer}"
+
 
 _ARGUMENT = "consistency::"
 _COMPARISON, _ERROR, _STARTED, _RESULT = "comparison.json", "error.json", "started", "result.json"
@@ -75,27 +140,19 @@ class Session:
     """The cases of a pytest session, the items selected from them, and their one run.
 
     The controller and its workers share `folder`; without `consistency::…` in `arguments`, every item is made.
-
-    Attributes
-    ----------
-    plan : SuitePlan or None
-        Of a suite; None where the options describe a single case.
-    selected : mapping of SessionCase to sequence
-        The cases that items need, each with the places and workers of those about a device.
-    stacks : set
-        Of lost workers that an item has shown: there are as many items as tensors.
     """
 
     name: str
     cases: tuple[SessionCase, ...]
-    plan: suite.SuitePlan | None
+    plan: suite.SuitePlan | None  # of a suite; None where the options describe a single case
     given: Given
-    baseline: Baseline | None
     folder: Path
     is_controller: bool
     arguments: tuple[str, ...] = ()
     alone: bool = False
+    # the cases that items need, each with the places and workers of those about a device
     selected: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]] = field(default_factory=dict)
+    # of lost workers that an item has shown: there are as many items as tensors
     stacks: set[str | None] = field(default_factory=set)
     _scratch: ExitStack = field(default_factory=ExitStack, repr=False)
     _last: _Read | None = field(default=None, repr=False)
@@ -109,6 +166,7 @@ class Session:
         """
         worker = getattr(config, "workerinput", {}).get("consistency")
         given = read_given(config)
+        opened_past(None, given.baseline)  # one that cannot be read is told before anything is collected
         options = gather_suite(given.file, given.options, Edge.PYTEST)
         planned = None if options is None else suite.prepare_suite(options)
         if planned is None:
@@ -124,7 +182,6 @@ class Session:
             cases=tuple(cases),
             plan=planned,
             given=given,
-            baseline=opened_baseline(given.baseline),
             folder=folder,
             is_controller=worker is None,
             arguments=tuple(worker["arguments"]) if worker else (),
@@ -282,12 +339,11 @@ class Session:
         (self.folder / _RESULT).write_bytes(encode_json(result))
 
     def _run(self, chosen: Mapping[SessionCase, Sequence[tuple[Place, WorkerPlan]]]) -> SuiteResult:
-        history = opened_history(self.given.history)
+        past = opened_past(self.given.history, self.given.baseline)
         if self.plan is None:
             ((case, selected),) = chosen.items()
             report = pipeline.run(
-                case.narrowed(selected), self.given.out, watch=_unwatched, replace=True,
-                history=history, baseline=self.baseline,
+                case.narrowed(selected), self.given.out, watch=_unwatched, replace=True, past=past,
             )  # fmt: skip
             self._keep(case, report.comparison)
             only = summarize(case.name, ".", report.comparison, report.elapsed_s)
@@ -302,8 +358,7 @@ class Session:
         ]
         found = suite.run_suite(
             dataclasses.replace(self.plan, cases=tuple(narrowed)), self.given.out, watch=_unwatched, replace=True,
-            history=history, baseline=self.baseline,
-            each=lambda name, comparison: self._keep(of[name], comparison),
+            past=past, each=lambda name, comparison: self._keep(of[name], comparison),
         )  # fmt: skip
         for result in found.cases:
             if result.error is not None:

@@ -98,15 +98,17 @@ def _has_line_feed(lines: Iterable[Iterable[Text]]) -> bool:
 
 def _print_fitting(console: Console, lines: Sequence[Sequence[Text]], widths: Sequence[int], indent: int) -> None:
     """Print a table that needs no folding as plain lines: rich measures every cell five times over."""
-    made = []
-    for cells in lines:
-        line = Text(" " * indent)
-        for cell, width in zip(cells, widths, strict=False):  # a row may end early
-            line.append_text(cell)
-            line.pad_right(width - cell.cell_len + _TABLE_GAP)
-        line.rstrip()
-        made.append(line)
-    console.print(Text("\n").join(made), soft_wrap=True)
+    console.print(Text("\n").join(padded(cells, widths, indent=indent) for cells in lines), soft_wrap=True)
+
+
+def padded(cells: Sequence[Text], widths: Sequence[int], *, indent: int = 2, gap: int = _TABLE_GAP) -> Text:
+    """Return a line of cells below one another; it may end early."""
+    line = Text(" " * indent)
+    for cell, width in zip(cells, widths, strict=False):
+        line.append_text(cell)
+        line.pad_right(width - cell.cell_len + gap)
+    line.rstrip()
+    return line
 
 
 def print_rows(console: Console, titles: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
@@ -257,12 +259,8 @@ class Writer:
                 if not cells:
                     self.folded(name, indent=2)
                     continue
-                line = Text("  ").append_text(name)
-                line.pad_right(label - name.cell_len)
-                for place in chosen:
-                    line.pad_right(gap)
-                    line.append_text(cells[place])
-                    line.pad_right(widths[place] - cells[place].cell_len)
+                shown = [name, *(cells[place] for place in chosen)]
+                line = padded(shown, [label, *(widths[place] for place in chosen)], gap=gap)
                 self.console.print(line, soft_wrap=True)
 
 

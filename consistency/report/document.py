@@ -39,25 +39,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of a table.
+    """A row of a table."""
 
-    Attributes
-    ----------
-    names : tuple of str
-        Workers that are bitwise equal, or the case.
-    kinds : int
-        More than 1 where the row sums up all results without a row of their own.
-    folder : str or None
-        Of the case's own report, relative to this one's.
-    remark : str
-        One sentence on the case.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # workers that are bitwise equal, or the case
     cells: tuple[CellText, ...]
-    kinds: int = 1
-    folder: str | None = None
-    remark: str = ""
+    kinds: int = 1  # more than 1 where the row sums up all results without a row of their own
+    folder: str | None = None  # of the case's own report, relative to this one's
+    remark: str = ""  # one sentence on the case
 
     @property
     def bad(self) -> bool:
@@ -76,26 +64,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultTable:
-    """Results at a glance.
+    """Results at a glance."""
 
-    Attributes
-    ----------
-    label : str
-        What a row is of: `workers`, `case`.
-    heading : str
-        What the groups are, empty where there are none.
-    title : str
-        Load path, where there are several.
-    reference : str or None
-        The worker that others are compared with.
-    """
-
-    label: str
+    label: str  # what a row is of: `workers`, `case`
     columns: tuple[Column, ...]
     groups: tuple[Group, ...]
-    heading: str = ""
-    title: str = ""
-    reference: str | None = None
+    heading: str = ""  # what the groups are, empty where there are none
+    title: str = ""  # load path, where there are several
+    reference: str | None = None  # the worker that others are compared with
 
     @property
     def rows(self) -> Iterator[tuple[Group, Row]]:
@@ -121,57 +97,29 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A report, in the order in which it is read.
+    """A report, in the order in which it is read."""
 
-    Attributes
-    ----------
-    name : str
-        Of the case or the suite.
-    facts : tuple of str
-        What was checked, in a few words each.
-    origin : str
-        When, where and with which versions.
-    command : str
-        The command line.
-    sources : tuple of str
-        Where each of several captures is from.
-    entries : tuple of Entry
-        The findings, most severe first, numbered as `consistency reproduce --finding` takes them; notes come last.
-    remarks : tuple of (str, str)
-        Kind of a cell and a sentence: alternative load paths, how many workers agree, where they first differ.
-    merging : tuple of str
-        What merging does to the outputs.
-    not_checked : str
-        What was left out, in one line.
-    unwritten : tuple of str
-        Files that cannot be written, and why.
-    layers : Sheet or None
-        The layers nearest to their tolerance or beyond it, by architecture.
-    environment : tuple of str
-        Versions and devices, a line each.
-    file : str
-        The file for programs that holds everything.
-    """
-
-    name: str
-    facts: tuple[str, ...]
+    name: str  # of the case or the suite
+    facts: tuple[str, ...]  # what was checked, in a few words each
     verdict: SuiteVerdict
     sentence: str
+    # the findings, most severe first, numbered as `consistency reproduce --finding` takes them; notes come last
     entries: tuple[Entry, ...]
     tables: tuple[ResultTable, ...]
     legend: tuple[LegendRow, ...]
-    origin: str = ""
-    command: str = ""
-    sources: tuple[str, ...] = ()
+    origin: str = ""  # when, where and with which versions
+    command: str = ""  # the command line
+    sources: tuple[str, ...] = ()  # where each of several captures is from
     simulated: bool = False
     planted: tuple[str, ...] = ()
+    # kind of a cell and a sentence: alternative load paths, how many workers agree, where they first differ
     remarks: tuple[tuple[str, str], ...] = ()
-    merging: tuple[str, ...] = ()
-    not_checked: str = ""
-    unwritten: tuple[str, ...] = ()
-    layers: Sheet | None = None
-    environment: tuple[str, ...] = ()
-    file: str = "report.json"
+    merging: tuple[str, ...] = ()  # what merging does to the outputs
+    not_checked: str = ""  # what was left out, in one line
+    unwritten: tuple[str, ...] = ()  # files that cannot be written, and why
+    layers: Sheet | None = None  # the layers nearest to their tolerance or beyond it, by architecture
+    environment: tuple[str, ...] = ()  # versions and devices, a line each
+    file: str = "report.json"  # the file for programs that holds everything
 
     @property
     def to_act_on(self) -> list[Entry]:

@@ -14,8 +14,12 @@ from consistency.capture.wording import counted
 from consistency.case.stages import MOVES_WEIGHTS, Stage, stages_of
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import difference_of
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
+from consistency.comparison.suite import SuiteResult
 from consistency.numerics.rules import Rule
+from consistency.report.sentences import sentence
+from consistency.text import one_line
 
 _AGAIN = "again: "
 _SETTING = "which setting: "
@@ -57,10 +61,7 @@ def reproduce_command(folder: str, number: int) -> str:
 
 def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
     named = {name for finding in comparison.findings for name in finding.tensors}
-    tensors: dict[str, list[TensorComparison]] = {}
-    for tensor in comparison.tensors:
-        if tensor.name in named:
-            tensors.setdefault(tensor.name, []).append(tensor)
+    tensors = gathered((tensor.name, tensor) for tensor in comparison.tensors if tensor.name in named)
     for finding in comparison.findings:
         yield finding, _hits(finding, tensors)
 
@@ -151,3 +152,29 @@ def _worst(hits: _Hits) -> Iterator[str]:
     off = "" if difference is None else f": off by {float(difference):.2g}"
     may = "" if allowed is None else f", allowed {float(allowed):.2g}"
     yield f"{times}{reference} in {layers}; worst {where}{off}{may}"
+
+
+_MOST_PROBLEMS = 10  # a screen; the report has the rest
+_MOST_NAMES = 5
+
+
+def problems(found: Comparison | SuiteResult) -> Iterator[str]:
+    """Yield why a result is not consistent: the verdict in a sentence, then each error with its tensors and devices."""
+    if isinstance(found, SuiteResult):
+        yield one_line(f"{found.verdict}: {found.sentence}")
+        for case in found.cases:
+            if case.verdict != "consistent":
+                yield one_line(f"  {case.name}: {case.verdict}: {case.headline}")
+        return
+    yield one_line(f"{found.verdict}: {sentence(found)}")
+    errors = [finding for finding in findings_of(found) if finding.severity == "error"]
+    for number, finding in enumerate(errors[:_MOST_PROBLEMS], start=1):
+        if len(errors) > 1:  # otherwise the verdict has said it
+            yield one_line(f"  {number}  {finding.message}")
+        yield from (one_line(f"     {line}") for line in finding.detail)
+        if not finding.detail:
+            yield from (one_line(f"     {name}") for name in finding.tensors[:_MOST_NAMES])
+        if finding.next:
+            yield one_line(f"     next: {finding.next}")
+    if len(errors) > _MOST_PROBLEMS:
+        yield f"  and {len(errors) - _MOST_PROBLEMS} more"

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from consistency.optional import is_there
-from consistency.report.runs import RUN_STATUS, SUITE_STATUS
+from consistency.report.runs import REPORT, RUN_STATUS, SUITE, SUITE_STATUS
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
     from consistency.comparison.suite import SuiteResult
     from consistency.report.summary import Architecture
-
-
-class Subject(StrEnum):
-    """What a report is about."""
-
-    RUN = "run"
-    """One `Comparison`."""
-    SUITE = "suite"
-    """The `SuiteResult` of many cases, each of which also has a report of its own."""
 
 
 class Chosen(StrEnum):
@@ -39,90 +30,50 @@ class Chosen(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a format may show beside the comparison.
+    """What a format may show beside the comparison."""
 
-    Attributes
-    ----------
-    elapsed_s : float or None
-        Time that the run took.
-    verbose : bool
-        Every layer, not only those with a mismatch, and every case.
-    most_rows : int or None
-        Rows of a table of cases; None is all of them.
-    folder : str or None
-        Where the files of the report and the captures are.
-    groups : mapping of str to sequence of Architecture, optional
-        `summary.groups` by load path, where they are known already: computing them visits every row.
-    """
-
-    elapsed_s: float | None = None
-    verbose: bool = False
-    folder: str | None = None
+    elapsed_s: float | None = None  # time that the run took
+    verbose: bool = False  # every layer, not only those with a mismatch, and every case
+    folder: str | None = None  # where the files of the report and the captures are
+    # `summary.groups` by load path, where they are known already: computing them visits every row
     groups: Mapping[str, Sequence[Architecture]] | None = None
-    most_rows: int | None = None
+    most_rows: int | None = None  # rows of a table of cases; None is all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A format of the report.
+    """A format of the report of a run, and of a suite where it has a name for that."""
 
-    Attributes
-    ----------
-    name : str
-        For `--format`, the name of the file in `--out`, or the option.
-    writer : str
-        `module:function`, imported when the format is written; given a comparison, or the result of a suite, and a
-        `View`, it yields bytes.
-    help : str
-        For `--help`.
-    """
-
-    name: str
+    name: str  # for `--format`, the name of the file in `--out`, or the option
+    suite: str = ""
     chosen: Chosen
-    writer: str
-    help: str
-    subject: Subject = Subject.RUN
+    writer: str  # `module:function`, imported when used; of a comparison or a suite, and a `View`, it yields bytes
+    help: str  # for `--help`
 
     def render(self, found: Comparison | SuiteResult, view: View) -> Iterable[bytes]:
-        """Return the report of what the row's subject is, piece by piece."""
+        """Return the report, piece by piece."""
         render: Callable[[object, View], Iterable[bytes]] = pkgutil.resolve_name(self.writer)
         return render(found, view)
 
 
 FORMATS: tuple[Format, ...] = (
-    Format(name="text", chosen=Chosen.FORMAT, writer="consistency.report.terminal:render", help="for people"),
-    Format(name="json", chosen=Chosen.FORMAT, writer="consistency.report.json:render", help="report.json"),
-    Format(
-        name="github", chosen=Chosen.FORMAT, writer="consistency.report.github:render",
-        help="text, and annotations of a GitHub Actions run",
-    ),
-    Format(name="report.json", chosen=Chosen.OUT, writer="consistency.report.json:render", help="for programs"),
-    Format(name="report.html", chosen=Chosen.OUT, writer="consistency.report.html:render", help="one page"),
-    Format(name="report.md", chosen=Chosen.OUT, writer="consistency.report.markdown:render", help="for an issue"),
-    Format(
-        name=RUN_STATUS, chosen=Chosen.OUT, writer="consistency.report.status.make:render", help="for `status`"
-    ),
-    Format(
-        name="junit", chosen=Chosen.OPTION, writer="consistency.report.junit:render",
-        help="JUnit XML: one test case per stage and worker",
-    ),
     *(
-        Format(name=name, chosen=chosen, writer=f"consistency.report.{writer}", help=text, subject=Subject.SUITE)
-        for name, chosen, writer, text in (
-            ("text", Chosen.FORMAT, "terminal:render", "for people"),
-            ("json", Chosen.FORMAT, "suite_json:render", "suite.json"),
-            ("github", Chosen.FORMAT, "github:render", "text, and annotations of a GitHub Actions run"),
-            ("suite.json", Chosen.OUT, "suite_json:render", "for programs"),
-            ("suite.html", Chosen.OUT, "html:render", "one page, with links to those of the cases"),
-            ("suite.md", Chosen.OUT, "markdown:render", "for an issue"),
-            ("junit", Chosen.OPTION, "junit:render", "JUnit XML: one test suite per case"),
-            (SUITE_STATUS, Chosen.OUT, "status.make:render_suite", "for `status`"),
+        Format(name=name, suite=suite, chosen=chosen, writer=f"consistency.report.{writer}:render", help=text)
+        for name, suite, chosen, writer, text in (
+            ("text", "text", Chosen.FORMAT, "terminal", "for people"),
+            ("json", "json", Chosen.FORMAT, "json", "report.json"),
+            ("github", "github", Chosen.FORMAT, "github", "text, and annotations of a GitHub Actions run"),
+            (REPORT, SUITE, Chosen.OUT, "json", "for programs"),
+            ("report.html", "suite.html", Chosen.OUT, "html", "one page"),
+            ("report.md", "suite.md", Chosen.OUT, "markdown", "for an issue"),
+            (RUN_STATUS, SUITE_STATUS, Chosen.OUT, "status.make", "for `status`"),
+            ("junit", "junit", Chosen.OPTION, "junit", "JUnit XML: one test case per stage and worker"),
         )
     ),
-)  # fmt: skip
+)
 """`report.json` comes first of the files, because programs build on it, and the status last, because it sums them up.
 
-What is printed has the same name for both subjects; files have different ones.
+What is printed has the same name for a run and a suite; files have different ones.
 """
 
 
@@ -131,6 +82,8 @@ def shared() -> Iterator[Format]:
     return (row for row in formats(Chosen.OUT) if row.name != RUN_STATUS)
 
 
-def formats(chosen: Chosen, subject: Subject = Subject.RUN) -> Iterator[Format]:
-    """Yield the formats of a subject that are asked for in this way."""
-    return (row for row in FORMATS if row.chosen is chosen and row.subject is subject and is_there(row.writer))
+def formats(chosen: Chosen, *, of_suite: bool = False) -> Iterator[Format]:
+    """Yield the formats that are asked for in this way, by their names for a run or for a suite."""
+    for row in FORMATS:
+        if row.chosen is chosen and is_there(row.writer) and (row.suite or not of_suite):
+            yield replace(row, name=row.suite) if of_suite else row

@@ -13,9 +13,9 @@ from pathlib import Path
 from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.suite import SuiteResult
 from consistency.report import terminal
+from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.markdown import as_markdown
-from consistency.report.of_suite import document_of
 from consistency.text import one_line
 
 _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}

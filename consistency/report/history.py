@@ -1,21 +1,22 @@
-"""A history for people: one line per run, or one device from run to run."""
+"""A history for people and programs: one line per run, one device from run to run, and what changed since when."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from consistency.capture.wording import and_more, counted, some, when
-from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.run_workers import WorkerRecord
-from consistency.comparison.history.store import History
-from consistency.comparison.history.unfinished import unfinished
+from consistency.comparison.history.changes import Change, ChangeKind, changes
+from consistency.comparison.history.records import RunRecord, WorkerRecord
+from consistency.comparison.history.store import History, unfinished
 from consistency.errors import UsageError
 from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
 from consistency.report.marks import letter
+from consistency.report.ranges import patterns
 from consistency.text import one_line
 
 _MOST_FINDING = 100  # characters of a finding in a line
@@ -25,15 +26,7 @@ _MOST_DEVICES, _RECENT = 64, 30  # named where one is not known, and of how many
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One run.
-
-    Attributes
-    ----------
-    drifted : tuple of str
-        The first names of workers. `drifted_devices` is the number of all such devices.
-    cases : dict of str to str
-        Verdict of each case of a suite; empty for a run of one case.
-    """
+    """One run."""
 
     at: str
     host: str
@@ -41,23 +34,15 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     devices: int
     lost: int
-    drifted: tuple[str, ...]
+    drifted: tuple[str, ...]  # the first names of workers. `drifted_devices` is the number of all such devices.
     versions: dict[str, Any]
     findings: tuple[str, ...]
-    cases: dict[str, str] = {}
+    cases: dict[str, str] = {}  # verdict of each case of a suite; empty for a run of one case
     drifted_devices: int = 0
 
 
 class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One device in one run.
-
-    Attributes
-    ----------
-    bits : str
-        Letters by stage: results with the same letter are bitwise equal.
-    change : str
-        What changed since the run before: `drift in merged`, `other software`, `other inputs`.
-    """
+    """One device in one run."""
 
     at: str
     host: str
@@ -66,8 +51,8 @@ class DeviceRow(msgspec.Struct, frozen=True, kw_only=True):
     load_path: str
     status: str
     case: str
-    bits: dict[str, str]
-    change: str
+    bits: dict[str, str]  # letters by stage: results with the same letter are bitwise equal
+    change: str  # what changed since the run before: `drift in merged`, `other software`, `other inputs`
 
 
 def run_rows(history: History, last: int) -> list[RunRow]:
@@ -185,3 +170,58 @@ def _change(before: WorkerRecord | None, now: WorkerRecord) -> str:
         parts += ["other software"] if before.software != now.software else []
         parts += ["other inputs"] if before.inputs != now.inputs else []
     return "; ".join(parts)
+
+
+_MOST_PATTERNS = 4
+
+_WORDS = {
+    ChangeKind.DRIFT: "drift in {}",
+    ChangeKind.SOFTWARE: "other software or settings: {}",
+    ChangeKind.INPUTS: "other inputs",
+    ChangeKind.LOST: "worker lost",
+    ChangeKind.INCONSISTENT: "inconsistent",
+    ChangeKind.GONE: "missing",
+    ChangeKind.NEW: "new",
+}
+
+_POINTS = frozenset({ChangeKind.SOFTWARE, ChangeKind.INPUTS, ChangeKind.NEW})
+
+
+class ChangeRow(Change, frozen=True, kw_only=True):
+    """A change, with the names of its workers as patterns (`gpu-[0001-0128]:cuda:[0-7]`)."""
+
+    @classmethod
+    def of(cls, change: Change) -> ChangeRow:
+        return cls(**{**msgspec.structs.asdict(change), "workers": tuple(patterns(change.workers))})
+
+    @property
+    def began(self) -> str:
+        return when(self.since) + (" or earlier" if self.before is None else "")
+
+    @property
+    def when(self) -> str:
+        """Return the time in words."""
+        if self.until is not None:
+            return f"{self.began} until {when(self.until)}"
+        return self.began if self.kind in _POINTS else f"since {self.began}"
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """Return since when, until when, what, and which devices."""
+        until = "" if self.kind in _POINTS else "now" if self.until is None else when(self.until)
+        what = _WORDS[self.kind].format(self.detail) if self.detail else _WORDS[self.kind].partition(": ")[0]
+        names = some(self.workers, _MOST_PATTERNS)
+        return self.began, until, what, names if self.devices == 1 else f"{counted(self.devices, 'device')}: {names}"
+
+
+def change_rows(history: History, last: int) -> list[ChangeRow]:
+    """Return what changed over the last runs, or over all of them where `last` is 0: the latest change first."""
+    names = history.names()
+    return [ChangeRow.of(one) for one in changes(history.runs(list(reversed(names[:last] if last else names))))]
+
+
+def print_changes(rows: Sequence[ChangeRow], console: Console) -> None:
+    """Print one line per change."""
+    with without_trailing_blanks(console):
+        print_rows(console, ("since", "until", "change", "devices"), [plain_cells(*row.cells) for row in rows])
+        console.print(f"\n{counted(len(rows), 'change')}")

@@ -29,12 +29,12 @@ from consistency.comparison.result import BAD, Comparison
 from consistency.comparison.suite import SuiteResult
 from consistency.report.copy_matrix import cell_mark, copies
 from consistency.report.document import Group, ResultTable, Row
+from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.layers import summary_lines
+from consistency.report.markdown import finding_as_markdown
 from consistency.report.marks import VERDICT_MARKS, letter
-from consistency.report.of_suite import document_of
-from consistency.report.one_finding import as_markdown
-from consistency.report.page import agreement, cells, distributions, environments, memory, trajectories
+from consistency.report.page import cells, tables, trajectories
 from consistency.report.page.cells import KEY
 from consistency.report.page.rendering import page_environment, part
 from consistency.report.summary import all_groups
@@ -106,10 +106,10 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
     layers = cells.unequal(comparison)
     worst = sorted(summary_lines(layers), key=lambda line: line[0] not in BAD)
     copied = sorted(matrices(comparison.tensors), key=lambda matrix: not matrix.wrong)
-    parted, ways_left_out = agreement.partitions(comparison.tensors)
+    parted, ways_left_out = tables.partitions(comparison.tensors)
     return {
         "agreement": parted,
-        "bits": distributions.bits(comparison.tensors),
+        "bits": tables.bits(comparison.tensors),
         "cell_mark": cell_mark,
         "chart": {
             "width": trajectories.WIDTH,
@@ -119,19 +119,19 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
         },
         "copies": copies,
         "data": Markup(_data(comparison, layers, by_load_path)),  # escaped for a script element, which is not HTML
-        "environments": environments.environments(comparison.workers),
-        "markdown": lambda entry: _attribute(as_markdown(comparison, entry.finding, entry.number)),
+        "environments": tables.environments(comparison.workers),
+        "markdown": lambda entry: _attribute(finding_as_markdown(comparison, entry.finding, entry.number)),
         "matrices": copied[:_MOST_MATRICES],
         "matrices_left_out": len(copied[_MOST_MATRICES:]),
         "most_classes": _MOST_CLASSES,
-        "ratios": distributions.ratios(comparison.tensors),
+        "ratios": tables.ratios(comparison.tensors),
         "reference": comparison.reference,
         "several_paths": sum(not is_alternative(path) for path in comparison.load_paths) > 1,
         "shortened": any(column.stands_for != 1 for some in by_load_path.values() for column in some),
         "status_of": {"=": "equal", "✗": "outside", "–": "skipped"},
         "trainings": trajectories.trainings(comparison.tensors),
         "ways_left_out": ways_left_out,
-        "workers": memory.workers(comparison),
+        "workers": tables.workers(comparison),
         "worst_layers": [text for _, text in worst[:_MOST_WORST]],
     }
 

@@ -1,4 +1,4 @@
-"""`report.json`, schema `consistency.report/1`: the contract for programs.
+"""`report.json`, and `suite.json`: the contracts for programs.
 
 `outcomes` is the table of a comparison: a row per tensor and cohort, which is the workers of which the same is true,
 bits included. All other fields are those of `Comparison`. A list of more than 16 workers is written as `["@3"]`: the
@@ -8,6 +8,7 @@ so the size of a fleet's report depends on distinct results, not on workers. It 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +17,15 @@ import msgspec
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.comparison.layers import LayerComparison, Members, layers_of
-from consistency.comparison.outcomes import Judgement, OncePerSet, Outcome, Workers, worst_of
+from consistency.comparison.outcomes import Judgement, Outcome, Workers, gathered, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
+from consistency.comparison.suite import SuiteResult, common_findings
+from consistency.numerics.real import Real
 from consistency.report import ranges
 from consistency.report.formats import View
 from consistency.report.shared_values import beside, joined, shared_by
 
-SCHEMA = "consistency.report/1"
+SCHEMA, SUITE_SCHEMA = "consistency.report/1", "consistency.suite/1"
 
 MOST_ROWS = 16
 """Different rows of a tensor: eight architectures, each with devices that pass and devices that do not. Of more, those
@@ -143,14 +146,49 @@ class ReportFile(ComparisonFacts, frozen=True, kw_only=True):
     hosts_left_out: int = 0
 
 
+def _of_suite(suite: SuiteResult) -> bytes:
+    """Return `suite.json`; `report` of a case is the path of its own report, null where it could not be checked."""
+    table = msgspec.structs.asdict(suite)
+    cases = table.pop("cases")
+    return encode_json(
+        {
+            "schema": SUITE_SCHEMA,
+            "tool": __version__,
+            **{name: table.pop(name) for name in ("created", "host", "command", "elapsed_s")},
+            "versions": suite.versions,
+            **table,
+            "verdict": suite.verdict,
+            "sentence": suite.sentence,
+            "exit_status": suite.exit_status,
+            "simulated": suite.simulated,
+            "planted": list(suite.planted),
+            "counts": suite.counts,
+            "not_checked": suite.not_checked,
+            "findings": common_findings(suite.cases),
+            "cases": [
+                {
+                    **msgspec.structs.asdict(case),
+                    "workers": list(map(worker_entry, case.workers)),
+                    "report": None if case.error else f"{case.folder}/report.json",
+                }
+                for case in cases
+            ],
+        },
+        indent=1,
+    ) + b"\n"  # fmt: skip
+
+
 def as_bytes(comparison: Comparison) -> bytes:
     """Return `report.json` as bytes."""
     return b"".join(render(comparison, View()))
 
 
-def render(comparison: Comparison, view: View) -> Iterator[bytes]:  # noqa: ARG001 - as every format
-    """Yield `report.json` piece by piece, a line per entry of a list."""
-    writer = _Writer(comparison)
+def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:  # noqa: ARG001 - as every format
+    """Yield `report.json` piece by piece, a line per entry of a list; or `suite.json`."""
+    if isinstance(found, SuiteResult):
+        yield _of_suite(found)
+        return
+    comparison, writer = found, _Writer(found)
     lists: dict[str, list[bytes]] = {
         name: [encode_json(entry) for entry in entries] for name, entries in writer.lists().items()
     }
@@ -178,9 +216,7 @@ class _Writer:
         self._comparison = comparison
         self._members = Members(comparison)
         self._cohorts: dict[Workers, int] = {}
-        self._cohort = OncePerSet(lambda workers: self._cohorts.setdefault(workers, len(self._cohorts)))
-        self._named = OncePerSet(self._list_of)
-        self._split: dict[tuple[int, int], tuple[object, list[tuple[int | None, Workers]]]] = {}
+        self._by_bits = functools.cache(self._split)
         self._hosts = comparison.hosts
         if len(self._hosts) > MOST_IN_FULL:
             ill = (host for host in self._hosts if host.new_log or any(gpu.after for gpu in host.gpus))
@@ -210,7 +246,10 @@ class _Writer:
         for workers, number in self._cohorts.items():
             yield Cohort(number=number, workers=tuple(ranges.written(workers)), count=len(workers))
 
-    def _list_of(self, workers: Workers) -> Workers:
+    def _cohort(self, workers: Workers) -> int:
+        return self._cohorts.setdefault(workers, len(self._cohorts))
+
+    def _named(self, workers: Workers) -> Workers:
         """Return a list of workers as it is written: few names, or the number of a cohort."""
         is_short = len(workers) <= ranges.MOST_NAMED and not any(name.startswith(_COHORT) for name in workers)
         return workers if is_short else (f"{_COHORT}{self._cohort(workers)}",)
@@ -261,18 +300,11 @@ class _Writer:
                 )  # fmt: skip
                 yield rest, len(others)
 
-    def _by_bits(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
+    def _split(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
         """Split the workers of a row by the class of their bits; the smallest of many classes stay together."""
-        key = id(workers), id(classes)
-        if key not in self._split:
-            number = {name: place for place, names in enumerate(_largest(classes)[:MOST_CLASSES]) for name in names}
-            parts: dict[int | None, list[str]] = {}
-            for name in workers:
-                parts.setdefault(number.get(name), []).append(name)
-            whole = len(parts) == 1
-            found = [(bits, workers if whole else tuple(names)) for bits, names in parts.items()]
-            self._split[key] = (workers, classes), found  # with both, which keeps their identity
-        return self._split[key][1]
+        number = {name: place for place, names in enumerate(_largest(classes)[:MOST_CLASSES]) for name in names}
+        parts = gathered((number.get(name), name) for name in workers)
+        return [(bits, workers if len(parts) == 1 else tuple(names)) for bits, names in parts.items()]
 
     def _workers(self) -> tuple[list[Environment], list[dict[str, Any]]]:
         """Return what devices of one kind share, and an entry for each worker with what is its own."""
@@ -378,8 +410,7 @@ class _Reader:
         self._report = report
         self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in report.workers))}
         self._cohorts = {cohort.number: self._names(cohort) for cohort in report.cohorts}
-        self._orders: dict[tuple[int, ...], Workers] = {}
-        self._classes: dict[tuple[tuple[int, int | None], ...], tuple[Workers, ...]] = {}
+        self._order, self._classes_of = functools.cache(self._in_order), functools.cache(self._classes)
 
     def _names(self, cohort: Cohort) -> Workers:
         workers = tuple(ranges.unfolded(cohort.workers))
@@ -419,14 +450,11 @@ class _Reader:
             yield msgspec.structs.replace(worker, **whole)
 
     def _tensors(self) -> Iterator[TensorComparison]:
-        found: dict[tuple[str, ...], list[TableRow]] = {}
-        for outcome in self._report.outcomes:
-            key = (outcome.load_path, outcome.stage, outcome.layer, outcome.tensor)
-            found.setdefault(key, []).append(outcome)
+        found = gathered(((one.load_path, one.stage, one.layer, one.tensor), one) for one in self._report.outcomes)
         for outcomes in found.values():
             yield TensorComparison(
                 **{name: getattr(outcomes[0], name) for name in _OF_TENSOR},
-                classes=self._classes_of(outcomes),
+                classes=self._classes_of(tuple((outcome.cohort, outcome.bits) for outcome in outcomes)),
                 outcomes=tuple(
                     Outcome(
                         workers=self._cohort(one.cohort),
@@ -437,23 +465,35 @@ class _Reader:
                 workers=self._order(tuple(outcome.cohort for outcome in outcomes)),
             )
 
-    def _order(self, cohorts: tuple[int, ...]) -> Workers:
-        if cohorts not in self._orders:
-            names = [worker for number in cohorts for worker in self._cohort(number)]
-            if len(set(names)) != len(names):
-                raise ValueError("a worker with two outcomes of one tensor")
-            self._orders[cohorts] = tuple(sorted(names, key=self._places.__getitem__))
-        return self._orders[cohorts]
+    def _in_order(self, cohorts: tuple[int, ...]) -> Workers:
+        names = [worker for number in cohorts for worker in self._cohort(number)]
+        if len(set(names)) != len(names):
+            raise ValueError("a worker with two outcomes of one tensor")
+        return tuple(sorted(names, key=self._places.__getitem__))
 
-    def _classes_of(self, outcomes: Sequence[TableRow]) -> tuple[Workers, ...]:
-        key = tuple((outcome.cohort, outcome.bits) for outcome in outcomes)
-        if key not in self._classes:
-            classes: dict[int, list[str]] = {}
-            for cohort, bits in key:
-                if bits is not None:
-                    classes.setdefault(bits, []).extend(self._cohort(cohort))
-            self._classes[key] = tuple(
-                tuple(sorted(names, key=lambda name: (name != self._report.reference, self._places[name])))
-                for _, names in sorted(classes.items())
-            )
-        return self._classes[key]
+    def _classes(self, rows: tuple[tuple[int, int | None], ...]) -> tuple[Workers, ...]:
+        classes = gathered((bits, name) for cohort, bits in rows if bits is not None for name in self._cohort(cohort))
+        return tuple(
+            tuple(sorted(names, key=lambda name: (name != self._report.reference, self._places[name])))
+            for _, names in sorted(classes.items())
+        )
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema."""
+    (found,), components = msgspec.json.schema_components(
+        (ReportFile,), schema_hook=_schema_of, ref_template="#/$defs/{name}"
+    )
+    components["ReportFile"]["properties"]["schema"] = {"const": SCHEMA}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "report.json of consistency",
+        **found,
+        "$defs": components,
+    }
+
+
+def _schema_of(kind: type) -> dict[str, Any]:
+    if kind is Real:
+        return {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}
+    raise NotImplementedError(kind)

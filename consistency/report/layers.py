@@ -1,11 +1,13 @@
-"""The tolerance report in a terminal: layers, worst first, and what each architecture saw of them.
+"""The tolerance report: layers, worst first, and what each architecture saw of them; in a terminal and as CSV.
 
-Architectures are columns where they fit beside the longest name; otherwise each has a line below the layer. Names are
-never cut or broken: they are searched for.
+In a terminal architectures are columns where they fit beside the longest name; otherwise each has a line below the
+layer. Names are never cut or broken: they are searched for.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +27,7 @@ from consistency.comparison.layers import (
 )
 from consistency.comparison.result import BAD, Comparison
 from consistency.numerics.real import Real
-from consistency.report.console import Writer, make_console, stripped
+from consistency.report.console import Writer, make_console, padded, stripped
 from consistency.report.marks import MARKS, key, style_of
 from consistency.text import one_line
 
@@ -196,9 +198,9 @@ def _write_rows(write: Writer, rows: Sequence[_LayerRow], architectures: Sequenc
         _write_turned(write, rows, cells, architectures)
         return
     for number in (0, 1):
-        _print_columns(write, Text(), [title[number] for title in titles], label, widths)
+        write.console.print(padded([Text(), *(title[number] for title in titles)], [label, *widths]))
     for row, name, line in zip(rows, labels, texts, strict=True):
-        _print_columns(write, name, line, label, widths)
+        write.console.print(padded([name, *line], [label, *widths]))
         if row.note:
             write.line(row.note, indent=4, style="dim")
 
@@ -213,23 +215,7 @@ def _cell(write: Writer, shown: _ShownCell) -> Text:
     text = shown.text
     if len(shown.cell.classes) > 1:
         text += f"  {devices_text(shown.cell)}"
-    return write.text(text, _style(shown.cell))
-
-
-def _style(cell: LayerCell) -> str:
-    return style_of(cell.status)
-
-
-def _print_columns(write: Writer, label: Text, cells: Sequence[Text], room: int, widths: Sequence[int]) -> None:
-    line = Text("  ").append_text(label)
-    line.pad_right(room - label.cell_len)
-    for width, cell in zip(widths, cells, strict=True):
-        line.pad_right(_GAP)
-        padded = cell.copy()
-        padded.pad_right(width - cell.cell_len)
-        line.append_text(padded)
-    line.rstrip()
-    write.console.print(line)
+    return write.text(text, style_of(shown.cell.status))
 
 
 def _write_turned(
@@ -250,7 +236,7 @@ def _write_turned(
             cell = shown.cell
             line = write.text(f"    {one_line(name)}")
             line.pad_right(label + 4 + _GAP - line.cell_len)
-            line.append_text(write.text(shown.text, _style(cell)))
+            line.append_text(write.text(shown.text, style_of(cell.status)))
             devices = write.text(devices_text(cell), "dim" if len(cell.classes) <= 1 else "")
             if line.cell_len + _GAP + devices.cell_len <= write.console.width:
                 line.pad_right(_GAP)
@@ -258,3 +244,38 @@ def _write_turned(
             else:
                 write.console.print(line)
                 write.console.print(Padding(devices, (0, 0, 0, label + 4 + _GAP), expand=False))
+
+
+COLUMNS = (
+    "stage", "load_path", "layer", "tensor", "architecture", "workers", "status", "max_abs", "allowed", "ratio",
+    "max_ulp", "classes",
+)  # fmt: skip
+
+_FORMULA = ("=", "+", "-", "@")
+"""How a cell begins that a spreadsheet computes: names may come from a stranger."""
+
+
+def render_csv(layers: Iterable[LayerComparison]) -> Iterator[bytes]:
+    """Yield the titles, and the lines of each tensor; workers of one class are bitwise equal."""
+    yield _csv_line(COLUMNS)
+    for one in layers:
+        for architecture, cell in one.architectures.items():
+            names = (one.stage, one.load_path, one.layer, one.tensor, architecture, " ".join(cell.workers), cell.status)
+            figures = (cell.max_abs, cell.allowed, cell.ratio, cell.max_ulp)
+            classes = " | ".join(" ".join(workers) for workers in cell.classes)
+            yield _csv_line([*map(_csv_text, names), *map(_figure, figures), _csv_text(classes)])
+
+
+def _csv_line(cells: Iterable[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()
+
+
+def _csv_text(name: str) -> str:
+    text = one_line(name)
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def _figure(value: Real | int | None) -> str:
+    return "" if value is None else repr(value) if isinstance(value, int) else repr(float(value))

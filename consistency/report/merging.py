@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from consistency.capture.wording import and_more, some
 from consistency.comparison.merging import Advice, Merging, rounding_dominates, unexplained_change
+from consistency.comparison.outcomes import gathered
 from consistency.numerics.real import Real
 
 MERGING = "merging"
@@ -19,9 +20,7 @@ _MOST = 3  # lines of captures that differ in these figures
 
 def merging_texts(found: Sequence[Merging]) -> Iterator[str]:
     """Yield a line for the case, or one for each of several captures with figures of their own."""
-    texts: dict[str, list[str]] = {}
-    for one in found:
-        texts.setdefault(merging_text(one), []).append(one.worker)
+    texts = gathered((merging_text(one), one.worker) for one in found)
     for text, workers in list(texts.items())[:_MOST]:
         where = f" ({some(workers)})" if len(texts) > 1 else ""
         yield f"merged against unmerged{where}: {text}"

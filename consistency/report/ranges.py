@@ -38,6 +38,11 @@ def folded(names: Iterable[str]) -> list[str]:
     return [_pattern(name) for name in found]
 
 
+def patterns(names: Iterable[str]) -> list[str]:
+    """Return patterns that stand for these names, in their natural order."""
+    return folded(sorted(names, key=lambda name: [int(p) if p.isdigit() else p for p in _NUMBER.split(name)]))
+
+
 def unfolded(patterns: Iterable[str]) -> Iterator[str]:
     """Yield the names that patterns stand for; raise `ValueError` where they are too many."""
     count = 0

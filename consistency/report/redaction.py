@@ -17,6 +17,7 @@ import getpass
 import ipaddress
 import platform
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,6 @@ from consistency.case.recognition import name_of, repository_of
 from consistency.case.stages import Level, Stage
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
-from consistency.report.replacing import Replacements
 from consistency.text import without_credentials
 
 _HOME = re.compile(r"(?:/(?:export/)?(?:home|Users)/|[A-Za-z]:\\Users\\)([^\s/\\:'\"<>|,;)]+)")
@@ -83,26 +83,14 @@ _SHORTEST = 2
 
 @dataclass(slots=True, kw_only=True)
 class Redaction:
-    """Replaces texts; made by `redaction_of`.
+    """Replaces texts; made by `redaction_of`."""
 
-    Attributes
-    ----------
-    folders : dict of str to str
-        Known folders and their placeholders; what is below one keeps its place in it.
-    homes : tuple of str
-        Folders of which nothing below is kept.
-    names : dict of str to str
-        Hosts and users, and their placeholders.
-    exact : dict of str to str
-        Whole texts.
-    given : dict of str to str
-        Words of a command line that are no path by their form: replaced there, and in sentences.
-    """
-
+    # known folders and their placeholders; what is below one keeps its place in it
     folders: dict[str, str] = field(default_factory=dict)
-    homes: tuple[str, ...] = ()
-    names: dict[str, str] = field(default_factory=dict)
-    exact: dict[str, str] = field(default_factory=dict)
+    homes: tuple[str, ...] = ()  # folders of which nothing below is kept
+    names: dict[str, str] = field(default_factory=dict)  # hosts and users, and their placeholders
+    exact: dict[str, str] = field(default_factory=dict)  # whole texts
+    # words of a command line that are no path by their form: replaced there, and in sentences
     given: dict[str, str] = field(default_factory=dict)
     _paths: dict[str, str] = field(default_factory=dict)
     _uuids: dict[str, str] = field(default_factory=dict)
@@ -411,3 +399,61 @@ def _address(match: re.Match[str]) -> str:
     except ValueError:
         return found
     return "<address>"
+
+
+_WORD = re.compile(r"[A-Za-z0-9]+")
+
+
+@dataclass(slots=True)
+class Replacements:
+    """Texts and what stands in their place, tried in this order."""
+
+    of: Mapping[str, str]
+    # before, after: what a text must not follow, and not be followed by, as assertions of a regular expression. They
+    # exclude at least all letters and digits of ASCII.
+    before: str
+    after: str
+    _by_word: dict[str, list[int]] = field(init=False)
+    _always: list[int] = field(init=False)
+    _texts: tuple[str, ...] = field(init=False)
+    _may_begin: re.Pattern[str] = field(init=False)
+    _may_end: re.Pattern[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._texts = tuple(self.of)
+        self._may_begin, self._may_end = re.compile(self.before), re.compile(self.after)
+        words = [_WORD.findall(text) for text in self._texts]
+        common = Counter(word for some in words for word in set(some))
+        self._by_word, self._always = {}, []
+        for place, some in enumerate(words):
+            if some:
+                self._by_word.setdefault(min(some, key=lambda word: common[word]), []).append(place)
+            else:
+                self._always.append(place)
+
+    def __call__(self, text: str) -> str:
+        """Return a text in which all of them are replaced."""
+        for place in self._candidates(text):
+            name = self._texts[place]
+            if name in text:
+                text = self._replaced(text, name, self.of[name])
+        return text
+
+    def _replaced(self, text: str, name: str, instead: str) -> str:
+        """Return a text without one name: a regular expression of each would take longer to compile than to use."""
+        parts, done, start = [], 0, text.find(name)
+        while start >= 0:
+            end = start + len(name)
+            if self._may_begin.match(text, start) and self._may_end.match(text, end):
+                parts += [text[done:start], instead]
+                done = end
+            else:
+                end = start + 1
+            start = text.find(name, end)
+        return "".join([*parts, text[done:]])
+
+    def _candidates(self, text: str) -> Iterable[int]:
+        if not self._texts:
+            return ()
+        found = {place for word in _WORD.findall(text) for place in self._by_word.get(word, ())}
+        return sorted({*found, *self._always})

@@ -13,10 +13,9 @@ from consistency.capture.wording import counted, listed, some, time_of
 from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, Stage
-from consistency.comparison.by_worker import worst_error
-from consistency.comparison.coverage import Coverage, coverage
+from consistency.comparison.by_worker import Coverage, coverage, worst_error
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import WorkerSet
+from consistency.comparison.outcomes import names_in
 from consistency.comparison.result import BAD, Comparison, Divergence
 from consistency.comparison.suite import CaseResult, SuiteVerdict
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
@@ -57,22 +56,12 @@ _ALWAYS = ("equal", "within", "outside", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellText:
-    """A cell of the table of groups.
+    """A cell of the table of groups."""
 
-    Attributes
-    ----------
-    kind : str
-        Of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`.
-    spoken : str
-        The whole cell in words, for a screen reader.
-    place : str
-        The layer at which a mismatch begins, where the order of layers matters.
-    """
-
-    kind: str
+    kind: str  # of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`
     text: str
-    spoken: str
-    place: str = ""
+    spoken: str  # the whole cell in words, for a screen reader
+    place: str = ""  # the layer at which a mismatch begins, where the order of layers matters
 
     @property
     def mark(self) -> str:
@@ -315,12 +304,9 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     equal, others = [], []
     for path in filter(is_alternative, comparison.load_paths):
         tensors = [tensor for tensor in comparison.tensors if tensor.load_path == path]
-        wrong = WorkerSet()
-        for outcome in (outcome for tensor in tensors for outcome in tensor.outcomes):
-            if outcome.status in BAD:
-                wrong.take(outcome.workers)
-        if wrong.names:
-            bad, names = sum(tensor.is_wrong for tensor in tensors), some(_in_order(comparison, wrong.names))
+        wrong = names_in(row.workers for tensor in tensors for row in tensor.outcomes if row.status in BAD)
+        if wrong:
+            bad, names = sum(tensor.is_wrong for tensor in tensors), some(_in_order(comparison, wrong))
             others.append(("outside", f"load path {path}: ✗ {bad}/{len(tensors)} on {names}"))
         elif any(row.status not in ("skipped", "blocked") for tensor in tensors for row in tensor.outcomes):
             equal.append(path)

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from consistency.case.load_path import LoadPath
-from consistency.comparison.by_worker import worst_ratios
+from consistency.comparison.by_worker import worse, worst_ratios
 from consistency.comparison.outcomes import Workers, worst_of
 from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
 from consistency.comparison.suite import CaseResult, CaseStage
 from consistency.numerics.real import Real
 from consistency.report.findings import findings_of, reproducible
 from consistency.report.sentences import sentence
-from consistency.report.summary import is_larger, stages
+from consistency.report.summary import stages
 
 _MOST_DETAILS = 3  # lines of evidence; the case's own report has all
 
@@ -71,7 +71,7 @@ def _findings(comparison: Comparison) -> Iterator[Finding]:
 def _stage(stage: str, tensors: Sequence[TensorComparison], comparison: Comparison) -> CaseStage:
     """Return a stage's worst status, its worst ratio with its place, and its times."""
     counts: dict[str, int] = {}
-    worst: dict[tuple[int, str], tuple[Workers, Outcome]] = {}
+    worst: dict[tuple[Workers, str], Outcome] = {}
     worst_ratio, place, worker, first_bad = None, None, None, None
     for tensor in tensors:
         row = worst_of(tensor.outcomes)
@@ -79,13 +79,12 @@ def _stage(stage: str, tensors: Sequence[TensorComparison], comparison: Comparis
         if row.status in BAD and first_bad is None:
             first_bad = tensor.layer
         for one in tensor.outcomes:
-            key = (id(one.workers), tensor.load_path)
-            workers, known = worst.get(key, (one.workers, one))
-            worst[key] = workers, worst_of((known, one))
-            if one.share is not None and is_larger(one.share, worst_ratio):
-                worst_ratio, place, worker = one.share, tensor.name, one.workers[0]
+            key = (one.workers, tensor.load_path)
+            worst[key] = worst_of((worst.get(key, one), one))
+            if (share := one.share) is not None and worse(share, worst_ratio) is share:
+                worst_ratio, place, worker = share, tensor.name, one.workers[0]
     of_workers: dict[tuple[str, str], Outcome] = {}
-    for (_, load_path), (names, one) in worst.items():
+    for (names, load_path), one in worst.items():
         for name in names:
             of_workers[load_path, name] = worst_of((of_workers.get((load_path, name), one), one))
     listed = (worker.name for worker in comparison.workers)
@@ -94,7 +93,7 @@ def _stage(stage: str, tensors: Sequence[TensorComparison], comparison: Comparis
     in_order = [(path, name) for path in paths for name in order if (path, name) in of_workers]
     return CaseStage(
         stage=stage,
-        status=worst_of(row for _, row in worst.values()).status,
+        status=worst_of(worst.values()).status,
         counts=counts,
         worst_ratio=None if worst_ratio is None else Real(worst_ratio),
         worst_tensor=place,

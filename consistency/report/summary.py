@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.outcomes import OncePerSet, WorkerSet
+from consistency.comparison.by_worker import worse
+from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.result import BAD, Comparison, TensorComparison
 
 MOST_LINES = 8
@@ -24,29 +25,15 @@ _ORDER = {stage.value: place for place, stage in enumerate(Stage)}
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """The rows of one worker in one stage.
+    """The rows of one worker in one stage."""
 
-    Attributes
-    ----------
-    counts : dict of str to int
-        Tensors by status.
-    worst_ratio : float or None
-        Largest `ratio`; NaN is larger than any number.
-    first_bad : str or None
-        Layer of the first tensor with a mismatch.
-    first_place : int
-        Place of that tensor among all.
-    flag : str
-        Kind of an error that is about the stage of this worker although no tensor has a mismatch: `drift`, …
-    elsewhere : str
-        The case of the suite in which the stage was checked for this one too: it is about the host alone.
-    """
-
-    counts: dict[str, int] = field(default_factory=dict)
-    worst_ratio: float | None = None
-    first_bad: str | None = None
-    first_place: int = 0
+    counts: dict[str, int] = field(default_factory=dict)  # tensors by status
+    worst_ratio: float | None = None  # largest `ratio`; NaN is larger than any number
+    first_bad: str | None = None  # layer of the first tensor with a mismatch
+    first_place: int = 0  # place of that tensor among all
+    # kind of an error that is about the stage of this worker although no tensor has a mismatch: `drift`, …
     flag: str = ""
+    # the case of the suite in which the stage was checked for this one too: it is about the host alone
     elsewhere: str = ""
 
     @property
@@ -59,23 +46,17 @@ class Cell:
 
     def take_ratio(self, ratio: float | None) -> None:
         """Note a `ratio`, if it is the largest so far."""
-        if ratio is not None and is_larger(ratio, self.worst_ratio):
-            self.worst_ratio = float(ratio)
+        if ratio is not None:
+            self.worst_ratio = worse(float(ratio), self.worst_ratio)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Workers that are bitwise equal in everything, and their cells by stage.
-
-    Attributes
-    ----------
-    kinds : int
-        More than 1 where this line sums up all results without a line of their own.
-    """
+    """Workers that are bitwise equal in everything, and their cells by stage."""
 
     workers: tuple[str, ...]
     cells: dict[str, Cell]
-    kinds: int = 1
+    kinds: int = 1  # more than 1 where this line sums up all results without a line of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +97,8 @@ def groups(comparison: Comparison, load_path: str) -> list[Architecture]:
     flags = _flags(comparison, load_path)
     models: dict[str, list[str]] = {}
     same: dict[str, dict[object, list[str]]] = {}
-    took = WorkerSet()
-    for tensor in tensors if is_alternative(load_path) else ():
-        took.take(tensor.workers)
-    here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took.names}
+    took = names_in(tensor.workers for tensor in tensors) if is_alternative(load_path) else {}
+    here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took}
     for architecture in comparison.architectures:
         for name in architecture.workers:
             if name in here:
@@ -179,11 +158,6 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
     return found
 
 
-def is_larger(ratio: float, known: float | None) -> bool:
-    """Return whether a `ratio` is larger than the largest so far; NaN is larger than any number."""
-    return known is None or math.isnan(ratio) or ratio > known
-
-
 def class_text(classes: Sequence[Sequence[str]]) -> str:
     """Write classes of agreement as `{cpu, cuda:0} {cuda:1}`, the first few workers of the first few classes."""
     texts = ["{" + some(names, 4) + "}" for names in classes[:_MOST_CLASSES]]
@@ -214,24 +188,21 @@ def _flags(comparison: Comparison, load_path: str) -> dict[str, dict[str, str]]:
 
 def _mismatches_elsewhere(comparison: Comparison, load_path: str) -> Set[tuple[str, str]]:
     """Return the stages and workers with a mismatch on another load path."""
-    wrong: dict[str, WorkerSet] = {}
-    for tensor in comparison.tensors:
-        for row in tensor.outcomes if tensor.load_path != load_path else ():
-            if row.status in BAD:
-                wrong.setdefault(tensor.stage, WorkerSet()).take(row.workers)
-    return {(stage, worker) for stage, found in wrong.items() for worker in found.names}
+    others = [tensor for tensor in comparison.tensors if tensor.load_path != load_path]
+    wrong = gathered((tensor.stage, row.workers) for tensor in others for row in tensor.outcomes if row.status in BAD)
+    return {(stage, worker) for stage, sets in wrong.items() for worker in names_in(sets)}
 
 
 def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
     """Return a number per worker; equal for workers of the same class and status in every tensor."""
     numbers: dict[tuple[int, int, int, str], int] = {}  # by a worker's rows so far, and the next one
     found: dict[str, int] = {}
-    known: dict[tuple[object, ...], object] = {}  # tensors at which the same workers are alike tell nothing new
+    known: set[object] = set()  # tensors at which the same workers are alike tell nothing new
     for place, tensor in enumerate(tensors):
-        alike = (tuple(map(id, tensor.classes)), tuple((row.status, id(row.workers)) for row in tensor.outcomes))
+        alike = (tensor.classes, tuple((row.status, row.workers) for row in tensor.outcomes))
         if alike in known:
             continue
-        known[alike] = tensor.classes, tensor.outcomes  # which keep their identity
+        known.add(alike)
         classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
         for row in tensor.outcomes:
             for worker in row.workers:
@@ -243,7 +214,7 @@ def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
 def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, dict[str, Cell]]:
     """Return the cells of these workers, by worker and stage."""
     found: dict[str, dict[str, Cell]] = {}
-    wanted = OncePerSet(lambda names: [name for name in names if name in workers])
+    wanted = functools.cache(lambda names: [name for name in names if name in workers])
     for place, tensor in enumerate(tensors):
         for row, worker in ((one, worker) for one in tensor.outcomes for worker in wanted(one.workers)):
             cell = found.setdefault(worker, {}).setdefault(tensor.stage, Cell())

@@ -1,28 +1,34 @@
-"""The report that a person reads in a terminal: the verdict, what to do about it, and a table at a glance."""
+"""What a person reads in a terminal: the report of a run, a suite, two weight files, or the state of a machine."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from consistency.capture.wording import and_more, counted, size
+from consistency.capture.wording import and_more, counted, size, some
 from consistency.case.stages import Stage
+from consistency.comparison.findings.host import MOST_ADVICE, about, advise
 from consistency.comparison.outcomes import worst_of
-from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison
+from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
 from consistency.comparison.suite import SuiteResult
-from consistency.report.console import Writer, make_console, stripped
+from consistency.devices.seen import FIRST_STEPS, unseen
+from consistency.report.console import Writer, make_console, stripped, without_trailing_blanks
 from consistency.report.copy_matrix import write_matrices
 from consistency.report.document import EXPLAINED, Document, Group, ResultTable, Row
+from consistency.report.documents import document_of, of_comparison, seconds
+from consistency.report.findings import is_command
 from consistency.report.formats import View
 from consistency.report.marks import style_of
-from consistency.report.of_suite import document_of, seconds
 from consistency.report.sentences import CellText
 from consistency.report.summarize import with_load_path
 from consistency.report.summary import class_text
+from consistency.text import one_line
 
 MOST_ROWS = 20
 """Cases in a table: with verdict and findings, a screen."""
@@ -268,3 +274,100 @@ def _worst(tensor: TensorComparison) -> str:
     if row.status in BAD and row.worst_index is not None:
         parts.append(f"at {list(row.worst_index)}")
     return ", ".join(parts)
+
+
+_MOST_OF_FILES = 20
+
+
+def print_diff(
+    comparison: Comparison,
+    console: Console,
+    *,
+    elapsed_s: float | None = None,
+    verbose: bool = False,
+    folder: str | None = None,
+) -> None:
+    """Print the comparison of two weight files."""
+    with without_trailing_blanks(console):
+        write = Writer(console)
+        facts = [comparison.dtype, counted(len(comparison.tensors), "tensor")]
+        facts += [] if elapsed_s is None else [f"{elapsed_s:.2f} s"]
+        document = dataclasses.replace(of_comparison(comparison, View()), facts=tuple(facts))
+        write_head(write, document, title="consistency diff")
+        findings = list(map(_in_lines, comparison.findings))
+        write.findings(f for f in findings if f.severity != "note")
+        shown = [t for t in comparison.tensors if verbose or t.is_wrong]
+        if shown:
+            limit = len(shown) if verbose else _MOST_OF_FILES
+            titles = ("tensor", "shape", "dtype", "", "differ", "largest", "ulp")
+            write.table(titles, map(_file_cells, shown[:limit]), left_out=len(shown) - limit)
+        write.notes(findings)
+        if folder is not None:
+            write.line(f"report: {folder}")
+
+
+def _in_lines(finding: Finding) -> Finding:
+    detail = tuple(map(one_line, finding.detail))
+    if more := and_more(len(finding.tensors) - len(detail)) if detail else "":
+        detail = (*detail, more)
+    return msgspec.structs.replace(finding, message=one_line(finding.message), detail=detail)
+
+
+def _has_other_sign(row: Outcome) -> bool:
+    """Return whether the worst element has the other sign: its steps through all numbers around 0 say nothing."""
+    values = [row.evidence.get(name) for name in ("actual", "expected")]
+    signs = [math.copysign(1, value) for value in values if isinstance(value, float) and value]
+    return len(set(signs)) > 1
+
+
+def _file_cells(tensor: TensorComparison) -> list[str]:
+    row = tensor.outcomes[-1]
+    cells = [f"{tensor.layer}.{tensor.tensor}", "×".join(map(str, tensor.shape)) or "scalar", tensor.dtype]
+    cells.append(row.word or row.status)
+    if row.status == "outside" and row.mismatched is not None:
+        cells += [f"{row.mismatched} of {row.elements}", f"{float(row.max_abs or 0):.3g}"]
+        cells.append("" if row.max_ulp is None else "across 0" if _has_other_sign(row) else str(row.max_ulp))
+    return list(map(one_line, cells))
+
+
+def print_doctor(comparison: Comparison, console: Console, *, elapsed_s: float, folder: str | None = None) -> None:
+    """Print the state of this machine."""
+    with without_trailing_blanks(console):
+        write = Writer(console)
+        document = of_comparison(comparison, View(elapsed_s=elapsed_s))
+        write_head(write, document)
+        write_tables(write, document)
+        write_matrices(write, comparison.tensors)
+        for host_facts in comparison.hosts:
+            for text in about(host_facts):
+                write.line(text)
+            console.print()
+        _fix(write, comparison)
+        _first_run(write, comparison)
+        write.notes(comparison.findings)
+        if folder is not None:
+            write.line(f"report and captures: {folder}")
+
+
+def _first_run(write: Writer, comparison: Comparison) -> None:
+    """Say that nobody is known to have run this tool on such a device, and how to see what it does there."""
+    real = [worker for worker in comparison.workers if not worker.simulated]
+    models = unseen((worker.name.partition(":")[0], worker.model) for worker in real)
+    if models:
+        write.line(f"no run on {some(models)} is known yet: {FIRST_STEPS} has ten commands to see what it does there")
+
+
+def _fix(write: Writer, comparison: Comparison) -> None:
+    found = advise(comparison)
+    if not found:
+        write.line("nothing to fix", style="bold")
+        return
+    write.line("fix first:", style="bold")
+    for number, advice in enumerate(found[:MOST_ADVICE], start=1):
+        write.line(f"{number:<3}{advice.what}", style="red" if advice.urgent else "yellow")
+        if advice.fix is not None and is_command(advice.fix):
+            write.step(advice.fix)
+        elif advice.fix is not None:
+            write.line(advice.fix, indent=5)
+    if rest := and_more(len(found) - MOST_ADVICE):
+        write.line(f"{rest}: --json has all of them")

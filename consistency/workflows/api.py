@@ -17,11 +17,11 @@ from consistency.comparison.site_groups import NO_GROUPS, read_site_groups
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
 from consistency.launch.engine import Watcher
-from consistency.report.problems import problems
+from consistency.report.findings import problems
 from consistency.workflows import comparing, pipeline, suite
-from consistency.workflows.judging import opened_baseline, opened_history
+from consistency.workflows.judging import opened_past
 from consistency.workflows.pipeline import Report
-from consistency.workflows.saved_report import read_comparison
+from consistency.workflows.report_folder import read_comparison
 
 __all__ = [
     "Comparison",
@@ -94,8 +94,7 @@ def run(
         target,
         watch=watch or (lambda *_: None),
         replace=replace,
-        history=opened_history(history),
-        baseline=opened_baseline(baseline),
+        past=opened_past(history, baseline),
     )
 
 
@@ -149,8 +148,7 @@ def run_suite(
         None if out is None else Path(out),
         watch=watch or (lambda *_: None),
         replace=replace,
-        history=opened_history(history),
-        baseline=opened_baseline(baseline),
+        past=opened_past(history, baseline),
         fail_fast=fail_fast,
     )
 
@@ -171,8 +169,7 @@ def compare(
         [one if isinstance(one, Capture) else as_text(one) for one in captures],
         None,
         groups=found,
-        history=opened_history(history),
-        baseline=opened_baseline(baseline),
+        past=opened_past(history, baseline),
     )
 
 

@@ -48,27 +48,16 @@ _Known = frozenset[tuple[str, str]]
 
 
 class DrillRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one fault.
-
-    Attributes
-    ----------
-    worker : str
-        Where it was planted.
-    named : str or None
-        Kind of the first finding about that worker.
-    found : bool
-        Whether there is a finding about that worker, and none about another.
-    planted : bool
-        False where the fault would change nothing in this case, or this host lacks the devices; `message` says why.
-    """
+    """The outcome of one fault."""
 
     fault: str
     case: str | None
-    worker: str
+    worker: str  # where it was planted
     expected: str
-    named: str | None
-    found: bool
+    named: str | None  # kind of the first finding about that worker
+    found: bool  # whether there is a finding about that worker, and none about another
     message: str
+    # false where the fault would change nothing in this case, or this host lacks the devices; `message` says why
     planted: bool = True
 
     @property
@@ -88,28 +77,16 @@ class ListedFault(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One fault and the worker that gets it.
-
-    Attributes
-    ----------
-    expected : str
-        Kind of the finding that has to name it in this case.
-    why_not : str
-        Why it is not planted.
-    planned : PlannedCase or None
-        Its case, if it is.
-    may_lack_cause : bool
-        Whether the finding may be of the fault's kind `without_form`: of LoRA alone each cause is searched for.
-    known : frozenset of tuple of str
-        Kind and worker of the warnings that the case has without a fault, which say nothing of one.
-    """
+    """One fault and the worker that gets it."""
 
     fault: Fault
     worker: str
-    expected: str
-    why_not: str = ""
-    planned: PlannedCase | None = None
+    expected: str  # kind of the finding that has to name it in this case
+    why_not: str = ""  # why it is not planted
+    planned: PlannedCase | None = None  # its case, if it is
+    # whether the finding may be of the fault's kind `without_form`: of LoRA alone each cause is searched for
     may_lack_cause: bool = False
+    # kind and worker of the warnings that the case has without a fault, which say nothing of one
     known: _Known = frozenset()
 
 

@@ -22,8 +22,8 @@ from consistency.devices.discovery import auto_choice, discover, why_unusable
 from consistency.devices.spec import DeviceInfo
 from consistency.devices.vendors import PLATFORMS
 from consistency.errors import first_line
+from consistency.report.documents import environment_texts
 from consistency.report.markdown import folded
-from consistency.report.of_comparison import environment_texts
 from consistency.report.redaction import redaction_of
 
 _LIBRARIES = ("torch", "transformers", "peft", "safetensors", "accelerate", "numpy")
@@ -43,24 +43,12 @@ class HostDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """What an issue has to state of a host.
+    """What an issue has to state of a host."""
 
-    Attributes
-    ----------
-    consistency : str
-        Version of this tool.
-    environment : dict
-        As a worker on the CPU records it: versions, threads, kernels in force, variables.
-    devices : tuple of HostDevice
-        In the order of `consistency devices`.
-    no_devices : str
-        Where torch is built for accelerators and finds none: the reason.
-    """
-
-    consistency: str
-    environment: dict[str, Any]
-    devices: tuple[HostDevice, ...]
-    no_devices: str = ""
+    consistency: str  # version of this tool
+    environment: dict[str, Any]  # as a worker on the CPU records it: versions, threads, kernels in force, variables
+    devices: tuple[HostDevice, ...]  # in the order of `consistency devices`
+    no_devices: str = ""  # where torch is built for accelerators and finds none: the reason
 
 
 def read_host_environment() -> HostEnvironment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -82,72 +83,72 @@ def compare_captures(
     return comparison
 
 
-def judged(
-    captures: Sequence[Capture],
-    comparison: Comparison,
-    out: Path | None,
-    *,
-    history: History | None,
-    baseline: Baseline | None,
-) -> Comparison:
-    """Return a comparison with what a history and a baseline say of it; it is added to the history.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """Earlier runs and accepted findings that a result is held against; there may be neither."""
 
-    `out` is the folder that its report will be in.
-    """
+    history: History | None = None
+    baseline: Baseline | None = None
+
+    def judged(self, captures: Sequence[Capture], comparison: Comparison, out: Path | None) -> Comparison:
+        """Return a comparison with what both say of it; it is added to the history.
+
+        `out` is the folder that its report will be in.
+        """
+        if self.history is None:
+            comparison = self.accepted(comparison)
+        else:
+            from consistency.comparison.history.drift import add_run
+
+            comparison = add_run(self.history, captures, comparison, self.baseline, report=resolved(out))
+        if self.baseline is None:
+            return comparison
+        from consistency.comparison.history.baseline import with_stale
+
+        return with_stale(self.baseline, comparison)
+
+    def accepted(self, comparison: Comparison) -> Comparison:
+        """Return a comparison without the findings that the baseline accepts."""
+        if self.baseline is None:
+            return comparison
+        from consistency.comparison.history.baseline import apply
+
+        return apply(self.baseline, comparison)
+
+    def suite_entry(self) -> SuiteEntry | None:
+        """Return the entry that the cases of a suite are to be added to; None without a history."""
+        if self.history is None:
+            return None
+        from consistency.comparison.history.suite import SuiteEntry
+
+        return SuiteEntry(self.history, self.baseline)
+
+    def noted(self, case: str, out: Path | None = None) -> AbstractContextManager[None]:
+        """Note in the history, if there is one, that a run has started, until it has an entry."""
+        if self.history is None:
+            return nullcontext()
+        from consistency.comparison.history import store
+
+        return store.noted(self.history, case, report=resolved(out))
+
+
+NO_PAST = Past()
+
+
+def opened_past(history: str | os.PathLike[str] | None, baseline: str | os.PathLike[str] | None) -> Past:
+    """Return the history at a folder or URL and the baseline in a file, where they are given."""
+    found = NO_PAST
     if history is not None:
-        from consistency.comparison.history.drift import add_run
+        from consistency.comparison.history.store import History
 
-        report = "" if out is None else str(out.resolve())
-        comparison = add_run(history, captures, comparison, baseline, report=report)
-    else:
-        comparison = accepted(comparison, baseline)
-    if baseline is None:
-        return comparison
-    from consistency.comparison.history.baseline import with_stale
+        found = replace(found, history=History(os.fspath(history)))
+    if baseline is not None:
+        from consistency.comparison.history.baseline import read_baseline
 
-    return with_stale(baseline, comparison)
+        found = replace(found, baseline=read_baseline(Path(baseline)))
+    return found
 
 
-def accepted(comparison: Comparison, baseline: Baseline | None) -> Comparison:
-    """Return a comparison without the findings that a baseline accepts."""
-    if baseline is None:
-        return comparison
-    from consistency.comparison.history.baseline import apply
-
-    return apply(baseline, comparison)
-
-
-def suite_entry(history: History | None, baseline: Baseline | None) -> SuiteEntry | None:
-    """Return the entry that the cases of a suite are to be added to; None without a history."""
-    if history is None:
-        return None
-    from consistency.comparison.history.suite import SuiteEntry
-
-    return SuiteEntry(history, baseline)
-
-
-def noted(history: History | None, case: str, *, report: str) -> AbstractContextManager[None]:
-    """Note in a history, if there is one, that a run has started, until it has an entry."""
-    if history is None:
-        return nullcontext()
-    from consistency.comparison.history import unfinished
-
-    return unfinished.noted(history, case, report=report)
-
-
-def opened_history(url: str | os.PathLike[str] | None) -> History | None:
-    """Return the history at a folder or URL; None without one."""
-    if url is None:
-        return None
-    from consistency.comparison.history.store import History
-
-    return History(os.fspath(url))
-
-
-def opened_baseline(path: str | os.PathLike[str] | None) -> Baseline | None:
-    """Return the baseline in a file; None without one."""
-    if path is None:
-        return None
-    from consistency.comparison.history.baseline import read_baseline
-
-    return read_baseline(Path(path))
+def resolved(out: Path | None) -> str:
+    """Return the folder of a report as a history names it; empty without one."""
+    return "" if out is None else str(out.resolve())

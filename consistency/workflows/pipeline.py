@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from consistency.capture.claim import claim_of, claimed, scratch_folder
 from consistency.capture.folder import Capture
@@ -15,14 +17,16 @@ from consistency.capture.reader import read_capture
 from consistency.capture.transport import deliver, is_remote, refuse_to_replace, travels
 from consistency.case.budget.fit import Budget
 from consistency.case.case import Case
+from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
+from consistency.case.stages import MODEL_LESS, SPECS
 from consistency.comparison.result import Comparison, Finding, with_provenance
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, engine
-from consistency.launch.plan import plan_waves
-from consistency.workflows.judging import compare_captures, judged, noted, read_captures
+from consistency.launch.plan import default_load_paths, plan_waves
+from consistency.workflows.judging import NO_PAST, Past, compare_captures, read_captures
 from consistency.workflows.planning import budget_of
 from consistency.workflows.report_folder import (
     CAPTURES,
@@ -33,30 +37,18 @@ from consistency.workflows.report_folder import (
     write_reports,
 )
 
-if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
-    from consistency.comparison.history.store import History
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A valid case, the devices it runs on, and how long it may take.
-
-    Attributes
-    ----------
-    faults : mapping of str to str
-        Fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself.
-    engine : str
-        What runs the workers, of `consistency.launch.engine`.
-    stages : mapping of str to sequence of (str, float)
-        By worker its stages, with their shares of its time.
-    """
+    """A valid case, the devices it runs on, and how long it may take."""
 
     case: Case
     devices: tuple[DeviceInfo, ...]
     limits: Limits
+    # fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself
     faults: Mapping[str, str] = field(default_factory=dict)
-    engine: str = LOCAL
+    engine: str = LOCAL  # what runs the workers, of `consistency.launch.engine`
+    # by worker its stages, with their shares of its time
     stages: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
 
 
@@ -165,8 +157,7 @@ def run(
     *,
     watch: Watcher,
     replace: bool = False,
-    history: History | None = None,
-    baseline: Baseline | None = None,
+    past: Past = NO_PAST,
 ) -> Report:
     """Capture, compare and report.
 
@@ -176,22 +167,34 @@ def run(
         Folder for the files of the report and `captures/`; None keeps nothing.
     replace : bool
         Overwrite what an earlier run left in `out`.
-    history : History, optional
-        Earlier runs to compare with and append to.
-    baseline : Baseline, optional
-        Accepted findings.
+    past : Past
+        Earlier runs to compare with and append to, and accepted findings.
     """
     started = time.monotonic()
     if out is not None:
         refuse_among_weights(out, *folders_of(plan.case))
-    report = "" if out is None else str(out.resolve())
-    with output(out, replace=replace) as folder, noted(history, plan.case.name, report=report):
+    with output(out, replace=replace) as folder, past.noted(plan.case.name, out):
         left = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
         remove_reports(folder)
         captures, unread = read_captures(left.captures)
         comparison = compare_captures(captures, unread=[*left.lost, *unread])
-        comparison = judged(captures, comparison, out, history=history, baseline=baseline)
+        comparison = past.judged(captures, comparison, out)
         elapsed_s = time.monotonic() - started
         comparison = with_provenance(comparison, elapsed_s)
         comparison = write_reports(comparison, out)
     return Report(comparison=comparison, folder=out, elapsed_s=elapsed_s)
+
+
+_STAGES = tuple(stage for stage in MODEL_LESS if SPECS[stage].levels)
+"""Those that some level runs: the others are for who asks for them."""
+
+
+def doctor_plan(options: Options) -> Plan:
+    """Return the plan of a run of the stages of a level that need no model, at the level and on the devices given.
+
+    Several accelerators are visible to one another, in one wave: alone with its device a worker sees no pair.
+    """
+    plan = plan_of(Case(name="doctor", base="", stages=_STAGES, level=options.level), options)
+    if LoadPath.SHARED not in default_load_paths(plan.devices):
+        return plan
+    return dataclasses.replace(plan, case=msgspec.structs.replace(plan.case, load_paths=(LoadPath.SHARED,)))

@@ -1,20 +1,28 @@
-"""Which planted faults apply to a case: what a fault needs, and the sentence for a case that does not have it.
+"""What a fault of the drill needs of a case, the sentence for a case that does not have it, and the second adapter.
 
 Known from headers and from a healthy run of the case, so that no fault is planted where nothing would change.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from consistency.capture.claim import scratch_folder
 from consistency.capture.names import WEIGHT
 from consistency.case.adapter_fit import read_adapter
+from consistency.case.builtin import BUILTIN_CASES, builtin_folder
 from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
+from consistency.case.named_adapters import NamedAdapter
 from consistency.case.stages import SPECS, Stage
 from consistency.comparison.result import Comparison
 from consistency.numerics.rules import Rule
@@ -27,42 +35,23 @@ _ON_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGenera
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is known of a case.
-
-    Attributes
-    ----------
-    config, tensors : mapping
-        Of the adapter; empty where there is none.
-    base_config : mapping
-        Empty where a function makes the base.
-    file_dtypes : frozenset of str
-        As the headers of the base's files name them.
-    dtype : str
-        That the base is loaded in.
-    workers, ranks : int
-        How many devices are compared, and how many of one type, which form a group.
-    unchecked : mapping of Stage to str
-        Stages that checked nothing of the case in a healthy run, with the reason.
-    judged : frozenset of str or None
-        Names of what a healthy run judged; None where there was none.
-    has_form : bool
-        Whether merged weights have a closed form.
-    splits : bool
-        Whether ranks that hold one model by a plan hold parts of the adapter's tensors.
-    """
+    """What is known of a case."""
 
     has_adapter: bool
-    dtype: str
+    dtype: str  # that the base is loaded in
+    # workers, ranks: how many devices are compared, and how many of one type, which form a group
     workers: int
     ranks: int = 1
+    # config, tensors: of the adapter; empty where there is none
     config: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, TensorHeader] = field(default_factory=dict)
-    base_config: Mapping[str, Any] = field(default_factory=dict)
-    file_dtypes: frozenset[str] = frozenset()
+    base_config: Mapping[str, Any] = field(default_factory=dict)  # empty where a function makes the base
+    file_dtypes: frozenset[str] = frozenset()  # as the headers of the base's files name them
+    # stages that checked nothing of the case in a healthy run, with the reason
     unchecked: Mapping[Stage, str] = field(default_factory=dict)
-    judged: frozenset[str] | None = None
-    has_form: bool = True
-    splits: bool = True
+    judged: frozenset[str] | None = None  # names of what a healthy run judged; None where there was none
+    has_form: bool = True  # whether merged weights have a closed form
+    splits: bool = True  # whether ranks that hold one model by a plan hold parts of the adapter's tensors
 
     def of_lora(self, part: str) -> list[str]:
         """Return the layers whose tensor of this part (`lora_A`, `lora_B`) the adapter's file holds."""
@@ -253,3 +242,43 @@ _REASONS: dict[Need, Callable[[Subject], str]] = {
         "" if subject.base_config.get("quantization_config") else "the base is not quantized"
     ),
 }  # fmt: skip
+
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_OF_LAYERS = "base_model.model."
+_HEADER_SIZE = 8
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Per element, of the dtypes that are reversed: an integer is an index, and has to stay one."""
+
+
+@contextmanager
+def several_adapters(first: Path | None = None) -> Iterator[tuple[NamedAdapter, ...] | None]:
+    """Yield an adapter and a second one, which exists for as long as a `with` block takes.
+
+    Without an argument the first is that of the first built-in case. None where its weights are in no safetensors file.
+    """
+    first = first or builtin_folder(BUILTIN_CASES[0]) / "adapter"
+    if not (first / _WEIGHTS).is_file():
+        yield None
+        return
+    with scratch_folder("second-adapter") as scratch:
+        second = second_adapter(first, scratch / "second")
+        yield NamedAdapter(name="first", path=str(first)), NamedAdapter(name="second", path=str(second))
+
+
+def second_adapter(first: Path, folder: Path) -> Path:
+    """Write a second adapter to a folder, which is made, and return that."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(first / _CONFIG, folder / _CONFIG)
+    data = bytearray((first / _WEIGHTS).read_bytes())
+    start = _HEADER_SIZE + int.from_bytes(data[:_HEADER_SIZE], "little")
+    tensors = json.loads(data[_HEADER_SIZE:start])
+    # what methods as VeRA share between layers has to be the same in all adapters of a model
+    own = [name for name in tensors if name.startswith(_OF_LAYERS)] or list(tensors)
+    for name, held in tensors.items():
+        if name in own and (size := _BYTES.get(held.get("dtype"))):
+            begin, end = held["data_offsets"]
+            tensor = np.frombuffer(data, dtype=f"u{size}", count=(end - begin) // size, offset=start + begin)
+            tensor[:] = tensor[::-1].copy()
+    (folder / _WEIGHTS).write_bytes(data)
+    return folder

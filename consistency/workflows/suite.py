@@ -28,14 +28,13 @@ from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.devices.discovery import select
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, Watcher, engine
-from consistency.report.formats import Chosen, Subject, View, formats
+from consistency.report.formats import Chosen, View, formats
 from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
+from consistency.workflows.judging import NO_PAST, Past
 from consistency.workflows.planning import budgets_of, cases_at_once
 
 if TYPE_CHECKING:
-    from consistency.comparison.history.baseline import Baseline
-    from consistency.comparison.history.store import History
     from consistency.comparison.history.suite import SuiteEntry
 
 
@@ -60,17 +59,12 @@ class PlannedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """Cases in the order of their report, and what they share.
-
-    Attributes
-    ----------
-    faults : mapping of str to mapping
-        Faults to plant, as in `Plan`, by name of the case.
-    """
+    """Cases in the order of their report, and what they share."""
 
     name: str
     cases: tuple[PlannedCase, ...]
     limits: Limits
+    # faults to plant, as in `Plan`, by name of the case
     faults: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     engine: str = LOCAL
 
@@ -124,8 +118,7 @@ def run_suite(
     *,
     watch: Watcher,
     replace: bool = False,
-    history: History | None = None,
-    baseline: Baseline | None = None,
+    past: Past = NO_PAST,
     each: Callable[[str, Comparison], None] = lambda _name, _comparison: None,
     fail_fast: bool = False,
 ) -> SuiteResult:
@@ -142,17 +135,16 @@ def run_suite(
         Leave the other cases unchecked as soon as one is not consistent.
     """
     started = time.monotonic()
-    entry = judging.suite_entry(history, baseline)
+    entry = past.suite_entry()
     plan.check_place(out)
-    report = "" if out is None else str(out.resolve())
     with (
         suite_output(out, replace=replace) as folder,
-        judging.noted(history, plan.name, report=report),
+        past.noted(plan.name, out),
         closing(captured(plan, folder, report_folder.CAPTURES, watch=watch)) as ended,
     ):
         results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
         for one, captures in ended:
-            results[one.name] = _finish(one, captures, folder, baseline=baseline, entry=entry, each=each)
+            results[one.name] = _finish(one, captures, folder, past, entry, each)
             if out is None:
                 shutil.rmtree(folder / one.folder, ignore_errors=True)
             if fail_fast and results[one.name].verdict != "consistent":
@@ -167,7 +159,7 @@ def run_suite(
             elapsed_s=time.monotonic() - started,
         )
         suite = write_suite(suite, out)
-        return suite if entry is None else entry.commit(suite, report=report)
+        return suite if entry is None else entry.commit(suite, report=judging.resolved(out))
 
 
 def capture_suite(
@@ -213,8 +205,7 @@ def _finish(
     one: PlannedCase,
     captured: Captured,
     folder: Path,
-    *,
-    baseline: Baseline | None,
+    past: Past,
     entry: SuiteEntry | None,
     each: Callable[[str, Comparison], None],
 ) -> CaseResult:
@@ -226,10 +217,7 @@ def _finish(
         comparison = judging.compare_captures(captures, unread=[*captured.lost, *unread])
     except ConsistencyError as error:
         return _of_error(one, error)
-    if entry is not None:
-        comparison = entry.add(one.name, captures, comparison)
-    else:
-        comparison = judging.accepted(comparison, baseline)
+    comparison = past.accepted(comparison) if entry is None else entry.add(one.name, captures, comparison)
     comparison = with_provenance(comparison, slowest_s(comparison))
     comparison = report_folder.write_reports(comparison, folder / one.folder)
     each(one.name, comparison)
@@ -241,7 +229,7 @@ def write_suite(suite: SuiteResult, out: Path | None) -> SuiteResult:
     if out is None:
         return suite
     view = View(elapsed_s=suite.elapsed_s, folder=str(out))
-    texts = report_folder.write_all(out, formats(Chosen.OUT, Subject.SUITE), suite, view)
+    texts = report_folder.write_all(out, formats(Chosen.OUT, of_suite=True), suite, view)
     return msgspec.structs.replace(suite, unwritten=tuple(texts))
 
 
@@ -289,8 +277,8 @@ def suite_output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ())
     def has_complete_cases(folder: Path) -> bool:
         return any((folder / CASES).glob("*/report.json")) or any((folder / CASES).glob(f"*/{MANIFEST}"))
 
-    writes = (*(row.name for row in formats(Chosen.OUT, Subject.SUITE)), CASES)
+    writes = (*(row.name for row in formats(Chosen.OUT, of_suite=True)), CASES)
     with report_folder.output(out, replace=replace, reads=reads, writes=writes, keeps=has_complete_cases) as folder:
-        report_folder.remove_reports(folder, Subject.SUITE)  # first: it states the verdict of cases that are removed
+        report_folder.remove_reports(folder, of_suite=True)  # first: it states the verdict of cases that are removed
         shutil.rmtree(folder / CASES, ignore_errors=True)
         yield folder

@@ -20,7 +20,7 @@ from consistency.comparison.history.store import History
 from consistency.errors import CaptureError, UsageError
 from consistency.report.status.reading import read_status
 from consistency.workflows.comparing import compare_folders
-from consistency.workflows.saved_report import read_comparison
+from consistency.workflows.report_folder import read_comparison
 from tests.comparison.history.made_fleets import fleet_history
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture

@@ -15,7 +15,7 @@ from consistency.case.reading import gather_options, make_options
 from consistency.case.stages import Stage
 from consistency.case.suite import gather_suite
 from consistency.errors import UsageError
-from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.plantable import several_adapters
 
 ONE_TWO = (NamedAdapter(name="one", path="./x"), NamedAdapter(name="two", path="org/y"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from consistency.cli.eta import Eta, format_eta
+from consistency.cli.progress import Eta, format_eta
 from consistency.worker.protocol import Event, EventKind
 
 STAGES = [("start", 0.1), ("load base", 0.1), ("base", 0.2), ("merged", 0.6)]

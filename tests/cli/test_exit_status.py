@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from consistency.cli import main as command_line
-from consistency.cli.exit_status import EXIT_STATUS
 from consistency.cli.main import build_parser, main
+from consistency.cli.parser import EXIT_STATUS
 from consistency.workflows import bisect, drill
 from consistency.workflows.reproduce import folder
 

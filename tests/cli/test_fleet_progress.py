@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from consistency.cli.fleet_progress import fleet_progress
+from consistency.cli.fleet import fleet_progress
 from consistency.workflows.fleet.following import NodeState, Progress
 
 

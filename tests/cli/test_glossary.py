@@ -13,22 +13,21 @@ from consistency.capture.engine_causes import Cause
 from consistency.capture.records import RecordStatus, WorkerStatus
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import LEVELS, SPECS, Level, Model, Stage
-from consistency.cli.exit_status import EXIT_STATUS, OF_EVERY_COMMAND
 from consistency.cli.glossary import GlossaryEntry, explained, glossary, known_words
+from consistency.cli.parser import EXIT_STATUS, OF_EVERY_COMMAND
 from consistency.comparison.history.changes import ChangeKind
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison.kinds import FindingKind, SuiteVerdict
 from consistency.comparison.outcomes import Status
 from consistency.comparison.result import Severity, Verdict
 from consistency.errors import UsageError
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
-from consistency.report.status.record import StatusVerdict
 
 WORDS: dict[str, Iterable[str]] = {
     "word of a diagnosis": Word,
     "kind of finding": FindingKind,
     "mistake of an inference engine": Cause,
-    "verdict": {*get_args(Verdict), *get_args(StatusVerdict)},
+    "verdict": {*get_args(Verdict), *get_args(SuiteVerdict)},
     "severity of a finding": get_args(Severity),
     "status of a row": {*get_args(Status), *get_args(RecordStatus)},
     "outcome of a worker": get_args(WorkerStatus),

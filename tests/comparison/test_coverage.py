@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from consistency.comparison.coverage import coverage
+from consistency.comparison.by_worker import coverage
 from consistency.comparison.result import Outcome, Status, TensorComparison
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, WorkerCapture
@@ -60,6 +60,10 @@ MANIFEST = CaptureManifest(
     schema=SCHEMA, tool="0", created="2026-01-01", host="a", workers=(),
     case=Case(name="made-up", base="base", adapter="adapter"),
 )  # fmt: skip
+_ELSEWHERE = TensorRecord(
+    stage="operators", layer="layers.0", tensor="weight", shape=(2, 2), dtype="float32", rule="bitwise",
+    status="missing", load_path="isolated+cpu",
+)  # fmt: skip
 DONE = ("base", "adapter", "merged", "forward")
 
 
@@ -83,6 +87,7 @@ def is_named(finding: Finding, tensor: str, worker: str) -> bool:
 
 
 @given(workers=WORKERS)
+@example(workers={"cpu": [_ELSEWHERE]})
 @settings(deadline=None, max_examples=300)
 def test_no_wrong_row_is_consistent_and_no_stage_is_named_that_was_not_compared(workers: Workers) -> None:
     found = compared(workers)

@@ -101,7 +101,7 @@ def test_layers_are_chosen_by_stage_pattern_and_architecture() -> None:
 
 
 def test_a_real_run_states_what_was_allowed(finished_run: FinishedRun) -> None:
-    from consistency.workflows.saved_report import read_comparison
+    from consistency.workflows.report_folder import read_comparison
 
     found, _ = read_comparison(finished_run.folder)
     cells = [

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from consistency.comparison.history.records import SCHEMA, RunRecord
-from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
 from consistency.comparison.history.store import History
 from consistency.numerics.real import Real
 

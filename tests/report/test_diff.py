@@ -11,8 +11,8 @@ import pytest
 from consistency.comparison.result import Comparison
 from consistency.comparison.weight_files.diff import diff
 from consistency.report.console import make_console
-from consistency.report.diff import print_diff
 from consistency.report.json import as_bytes
+from consistency.report.terminal import print_diff
 from tests.made_weights import Given, f32, put
 from tests.report.contract import OUTCOME, WORKER, no_constant
 from tests.reported import rows

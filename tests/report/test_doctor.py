@@ -6,7 +6,7 @@ import io
 
 from consistency.comparison.result import WorkerSummary
 from consistency.report.console import make_console
-from consistency.report.doctor import print_doctor
+from consistency.report.terminal import print_doctor
 from tests.report.made_comparisons import comparison, worker
 
 CPU = worker("cpu", "x86-64", model="Xeon")

@@ -11,7 +11,7 @@ import pytest
 from consistency.cli.main import main
 from consistency.comparison.result import Comparison
 from consistency.report import formats
-from consistency.report.formats import Chosen, Format, Subject, View
+from consistency.report.formats import Chosen, Format, View
 from consistency.report.summary import all_groups
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture
@@ -31,7 +31,8 @@ def capture(make_capture: MakeCapture) -> str:
     return str(make_capture("a", {"cpu": [moved()]}))
 
 
-@pytest.mark.parametrize("row", formats.FORMATS, ids=lambda row: f"{row.subject}-{row.name}")
+@pytest.mark.parametrize("of_suite", [False, True])
+@pytest.mark.parametrize("row", formats.FORMATS, ids=lambda row: row.name)
 @pytest.mark.parametrize(
     ("profile", "settings", "texts"),
     [
@@ -41,10 +42,10 @@ def capture(make_capture: MakeCapture) -> str:
     ],
 )
 def test_every_format_states_a_profile_that_is_not_the_default(
-    row: Format, profile: str, settings: tuple[str, ...], texts: tuple[str, ...]
+    row: Format, of_suite: bool, profile: str, settings: tuple[str, ...], texts: tuple[str, ...]
 ) -> None:
     compared = comparison([tensor([ALL])], profile=profile, settings=settings)
-    found = compared if row.subject is Subject.RUN else suite(case("one", compared))
+    found = suite(case("one", compared)) if of_suite else compared
     text = b"".join(row.render(found, View(groups=all_groups(compared)))).decode().replace("\\", "")
     assert all(part in text for part in texts)
     if not texts and row.name != "report.json":
@@ -86,11 +87,11 @@ def test_a_row_makes_an_option_that_takes_a_file(
 
 def test_a_suite_is_printed_under_the_same_names() -> None:
     for chosen in (Chosen.FORMAT, Chosen.OPTION):
-        of_run, of_suite = ([row.name for row in formats.formats(chosen, subject)] for subject in Subject)
+        of_run, of_suite = ([row.name for row in formats.formats(chosen, of_suite=one)] for one in (False, True))
         assert of_run == of_suite
 
 
 def test_files_of_a_run_and_of_a_suite_have_names_of_their_own() -> None:
     """They may lie in one folder."""
-    names = [row.name for subject in Subject for row in formats.formats(Chosen.OUT, subject)]
+    names = [row.name for one in (False, True) for row in formats.formats(Chosen.OUT, of_suite=one)]
     assert len(names) == len(set(names))

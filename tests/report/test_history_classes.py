@@ -6,10 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.comparison.history.run_workers import WorkerRecord
-from consistency.report.history_classes import MOST_CLASSES, Classes, class_lines
-from consistency.report.history_page import history_as_html
-from consistency.report.history_table import nights
+from consistency.comparison.history.records import WorkerRecord
+from consistency.report.history_page import MOST_CLASSES, Classes, class_lines, history_as_html, nights
 from tests.comparison.history.made_fleets import BITS, GPUS, Happens, drifted, fleet_history, incidents
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from consistency.comparison.history.records import RunRecord
-from consistency.report.history_table import Line, Trend, lines, nights, trend
+from consistency.report.history_page import Line, Trend, lines, nights, trend
 from tests.report.made_histories import month, run, worker
 
 

@@ -35,13 +35,11 @@ from consistency.report import html as report_html
 from consistency.report.formats import Chosen, formats
 from consistency.report.html import as_html
 from consistency.report.layers import cell_figures, devices_text
+from consistency.report.markdown import finding_as_markdown
 from consistency.report.marks import letter
-from consistency.report.one_finding import as_markdown
 from consistency.report.page import cells
-from consistency.report.page.agreement import partitions
 from consistency.report.page.cells import KEY
-from consistency.report.page.distributions import bits, ratios
-from consistency.report.page.environments import environments
+from consistency.report.page.tables import bits, environments, partitions, ratios
 from tests.comparison.made_transfers import ALL as FAULTY
 from tests.comparison.made_transfers import CASE, DEVICES, compared, copies, workers
 from tests.conftest import FinishedRun, MakeCapture
@@ -183,10 +181,10 @@ def test_findings_can_be_linked_to_and_have_their_markdown_in_the_page() -> None
     assert [name for name in ids if name and name.startswith("finding-")] == ["finding-1", "finding-2"]
     assert "#finding-1" in [attributes.get("href") for _, attributes in page.elements]
     (text,) = [attributes["data-markdown"] for _, attributes in page.elements if "data-markdown" in attributes]
-    assert text == as_markdown(faulty(), faulty().findings[0], 1)
+    assert text == finding_as_markdown(faulty(), faulty().findings[0], 1)
     for made in ({"simulated": True}, {"planted": ("copies-dropped in cuda:1",)}):
         drill = msgspec.structs.replace(faulty(), **made)
-        assert "Not a fault of a device" in as_markdown(drill, drill.findings[0], 1)
+        assert "Not a fault of a device" in finding_as_markdown(drill, drill.findings[0], 1)
     elements = Page(as_html(hostile())).elements
     (text,) = [attributes["data-markdown"] for _, attributes in elements if "data-markdown" in attributes]
     assert text is not None

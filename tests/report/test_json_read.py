@@ -14,8 +14,8 @@ from consistency.comparison.result import Comparison
 from consistency.errors import UsageError
 from consistency.report.html import as_html
 from consistency.report.json import as_bytes, read
-from consistency.report.status.make import of_comparison, of_report_file
-from consistency.workflows.saved_report import read_comparison, read_redacted
+from consistency.report.status.make import of_comparison, of_file
+from consistency.workflows.report_folder import read_comparison, read_redacted
 from tests.report.made_comparisons import faulty
 from tests.report.made_fleets import many
 from tests.report.printed import printed
@@ -46,7 +46,7 @@ def test_a_fleet_reads_back_but_for_what_was_left_out(tmp_path: Path) -> None:
     assert [row.status for tensor in again.tensors for _, row in tensor.by_worker()].count("within") == 3 * 640
     assert printed(again).splitlines()[:8] == printed(found).splitlines()[:8]
     assert again.captures == found.captures
-    status = of_report_file(tmp_path / "report.json")
+    status = of_file(tmp_path / "report.json")
     devices = [[(one.name, one.uuid, one.verdict) for one in of.devices] for of in (status, of_comparison(found))]
     assert devices[0] == devices[1]
 

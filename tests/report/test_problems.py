@@ -9,7 +9,7 @@ import pytest
 import consistency
 from consistency.comparison.result import Finding, Verdict
 from consistency.comparison.suite import CaseResult, SuiteResult
-from consistency.report.problems import problems
+from consistency.report.findings import problems
 from consistency.workflows.pipeline import Report
 from tests.report.made_comparisons import ALL, comparison, tensor
 

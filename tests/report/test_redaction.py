@@ -20,7 +20,7 @@ from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.launch.fleet.options import FLEET_OPTIONS
 from consistency.report.json import as_bytes
 from consistency.report.redaction import PATH_OPTIONS, PRIVATE_OPTIONS, Redaction, redaction_of
-from consistency.workflows.saved_report import read_comparison
+from consistency.workflows.report_folder import read_comparison
 from tests.report.made_comparisons import comparison, faulty, tensor, worker
 
 UUID = "GPU-7f3d2c10-94ab-4e5d-8c11-a0b1c2d3e4f5"

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consistency.report.replacing import Replacements
+from consistency.report.redaction import Replacements
 
 NAMES = st.text(alphabet="ab1-._/ é", min_size=1, max_size=4)
 

@@ -11,8 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from benchmarks.report_schema import FILE, text
-from consistency.report.json import as_bytes
-from consistency.report.schema import document
+from consistency.report.json import as_bytes, schema
 from tests.conftest import FinishedRun
 from tests.report.made_comparisons import faulty
 from tests.report.made_fleets import many
@@ -23,12 +22,12 @@ REPORTS = {"small": faulty(), "fleet": many(10, 2, wrong=("node-0001:cuda:3",))}
 
 def errors(report: dict[str, Any]) -> list[str]:
     """Return where a report is not of the schema."""
-    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(document()).iter_errors(report)]
+    return [f"{error.json_path}: {error.message}" for error in Draft202012Validator(schema()).iter_errors(report)]
 
 
 @made_with_constraints
 def test_the_file_is_current() -> None:
-    Draft202012Validator.check_schema(document())
+    Draft202012Validator.check_schema(schema())
     assert FILE.read_text() == text(), "run: python -m benchmarks.report_schema --write"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison, Finding, Source, Status, TensorComparison
-from consistency.report import suite_json
+from consistency.report import json as report_json
 from consistency.report.formats import View
 from consistency.report.html import as_html
 from consistency.report.junit import as_junit
@@ -83,7 +83,7 @@ def test_a_correctly_rounded_value_is_exact_however_much_of_its_tolerance_that_t
     assert "0.99" not in text
     assert "1.00" not in text
     assert list(summary_lines(layers_of(found)))[-1][1].startswith("Ampere sm_86  merged: = 0 ULP")
-    table = json.loads(b"".join(suite_json.render(suite(case("x", found)), View())))
+    table = json.loads(b"".join(report_json.render(suite(case("x", found)), View())))
     assert {stage["worst_ratio"] for stage in table["cases"][0]["stages"]} == {None}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from consistency.comparison.result import Status
 from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import View
-from consistency.report.suite_json import render
+from consistency.report.json import render
 from tests.report.contract import no_constant
 from tests.report.made_comparisons import ALL, comparison, tensor
 from tests.report.made_suites import case, good, suite

@@ -9,7 +9,7 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.comparison.findings.causes import find_causes
-from consistency.comparison.findings.placement import find_device_use
+from consistency.comparison.findings.workers import find_device_use
 from consistency.comparison.result import Outcome
 from consistency.comparison.suite import CaseResult
 from consistency.numerics.words import Word

@@ -25,8 +25,7 @@ from consistency.launch.environment import worker_environment
 from consistency.launch.forked import Importer, Importers
 from consistency.workflows import bisect as bisecting
 from consistency.workflows import pipeline
-from consistency.workflows.bisect import Trial, bisect
-from consistency.workflows.candidates import candidates, smallest
+from consistency.workflows.bisect import Trial, bisect, candidates, smallest
 from tests.conftest import MakeCapture
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.stages import MODEL_LESS, Level, Stage
 from consistency.errors import UsageError
-from consistency.workflows.doctor import doctor_plan
+from consistency.workflows.pipeline import doctor_plan
 from tests.conftest import Cli
 
 

@@ -22,7 +22,7 @@ from consistency.errors import InputError, UsageError
 from consistency.worker.faults.catalogue import FAULTS, Fault
 from consistency.workflows import drill, pipeline, planning
 from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy, choose
-from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.plantable import several_adapters
 from consistency.workflows.suite import PlannedCase
 from tests.accelerator.fixtures import Warm
 from tests.conftest import Cli

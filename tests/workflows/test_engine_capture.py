@@ -18,7 +18,7 @@ from consistency.case.engine_file import EngineFile
 from consistency.case.inference.identity import CaseKey, adapter_digest, base_digest
 from consistency.case.inference.request import METADATA
 from consistency.errors import InputError
-from consistency.workflows.engine_capture import case_of_engines, engines_alone
+from consistency.workflows.engines import case_of_engines, engines_alone
 
 LLAMA = builtin_folder("llama")
 

@@ -12,7 +12,7 @@ import pytest
 from consistency.comparison.result import WorkerSummary
 from consistency.devices import discovery
 from consistency.devices.spec import AutoChoice, DeviceInfo, DeviceSpec
-from consistency.report.of_comparison import environment_texts
+from consistency.report.documents import environment_texts
 from consistency.worker.environment import describe_host
 from consistency.workflows import host_environment
 from consistency.workflows.host_environment import as_markdown, read_host_environment

@@ -18,7 +18,7 @@ from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
 from consistency.errors import InputError, UsageError
 from consistency.report.plan import render_suite, suite_as_table
-from consistency.workflows import doctor, pipeline, planning
+from consistency.workflows import pipeline, planning
 
 OPTIONS = Options(base="builtin:llama", devices=("cpu", "cpu@baseline"))
 
@@ -190,6 +190,6 @@ def test_two_equal_cards_do_together_what_a_level_checks(
     found = planning.budget_of(case, cards).case
     assert (Stage.COLLECTIVES in found.stages) is is_there
     assert any(text == "stage collectives" for text in found.not_checked()) is not is_there
-    machine = msgspec.structs.replace(case, base="", stages=doctor._STAGES)
+    machine = msgspec.structs.replace(case, base="", stages=pipeline._STAGES)
     if "stages" not in given:
         assert (Stage.COLLECTIVES in planning.budget_of(machine, cards).case.stages) is is_there

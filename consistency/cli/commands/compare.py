@@ -13,12 +13,10 @@ from consistency.cli.output import (
     add_history_option,
     add_report_options,
     check_formats,
-    read_baseline,
     read_groups,
-    read_history,
+    read_past,
     show,
 )
-from consistency.report.formats import Subject
 
 EXAMPLES = (
     ("captures of two hosts, on either or on a third", "consistency compare host-a host-b --out both"),
@@ -50,24 +48,20 @@ def _compare(parsed: argparse.Namespace) -> int:
     from consistency.case.engine_file import as_engine_files
     from consistency.cli.progress import progress
     from consistency.errors import UsageError
-    from consistency.workflows.comparing import compare_folders
-    from consistency.workflows.suite_folders import are_suites, compare_suites
+    from consistency.workflows.comparing import are_suites, compare_folders, compare_suites
 
     check_formats(parsed)
-    baseline, groups, history = read_baseline(parsed), read_groups(parsed), read_history(parsed)
+    past, groups = read_past(parsed), read_groups(parsed)
     engines = as_engine_files(parsed.engine_outputs or (), where="--engine-outputs")
     if are_suites(parsed.captures):
         if engines:
             raise UsageError("an engine's outputs are of one case", where="--engine-outputs", got="folders of suites")
-        suite = compare_suites(
-            parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, groups=groups, history=history
-        )
-        show(parsed, suite, parsed.out, subject=Subject.SUITE, elapsed_s=suite.elapsed_s)
+        suite = compare_suites(parsed.captures, parsed.out, replace=parsed.force, groups=groups, past=past)
+        show(parsed, suite, parsed.out, elapsed_s=suite.elapsed_s)
         return suite.exit_status
     with progress() if engines else nullcontext(lambda *_: None) as watch:
         comparison = compare_folders(
-            parsed.captures, parsed.out, replace=parsed.force, baseline=baseline, groups=groups,
-            history=history, engines=engines, watch=watch,
-        )  # fmt: skip
+            parsed.captures, parsed.out, replace=parsed.force, groups=groups, past=past, engines=engines, watch=watch
+        )
     show(parsed, comparison, parsed.out)
     return comparison.exit_status

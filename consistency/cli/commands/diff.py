@@ -40,7 +40,7 @@ def _diff(parsed: argparse.Namespace) -> int:
         sys.stdout.buffer.write(as_bytes(comparison))
     else:
         from consistency.report.console import make_console
-        from consistency.report.diff import print_diff
+        from consistency.report.terminal import print_diff
 
         folder = None if parsed.out is None else str(parsed.out)
         print_diff(comparison, make_console(), elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)

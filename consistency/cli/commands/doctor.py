@@ -25,11 +25,11 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
-    from consistency.comparison.findings.advice import as_table
+    from consistency.comparison.findings.host import as_table
     from consistency.report.console import make_console
-    from consistency.report.doctor import print_doctor
+    from consistency.report.terminal import print_doctor
     from consistency.workflows import pipeline
-    from consistency.workflows.doctor import doctor_plan
+    from consistency.workflows.pipeline import doctor_plan
 
     plan = doctor_plan(read_case(parsed))
     with progress(expected=pipeline.expected(plan), quiet=parsed.quiet) as watch:

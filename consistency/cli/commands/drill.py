@@ -48,7 +48,7 @@ def _drill(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
     from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
     from consistency.workflows.drill import choose, drill, first_adapter, is_own, plan_of, prepare_trials
-    from consistency.workflows.second_adapter import several_adapters
+    from consistency.workflows.plantable import several_adapters
     from consistency.workflows.suite import expected
 
     if parsed.list:

@@ -15,9 +15,8 @@ from consistency.cli.output import (
     add_history_option,
     add_report_options,
     check_formats,
-    read_baseline,
     read_groups,
-    read_history,
+    read_past,
     show,
 )
 from consistency.errors import UsageError
@@ -56,7 +55,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _fleet(parsed: argparse.Namespace) -> int:
-    from consistency.cli.fleet_progress import fleet_progress
+    from consistency.cli.fleet import fleet_progress
     from consistency.workflows.fleet.run import prepare_fleet, run_fleet
 
     check_formats(parsed)
@@ -69,13 +68,10 @@ def _fleet(parsed: argparse.Namespace) -> int:
     words += words_of({option.name: getattr(parsed, option.name) for option in OPTIONS if hasattr(parsed, option.name)})
     command = [] if options.command is None else shlex.split(options.command)
     # before any node starts
-    baseline, groups, history = read_baseline(parsed), read_groups(parsed), read_history(parsed)
+    past, groups = read_past(parsed), read_groups(parsed)
     plan = prepare_fleet(read_case(parsed), words, options, command=command)
     with fleet_progress(len(plan.nodes)) as watch:
-        comparison = run_fleet(
-            plan, parsed.out, watch=watch, replace=parsed.force, baseline=baseline, groups=groups,
-            history=history,
-        )  # fmt: skip
+        comparison = run_fleet(plan, parsed.out, watch=watch, replace=parsed.force, groups=groups, past=past)
     show(parsed, comparison, parsed.out)
     return comparison.exit_status
 

@@ -1,4 +1,4 @@
-"""`consistency history`: past runs."""
+"""`consistency history` and `consistency baseline`: past runs, and the findings that are accepted."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from consistency.capture.wording import counted, when
 from consistency.cli.output import print_json
+from consistency.cli.parser import adder
 from consistency.errors import UsageError
 from consistency.text import one_line
 
 if TYPE_CHECKING:
     from consistency.comparison.history.store import History
+
 
 _LAST = 30
 
@@ -29,7 +31,7 @@ EXAMPLES = (
 
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command."""
+    """Add the commands."""
     history = command("history", _history, "list the runs of a history, or one device over time", EXAMPLES)
     history.add_argument("history", metavar="URL", help="as given to `consistency run --history`")
     history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
@@ -46,13 +48,23 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
          "only runs that both options would remove")  # fmt: skip
     keep("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     history.add_argument("--json", action="store_true", help="print JSON")
+    _add_baseline(command)
 
 
 def _history(parsed: argparse.Namespace) -> int:
     from consistency.comparison.history.store import History
     from consistency.report.console import make_console
-    from consistency.report.history import DeviceRow, RunRow, device_rows, print_device, print_runs, run_rows
-    from consistency.report.history_changes import ChangeRow, change_rows, print_changes
+    from consistency.report.history import (
+        ChangeRow,
+        DeviceRow,
+        RunRow,
+        change_rows,
+        device_rows,
+        print_changes,
+        print_device,
+        print_runs,
+        run_rows,
+    )
 
     history = History(parsed.history)
     history.require()
@@ -121,3 +133,51 @@ def _page(parsed: argparse.Namespace, history: History) -> int:
 def _name_damage(history: History) -> None:
     for text in history.damage:
         print(one_line(f"damaged, left out: {text}"), file=sys.stderr)
+
+
+ACCEPT_EXAMPLES = (
+    (
+        "accept the second finding of a run",
+        'consistency baseline accept run-1 --baseline accepted.json --finding 2 --reason "driver bug, reported"',
+    ),
+)
+INIT_EXAMPLES = (("a baseline that accepts nothing yet", "consistency baseline init accepted.json"),)
+
+
+def _add_baseline(command: Callable[..., argparse.ArgumentParser]) -> None:
+    text = "accept findings of a report, so that only new ones fail a run"
+    baseline = command("baseline", _accept, text, (*INIT_EXAMPLES, *ACCEPT_EXAMPLES))
+    action = adder(baseline.add_subparsers(title="actions", required=True, metavar="ACTION"), of="baseline")
+
+    init = action("init", _init, "write an empty baseline", INIT_EXAMPLES)
+    init.add_argument("baseline", type=Path, metavar="FILE", help="the file to write; it must not exist")
+
+    text = "add findings of a report to a baseline, which is created if it does not exist"
+    accept = action("accept", _accept, text, ACCEPT_EXAMPLES)
+    accept.add_argument("report", type=Path, metavar="REPORT",
+                        help="report.json, or the --out folder of a run; of dated runs, the latest")  # fmt: skip
+    accept.add_argument("--baseline", type=Path, required=True, metavar="FILE", help="the file to add to")
+    accept.add_argument("--reason", required=True, metavar="TEXT", help="why it is accepted")
+    accept.add_argument("--finding", type=int, action="append", default=[], metavar="N",
+                        help="number of the finding, from 1; may be repeated (default: every error)")  # fmt: skip
+
+
+def _init(parsed: argparse.Namespace) -> int:
+    from consistency.comparison.history.baseline import init_baseline
+
+    init_baseline(parsed.baseline)
+    print(f"baseline: {parsed.baseline}, which accepts nothing yet")
+    return 0
+
+
+def _accept(parsed: argparse.Namespace) -> int:
+    from consistency.comparison.history.baseline import accept
+    from consistency.text import one_line
+    from consistency.workflows.report_folder import read_comparison
+
+    report, _ = read_comparison(parsed.report)
+    added = accept(parsed.baseline, report.findings, report.workers, reason=parsed.reason, numbers=parsed.finding)
+    for entry in added:
+        print(one_line(f"accepted: {entry.message}"))
+    print(f"baseline: {parsed.baseline}")
+    return 0

@@ -18,12 +18,10 @@ from consistency.cli.output import (
     add_report_options,
     check_formats,
     print_json,
-    read_baseline,
-    read_history,
+    read_past,
     show,
 )
 from consistency.errors import ConsistencyError, UsageError
-from consistency.report.formats import Subject
 from consistency.report.runs import dated, telling_refusal
 from consistency.text import one_line
 
@@ -136,27 +134,23 @@ def _run_checked(parsed: argparse.Namespace) -> int:
     from consistency.case.preflight import case_name
     from consistency.cli.progress import progress
     from consistency.workflows import pipeline
-    from consistency.workflows.judging import noted
 
-    history, baseline = read_history(parsed), read_baseline(parsed)
+    past = read_past(parsed)
     suite = read_suite(parsed)
     if suite is not None:
         from consistency.workflows.suite import expected, prepare_suite, run_suite
 
-        with noted(history, suite.name, report=""):
+        with past.noted(suite.name):
             cases = prepare_suite(suite)
         with _folder(parsed) as out, progress(expected=expected(cases), quiet=parsed.quiet) as watch:
-            result = run_suite(
-                cases, out, watch=watch, replace=parsed.force, history=history, baseline=baseline,
-                fail_fast=parsed.fail_fast,
-            )  # fmt: skip
-        show(parsed, result, out, subject=Subject.SUITE, elapsed_s=result.elapsed_s)
+            result = run_suite(cases, out, watch=watch, replace=parsed.force, past=past, fail_fast=parsed.fail_fast)
+        show(parsed, result, out, elapsed_s=result.elapsed_s)
         return result.exit_status
     options = read_case(parsed)
-    with noted(history, case_name(options), report=""):
+    with past.noted(case_name(options)):
         plan = pipeline.prepare(options)
     with _folder(parsed) as out, progress(expected=pipeline.expected(plan), quiet=parsed.quiet) as watch:
-        report = pipeline.run(plan, out, watch=watch, replace=parsed.force, history=history, baseline=baseline)
+        report = pipeline.run(plan, out, watch=watch, replace=parsed.force, past=past)
     show(parsed, report.comparison, out, elapsed_s=report.elapsed_s)
     return report.exit_status
 
@@ -203,7 +197,7 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 def _capture(parsed: argparse.Namespace) -> int:
     from consistency.capture.node_group import NodeGroup
-    from consistency.cli.node_report import reporting
+    from consistency.cli.fleet import reporting
     from consistency.cli.progress import progress
     from consistency.workflows import pipeline
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from consistency.cli.output import add_output_options, print_json
+from consistency.errors import UsageError
+from consistency.report.formats import View, shared
 from consistency.text import one_line
 
 if TYPE_CHECKING:
@@ -50,10 +52,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    from consistency.errors import UsageError
     from consistency.report import json, terminal
-    from consistency.report.formats import View
-    from consistency.workflows.saved_report import read_comparison, read_redacted, read_suite
+    from consistency.workflows.report_folder import read_comparison, read_redacted, read_suite
 
     found = read_suite(parsed.report)
     if found is not None:
@@ -92,15 +92,13 @@ def _chosen(parsed: argparse.Namespace) -> list[str]:
 
 def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) -> int:
     """Print the report of a suite again, and where those of its cases are."""
-    from consistency.errors import UsageError
-    from consistency.report import suite_json, terminal
-    from consistency.report.formats import View
+    from consistency.report import json, terminal
 
     names = ("redact", "out", "layers", "csv", "finding", "stages", "layer", "arch")
     if given := [f"--{name}" for name in names if getattr(parsed, name) not in (None, False, "")]:
         hint = f"give the folder of a case, {folder / 'cases' / 'NAME'}"
         raise UsageError(f"{' and '.join(given)} of a suite", where=folder, hint=hint)
-    render = suite_json.render if parsed.json else terminal.render
+    render = json.render if parsed.json else terminal.render
     sys.stdout.buffer.writelines(render(suite, View(folder=str(folder), verbose=parsed.verbose)))
     if not parsed.json:
         sys.stdout.buffer.writelines(f"  {one_line(folder / case.folder)}\n".encode() for case in suite.cases)
@@ -108,7 +106,6 @@ def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) ->
 
 
 def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: str) -> int:
-    from consistency.errors import UsageError
     from consistency.report import terminal
     from consistency.report.findings import findings_of
 
@@ -126,8 +123,7 @@ def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: st
 
 def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
     from consistency.comparison.layers import LayerFilter, layers_of
-    from consistency.errors import UsageError
-    from consistency.report import layers, layers_csv
+    from consistency.report import layers
 
     stages = tuple(name.strip() for name in parsed.stages.split(",") if name.strip())
     _check("stages", stages, {tensor.stage for tensor in comparison.tensors})
@@ -136,7 +132,7 @@ def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
         raise UsageError("--arch names none of this report's", got=parsed.arch, wanted=", ".join(names))
     chosen = LayerFilter(stages=stages, pattern=parsed.layer, architecture=parsed.arch)
     if parsed.csv:
-        sys.stdout.buffer.writelines(layers_csv.render(chosen.chosen(layers_of(comparison))))
+        sys.stdout.buffer.writelines(layers.render_csv(chosen.chosen(layers_of(comparison))))
     elif parsed.json:
         print_json(list(chosen.chosen(layers_of(comparison))))
     else:
@@ -147,7 +143,6 @@ def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
 def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
     from consistency.capture.claim import scratch_folder
     from consistency.capture.transport import ARCHIVE, pack
-    from consistency.errors import UsageError
 
     if not parsed.out.name.endswith(ARCHIVE):
         _write_folder(parsed, comparison, parsed.out)
@@ -163,7 +158,6 @@ def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
 
 def _write_folder(parsed: argparse.Namespace, comparison: Comparison, out: Path) -> None:
     from consistency.capture.whole_file import write_whole
-    from consistency.report.formats import View, shared
     from consistency.workflows.report_folder import output
 
     rows = list(shared())
@@ -174,8 +168,6 @@ def _write_folder(parsed: argparse.Namespace, comparison: Comparison, out: Path)
 
 
 def _check(option: str, given: tuple[str, ...], known: set[str]) -> None:
-    from consistency.errors import UsageError
-
     unknown = [name for name in given if name not in known]
     if unknown:
         wanted = ", ".join(sorted(known))

@@ -44,7 +44,7 @@ def _status(parsed: argparse.Namespace) -> int:
     from datetime import UTC, datetime
 
     from consistency.case.duration import parse_duration
-    from consistency.report.status.lines import NAGIOS, NO_RESULT, no_result_line
+    from consistency.report.status.printed import NAGIOS, NO_RESULT, no_result_line
     from consistency.report.status.reading import read_status
 
     try:
@@ -63,15 +63,15 @@ def _status(parsed: argparse.Namespace) -> int:
 
 def _shown(form: str, status: Status, age_s: float, max_age_s: float | None) -> tuple[str, int]:
     """Return what a format prints, and the exit status."""
-    from consistency.report.status import lines
+    from consistency.report.status import printed
 
-    stale = lines.is_stale(age_s, max_age_s)
-    state = lines.state(status, stale=stale)
+    stale = printed.is_stale(age_s, max_age_s)
+    state = printed.state(status, stale=stale)
     if form == "nagios":
-        return lines.nagios_line(status, age_s, max_age_s), lines.NAGIOS[state]
-    exit_status = lines.STALE if stale else status.exit_status
+        return printed.nagios_line(status, age_s, max_age_s), printed.NAGIOS[state]
+    exit_status = printed.STALE if stale else status.exit_status
     if form == "prometheus":
-        from consistency.report.status.prometheus import metrics
+        from consistency.report.status.printed import metrics
 
         return "\n".join(metrics(status, stale=None if max_age_s is None else stale)), exit_status
     if form == "json":
@@ -81,7 +81,7 @@ def _shown(form: str, status: Status, age_s: float, max_age_s: float | None) -> 
 
         table = {**msgspec.structs.asdict(status), "age_s": round(age_s, 3), "stale": stale, "state": state}
         return encode_json(table, indent=1).decode(), exit_status
-    return lines.text_line(status, age_s, max_age_s), exit_status
+    return printed.text_line(status, age_s, max_age_s), exit_status
 
 
 def _no_result(error: ConsistencyError) -> str:

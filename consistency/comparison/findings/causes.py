@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from consistency.comparison.findings.load_paths import (
     load_paths_taken,
 )
 from consistency.comparison.judge import NO_RECORD
-from consistency.comparison.outcomes import Workers, WorkerSet
+from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.result import Consequence, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -67,15 +68,15 @@ class _Group:
     tensors: list[TensorComparison] = field(default_factory=list)
     samples: list[Outcome] = field(default_factory=list)
     places: dict[tuple[str, str], None] = field(default_factory=dict)
-    _taken: dict[tuple[str, int], Workers] = field(default_factory=dict)
+    _taken: set[tuple[str, Workers]] = field(default_factory=set)
 
     def add(self, tensor: TensorComparison, hits: Sequence[_Hit]) -> None:
         self.tensors.append(tensor)
         self.samples.append(hits[0].row)
         for hit in hits:
             for load_path in sorted(hit.wrong):
-                if (load_path, id(hit.workers)) not in self._taken:
-                    self._taken[load_path, id(hit.workers)] = hit.workers  # which keeps its identity
+                if (load_path, hit.workers) not in self._taken:
+                    self._taken.add((load_path, hit.workers))
                     self.places.update({(load_path, worker): None for worker in hit.workers})
 
     @property
@@ -88,6 +89,7 @@ class _Group:
 
 
 _ByLoadPath = Mapping[str, TensorComparison]
+_Split = Callable[[tuple[tuple[Workers, ...], ...], tuple[Workers, ...]], list[tuple[Workers, tuple[int, ...]]]]
 
 
 _NO_LAYERS = frozenset({SETTINGS_LAYER, WHOLE_MODEL})
@@ -179,59 +181,41 @@ def _by_name(tensors: Sequence[TensorComparison]) -> dict[str, dict[str, TensorC
 
 def _grouped(wrong: Mapping[str, _ByLoadPath], *, many: bool) -> dict[_Cause, _Group]:
     groups: dict[_Cause, _Group] = {}
-    alike = _AlikeOnAllPaths()
+    split, join = functools.cache(_split), functools.cache(_join)  # each found once for many tensors
     for by_load_path in wrong.values():
         same: dict[tuple[str, Word, Verdict], list[_Hit]] = {}
-        for hit in _hits(by_load_path, alike):
+        for hit in _hits(by_load_path, split):
             stage = by_load_path[hit.home].stage
             verdict = judge_load_paths(hit.word, hit.wrong, hit.taken, stage=stage, many=many)
             same.setdefault((hit.home, hit.word, verdict), []).append(hit)
         for (home, word, verdict), hits in same.items():
             tensor = by_load_path[home]
-            order = [one.workers for one in _in_order(by_load_path)]
-            workers = alike.join(tuple(hit.workers for hit in hits), order)
+            order = tuple(one.workers for one in _in_order(by_load_path))
+            workers = join(tuple(hit.workers for hit in hits), order)
             cause = _Cause(stage=tensor.stage, word=word, verdict=verdict, workers=workers)
             groups.setdefault(cause, _Group()).add(tensor, hits)
     return groups
 
 
-class _AlikeOnAllPaths:
-    """Workers that share a row on every load path, and joined sets of workers: each found once for many tensors."""
+def _split(paths: tuple[tuple[Workers, ...], ...], order: tuple[Workers, ...]) -> list[tuple[Workers, tuple[int, ...]]]:
+    """Return sets of workers, in order, and which set of each load path they are in: -1 where in none.
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[tuple[int, ...], ...], tuple[object, list[tuple[Workers, tuple[int, ...]]]]] = {}
-        self._joined: dict[tuple[int, ...], tuple[object, Workers]] = {}
+    A CPU is never in a set with another device: it takes other load paths.
+    """
+    places: dict[str, list[int]] = {}
+    for path, sets in enumerate(paths):
+        for number, workers in enumerate(sets):
+            for worker in workers:
+                places.setdefault(worker, [-1] * len(paths))[path] = number
+    alike = gathered(((is_cpu(worker), tuple(places[worker])), worker) for worker in _ranks(order))
+    return [(tuple(workers), at) for (_, at), workers in alike.items()]
 
-    def split(
-        self, paths: Sequence[Sequence[Workers]], order: Sequence[Workers]
-    ) -> list[tuple[Workers, tuple[int, ...]]]:
-        """Return sets of workers, in order, and which set of each load path they are in: -1 where in none.
 
-        A CPU is never in a set with another device: it takes other load paths.
-        """
-        name = tuple(tuple(map(id, sets)) for sets in paths)
-        known = self._found.get(name)
-        if known is None:
-            places: dict[str, list[int]] = {}
-            for path, sets in enumerate(paths):
-                for number, workers in enumerate(sets):
-                    for worker in workers:
-                        places.setdefault(worker, [-1] * len(paths))[path] = number
-            alike: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
-            for worker in _ranks(order):
-                alike.setdefault((is_cpu(worker), tuple(places[worker])), []).append(worker)
-            known = self._found[name] = paths, [(tuple(workers), at) for (_, at), workers in alike.items()]
-        return known[1]
-
-    def join(self, sets: tuple[Workers, ...], order: Sequence[Workers]) -> Workers:
-        """Return the workers of several sets, in order; the same object for the same sets."""
-        if len(sets) == 1:
-            return sets[0]
-        name = tuple(map(id, sets))
-        if name not in self._joined:
-            every = sorted((worker for workers in sets for worker in workers), key=_ranks(order).__getitem__)
-            self._joined[name] = sets, tuple(every)
-        return self._joined[name][1]
+def _join(sets: tuple[Workers, ...], order: tuple[Workers, ...]) -> Workers:
+    """Return the workers of several sets, in order."""
+    if len(sets) == 1:
+        return sets[0]
+    return tuple(sorted((worker for workers in sets for worker in workers), key=_ranks(order).__getitem__))
 
 
 def _ranks(order: Iterable[Workers]) -> dict[str, int]:
@@ -244,12 +228,12 @@ def _in_order(by_load_path: _ByLoadPath) -> list[TensorComparison]:
     return [by_load_path[path] for path in sorted(by_load_path, key=is_alternative)]
 
 
-def _hits(by_load_path: _ByLoadPath, alike: _AlikeOnAllPaths) -> Iterator[_Hit]:
+def _hits(by_load_path: _ByLoadPath, split: _Split) -> Iterator[_Hit]:
     """Yield where one tensor is wrong, by workers that saw the same of it on all load paths."""
     tensors = _in_order(by_load_path)
     paths = [tensor.load_path for tensor in tensors]
-    sets = [[outcome.workers for outcome in tensor.outcomes] for tensor in tensors]
-    for workers, places in alike.split(sets, [tensor.workers for tensor in tensors]):
+    sets = tuple(tuple(outcome.workers for outcome in tensor.outcomes) for tensor in tensors)
+    for workers, places in split(sets, tuple(tensor.workers for tensor in tensors)):
         rows = {
             path: tensor.outcomes[place]
             for path, tensor, place in zip(paths, tensors, places, strict=True)
@@ -392,9 +376,6 @@ def _why(cause: _Cause, group: _Group, same: Sequence[TensorComparison], *, soft
 
 def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str]:
     """Return the workers that received the same tensors on the same load paths, all of them right."""
-    seen, hurt = WorkerSet(), WorkerSet(dict.fromkeys(workers))
-    for outcome in (outcome for tensor in same for outcome in tensor.outcomes):
-        seen.take(outcome.workers)
-        if outcome.status != "equal":
-            hurt.take(outcome.workers)
-    return [worker for worker in seen.names if worker not in hurt.names]
+    outcomes = [outcome for tensor in same for outcome in tensor.outcomes]
+    hurt = {*workers, *names_in(one.workers for one in outcomes if one.status != "equal")}
+    return [worker for worker in names_in(one.workers for one in outcomes) if worker not in hurt]

@@ -18,23 +18,23 @@ from consistency.case.stages import LEVELS, MOVES_WEIGHTS, Level, Stage, request
 from consistency.comparison.findings.causes import find_causes
 from consistency.comparison.findings.engines import find_engines, of_devices
 from consistency.comparison.findings.host import find_host_problems
-from consistency.comparison.findings.in_common import find_unknown_hosts
 from consistency.comparison.findings.load_paths import find_casts
-from consistency.comparison.findings.no_effect import find_no_effect
+from consistency.comparison.findings.model import find_no_effect, find_quantized
 from consistency.comparison.findings.nothing_compared import find_not_finite, find_nothing_compared, find_unexplained
-from consistency.comparison.findings.of_workers import find_configs, find_failed_stages, find_wrong_digests
-from consistency.comparison.findings.placement import find_device_use
-from consistency.comparison.findings.quantized import find_quantized
-from consistency.comparison.findings.ranks import find_ranks
-from consistency.comparison.findings.same_program import find_same_program
-from consistency.comparison.findings.soak import find_soak
+from consistency.comparison.findings.repeats import find_soak, ran_before, without_version
+from consistency.comparison.findings.same_program import find_same_program, find_unknown_hosts
 from consistency.comparison.findings.tolerances import find_tolerances
-from consistency.comparison.findings.trajectories import find_trajectories, without_trajectories
+from consistency.comparison.findings.training import find_ranks, find_trajectories, without_trajectories
 from consistency.comparison.findings.transfers import find_transfer
-from consistency.comparison.findings.unordered import ran_before, without_version
+from consistency.comparison.findings.workers import (
+    find_configs,
+    find_device_use,
+    find_failed_stages,
+    find_wrong_digests,
+)
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import WorkerSet
+from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.result import BAD, Finding, TensorComparison, in_order, tensor_name
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.workers import ComparedWorker, in_order_of
@@ -116,10 +116,7 @@ _AFTER_LOSS = (
 
 
 def _lost(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    same: dict[tuple[str, str | None, str | None], list[ComparedWorker]] = {}
-    for p in compared:
-        if p.info.status != "ok":
-            same.setdefault((p.info.status, p.info.reason, p.info.stack), []).append(p)
+    same = gathered(((p.info.status, p.info.reason, p.info.stack), p) for p in compared if p.info.status != "ok")
     for (status, reason, stack), lost in same.items():
         verb = "failed" if status != "lost" else "was lost" if len(lost) == 1 else "were lost"
         opening = f"{'worker' if len(lost) == 1 else 'workers'} {some([_place(p) for p in lost])} {verb}"
@@ -169,10 +166,7 @@ def _software(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 
 
 def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    digests: dict[str, list[str]] = {}
-    for p in compared:
-        if p.info.inputs_digest is not None:
-            digests.setdefault(p.info.inputs_digest, []).append(p.label)
+    digests = gathered((p.info.inputs_digest, p.label) for p in compared if p.info.inputs_digest is not None)
     if len(digests) > 1:
         first, *others = digests.values()
         workers = tuple(label for labels in others for label in labels)
@@ -210,9 +204,7 @@ def _not_repeatable(compared: Sequence[ComparedWorker], tensors: Sequence[Tensor
     """Report results that changed between runs; only pinned settings promise that they do not."""
     as_deployed = {p.label for p in compared if not p.case.is_pinned}
     in_soak = {(p.label, tensor_name(*key)) for p in compared for key in p.changes}  # `find_soak` reports these
-    by_label: dict[str, list[ComparedWorker]] = {}
-    for p in compared:
-        by_label.setdefault(p.label, []).append(p)
+    by_label = gathered((p.label, p) for p in compared)
     found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for tensor in tensors:
         for row in tensor.outcomes:
@@ -261,7 +253,7 @@ def _texts(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
 
 
 def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
-    reasons: dict[tuple[str, str], tuple[WorkerSet, dict[str, str]]] = {}
+    reasons: dict[tuple[str, str], tuple[list[Workers], dict[str, str]]] = {}
     facts = {tensor.name for tensor in tensors if tensor.rule == "limit"}
     # findings already: what has no number to compare with, and what is missing because a stage did not run
     said = {(t.stage, row.reason) for t in tensors for row in t.outcomes if row.status == "missing"}
@@ -269,11 +261,11 @@ def _skipped(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCompari
     for tensor in tensors:
         for row in tensor.outcomes:
             if row.status == "skipped" and (tensor.stage, row.reason) not in said:
-                found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), (WorkerSet(), {}))
-                found[0].take(row.workers)
+                found = reasons.setdefault((tensor.stage, row.reason or "no reason given"), ([], {}))
+                found[0].append(row.workers)
                 found[1][tensor.name] = tensor.layer
     for (stage, reason), (skipping, names) in reasons.items():
-        by_worker, where = in_order_of(compared, skipping.names), list(names)
+        by_worker, where = in_order_of(compared, names_in(skipping)), list(names)
         what = counted(len(where), "check" if facts.issuperset(where) else "tensor")
         yield Finding(
             kind=FindingKind.SKIPPED,
@@ -305,7 +297,7 @@ def _once_more(
 
 def _next(compared: Sequence[ComparedWorker], reference: ComparedWorker | None, workers: Sequence[str]) -> str | None:
     """Return a command that repeats the check; captures from elsewhere have none."""
-    if reference is None or len({id(p.capture) for p in compared}) > 1:
+    if reference is None or any(p.capture is not reference.capture for p in compared):
         return None
     case = reference.case
     devices = dict.fromkeys([reference.info.name, *workers])

@@ -9,7 +9,7 @@ from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.wording import MOST_NAMES, counted, listed, some
 from consistency.case.load_path import LoadPath, is_alternative, main_path
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import WorkerSet
+from consistency.comparison.outcomes import Workers, names_in
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.devices.backends import CPU
 from consistency.devices.spec import label_of
@@ -23,21 +23,11 @@ _NOT_ARRIVED = frozenset({Word.ZEROS, Word.NEVER_WRITTEN, Word.FRESH_INIT, Word.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the load paths show of one cause.
+    """What the load paths show of one cause."""
 
-    Attributes
-    ----------
-    where : str
-        The load paths with wrong and with correct bytes, to follow "zeros in 128 of 128 lora_B tensors".
-    why : str
-        The cause, where the load paths identify it.
-    hops : bool
-        The bytes are copied from device 0 to each device: `copies` names these copies.
-    """
-
-    where: str = ""
-    why: str = ""
-    hops: bool = False
+    where: str = ""  # the load paths with wrong and with correct bytes, to follow "zeros in 128 of 128 lora_B tensors"
+    why: str = ""  # the cause, where the load paths identify it
+    hops: bool = False  # the bytes are copied from device 0 to each device: `copies` names these copies
 
 
 def judge_load_paths(
@@ -173,7 +163,7 @@ def load_paths_taken(label: str, rows: Mapping[str, Outcome]) -> tuple[frozenset
 class _Cast:
     """Tensors that load paths cast through one dtype, and the workers on which they do."""
 
-    workers: WorkerSet = field(default_factory=WorkerSet)
+    workers: list[Workers] = field(default_factory=list)
     by_load_path: dict[str, list[TensorComparison]] = field(default_factory=dict)
 
 
@@ -200,8 +190,7 @@ def find_casts(tensors: Sequence[TensorComparison], dtypes: Mapping[str, object]
             # the reference worker does not take every load path itself: where all cast, there is one note for all
             named = tuple(worker for outcome in through for worker in outcome.workers) if partial else ()
             cast = casts.setdefault((through[0].cast, named), _Cast())
-            for outcome in through:
-                cast.workers.take(outcome.workers)
+            cast.workers += (outcome.workers for outcome in through)
             cast.by_load_path.setdefault(tensor.load_path, []).append(tensor)
     for (dtype, partial_workers), cast in casts.items():
         first = next(iter(cast.by_load_path.values()))
@@ -210,7 +199,7 @@ def find_casts(tensors: Sequence[TensorComparison], dtypes: Mapping[str, object]
             if partial_workers
             else "on every device: PEFT casts them to the dtype of the base while loading"
         )
-        names = tuple(cast.workers.names)
+        names = tuple(names_in(cast.workers))
         who = listed(names) if len(names) <= MOST_NAMES else some(names)
         opening = f"adapter · {who} · the file's values rounded through {dtype}"
         ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,9 +12,10 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
-from consistency.comparison.coverage import coverage
+from consistency.comparison.by_worker import coverage
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, in_order_of
@@ -22,6 +24,7 @@ from consistency.numerics.rules import Rule
 _MOST_REASONS = 3
 _MOST_CAPTURES = 4
 _ABSENT = frozenset({"skipped", "blocked"})
+_LOST = dict.fromkeys(("missing", "unexpected"), "an alternative load path has other tensors than the files")
 _ALONE = "there is one worker, and neither a file nor an exact value to compare it with"
 
 
@@ -33,8 +36,10 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
     whole = [p for p in compared if p.info.status == "ok"]
     if len(whole) < len(compared) and not whole:
         return
-    if tensors and not coverage(tensors):
-        reasons = dict.fromkeys(row.reason or _ALONE for tensor in tensors for row in tensor.outcomes)
+    if tensors and not coverage(tensor for tensor in tensors if not _is_lost(tensor)):
+        reasons = dict.fromkeys(
+            row.reason or _LOST.get(row.status, _ALONE) for tensor in tensors for row in tensor.outcomes
+        )
         yield Finding(
             kind=FindingKind.NOTHING_COMPARED,
             severity="error",
@@ -43,11 +48,11 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
             next="choose other --stages, or give another device to compare with",
         )
         return
-    by_capture: dict[int, list[ComparedWorker]] = {}
-    for p in whole:
-        by_capture.setdefault(id(p.capture), []).append(p)
-    comparable = _Comparable()
-    keys = [comparable.of(members) for members in by_capture.values()]
+    by_capture = gathered((id(p.capture), p) for p in whole)
+    comparable = functools.cache(lambda table: frozenset(_keys(table)))
+    joined = functools.cache(lambda parts: frozenset[Key]().union(*parts))
+    tables = (tables_of(p.records for p in members) for members in by_capture.values())
+    keys = [joined(frozenset(map(comparable, some))) for some in tables]
     of_captures = Counter(keys)  # most captures of a fleet have the same
     count: Counter[Key] = Counter()
     for found, captures in of_captures.items():
@@ -71,6 +76,11 @@ def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[
         yield _finding(message, members)
 
 
+def _is_lost(tensor: TensorComparison) -> bool:
+    """Return whether nothing of a tensor was compared though it may be in no error: on an alternative load path."""
+    return is_alternative(tensor.load_path) and all(row.status in _ABSENT | _LOST.keys() for row in tensor.outcomes)
+
+
 def _finding(message: str, workers: Iterable[ComparedWorker]) -> Finding:
     return Finding(
         kind=FindingKind.NOTHING_COMPARED, severity="error", message=message,
@@ -85,29 +95,6 @@ def _names(workers: Iterable[ComparedWorker]) -> str:
 
 def _stages(keys: Iterable[Key]) -> str:
     return f"({some(sorted({key[0] for key in keys})) or 'no stage'})"
-
-
-class _Comparable:
-    """What of captures could be compared with another one, found once for all workers that share a table."""
-
-    def __init__(self) -> None:
-        self._same: dict[frozenset[Key], frozenset[Key]] = {}
-        self._tables: dict[int, frozenset[Key]] = {}
-        self._joined: dict[frozenset[frozenset[Key]], frozenset[Key]] = {}
-
-    def of(self, workers: Iterable[ComparedWorker]) -> frozenset[Key]:
-        """Return the tensors of a capture that another one may have; equal ones are one object."""
-        parts = frozenset(map(self._table, tables_of(worker.records for worker in workers)))
-        if parts not in self._joined:
-            found = frozenset().union(*parts)
-            self._joined[parts] = self._same.setdefault(found, found)
-        return self._joined[parts]
-
-    def _table(self, table: Mapping[Key, TensorRecord]) -> frozenset[Key]:
-        if id(table) not in self._tables:
-            found = frozenset(_keys(table))
-            self._tables[id(table)] = self._same.setdefault(found, found)
-        return self._tables[id(table)]
 
 
 def _keys(table: Mapping[Key, TensorRecord]) -> Iterator[Key]:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from consistency.capture.wording import counted
 from consistency.case.tolerance import Override
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.records import tables_of
+from consistency.comparison.outcomes import gathered
+from consistency.comparison.records import StageTable, tables_of
 from consistency.comparison.result import Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.rules import Rule
@@ -24,15 +25,15 @@ def find_tolerances(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
 def _applied(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     judged: dict[str, dict[str, None]] = {}
     workers: dict[str, dict[str, None]] = {}
-    by_table: dict[int, set[str]] = {}
+    by_table: dict[StageTable, set[str]] = {}
     for table in tables_of(p.records for p in compared):
-        texts = by_table[id(table)] = set()
+        texts = by_table[table] = set()
         for key, record in table.items():
             if record.rule == Rule.USER:
                 texts.add(text := record.tolerance or "not named")
                 judged.setdefault(text, {})[tensor_name(*key)] = None
     for p in compared:
-        for text in {text for table in p.records.stages.values() for text in by_table[id(table)]}:
+        for text in {text for table in p.records.stages.values() for text in by_table[table]}:
             workers.setdefault(text, {})[p.label] = None
     for text, names in judged.items():
         yield Finding(
@@ -77,9 +78,7 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Fi
 
 def _others(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Report captures made with different tolerances: every row is judged by those of its own capture."""
-    by_tolerance: dict[tuple[Override, ...], list[str]] = {}
-    for p in compared:
-        by_tolerance.setdefault(p.case.tolerance, []).append(p.label)
+    by_tolerance = gathered((p.case.tolerance, p.label) for p in compared)
     if len(by_tolerance) > 1:
         text = "; ".join(
             f"{', '.join(dict.fromkeys(labels))}: {' and '.join(map(str, tolerance)) or 'none'}"

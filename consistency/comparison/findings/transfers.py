@@ -1,4 +1,4 @@
-"""Rows of the stage `transfer` -> a matrix of device pairs, one finding per kind of fault, and its likely cause."""
+"""Rows of the stage `transfer` -> a matrix of device pairs; a finding per kind of fault, with likely cause and fix."""
 
 from __future__ import annotations
 
@@ -18,15 +18,93 @@ from consistency.capture.names import (
     STRIDED,
     split_pair,
 )
-from consistency.capture.wording import listed, some
+from consistency.capture.wording import counted, listed, some
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
-from consistency.comparison.findings.transfer_causes import Pair, about, arrow, reasons
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
-from consistency.devices.host.facts import HostFacts
+from consistency.devices.host.facts import Gpu, HostFacts
+from consistency.devices.host.kernel_log import LOGGED
+from consistency.devices.host.pci import REDIRECTS
 from consistency.devices.spec import label_of
 from consistency.numerics.words import Word
+
+Pair = tuple[str, str]
+"""Source and destination of copies."""
+
+_MOST_NAMES, _MOST_LOG = 4, 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """A likely cause of wrong copies, and its fix."""
+
+    text: str
+    fix: str | None = None
+
+
+def reasons(
+    host_facts: HostFacts | None, pairs: Sequence[Pair], *, no_peer_access: Sequence[Pair] = ()
+) -> list[Reason]:
+    """Return what the facts of a host can explain of wrong copies between these pairs."""
+    found: list[Reason] = []
+    names = dict.fromkeys(name for pair in pairs for name in pair)
+    gpus = [gpu for name in names if host_facts and (gpu := host_facts.gpu(name))]
+    if host_facts is not None and any(HOST not in pair and pair[0] != pair[1] for pair in pairs):
+        found += [*_addresses(host_facts, gpus), *_redirected(gpus)]
+    if no_peer_access:
+        found.append(Reason(text=f"no peer access {listed([arrow(pair) for pair in no_peer_access[:_MOST_NAMES]])}"))
+    for gpu in gpus:
+        if gpu.after:
+            risen = listed([f"{name} (now {value})" for name, value in gpu.after.items()])
+            found.append(Reason(text=f"{risen} rose on {gpu.name}", fix=f"have {gpu.name} tested"))
+    if host_facts is not None and host_facts.log:
+        found.append(Reason(text=f"the kernel logged {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"))
+    return found
+
+
+def _addresses(host_facts: HostFacts, gpus: Sequence[Gpu]) -> Iterator[Reason]:
+    translated = [gpu for gpu in gpus if gpu.is_translated]
+    if translated:
+        kinds = listed(sorted({gpu.iommu_type or "" for gpu in translated}))
+        given = " ".join(host_facts.iommu_options) or "no iommu=pt"
+        yield Reason(
+            text=f"the IOMMU translates (group type {kinds}; {given})",
+            fix="boot with iommu=pt on the kernel's command line, then: consistency doctor",
+        )
+
+
+def _redirected(gpus: Sequence[Gpu]) -> Iterator[Reason]:
+    bridges = sorted({bridge for gpu in gpus for bridge, on in gpu.acs.items() if REDIRECTS & set(on)})
+    if bridges:
+        yield Reason(
+            text=f"ACS redirects peer traffic through the root complex at {listed(bridges[:_MOST_NAMES])}",
+            fix="disable ACS on the bridges above the GPUs (in the firmware, or with setpci), then: consistency doctor",
+        )
+
+
+def _about(host_facts: HostFacts | None) -> Iterator[str]:
+    """Yield what else is known of a host, and what could not be read."""
+    if host_facts is None:
+        return
+    if host_facts.boot_id is not None:
+        yield f"{boot(host_facts)}: a reboot may hide the fault; keep this capture and compare it with a later one"
+    yield from (f"kernel: {line}" for line in host_facts.log[-_MOST_LOG:])
+    if host_facts.unread:
+        yield "unknown: " + "; ".join(f"{name} ({why})" for name, why in host_facts.unread.items())
+
+
+def boot(host_facts: HostFacts) -> str:
+    """Return the boot of a host and its uptime: `boot 5f2c, up 3.1 h`."""
+    up = "" if host_facts.uptime_s is None else f", up {host_facts.uptime_s / 3600:.1f} h"
+    return f"boot {host_facts.boot_id or 'unknown'}{up}"
+
+
+def arrow(pair: Pair) -> str:
+    """Return a pair for people: `cuda:0→cuda:1`, `within cuda:1`."""
+    return f"within {'the host' if pair[0] == HOST else pair[0]}" if pair[0] == pair[1] else f"{pair[0]}→{pair[1]}"
+
 
 _STAGED = (HOST_STAGED, CHAIN)
 _ORDER = (DIRECT, STRIDED, CASTING, OVERLAPPED, PINNED)
@@ -44,31 +122,17 @@ _ONLY = {
 
 @dataclass(slots=True)
 class Cell:
-    """The copies of one ordered pair of devices, by kind.
-
-    Attributes
-    ----------
-    tried : set of str
-        Kinds with a result.
-    skipped : dict of str to str
-        Kinds without one, and why.
-    wrong : dict of str to list
-        By kind, the tensor and the rows of the workers with wrong bytes.
-    explained : set of str
-        Kinds that are wrong because one of their hops is: that pair is reported.
-    speeds : dict of str to float
-        GB/s of the largest copy by kind, where it was measured.
-    no_peer_access : bool
-        Whether torch reports that one device cannot reach the other's memory.
-    """
+    """The copies of one ordered pair of devices, by kind."""
 
     kinds: dict[str, None] = field(default_factory=dict)
-    tried: set[str] = field(default_factory=set)
-    skipped: dict[str, str] = field(default_factory=dict)
+    tried: set[str] = field(default_factory=set)  # kinds with a result
+    skipped: dict[str, str] = field(default_factory=dict)  # kinds without one, and why
+    # by kind, the tensor and the rows of the workers with wrong bytes
     wrong: dict[str, list[tuple[TensorComparison, Outcome]]] = field(default_factory=dict)
+    # kinds that are wrong because one of their hops is: that pair is reported
     explained: set[str] = field(default_factory=set)
-    speeds: dict[str, float] = field(default_factory=dict)
-    no_peer_access: bool = False
+    speeds: dict[str, float] = field(default_factory=dict)  # GB/s of the largest copy by kind, where it was measured
+    no_peer_access: bool = False  # whether torch reports that one device cannot reach the other's memory
 
     @property
     def gb_per_s(self) -> float | None:
@@ -165,9 +229,7 @@ def find_transfer(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCo
     """Report for each machine which copies are wrong, which are fine, and the likely cause."""
     hosts = {home_of(p.label): p.capture.manifest.host_facts for p in compared}
     for matrix in matrices(tensors):
-        by_word: dict[Word, list[Pair]] = {}
-        for pair in matrix.wrong:
-            by_word.setdefault(matrix.cells[pair].word, []).append(pair)
+        by_word = gathered((matrix.cells[pair].word, pair) for pair in matrix.wrong)
         for word, pairs in by_word.items():
             yield _finding(matrix, word, pairs, hosts.get(matrix.home))
 
@@ -192,7 +254,7 @@ def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: Host
         workers=workers,
         tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in seen)),
         cause="; ".join(reason.text for reason in why) or None,
-        detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *about(host_facts)),
+        detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *_about(host_facts)),
         next=next(
             (reason.fix for reason in why if reason.fix), "run consistency doctor --out DIR before and after a reboot"
         ),

@@ -29,29 +29,15 @@ _WAIT_S = 60.0  # for others that change the same baseline: each takes moments
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One accepted finding.
-
-    Attributes
-    ----------
-    devices : tuple of str
-        By UUID, or host and name.
-    tensors : tuple of str
-        Names; empty where the finding concerns none.
-    state : str or None
-        Digest of the accepted bits, where different bits would be a new finding.
-    message : str
-        As it was reported.
-    date : str
-        On which day it was accepted.
-    """
+    """One accepted finding."""
 
     kind: str
-    devices: tuple[str, ...]
-    tensors: tuple[str, ...]
-    message: str
+    devices: tuple[str, ...]  # by UUID, or host and name
+    tensors: tuple[str, ...]  # names; empty where the finding concerns none
+    message: str  # as it was reported
     reason: str
-    date: str
-    state: str | None = None
+    date: str  # on which day it was accepted
+    state: str | None = None  # digest of the accepted bits, where different bits would be a new finding
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

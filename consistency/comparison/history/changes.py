@@ -11,8 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.run_workers import Observation, RunWorkers, WorkerKey
+from consistency.comparison.history.records import Observation, RunRecord, RunWorkers, WorkerKey
 
 
 class ChangeKind(StrEnum):
@@ -28,31 +27,15 @@ class ChangeKind(StrEnum):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What changed, in the same run, for some workers.
-
-    Attributes
-    ----------
-    since : str
-        The first run with it.
-    before : str or None
-        The last run of these workers without it; None where it was so in their first.
-    until : str or None
-        The first run without it again; None where it lasts, and for what has no end.
-    detail : str
-        The stage that drifted; what changed, as far as it is known.
-    devices : int
-        Number of devices.
-    workers : tuple of str
-        Names as of that run; of what is gone, as of the last run that had it.
-    """
+    """What changed, in the same run, for some workers."""
 
     kind: ChangeKind
-    since: str
-    before: str | None
-    until: str | None
-    detail: str
-    devices: int
-    workers: tuple[str, ...]
+    since: str  # the first run with it
+    before: str | None  # the last run of these workers without it; None where it was so in their first
+    until: str | None  # the first run without it again; None where it lasts, and for what has no end
+    detail: str  # the stage that drifted; what changed, as far as it is known
+    devices: int  # number of devices
+    workers: tuple[str, ...]  # names as of that run; of what is gone, as of the last run that had it
 
 
 def changes(runs: Iterable[RunRecord]) -> list[Change]:

@@ -6,26 +6,28 @@ it stays an error until somebody fixes the device or accepts the finding.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from consistency.capture.folder import Capture
-from consistency.capture.reader import brief
+from consistency.capture.reader import brief, read_capture
+from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some, when
 from consistency.case.stages import MOVES_WEIGHTS, Stage
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.gone import find_gone
-from consistency.comparison.history.magnitude import magnitude
 from consistency.comparison.history.recording import record_of
-from consistency.comparison.history.records import MOST_APART, RunRecord, Table, digest_of
-from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import MOST_APART, RunRecord, RunWorkers, Table, WorkerRecord, digest_of
 from consistency.comparison.history.store import History
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.result import Comparison, Finding, with_findings, with_unwritten
+from consistency.comparison.outcomes import Outcome
+from consistency.comparison.result import Comparison, Finding, tensor_name, with_findings, with_unwritten
 from consistency.errors import CaptureError
 
 _MOST_DETAILS = 5
@@ -177,7 +179,7 @@ def find_drift(
     is_common = len({device for device, _ in stages}) > 1 and len(stages) == sum(bool(one.good) for one in compared)
     for drift, workers in drifted.values():
         names = [name for _, found in drift.differing for name in found]
-        size = "" if comparison is None else magnitude(comparison, workers[0], names, drift.report)
+        size = "" if comparison is None else _magnitude(comparison, workers[0], names, drift.report)
         finding = _finding(workers, drift, tensors.now(drift.table), size, is_common=is_common)
         if not pinned and not any(stage in MOVES_WEIGHTS for stage, _ in drift.differing):
             message = finding.message + AS_DEPLOYED
@@ -268,28 +270,17 @@ class _Tensors:
     """The tables of a run and of earlier ones, each read once: thousands of workers share a few."""
 
     def __init__(self, history: History, tables: Mapping[str, bytes]) -> None:
-        self._history, self._tables = history, tables
-        self._now: dict[str, Table] = {}
-        self._before: dict[str, Table | None] = {}
-        self._differing: dict[tuple[str, str, str], tuple[str, ...]] = {}
+        self._before = functools.cache(history.table)
+        self.now = functools.cache(lambda name: msgspec.json.decode(tables[name], type=Table))
+        self.differing = functools.cache(self._differing)
 
-    def now(self, name: str) -> Table:
-        if name not in self._now:
-            self._now[name] = msgspec.json.decode(self._tables[name], type=Table)
-        return self._now[name]
-
-    def differing(self, before: str, now: str, stage: str) -> tuple[str, ...]:
+    def _differing(self, before: str, now: str, stage: str) -> tuple[str, ...]:
         """Return the tensors of a stage whose bits differ; a tensor that only one of two runs checked is no drift."""
-        pair = (before, now, stage)
-        if pair not in self._differing:
-            if before not in self._before:
-                self._before[before] = self._history.table(before)
-            earlier, table = self._before[before], self.now(now)
-            here = tuple(name for name in table if name.startswith(f"{stage}::"))
-            if earlier is not None:  # without the table it is known that they differ, but not where
-                here = tuple(name for name in here if name in earlier and earlier[name] != table[name])
-            self._differing[pair] = here
-        return self._differing[pair]
+        earlier, table = self._before(before), self.now(now)
+        here = tuple(name for name in table if name.startswith(f"{stage}::"))
+        if earlier is None:  # without the table it is known that they differ, but not where
+            return here
+        return tuple(name for name in here if name in earlier and earlier[name] != table[name])
 
 
 _ALONE = "run again: a device whose results change between runs is failing; check its ECC error counters"
@@ -345,3 +336,54 @@ def _changes(earlier: _Earlier, run: RunRecord, worker: WorkerRecord) -> str:
     if earlier.latest.driver and worker.driver and earlier.latest.driver != worker.driver:
         texts.append(f"driver {earlier.latest.driver} -> {worker.driver}")
     return f" ({', '.join(texts)})" if texts else ""
+
+
+def _magnitude(comparison: Comparison, worker: WorkerRecord, tensors: Sequence[str], report: str) -> str:
+    """Return a sentence about the drifted tensor that is furthest from the exact values; empty where none is known.
+
+    `report` is the folder of the earlier run's report. A capture has errors against the exact values and digests, not
+    the tensors: two results that are off by a and by b from the same exact values are at most a + b apart.
+    """
+    before = _errors(worker, set(tensors), report)
+    known = [
+        (row, name)
+        for one in comparison.tensors
+        if one.load_path == worker.load_path and (name := one.name) in before
+        for row in one.outcomes
+        if worker.name in row.workers and row.max_abs is not None and row.reference not in (None, "file")
+    ]
+    if not known:
+        return ""
+    row, name = max(known, key=_share)
+    here, there = float(row.max_abs or 0), before[name]
+    allowed = f", allowed {float(row.allowed):.2g}" if row.allowed else ""
+    return (
+        f"{name}: off from the exact values by at most {here:.2g} in this run{allowed}, and {there:.2g} in the earlier "
+        f"one, so by at most {here + there:.2g} between the two"
+    )
+
+
+def _share(found: tuple[Outcome, str]) -> float:
+    row, _ = found
+    return float(row.max_abs or 0) if row.ratio is None else float(row.ratio)
+
+
+def _errors(worker: WorkerRecord, tensors: set[str], report: str) -> dict[str, float]:
+    """Return the largest error of each of these tensors in the earlier run, where that was measured."""
+    if not report or not Path(report).is_dir():
+        return {}
+    try:
+        capture = read_capture(Path(report))
+    except CaptureError:
+        return {}
+    of_worker = (one for one in capture.workers if one.info.name == worker.name)
+    records = (record for one in of_worker for part in one.parts for record in part)
+    return {
+        name: float(record.measure.max_abs)
+        for record in records
+        if record.measure is not None and _load_path(record, worker) and (name := tensor_name(*record.key)) in tensors
+    }
+
+
+def _load_path(record: TensorRecord, worker: WorkerRecord) -> bool:
+    return record.load_path in ("", worker.load_path)

@@ -12,8 +12,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from consistency.capture.wording import some, when
-from consistency.comparison.history.records import GoneDevice, RunRecord, digest_of
-from consistency.comparison.history.run_workers import WorkerRecord
+from consistency.comparison.history.records import GoneDevice, RunRecord, WorkerRecord, digest_of
 from consistency.comparison.history.store import History
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding

@@ -19,12 +19,11 @@ import msgspec
 from consistency.capture import origin
 from consistency.capture.folder import Capture
 from consistency.capture.json_codec import encode_json
-from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.capture.records import WorkerInfo
 from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.history.records import SCHEMA, RunRecord, digest_of
-from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord, digest_of
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.records import Key
+from consistency.comparison.records import Key, StageTable
 from consistency.comparison.result import Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.devices.backends import backend_of
@@ -63,24 +62,12 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
 
 @dataclass(frozen=True, slots=True)
 class _StageDigests:
-    """What a history keeps of a table of records.
+    """What a history keeps of a table of records."""
 
-    Attributes
-    ----------
-    bits : str
-        Digest of all tensors; empty where none has one.
-    number : int
-        Equal for tables with the same digest of every tensor.
-    digests : tuple of (Key, str)
-        Of each tensor, sorted.
-    read : tuple of str
-        Digests of what was in the files.
-    """
-
-    bits: str
-    number: int
-    digests: tuple[tuple[Key, str], ...]
-    read: tuple[str, ...]
+    bits: str  # digest of all tensors; empty where none has one
+    number: int  # equal for tables with the same digest of every tensor
+    digests: tuple[tuple[Key, str], ...]  # of each tensor, sorted
+    read: tuple[str, ...]  # digests of what was in the files
 
 
 def _told_apart(workers: Sequence[WorkerRecord], run_host: str) -> tuple[WorkerRecord, ...]:
@@ -101,7 +88,7 @@ class _Recorder:
     def __init__(self, ratios: Mapping[str, float]) -> None:
         self.tables: dict[str, bytes] = {}
         self._ratios = ratios
-        self._stages: dict[int, tuple[Mapping[Key, TensorRecord], _StageDigests]] = {}  # with the table, for its id
+        self._stages: dict[StageTable, _StageDigests] = {}
         self._numbers: dict[tuple[tuple[Key, str], ...], int] = {}
         self._names: dict[tuple[int, ...], str] = {}
         self._files: dict[tuple[object, ...], str] = {}
@@ -128,10 +115,9 @@ class _Recorder:
             driver=info.driver or "",
         )
 
-    def _stage(self, table: Mapping[Key, TensorRecord]) -> _StageDigests:
-        known = self._stages.get(id(table))
-        if known is not None:
-            return known[1]
+    def _stage(self, table: StageTable) -> _StageDigests:
+        if table in self._stages:
+            return self._stages[table]
         bits = hashlib.blake2b(digest_size=8)
         # bits that may be others in each run of a healthy device are no sign of drift
         promised = ((key, record.promised_digest) for key, record in table.items())
@@ -139,14 +125,13 @@ class _Recorder:
         for key, digest in digests:
             bits.update(f"{key}{digest}".encode())
         ordered = tuple(sorted(digests))
-        found = _StageDigests(
+        self._stages[table] = _StageDigests(
             bits=bits.hexdigest() if digests else "",
             number=self._numbers.setdefault(ordered, len(self._numbers)),
             digests=ordered,
             read=tuple(record.reference_digest for _, record in sorted(table.items()) if record.reference_digest),
         )
-        self._stages[id(table)] = table, found
-        return found
+        return self._stages[table]
 
     def _table(self, stages: Sequence[_StageDigests]) -> str:
         """Return the name of the table of a worker's digests, which workers with the same ones share."""

@@ -4,13 +4,137 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, Self
 
 import msgspec
 
 from consistency.capture.json_codec import encode_json
 from consistency.capture.wording import time_of
-from consistency.comparison.history.run_workers import RunWorkers
+from consistency.numerics.real import Real
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a run saw of a worker, without what identifies the device."""
+
+    load_path: str
+    architecture: str
+    model: str
+    status: str
+    software: str  # digest of versions, kernels and settings: bits are compared only between equal software
+    inputs: str  # digest of the bytes in the files, the dtype and the inputs
+    bits: dict[str, str] = {}  # digest of all tensors, by stage
+    table: str = ""  # name of the table with the digest of every tensor
+    drift: tuple[str, ...] = ()  # stages that differ bitwise from the earlier runs, where this has not been accepted
+    simulated: bool = False
+    case: str = ""  # the case of a suite; empty where the run has one case
+    verdict: str = ""  # of the device, as in `by_worker`
+    ratio: Real | None = None  # worst error/tolerance on the device
+    driver: str = ""  # empty for a CPU
+
+    @property
+    def state(self) -> bytes:
+        """Return what is equal for workers, and runs, in which the same was seen."""
+        return encode_json([getattr(self, name) for name in _SEEN])
+
+
+class WorkerRecord(Observation, frozen=True, kw_only=True, omit_defaults=True):
+    """One worker of a run."""
+
+    name: str
+    device: str  # identity that outlives the run: the device's UUID, or host and name, with the kernel variant
+    host: str = ""  # where it is not that of the run
+
+    @property
+    def key(self) -> WorkerKey:
+        return (self.device, self.load_path, self.case)
+
+
+WorkerKey = tuple[str, str, str]
+"""What the same worker has in every run: device, load path and case."""
+
+
+class RunWorkers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The workers of a run."""
+
+    seen: tuple[Observation, ...] = ()  # what was seen, each once
+    # a row for each worker: name, identity, host where it is not that of the run, and the place in `seen`
+    rows: tuple[tuple[str, str, str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if wrong := [row for row in self.rows if not 0 <= row[3] < len(self.seen)]:
+            raise ValueError(f"nothing was seen of the worker {wrong[0][0]}")
+
+    @classmethod
+    def of(cls, records: Iterable[WorkerRecord]) -> Self:
+        """Make the rows of records, in their order."""
+        places: dict[bytes, tuple[int, Observation]] = {}
+        rows = []
+        for one in records:
+            seen = Observation(**_observed(one))
+            place, _ = places.setdefault(encode_json(seen), (len(places), seen))
+            rows.append((one.name, one.device, one.host, place))
+        return cls(seen=tuple(seen for _, seen in places.values()), rows=tuple(rows))
+
+    def __iter__(self) -> Iterator[WorkerRecord]:
+        return iter(self.select())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, devices: Collection[str] | None = None, **having: Collection[str]) -> list[WorkerRecord]:
+        """Return the workers of some devices (identities or names; None: all) `having` these values of fields."""
+        chosen = {
+            place: _observed(seen)
+            for place, seen in enumerate(self.seen)
+            if all(getattr(seen, name) in values for name, values in having.items())
+        }
+        return [
+            WorkerRecord(name=name, device=device, host=host, **chosen[place])
+            for name, device, host, place in self.rows
+            if place in chosen and (devices is None or device in devices or name in devices)
+        ]
+
+    @property
+    def observed(self) -> Iterator[tuple[WorkerKey, str, Observation]]:
+        """Yield what a worker has in every run, its name, and what was seen of it."""
+        for name, device, _, place in self.rows:
+            seen = self.seen[place]
+            yield (device, seen.load_path, seen.case), name, seen
+
+    @property
+    def devices(self) -> set[str]:
+        """Return the identities of all devices."""
+        return {device for _, device, _, _ in self.rows}
+
+    @property
+    def hosts(self) -> set[str]:
+        """Return the hosts; that of the run is an empty text."""
+        return {host for _, _, host, _ in self.rows}
+
+    @property
+    def drifted(self) -> dict[str, str]:
+        """Return the names of the devices that drifted, by identity."""
+        return {key[0]: name for key, name, seen in self.observed if seen.drift}
+
+    @property
+    def lost(self) -> int:
+        """Return the number of workers that were lost."""
+        return sum(seen.status != "ok" for _, _, seen in self.observed)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Return whether a device is simulated."""
+        return any(seen.simulated for seen in self.seen)
+
+
+_OBSERVED = Observation.__struct_fields__
+_SEEN = tuple(name for name in _OBSERVED if name not in ("load_path", "case", "table"))  # the table follows from bits
+
+
+def _observed(observation: Observation) -> dict[str, Any]:
+    return {name: getattr(observation, name) for name in _OBSERVED}
+
 
 SCHEMA = "consistency.history/2"
 
@@ -28,40 +152,23 @@ class GoneDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One run.
-
-    Attributes
-    ----------
-    case : str
-        Name of the case, or of the suite.
-    workers : RunWorkers
-        Of a suite, those of all cases.
-    cases : dict of str to str
-        Verdict of each case of a suite.
-    report : str
-        Folder of the run's report, on its host; empty where none was kept.
-    planted : bool
-        A fault was planted on purpose.
-    auto : dict of str to dict
-        By host whose devices `auto` chose: the user's variables that show a part of them.
-    gone : tuple of GoneDevice
-        Accelerators that these hosts had before, where that has not been accepted.
-    """
+    """One run."""
 
     schema: str
     at: str
     host: str
-    case: str
+    case: str  # name of the case, or of the suite
     verdict: str
     tool: str
     versions: dict[str, Any] = {}
     findings: tuple[str, ...] = ()
-    workers: RunWorkers = RunWorkers()
-    cases: dict[str, str] = {}
-    report: str = ""
-    planted: bool = False
+    workers: RunWorkers = RunWorkers()  # of a suite, those of all cases
+    cases: dict[str, str] = {}  # verdict of each case of a suite
+    report: str = ""  # folder of the run's report, on its host; empty where none was kept
+    planted: bool = False  # a fault was planted on purpose
+    # by host whose devices `auto` chose: the user's variables that show a part of them
     auto: dict[str, dict[str, str]] = {}
-    gone: tuple[GoneDevice, ...] = ()
+    gone: tuple[GoneDevice, ...] = ()  # accelerators that these hosts had before, where that has not been accepted
 
     def __post_init__(self) -> None:
         if time_of(self.at) is None:

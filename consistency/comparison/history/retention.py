@@ -17,10 +17,8 @@ from pathlib import PurePosixPath
 import msgspec
 
 from consistency.comparison.history.drift import compared_with
-from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.run_workers import RunWorkers, WorkerKey
-from consistency.comparison.history.store import RUNS, TABLES, History
-from consistency.comparison.history.unfinished import remove_claims, unfinished
+from consistency.comparison.history.records import RunRecord, RunWorkers, WorkerKey
+from consistency.comparison.history.store import RUNS, TABLES, History, remove_claims, unfinished
 from consistency.errors import UsageError
 
 _GRACE_S = 86_400.0
@@ -29,21 +27,11 @@ _GRACE_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """What is removed of a history.
+    """What is removed of a history."""
 
-    Attributes
-    ----------
-    runs : tuple of RunRecord
-        The earliest first.
-    kept_for_drift : tuple of RunRecord
-        Old runs that stay, as a device that drifts is compared with them.
-    files : int
-        Tables that nothing names any more.
-    """
-
-    runs: tuple[RunRecord, ...]
-    kept_for_drift: tuple[RunRecord, ...]
-    files: int
+    runs: tuple[RunRecord, ...]  # the earliest first
+    kept_for_drift: tuple[RunRecord, ...]  # old runs that stay, as a device that drifts is compared with them
+    files: int  # tables that nothing names any more
     kept: int
 
 

@@ -12,7 +12,7 @@ from contextlib import closing
 from typing import Any
 
 from consistency.capture.json_codec import encode_json, json_number
-from consistency.comparison.history.run_workers import Observation
+from consistency.comparison.history.records import Observation
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 

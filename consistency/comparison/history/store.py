@@ -4,7 +4,7 @@
 
     runs/<time>-<id>.json    one run: verdict, and what its workers recorded; written last, the commit mark
     tables/<sha256>.json       the digest of every tensor of a worker; runs with equal digests share one
-    started/<time>-<id>.json   a run that has no entry yet (`unfinished.py`)
+    started/<time>-<id>.json   a run that has no entry yet (`noted`)
 
 A history is a folder, on disk or at any URL that fsspec knows. A run is one file, which a disk renames into place and
 an object store writes whole, so a reader sees all of it or nothing. Tables are named by their content and written
@@ -13,21 +13,24 @@ first. Each run writes them anew even where they exist: `retention.py` removes n
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from consistency.capture import origin
 from consistency.capture.bounded import NotReadError, read_regular
-from consistency.capture.claim import CLAIM, claimed
+from consistency.capture.claim import CLAIM, claim_of, claimed, is_held, remove_abandoned
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
+from consistency.capture.version import __version__
 from consistency.capture.whole_file import remove_leftovers, write_whole
 from consistency.comparison.history.records import SCHEMA, RunRecord, Table
-from consistency.errors import CaptureError, UsageError
+from consistency.errors import CaptureError, UsageError, first_line
 
 RUNS, TABLES, STARTED = "runs", "tables", "started"
 
@@ -180,3 +183,58 @@ class History:
             write_whole(Path(place), [raw])
         except CaptureError as error:
             raise CaptureError("cannot write the history", where=place, got=error.got) from None
+
+
+DID_NOT_END, RUNNING = "did not end", "running"
+"""What is said of such a run in place of a verdict. Of one on another host's disk it is not known which."""
+
+NO_ENTRY = "has not ended"
+
+
+@contextmanager
+def noted(history: History, case: str, *, report: str = "") -> Iterator[None]:
+    """Note in a history that a run of a case has started; what ends it without an entry is added to that note.
+
+    Raises
+    ------
+    CaptureError
+        The history cannot be written: that is known before hours of work.
+    """
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+    note = RunRecord(
+        schema=SCHEMA, at=now, host=origin.host(), case=case, verdict=NO_ENTRY, tool=__version__, report=report
+    )
+    place = history.put_run(STARTED, note)
+    path = history.local(place)
+    with ExitStack() as stack:
+        if path is not None:
+            stack.enter_context(claimed(claim_of(path)))
+        try:
+            yield
+        except BaseException as error:
+            reason = "stopped" if isinstance(error, KeyboardInterrupt) else first_line(error)
+            ended = msgspec.structs.replace(note, verdict=DID_NOT_END, findings=(reason,))
+            history.put_run(STARTED, ended, PurePosixPath(place).name)
+            raise
+        with suppress(CaptureError):  # the verdict is more than its note
+            history.remove(place)
+
+
+def remove_claims(history: History) -> None:
+    """Remove what killed processes left of the claims of notes that are gone."""
+    for place in history.files_of(STARTED):
+        path = history.local(place)
+        if path is not None and path.name.endswith(CLAIM):
+            note = path.with_name(path.name.removeprefix(".").removesuffix(CLAIM))
+            if not note.exists():
+                remove_abandoned(path)
+
+
+def unfinished(history: History) -> Iterator[tuple[str, RunRecord]]:
+    """Yield the notes of runs without an entry with their paths, the latest first."""
+    for place in sorted((name for name in history.files_of(STARTED) if name.endswith(".json")), reverse=True):
+        path = history.local(place)
+        held = None if path is None else is_held(claim_of(path))
+        for note in history.runs([place]):
+            known = {True: RUNNING, False: DID_NOT_END, None: note.verdict}[held]
+            yield place, msgspec.structs.replace(note, verdict=known)

@@ -13,8 +13,7 @@ from consistency.capture.version import __version__
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.drift import judge_drift, unjudged
 from consistency.comparison.history.recording import record_of
-from consistency.comparison.history.records import SCHEMA, RunRecord
-from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
 from consistency.comparison.history.store import History
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison

@@ -17,6 +17,7 @@ with what is empty at their end left off; status is a place in `labels.KEY`, dia
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ import msgspec
 from consistency.capture.json_codec import json_number
 from consistency.capture.wording import some
 from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
-from consistency.comparison.outcomes import OncePerSet, Workers, WorkerSet, worst_of
+from consistency.comparison.outcomes import Workers, gathered, names_in, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
@@ -69,23 +70,17 @@ class MapColumn:
 
 
 class Section(msgspec.Struct, kw_only=True):
-    """One stage on one load path; `rows` are tensors as above, `left_out` those for which there was no room.
-
-    Attributes
-    ----------
-    bad, unchecked, unlike : int
-        Tensors with a mismatch; others that some worker did not check; others that are not bitwise equal everywhere.
-    checks : bool
-        Whether all of them are facts with a limit, and no tensors.
-    """
+    """One stage on one load path; `rows` are tensors as above, `left_out` those for which there was no room."""
 
     load_path: str
     stage: str
     total: int = 0
+    # bad, unchecked, unlike: tensors with a mismatch; others that some worker did not check; others that are not
+    # bitwise equal everywhere
     bad: int = 0
     unchecked: int = 0
     unlike: int = 0
-    checks: bool = True
+    checks: bool = True  # whether all of them are facts with a limit, and no tensors
     left_out: int = 0
     rows: list[list[Any]] = []
 
@@ -109,11 +104,7 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Architectur
     """Return the columns below the architectures of a load path: its workers, or, of many, the lines of the groups."""
     here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
-        found = WorkerSet()
-        for tensor in comparison.tensors:
-            if tensor.load_path == load_path:
-                found.take(tensor.workers)
-        seen = found.names
+        seen = names_in(tensor.workers for tensor in comparison.tensors if tensor.load_path == load_path)
         # a reference file has no rows, and a reference worker may have them on a load path that it did not take
         names = [name for name, worker in here.items() if name in seen or worker.status != "ok"]
         names += [name for name in seen if name not in here]
@@ -191,9 +182,7 @@ def sections(
 
 def architectures(drawn: Sequence[MapColumn]) -> dict[str, tuple[str, ...]]:
     """Return the architectures of a load path, each with its columns' labels."""
-    found: dict[str, list[str]] = {}
-    for column in drawn:
-        found.setdefault(column.architecture, []).append(column.label)
+    found = gathered((column.architecture, column.label) for column in drawn)
     return {name: tuple(labels) for name, labels in found.items()}
 
 
@@ -241,15 +230,12 @@ class _Shown:
 
     def __init__(self, drawn: Sequence[MapColumn]) -> None:
         self._places = {name: place for place, column in enumerate(drawn) for name in column.workers}
-        self.by_column = OncePerSet(self._by_column)
+        self.by_column = functools.cache(self._by_column)
         self._classes: tuple[object, Mapping[str, int]] = (), {}
 
     def _by_column(self, workers: Workers) -> dict[int, Workers]:
         """Return those of these workers that are in columns, by the places of the columns."""
-        found: dict[int, list[str]] = {}
-        for name in workers:
-            if name in self._places:
-                found.setdefault(self._places[name], []).append(name)
+        found = gathered((self._places[name], name) for name in workers if name in self._places)
         return {place: tuple(names) for place, names in found.items()}
 
     def classes(self, classes: tuple[Workers, ...]) -> Mapping[str, int]:

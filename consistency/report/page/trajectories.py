@@ -9,7 +9,7 @@ from typing import Any
 
 from consistency.capture.wording import some
 from consistency.case.stages import Stage
-from consistency.comparison.findings.trajectories import CURVE, first_steps
+from consistency.comparison.findings.training import CURVE, first_steps
 from consistency.comparison.result import TensorComparison
 
 MOST_LINES = 6
@@ -32,25 +32,14 @@ class Tick:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """One figure of every step, of all workers.
-
-    Attributes
-    ----------
-    lines : tuple of tuple of str
-        Of each worker, the points of its unbroken stretches, as SVG writes them.
-    exact : tuple of str
-        The same of the float64 training; empty where that is the figure's zero.
-    band : str
-        The outline of what trainings with noise have; empty where there were none.
-    left_at : tuple
-        Of each worker, the point at which it leaves the float64 trajectory, or None.
-    """
+    """One figure of every step, of all workers."""
 
     title: str
     spoken: str
-    lines: tuple[tuple[str, ...], ...]
-    exact: tuple[str, ...]
-    band: str
+    lines: tuple[tuple[str, ...], ...]  # of each worker, the points of its unbroken stretches, as SVG writes them
+    exact: tuple[str, ...]  # the same of the float64 training; empty where that is the figure's zero
+    band: str  # the outline of what trainings with noise have; empty where there were none
+    # of each worker, the point at which it leaves the float64 trajectory, or None
     left_at: tuple[tuple[float, float] | None, ...]
     across: tuple[Tick, ...]
     upward: tuple[Tick, ...]
@@ -58,25 +47,14 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainings:
-    """All trainings of a run.
+    """All trainings of a run."""
 
-    Attributes
-    ----------
-    labels : tuple of str
-        Of the workers, those with the same figures together.
-    rows : tuple of tuple of str
-        Step, loss and distance of each, the loss in float64, and the distances of trainings with noise.
-    reasons : tuple of str
-        Why a worker has no distance.
-    left_out : int
-        Lines for which there is no room.
-    """
-
-    labels: tuple[str, ...]
+    labels: tuple[str, ...]  # of the workers, those with the same figures together
     charts: tuple[Chart, ...]
+    # step, loss and distance of each, the loss in float64, and the distances of trainings with noise
     rows: tuple[tuple[str, ...], ...]
-    reasons: tuple[str, ...]
-    left_out: int
+    reasons: tuple[str, ...]  # why a worker has no distance
+    left_out: int  # lines for which there is no room
 
 
 def trainings(tensors: Sequence[TensorComparison]) -> Trainings | None:

@@ -17,21 +17,21 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.capture.wording import time_of
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
-from consistency.comparison.kinds import UNSEEN, FindingKind
+from consistency.comparison.kinds import UNSEEN, WORST_FIRST, FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.numerics.real import Real
 from consistency.report.formats import View
 from consistency.report.json import read as read_report
+from consistency.report.runs import SUITE
 from consistency.report.sentences import sentence
-from consistency.report.status.record import SCHEMA, DeviceClass, DeviceStatus, Status, StatusVerdict
+from consistency.report.status.record import SCHEMA, DeviceClass, DeviceStatus, Status
 
 _SEVERITIES = ("error", "warning", "note")
 
 MOST_DEVICES = 64
 """As many are written one by one, whatever their verdict: as many as a report has in full."""
-
-_WORST_FIRST: tuple[Verdict, ...] = ("incomplete", "inconsistent", "consistent")
 
 
 class _Head(msgspec.Struct):
@@ -40,14 +40,9 @@ class _Head(msgspec.Struct):
     tool: str = ""
 
 
-def render(comparison: Comparison, _: View) -> Iterator[bytes]:
-    """Yield `status.json`."""
-    yield encode_json(of_comparison(comparison), indent=1) + b"\n"
-
-
-def render_suite(suite: SuiteResult, _: View) -> Iterator[bytes]:
-    """Yield `suite-status.json`."""
-    yield encode_json(of_suite(suite), indent=1) + b"\n"
+def render(found: Comparison | SuiteResult, _: View) -> Iterator[bytes]:
+    """Yield `status.json`, or `suite-status.json`."""
+    yield encode_json(of_suite(found) if isinstance(found, SuiteResult) else of_comparison(found), indent=1) + b"\n"
 
 
 def of_comparison(found: Comparison, *, created: datetime.datetime | None = None, tool: str = __version__) -> Status:
@@ -75,7 +70,7 @@ def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, to
         for name, ratio in case.ratios.items():
             ratios[name] = worse(float(ratio), ratios.get(name))
         for name, verdict in verdicts(case.workers, case.findings).items():
-            found[name] = min(verdict, found.get(name, verdict), key=_WORST_FIRST.index)
+            found[name] = min(verdict, found.get(name, verdict), key=WORST_FIRST.index)
     first = suite.cases[0] if suite.cases else None
     return Status(
         schema=SCHEMA, tool=tool, created=time_of(suite.created) or created or _now(), host=_host(workers),
@@ -88,17 +83,13 @@ def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, to
     )  # fmt: skip
 
 
-def of_report_file(path: Path, root: Path | None = None) -> Status:
-    """Return the status of `report.json`; raise what decoding it raises."""
+def of_file(path: Path, root: Path | None = None) -> Status:
+    """Return the status of `report.json`, or of `suite.json`; raise what decoding it raises."""
     raw = read_regular(path, root)
-    head = decode_json(raw, _Head)
-    return of_comparison(read_report(raw), created=_written(path), tool=head.tool)
-
-
-def of_suite_file(path: Path, root: Path | None = None) -> Status:
-    """Return the status of `suite.json`; raise what decoding it raises."""
-    raw = read_regular(path, root)
-    return of_suite(decode_json(raw, SuiteResult), created=_written(path), tool=decode_json(raw, _Head).tool)
+    created, tool = _written(path), decode_json(raw, _Head).tool
+    if path.name == SUITE:
+        return of_suite(decode_json(raw, SuiteResult), created=created, tool=tool)
+    return of_comparison(read_report(raw), created=created, tool=tool)
 
 
 def _devices(
@@ -125,9 +116,7 @@ def _devices(
 
 
 def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
-    of_kinds: dict[tuple[str, str, StatusVerdict], list[DeviceStatus]] = {}
-    for one in devices:
-        of_kinds.setdefault((one.architecture, one.model, one.verdict), []).append(one)
+    of_kinds = gathered(((one.architecture, one.model, one.verdict), one) for one in devices)
     for (architecture, model, verdict), same in of_kinds.items():
         yield DeviceClass(
             architecture=architecture, model=model, verdict=verdict, count=len(same),

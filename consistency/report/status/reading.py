@@ -6,7 +6,6 @@ is none, and only then is what makes a status of it imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,9 +44,8 @@ def read_status(path: Path) -> Status:
                 return found
     from consistency.report.status import make
 
-    read: Callable[[Path, Path | None], Status] = make.of_report_file if report.name == REPORT else make.of_suite_file
     try:
-        return read(report, root)
+        return make.of_file(report, root)
     except OSError as error:
         raise UsageError(f"cannot read {report}", got=error) from None
     except (msgspec.DecodeError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -3,119 +3,69 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
+from consistency.comparison.kinds import EXIT_STATUS, SuiteVerdict
 from consistency.numerics.real import Real
 
 SCHEMA = "consistency.status/1"
-
-StatusVerdict = Literal["consistent", "inconsistent", "unchecked", "incomplete"]
-
-EXIT_STATUS: Mapping[StatusVerdict, int] = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
-"""Of a run with this verdict; `unchecked` is that of a suite none of whose cases could be checked."""
 
 CLOCK_SKEW_S = 300.0
 """A result may be this far in the future: clocks of hosts that synchronise at all differ by less."""
 
 
 class DeviceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One device on all load paths, and in all cases of a suite.
-
-    Attributes
-    ----------
-    verdict : str
-        As in `comparison/by_worker.py`.
-    ratio : float or None
-        Worst error/tolerance.
-    """
+    """One device on all load paths, and in all cases of a suite."""
 
     name: str
     host: str
     architecture: str
     model: str
     uuid: str | None
-    verdict: StatusVerdict
-    ratio: Real | None = None
+    verdict: SuiteVerdict  # as in `comparison/by_worker.py`
+    ratio: Real | None = None  # worst error/tolerance
     simulated: bool = False
 
 
 class DeviceClass(msgspec.Struct, frozen=True, kw_only=True):
-    """Devices of one model with the same verdict.
-
-    Attributes
-    ----------
-    count : int
-        How many there are.
-    ratio : float or None
-        Worst error/tolerance of any of them.
-    """
+    """Devices of one model with the same verdict."""
 
     architecture: str
     model: str
-    verdict: StatusVerdict
-    count: int
-    ratio: Real | None = None
+    verdict: SuiteVerdict
+    count: int  # how many there are
+    ratio: Real | None = None  # worst error/tolerance of any of them
     simulated: bool = False
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a run or a suite.
-
-    Attributes
-    ----------
-    created : datetime
-        When it ended, with the zone UTC; where captures were compared, when the oldest was made.
-    exit_status : int
-        Of the run.
-    sentence : str
-        The verdict in one sentence.
-    reason : str
-        Message of the first error, or of the first warning where there is no error; empty without either.
-    marks : tuple of str
-        What keeps the result from describing hardware: simulated devices, a planted fault.
-    findings : dict of str to int
-        Number of findings by severity.
-    accepted : int
-        Findings that the baseline accepts.
-    workers : dict of str to int
-        Number of workers by status.
-    devices : tuple of DeviceStatus
-        All devices of few; of many, one by one, those that are not consistent.
-    device_classes : tuple of DeviceClass
-        All devices, counted.
-    devices_left_out : int
-        Consistent devices of many, which are in `device_classes` alone.
-    cases : dict of str to str
-        Verdict of each case of a suite; empty for a run.
-    command : tuple of str
-        The command line, word by word.
-    """
+    """The result of a run or a suite."""
 
     schema: str
     tool: str
+    # when it ended, with the zone UTC; where captures were compared, when the oldest was made
     created: Annotated[datetime.datetime, msgspec.Meta(tz=True)]
     host: str
     case: str
-    verdict: StatusVerdict
-    exit_status: int
-    sentence: str
-    reason: str
-    marks: tuple[str, ...]
+    verdict: SuiteVerdict
+    exit_status: int  # of the run
+    sentence: str  # the verdict in one sentence
+    reason: str  # message of the first error, or of the first warning where there is no error; empty without either
+    marks: tuple[str, ...]  # what keeps the result from describing hardware: simulated devices, a planted fault
     profile: str
     settings: tuple[str, ...]
     elapsed_s: float | None
     ratio: Real | None
-    findings: dict[str, int]
-    accepted: int
-    workers: dict[str, int]
-    devices: tuple[DeviceStatus, ...]
-    device_classes: tuple[DeviceClass, ...] = ()
-    devices_left_out: int = 0
-    cases: dict[str, StatusVerdict] = {}
-    command: tuple[str, ...] = ()
+    findings: dict[str, int]  # number of findings by severity
+    accepted: int  # findings that the baseline accepts
+    workers: dict[str, int]  # number of workers by status
+    devices: tuple[DeviceStatus, ...]  # all devices of few; of many, one by one, those that are not consistent
+    device_classes: tuple[DeviceClass, ...] = ()  # all devices, counted
+    devices_left_out: int = 0  # consistent devices of many, which are in `device_classes` alone
+    cases: dict[str, SuiteVerdict] = {}  # verdict of each case of a suite; empty for a run
+    command: tuple[str, ...] = ()  # the command line, word by word
 
     def __post_init__(self) -> None:
         if self.exit_status != EXIT_STATUS[self.verdict]:

@@ -25,34 +25,18 @@ TOGETHER = "together"
 
 
 class NodeOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a node, for whoever schedules work on it.
+    """What became of a node, for whoever schedules work on it."""
 
-    Attributes
-    ----------
-    state : str
-        `delivered`, `lost`, or `pending` as long as the fleet runs.
-    reason : str
-        Why it is lost, or was left out.
-    findings : tuple of str
-        The errors that name one of its workers.
-    """
-
-    state: str = "pending"
-    reason: str = ""
-    findings: tuple[str, ...] = ()
+    state: str = "pending"  # `delivered`, `lost`, or `pending` as long as the fleet runs
+    reason: str = ""  # why it is lost, or was left out
+    findings: tuple[str, ...] = ()  # the errors that name one of its workers
 
 
 class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a fleet was to check, and what became of its nodes.
-
-    Attributes
-    ----------
-    case : tuple of str
-        The options of the case, as words of a command line.
-    """
+    """What a fleet was to check, and what became of its nodes."""
 
     engine: str
-    case: tuple[str, ...]
+    case: tuple[str, ...]  # the options of the case, as words of a command line
     requirements: Requirements
     nodes: dict[str, NodeOutcome]
     schema: str = SCHEMA

@@ -63,22 +63,14 @@ class NodeLimits:
 
 @dataclass(slots=True, kw_only=True)
 class FollowedNode:
-    """One node; times are those of this host, because the clocks of nodes differ.
-
-    Attributes
-    ----------
-    started : float
-        When its task was submitted.
-    heard, beat : float, int
-        When it last gave a sign of life, and the last one.
-    running, ended : float or None
-        Since when its engine says so.
-    """
+    """One node; times are those of this host, because the clocks of nodes differ."""
 
     limits: NodeLimits
-    started: float
+    started: float  # when its task was submitted
+    # heard, beat: when it last gave a sign of life, and the last one
     heard: float = field(init=False)
     beat: int = 0
+    # running, ended: since when its engine says so
     running: float | None = None
     ended: float | None = None
 

@@ -22,8 +22,6 @@ from consistency.capture.wording import counted, some
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.requirements import Requirements, requirements_of
-from consistency.comparison.history.baseline import Baseline
-from consistency.comparison.history.store import History
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding, with_findings, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
@@ -44,6 +42,7 @@ from consistency.workflows.fleet.following import (
     other_software,
     without_accelerator,
 )
+from consistency.workflows.judging import NO_PAST, Past
 
 _PAUSE_S, _REMOTE_PAUSE_S = 0.5, 5.0
 _PAUSE_PER_NODE_S = 0.001  # about what a status on a shared file system takes to be read
@@ -60,25 +59,15 @@ class LostFleetError(ConsistencyError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """A fleet that can be started.
-
-    Attributes
-    ----------
-    command : tuple of str
-        What starts this tool on a node.
-    words : tuple of str
-        The options of the case, as words of a command line.
-    name : str
-        Of the case.
-    """
+    """A fleet that can be started."""
 
     engine: FleetEngine
     options: FleetOptions
     nodes: tuple[str, ...]
-    command: tuple[str, ...]
-    words: tuple[str, ...]
+    command: tuple[str, ...]  # what starts this tool on a node
+    words: tuple[str, ...]  # the options of the case, as words of a command line
     requirements: Requirements
-    name: str = ""
+    name: str = ""  # of the case
 
     def record(self) -> FleetRecord:
         return FleetRecord(
@@ -115,9 +104,8 @@ def run_fleet(
     *,
     watch: NodeWatcher,
     replace: bool = False,
-    baseline: Baseline | None = None,
     groups: SiteGroups = NO_GROUPS,
-    history: History | None = None,
+    past: Past = NO_PAST,
 ) -> Comparison:
     """Have every node make its capture, and compare those that arrive.
 
@@ -134,7 +122,7 @@ def run_fleet(
     resume = plan.options.resume
     with (
         report_folder.output(out, replace=replace or resume, keeps=lambda path: (path / PLAN).exists()),
-        judging.noted(history, plan.name, report=str(out.resolve())),
+        past.noted(plan.name, out),
     ):
         record = plan.record()
         kept = folder.delivered(record, plan.nodes) if resume else []
@@ -145,7 +133,7 @@ def run_fleet(
         found = _captured(plan, folder, record, missing, watch=watch)
         gathered = _gather(plan, folder, found)
         try:
-            comparison = _compare(gathered, folder, out, baseline, groups, history)
+            comparison = _compare(gathered, folder, out, groups, past)
         except LostFleetError:
             folder.save(msgspec.structs.replace(record, nodes=_outcomes(gathered)))
             raise
@@ -238,14 +226,7 @@ def _gather(plan: FleetPlan, folder: FleetFolder, found: Mapping[str, Progress])
     return _Gathered(places=places, lost={**lost, **bare}, odd=odd)
 
 
-def _compare(
-    gathered: _Gathered,
-    folder: FleetFolder,
-    out: Path,
-    baseline: Baseline | None,
-    groups: SiteGroups,
-    history: History | None,
-) -> Comparison:
+def _compare(gathered: _Gathered, folder: FleetFolder, out: Path, groups: SiteGroups, past: Past) -> Comparison:
     with scratch_folder("fleet") as scratch:
         captures = _read(gathered, scratch)
         if not captures:
@@ -256,7 +237,7 @@ def _compare(
         if findings:
             comparison = msgspec.structs.replace(comparison, verdict="incomplete")
             comparison = with_findings(comparison, [*findings, *comparison.findings])
-        return judging.judged(captures, comparison, out, history=history, baseline=baseline)
+        return past.judged(captures, comparison, out)
 
 
 def _read(gathered: _Gathered, scratch: Path) -> list[Capture]:

@@ -18,15 +18,14 @@ from consistency.capture.soak import ChangedTensor
 from consistency.capture.transport import is_remote
 from consistency.capture.wording import counted
 from consistency.case.stages import MOVES_WEIGHTS, Stage
-from consistency.comparison.judge import judge
+from consistency.comparison.judge import judge, read_stored
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, Comparison, Finding, tensor_name
-from consistency.comparison.stored_tensors import read_stored
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather
 from consistency.errors import CaptureError, UsageError
 from consistency.numerics.rules import Rule
-from consistency.workflows.saved_report import read_comparison
+from consistency.workflows.report_folder import read_comparison
 
 if TYPE_CHECKING:
     import torch
@@ -34,27 +33,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """One tensor that shows a finding.
-
-    Attributes
-    ----------
-    number : int
-        Of the finding in the report, from 1.
-    others : tuple of str
-        Names of the other tensors of the finding.
-    is_bad : bool
-        Whether it violates its rule; otherwise the finding is about its bits.
-    created, host, command
-        Of the report, as in `Comparison`.
-    """
+    """One tensor that shows a finding."""
 
     finding: Finding
-    number: int
+    number: int  # of the finding in the report, from 1
     participant: ComparedWorker
     record: TensorRecord
-    others: tuple[str, ...]
+    others: tuple[str, ...]  # names of the other tensors of the finding
     reference: ComparedWorker
-    is_bad: bool
+    is_bad: bool  # whether it violates its rule; otherwise the finding is about its bits
+    # created, host, command: of the report, as in `Comparison`
     created: str | None = None
     host: str = ""
     command: tuple[str, ...] = ()

@@ -5,26 +5,29 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from consistency.capture.claim import PARTIAL, claim_of, claimed, scratch_folder
+from consistency.capture.names import COMPUTED_AGAIN
 from consistency.capture.transport import ARCHIVE
 from consistency.capture.whole_file import as_readable_as_its_folder, put_in_place, restore
 from consistency.capture.writer import write_json
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.devices.backends import kernel_variables
 from consistency.devices.settings import UNREADABLE
-from consistency.errors import CaptureError, UsageError
+from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.text import one_line
+from consistency.workflows.report_folder import redaction_for
 from consistency.workflows.reproduce.evidence import Evidence, find_evidence
 from consistency.workflows.reproduce.parts import CALLS_FILE, PROVES, Parts, device_of, load_arguments, parts_of
-from consistency.workflows.reproduce.readme import readme
-from consistency.workflows.reproduce.trial import Reproduced, try_script
-from consistency.workflows.saved_report import redaction_for
 
 _TEXTS = (".json", ".md", ".txt")
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
@@ -172,3 +175,142 @@ def _write(folder: Path, evidence: Evidence, parts: Parts) -> None:
     for name, text in parts.texts.items():
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "README.md").write_text(readme(evidence, parts, scripts), encoding="utf-8")
+
+
+def readme(evidence: Evidence, parts: Parts, scripts: Mapping[str, str]) -> str:
+    """Return the text of the README."""
+    info = evidence.participant.info
+    kind = "".join(c for c in evidence.finding.kind if c.isalnum() or c in "- ")
+    torch = _code(info.environment.get("torch"))
+    lines = [
+        f"# {kind}: {_code(evidence.name)}{'' if parts.computes else ' (does not recompute)'}",
+        "",
+        "    " + one_line(evidence.finding.message),
+        "",
+        *(f"    {one_line(line)}" for line in evidence.finding.detail[:3]),
+        "",
+        f"Found on {_code(evidence.participant.label)} ({_code(info.architecture)}, {_code(info.model)}), torch "
+        f"{torch}. This folder has one of {1 + len(evidence.others)} tensors, {parts.window}.",
+        "",
+        *_made_by(evidence),
+        *_recomputed(evidence, parts),
+        "```",
+        "pip install torch safetensors",
+        *(
+            [
+                "python reproduce.py                 # 0: does not happen here, 1: happens here",
+                "python reproduce.py --as-recorded   # the same check on the recorded tensor",
+            ]
+            if parts.computes
+            else [
+                f"python {parts.script_name}   # checks the recorded tensor: 1 if it exceeds tolerance, on any machine"
+            ]
+        ),
+    ]
+    if "load_with_peft.py" in scripts:
+        lines.append("python load_with_peft.py --base FOLDER --adapter FOLDER   # needs transformers and peft")
+    lines += ["```", ""]
+    if info.planted is not None:
+        lines += [f"**The fault was planted on purpose** ({_code(info.planted)}): it is not a fault of the device.", ""]
+    if info.simulated:
+        lines += ["**The device was simulated in software.**", ""]
+    lines += [
+        "* `tensors.safetensors`: the tensors; `finding.json`: their origin and SHA-256, and the script's parameters",
+        "* `environment.json`: where it was found; `transcript.txt`: the script's output where this folder was written",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _recomputed(evidence: Evidence, parts: Parts) -> list[str]:
+    """Return the lines that state what is computed again, and what it was when the device did so."""
+    if parts.why_not:
+        return [f"It is not computed again here: {_code(parts.why_not)}.", ""]
+    if parts.script != "calls.py":
+        return []
+    ratio = evidence.record.evidence.get(COMPUTED_AGAIN)
+    lines = [
+        "`calls.txt` has the operations of torch that the module called on that device, from its inputs on, or the one "
+        "of them that is off, and `aten_calls.py` runs them: no code of a model, and no pickle.",
+    ]
+    if isinstance(ratio, int | float):
+        is_right = "That was right: the fault comes and goes, or is not in these calls."
+        lines.append(
+            f"The device computed its module again when it was found: {ratio:.3g} times tolerance"
+            + (", so wrong again." if ratio > 1 else f". {is_right}")
+        )
+    return [*lines, ""]
+
+
+def _made_by(evidence: Evidence) -> list[str]:
+    """Return the lines that state which command found it."""
+    if not evidence.command:
+        return []
+    host, when = _code(evidence.host), _code(evidence.created)
+    return [f"The report was made on {host}, {when}, by:", "", f"    {one_line(shlex.join(evidence.command))}", ""]
+
+
+def _code(text: object) -> str:
+    """Return a name as code, in which nothing is markup: neither a stranger's nor a redacted one."""
+    return f"`{one_line(text).replace('`', chr(39))}`"
+
+
+RUN_TIMEOUT_S = 300.0
+_HAPPENS = {0: False, 1: True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reproduced:
+    """The result of a reproducer on this machine."""
+
+    folder: Path
+    happens_here: bool  # whether the script reproduced the fault
+    shows: bool  # whether it finds the fault in the recorded tensors
+    output: str
+    needs_model: bool  # whether only the second script, with the model, can reproduce it
+    runs: bool = True  # whether this machine has what the script computes with
+    # the conclusion where it does not happen here, if this is the machine and the device of the finding
+    proves: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Report whether the finding was reproduced on this machine."""
+        if self.happens_here:
+            return "reproduced: it happens on this machine"
+        recorded = "the recorded bytes show it" if self.shows else "no recorded bytes show it"
+        if not self.runs:
+            return f"not retried: this machine has not the operations for it; {recorded}"
+        if self.needs_model:
+            return f"not retried, which needs more than the stored tensors; {recorded}"
+        proof = f"\nif it was found on this machine: {self.proves}, unless it comes and goes" if self.proves else ""
+        return f"not reproduced: it does not happen on this machine now; {recorded}{proof}"
+
+
+def try_script(folder: Path, name: str, *, computes: bool) -> Reproduced:
+    """Run a script, in both ways if it computes; raise if it does not end with a documented status."""
+    output = []
+    statuses = []
+    runs = True
+    for arguments in ([], ["--as-recorded"]) if computes else ([],):
+        command = [sys.executable, "-P", name, *arguments]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ConsistencyError(
+                "the reproducer takes too long", where=folder, got=f"still running after {RUN_TIMEOUT_S:g} s"
+            ) from None
+        text = f"$ python {name} {' '.join(arguments)}".rstrip() + f"\n{done.stdout}{done.stderr}"
+        output.append(text + f"(exit status {done.returncode})\n")
+        runs = runs and "the calls do not run here" not in done.stderr
+        if runs and done.returncode not in _HAPPENS and not (arguments and "were not recorded" in done.stderr):
+            raise ConsistencyError("the reproducer does not run here", where=folder, got=done.stderr.strip()[-600:])
+        statuses.append(_HAPPENS.get(done.returncode, False))
+    return Reproduced(
+        folder=folder,
+        happens_here=statuses[0] and computes,
+        shows=statuses[-1],
+        output="\n".join(output),
+        needs_model=not computes,
+        runs=runs,
+    )

@@ -32,22 +32,14 @@ PROVES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The contents of the folder: script, tensors, which part of the whole they are, and the script's parameters.
-
-    Attributes
-    ----------
-    texts : mapping of str to str
-        Further files, by name.
-    why_not : str
-        Why the script does not compute it again, where the device has tried.
-    """
+    """The contents of the folder: script, tensors, which part of the whole they are, and the script's parameters."""
 
     script: str
     tensors: Mapping[str, torch.Tensor]
     window: str
     facts: Mapping[str, Any]
-    texts: Mapping[str, str] = field(default_factory=dict)
-    why_not: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)  # further files, by name
+    why_not: str = ""  # why the script does not compute it again, where the device has tried
 
     @property
     def computes(self) -> bool:

@@ -15,8 +15,8 @@ from consistency.cli.main import main
 from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison
 from consistency.report import json as report_json
-from consistency.report import layers_csv
-from consistency.report.formats import Chosen, Subject, View, formats
+from consistency.report import layers
+from consistency.report.formats import Chosen, View, formats
 from tests.report.made_comparisons import comparison, faulty, four_architectures, hostile, tensor
 from tests.report.made_suites import case, good, suite, zeros
 
@@ -36,7 +36,7 @@ def shown(capsysbinary: pytest.CaptureFixture[bytes], *arguments: object, status
 def saved_suite(folder: Path) -> Path:
     found = suite(case("alice", good()), case("bob", zeros(3)))
     folder.mkdir()
-    for row in formats(Chosen.OUT, Subject.SUITE):
+    for row in formats(Chosen.OUT, of_suite=True):
         (folder / row.name).write_bytes(b"".join(row.render(found, View())))
     return folder
 
@@ -103,7 +103,7 @@ def test_layers_as_csv(tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes
 def test_no_cell_of_a_csv_is_computed() -> None:
     made = comparison([tensor([["cpu"]], layer=f"{sign}cmd|'/c calc'!A1") for sign in "=+-@"])
     for found in (made, hostile()):
-        text = b"".join(layers_csv.render(layers_of(found))).decode()
+        text = b"".join(layers.render_csv(layers_of(found))).decode()
         cells = [cell for row in csv.reader(io.StringIO(text)) for cell in row]
         assert len(cells) > 12
         assert not [cell for cell in cells if cell.startswith(("=", "+", "-", "@"))]

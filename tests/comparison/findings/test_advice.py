@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from consistency.comparison.findings.advice import Advice, about, advise
+from consistency.comparison.findings.host import Advice, about, advise
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host import Gpu, HostFacts, Link

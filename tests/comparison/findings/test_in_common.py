@@ -10,7 +10,7 @@ import pytest
 
 import consistency
 from consistency.capture.records import TensorRecord
-from consistency.comparison.findings.in_common import in_common
+from consistency.comparison.findings.same_program import in_common
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
 from tests.comparison.made_records import compared, computed

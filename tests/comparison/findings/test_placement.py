@@ -8,7 +8,7 @@ import pytest
 
 from consistency.capture.records import TensorRecord
 from consistency.comparison.by_worker import worst_error
-from consistency.comparison.findings.placement import as_size
+from consistency.comparison.findings.workers import as_size
 from consistency.comparison.result import Finding
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word

@@ -14,12 +14,12 @@ from consistency.capture.names import CHAIN, DIRECT, HOST_STAGED, OVERLAPPED
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.compare import compare
-from consistency.comparison.findings.advice import advise, as_table
+from consistency.comparison.findings.host import advise, as_table
 from consistency.comparison.findings.transfers import home_of, matrices
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host import Gpu, HostFacts, Link
 from consistency.report.console import make_console
-from consistency.report.doctor import print_doctor
+from consistency.report.terminal import print_doctor
 from tests.comparison.made_transfers import ALL, CASE, DEVICES, TWO, compared, copies, workers
 from tests.conftest import MakeCapture
 from tests.report.printed import printed

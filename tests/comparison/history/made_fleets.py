@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from consistency.comparison.history.records import SCHEMA, RunRecord
-from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
 from consistency.comparison.history.store import History
 from consistency.numerics.real import Real
 

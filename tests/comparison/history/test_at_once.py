@@ -8,8 +8,7 @@ from pathlib import Path
 from consistency.capture.claim import claim_of
 from consistency.comparison.history.baseline import accept, read_baseline
 from consistency.comparison.history.retention import remove_old
-from consistency.comparison.history.store import STARTED, History
-from consistency.comparison.history.unfinished import noted
+from consistency.comparison.history.store import STARTED, History, noted
 from consistency.comparison.result import Finding
 from tests.comparison.history.made_fleets import fleet_history, fleet_runs
 

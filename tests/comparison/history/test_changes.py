@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from consistency.comparison.history.changes import Change, ChangeKind, changes
-from consistency.comparison.history.records import RunRecord
-from consistency.comparison.history.run_workers import RunWorkers, WorkerRecord
+from consistency.comparison.history.records import RunRecord, RunWorkers, WorkerRecord
 from consistency.comparison.history.store import History
 from tests.comparison.history.made_fleets import at, drifted, fleet_history, fleet_runs, incidents, name
 

@@ -20,7 +20,7 @@ from consistency.capture.wording import when
 from consistency.cli.main import main
 from consistency.comparison.history.baseline import Accepted, Baseline, accept, apply, read_baseline, with_stale
 from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.run_workers import WorkerRecord
+from consistency.comparison.history.records import WorkerRecord
 from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, Finding

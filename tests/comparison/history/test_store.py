@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from consistency.comparison.history.drift import find_drift
+from consistency.comparison.history.records import RunWorkers
 from consistency.comparison.history.retention import remove_old
-from consistency.comparison.history.run_workers import RunWorkers
 from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError

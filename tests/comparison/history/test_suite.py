@@ -11,7 +11,7 @@ from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.history.baseline import Baseline, accept, read_baseline
 from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.run_workers import RunWorkers
+from consistency.comparison.history.records import RunWorkers
 from consistency.comparison.history.store import History
 from consistency.comparison.history.suite import SuiteEntry
 from consistency.comparison.result import Comparison

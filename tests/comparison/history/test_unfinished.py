@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from consistency.comparison.history.store import History
-from consistency.comparison.history.unfinished import DID_NOT_END, NO_ENTRY, RUNNING, noted, unfinished
+from consistency.comparison.history.store import DID_NOT_END, NO_ENTRY, RUNNING, History, noted, unfinished
 from consistency.errors import CaptureError, InputError
 from consistency.report.history import run_rows
 
 _KILLED = """
 import os, signal, sys
 from consistency.comparison.history.store import History
-from consistency.comparison.history.unfinished import noted
+from consistency.comparison.history.store import noted
 with noted(History(sys.argv[1]), "night", report="/runs/1"):
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from consistency.comparison.result import Finding
-from consistency.comparison.weight_files.configs import find_settings
+from consistency.comparison.weight_files.diff import find_settings
 
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 

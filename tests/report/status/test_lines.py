@@ -11,8 +11,8 @@ import pytest
 
 from consistency.comparison.result import Comparison, Finding
 from consistency.numerics.real import Real
-from consistency.report.status import lines
-from consistency.report.status.lines import MOST_BYTES, nagios_line, no_result_line, state, text_line
+from consistency.report.status import printed
+from consistency.report.status.printed import MOST_BYTES, nagios_line, no_result_line, state, text_line
 from consistency.report.status.record import Status
 from tests.report.made_comparisons import ALL, HOSTILE, comparison, faulty, hostile, tensor
 from tests.report.made_suites import good, lost
@@ -78,10 +78,10 @@ def test_a_stale_result_says_nothing_of_the_devices(found: Comparison) -> None:
 
 
 def test_a_result_from_the_future_is_stale() -> None:
-    assert not lines.is_stale(-299.0, HOUR)
-    assert lines.is_stale(-301.0, HOUR)
-    assert lines.is_stale(HOUR + 1, HOUR)
-    assert not lines.is_stale(1e9, None)
+    assert not printed.is_stale(-299.0, HOUR)
+    assert printed.is_stale(-301.0, HOUR)
+    assert printed.is_stale(HOUR + 1, HOUR)
+    assert not printed.is_stale(1e9, None)
     assert "dated in the future: check the clock" in text_line(status(good()), -HOUR, HOUR)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,9 +12,8 @@ import pytest
 from consistency.comparison.result import Comparison, Finding, Source
 from consistency.comparison.suite import SuiteResult
 from consistency.report import json as report_json
-from consistency.report import suite_json
 from consistency.report.formats import View
-from consistency.report.status.make import of_comparison, of_report_file, of_suite, of_suite_file, render
+from consistency.report.status.make import of_comparison, of_file, of_suite, render
 from tests.report.made_comparisons import ALL, comparison, faulty, tensor
 from tests.report.made_fleets import many as many_devices
 from tests.report.made_suites import good, lost, many
@@ -55,8 +53,7 @@ def test_not_a_number_is_the_worst_ratio_and_a_string() -> None:
 
 
 def written(path: Path, found: Comparison | SuiteResult) -> Path:
-    one: Any = report_json if isinstance(found, Comparison) else suite_json
-    path.write_bytes(b"".join(one.render(found, View())))
+    path.write_bytes(b"".join(report_json.render(found, View())))
     return path
 
 
@@ -72,13 +69,13 @@ def test_captures_that_were_compared_are_as_old_as_the_oldest() -> None:
 @pytest.mark.parametrize("found", [faulty(), good(), lost(), comparison([])])
 def test_a_report_alone_says_the_same(found: Comparison, tmp_path: Path) -> None:
     path = written(tmp_path / "report.json", found)
-    made = of_report_file(path)
+    made = of_file(path)
     assert made == of_comparison(found, created=made.created)
     assert abs(made.created.timestamp() - path.stat().st_mtime) < 1
 
 
 def test_a_suite_s_report_alone_says_the_same(tmp_path: Path) -> None:
-    assert of_suite_file(written(tmp_path / "suite.json", many())) == of_suite(many())
+    assert of_file(written(tmp_path / "suite.json", many())) == of_suite(many())
 
 
 def test_of_many_devices_the_odd_ones_have_names_and_the_others_a_count(tmp_path: Path) -> None:
@@ -95,7 +92,7 @@ def test_of_many_devices_the_odd_ones_have_names_and_the_others_a_count(tmp_path
     assert sizes[1] - sizes[0] < 10, "but for digits of its counts"
     path = tmp_path / "report.json"
     path.write_bytes(b"".join(report_json.render(large, View())))
-    assert of_report_file(path).device_classes == made.device_classes
+    assert of_file(path).device_classes == made.device_classes
 
 
 def test_of_few_devices_all_have_names() -> None:

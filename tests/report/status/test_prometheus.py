@@ -9,7 +9,7 @@ import pytest
 
 from consistency.numerics.real import Real
 from consistency.report.status.make import of_suite
-from consistency.report.status.prometheus import metrics
+from consistency.report.status.printed import metrics
 from consistency.report.status.record import DeviceStatus
 from tests.report.made_comparisons import HOSTILE, comparison, faulty, hostile, tensor, worker
 from tests.report.made_fleets import many as many_devices

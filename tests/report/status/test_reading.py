@@ -33,7 +33,7 @@ def leave(folder: Path, *, case: str = "llama", small: bool = True) -> Path:
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make it a failure to read the large file."""
-    monkeypatch.setattr(make, "of_report_file", lambda _: pytest.fail("the report was read"))
+    monkeypatch.setattr(make, "of_file", lambda _: pytest.fail("the report was read"))
 
 
 @pytest.mark.usefixtures("no_report")

@@ -29,7 +29,7 @@ from consistency.worker import session
 from consistency.worker.faults import plant
 from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault, Need
 from consistency.worker.protocol import EventLog, Job
-from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.plantable import several_adapters
 from tests.conftest import FinishedRun, RunSuiteWithFaults
 from tests.golden.executed import shows
 from tests.reported import rows

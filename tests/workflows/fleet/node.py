@@ -19,7 +19,7 @@ from typing import Any
 from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
 from consistency.capture.transport import deliver
-from consistency.cli import main, node_report
+from consistency.cli import fleet, main
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline
 from tests.capture.whole import fetch
@@ -63,8 +63,8 @@ def run() -> int:
     if FAULT == "bare":  # its accelerators are there no more
         os.environ["ASCEND_RT_VISIBLE_DEVICES"] = ""
     if FAULT == "software":
-        usual = node_report._software
-        node_report._software = lambda: {**usual(), "peft": "0.1.0"}  # the tool asks its own interpreter
+        usual = fleet._software
+        fleet._software = lambda: {**usual(), "peft": "0.1.0"}  # the tool asks its own interpreter
     pipeline.capture_to = capture_to
     return main.main(arguments)
 

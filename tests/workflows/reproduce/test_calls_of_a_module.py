@@ -24,9 +24,8 @@ from consistency.worker.model import call_trace
 from consistency.worker.stages import block_rule
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce import parts
-from consistency.workflows.reproduce.folder import reproduce
+from consistency.workflows.reproduce.folder import Reproduced, reproduce
 from consistency.workflows.reproduce.parts import Parts
-from consistency.workflows.reproduce.trial import Reproduced
 from tests.launch.in_this_process import in_this_process
 
 pytestmark = pytest.mark.process

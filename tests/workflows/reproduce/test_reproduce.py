@@ -30,11 +30,10 @@ from consistency.numerics.words import Word
 from consistency.report.json import as_bytes
 from consistency.worker.recorder import Recorder
 from consistency.workflows import pipeline
+from consistency.workflows.plantable import several_adapters
 from consistency.workflows.reproduce import folder as folder_module
 from consistency.workflows.reproduce.evidence import find_evidence
-from consistency.workflows.reproduce.folder import reproduce
-from consistency.workflows.reproduce.trial import Reproduced, try_script
-from consistency.workflows.second_adapter import several_adapters
+from consistency.workflows.reproduce.folder import Reproduced, reproduce, try_script
 from tests.conftest import Cli, MakeCapture
 from tests.launch.in_this_process import in_this_process
 from tests.report.made_comparisons import comparison

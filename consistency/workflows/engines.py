@@ -1,4 +1,4 @@
-"""`consistency compare --engine-outputs`: judge an engine's outputs for captures that were made before.
+"""Inference engines: the fixed inputs that one answers, and the case that judges its outputs for captures made before.
 
 A capture has no float64 logits, so the base and the adapter have to be on this host, where the CPU computes them again.
 """
@@ -15,9 +15,11 @@ from consistency.case.case import Case
 from consistency.case.checkpoint import read_header
 from consistency.case.engine_file import EngineFile
 from consistency.case.inference.outputs import check_files_of, read_outputs
+from consistency.case.inference.request import Request
 from consistency.case.options import Options
+from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
-from consistency.errors import InputError
+from consistency.errors import CaptureError, InputError
 
 
 def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
@@ -64,3 +66,23 @@ def engines_alone(capture: Capture) -> Capture:
         manifest=msgspec.structs.replace(capture.manifest, host_facts=None),
         workers=tuple(worker for worker in capture.workers if worker.info.engine is not None),
     )
+
+
+def write_inputs(options: Options, path: Path, *, replace: bool = False) -> Request:
+    """Write the file that an engine's side reads; return what it asks for.
+
+    Raises
+    ------
+    CaptureError
+        There is such a file already, or it cannot be written.
+    InputError
+        The case cannot be used, or no inputs can be made for it.
+    """
+    if path.exists() and not replace:
+        raise CaptureError("the file exists", where=path, hint="choose another --out, or give --force")
+    case = prepare_case(options)
+    if not path.parent.is_dir():
+        raise CaptureError("no such folder", where=path.parent)
+    from consistency.worker.model.engine_request import write_request  # torch, which no wrong option should wait for
+
+    return write_request(case, path)

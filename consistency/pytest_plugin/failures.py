@@ -1,17 +1,19 @@
-"""A run that did not end: whoever needs its result fails at once, and starts no other."""
+"""What a test says that fails: the error of the one run that all items need, and the reason beside a bare assertion."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
+from consistency.comparison.result import Comparison, Verdict
 from consistency.errors import ConsistencyError, first_line
+from consistency.report.findings import problems
 from consistency.text import clean
 
 
@@ -52,3 +54,34 @@ def _in_words(error: BaseException) -> ConsistencyError:
         hint="the first item runs the devices for all: a time limit per item must allow for that, or count the test "
         "alone (timeout_func_only of pytest-timeout); --consistency-timeout limits each worker",
     )
+
+
+_NAME = "consistency-reasons"
+
+
+def show_reason(config: pytest.Config, comparison: Comparison) -> None:
+    """Have pytest show why this comparison is not consistent, where an assertion of the same test fails on it."""
+    if comparison.verdict != "consistent":
+        reasons = config.pluginmanager.get_plugin(_NAME)
+        if reasons is None:
+            reasons = _Reasons()
+            config.pluginmanager.register(reasons, _NAME)
+        reasons.of_test.append((comparison.verdict, list(problems(comparison))))
+
+
+class _Reasons:
+    """A plugin that is registered when a fixture has given out the first report that is not consistent."""
+
+    def __init__(self) -> None:
+        self.of_test: list[tuple[str, list[str]]] = []
+
+    def pytest_runtest_logfinish(self) -> None:
+        """Forget the reports of a test when it ends."""
+        self.of_test.clear()
+
+    def pytest_assertrepr_compare(self, op: str, left: Any, right: Any) -> list[str] | None:
+        """Explain `'inconsistent' == 'consistent'`."""
+        words = {left, right} if isinstance(left, str) and isinstance(right, str) else set()
+        if op != "==" or "consistent" not in words or not words <= set(get_args(Verdict)):
+            return None
+        return [line for verdict, lines in self.of_test if verdict in words for line in lines] or None

@@ -1,4 +1,4 @@
-"""Soaks -> findings: what changed in k of n repeats, and memory that grew."""
+"""Results that change between repeats on one device: what a soak found, and operations without a fixed order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from consistency.capture.soak import MOST_NUMBERS, ChangedTensor, Condition, Occ
 from consistency.capture.wording import and_more, counted, listed, size
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe_change
-from consistency.comparison.findings.unordered import ran_before, without_version
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.records import Key
 from consistency.comparison.result import Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
@@ -155,3 +155,21 @@ def _growth(worker: ComparedWorker, soak: Soak) -> Iterable[Finding]:
         general=f"soak · {worker.label} · memory grew over the repeats",
         workers=(worker.label,),
     )
+
+
+def without_version(operations: Iterable[str]) -> str:
+    """Return the clause that excuses a bitwise difference by these operations."""
+    return f": torch has no deterministic version of {listed(list(operations))}, which ran before"
+
+
+def ran_before(itself: Sequence[ComparedWorker], load_path: str, key: Key) -> tuple[str, ...]:
+    """Return the operations without a deterministic version that ran before a device recorded a tensor.
+
+    Parameters
+    ----------
+    itself : sequence of ComparedWorker
+        The workers of the device; the reference worker stands on load paths that it did not take, as its first one.
+    """
+    views = (view for worker in itself if (view := worker.on(load_path)) is not None)
+    record = next(views, itself[0]).records.get(key)
+    return () if record is None else record.nondeterministic

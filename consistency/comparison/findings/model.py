@@ -1,38 +1,37 @@
-"""An adapter that changes nothing: a warning, because what was tuned then equals the base.
-
-Where the model ran with the adapter on and off, the outputs decide; else what is certain of its file and its deltas.
-"""
+"""What a user has to know of the adapter and the base besides whether devices agree: no effect, quantized weights."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, DELTA, END_TO_END, RANK_AND_SCALING, SETTINGS_LAYER
+from consistency.capture.names import (
+    ADAPTER_OFF,
+    ADAPTER_ON,
+    AFTER_A_PASS,
+    DELTA,
+    END_TO_END,
+    RANK_AND_SCALING,
+    SETTINGS_LAYER,
+)
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.records import Key
+from consistency.comparison.outcomes import gathered
+from consistency.comparison.records import StageTable
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
 
 def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
     """Report an adapter that changes nothing on any worker of its capture, with the cause where it is known."""
-    by_capture: dict[int, list[ComparedWorker]] = {}
-    for p in compared:
-        if p.case.adapter is not None and p.info.status == "ok":
-            by_capture.setdefault(id(p.capture), []).append(p)
-    known: dict[int, tuple[bool, int] | None] = {}
+    by_capture = gathered((id(p.capture), p) for p in compared if p.case.adapter is not None and p.info.status == "ok")
+    outputs_of = functools.cache(_outputs)  # workers that saw the same share a table
     for workers in by_capture.values():
-        outputs = []
-        for p in workers:
-            table = p.records.stage(Stage.FORWARD)
-            if id(table) not in known:  # workers that saw the same share it
-                known[id(table)] = _outputs(table)
-            if not p.case.only and (equal := known[id(table)]) is not None:
-                outputs.append(equal)
+        tables = [p.records.stage(Stage.FORWARD) for p in workers if not p.case.only]
+        outputs = [equal for table in tables if (equal := outputs_of(table)) is not None]
         if any(not equal for equal, _ in outputs):
             continue
         cause = next((text for p in workers if (text := _cause(p))), "")
@@ -61,7 +60,7 @@ def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         )
 
 
-def _outputs(table: Mapping[Key, TensorRecord]) -> tuple[bool, int] | None:
+def _outputs(table: StageTable) -> tuple[bool, int] | None:
     """Return whether all outputs are bitwise equal with the adapter on and off, and how many there are.
 
     None where that shows nothing: it did not run in both modes, or in part, or its values are not finite.
@@ -106,3 +105,73 @@ def _acts_on_all_tokens(p: ComparedWorker) -> bool:
     """Return whether equal outputs show something: the inputs may lack the tokens that an adapter is for."""
     settings = p.records.get((Stage.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
     return settings is not None and settings.status != "outside" and settings.effect != "some-tokens"
+
+
+def find_quantized(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
+    """Report the error of requantizing, and weights that a pass leaves in another form."""
+    yield from _requantized(compared)
+    yield from _repacked(compared)
+
+
+def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+    """Compare the error of requantizing with half a step and with what the adapter adds."""
+    merged = _having(compared, Stage.MERGED, lambda one: "error_in_steps_max" in one.evidence)
+    if not merged:
+        return
+    records = [record for found in merged.values() for record in found]
+    steps = max(float(record.evidence["error_in_steps_max"]) for record in records)
+    rms = max(float(record.evidence["error_in_steps_rms"]) for record in records)
+    shares = [share for record in records if (share := _share(record)) is not None]
+    beside = ""
+    if shares:
+        beside = f"; that is {min(shares):.2g} to {max(shares):.2g} times the RMS of what the adapter adds"
+    weights = counted(max(len({record.layer for record in found}) for found in merged.values()), "weight")
+    opening = f"merged · {some(list(merged))} · merging quantizes {weights} again"
+    yield Finding(
+        kind=FindingKind.REQUANTIZED,
+        severity="note",
+        message=f"{opening}: error at most {steps:.2f} steps, RMS {rms:.2f} steps{beside}",
+        general=opening,
+        workers=tuple(merged),
+        detail=(
+            "a step is the distance of two neighbouring levels; rounding to the nearest makes up to half of one",
+            "to keep all of the adapter, leave it unmerged, or dequantize the base, merge into that, and keep 16 bits",
+        ),
+    )
+
+
+def _having(
+    compared: Sequence[ComparedWorker], stage: Stage, wanted: Callable[[TensorRecord], bool]
+) -> dict[str, list[TensorRecord]]:
+    """Return the wanted records of a stage by worker, without workers that have none.
+
+    Workers that saw the same share a table, and so the records.
+    """
+    of_table = functools.cache(lambda table: [one for one in table.values() if wanted(one)])
+    return {p.label: found for p in compared if (found := of_table(p.records.stage(stage)))}
+
+
+def _share(record: TensorRecord) -> float | None:
+    """Return error over delta, None where the adapter adds nothing."""
+    error, delta = float(record.evidence["error_rms"]), float(record.evidence["delta_rms"])
+    return error / delta if delta else None
+
+
+def _repacked(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+    found = _having(compared, Stage.BASE, lambda one: one.tensor == AFTER_A_PASS and one.status != "equal")
+    if not found:
+        return
+    first = next(iter(found.values()))[0]
+    opening = f"base · {some(list(found))} · a forward pass rewrites quantized weights"
+    yield Finding(
+        kind=FindingKind.REPACKED_WEIGHTS,
+        severity="warning",
+        message=f"{opening}, and the library then dequantizes other values: {first.evidence.get('read')}",
+        general=opening,
+        workers=tuple(found),
+        detail=(
+            f"seen at {first.layer}: {first.evidence.get('how')}",
+            "here every stage starts from the weights as they were loaded",
+        ),
+        next="merge, save and train before the first pass in eval mode, or load the model again for it",
+    )
