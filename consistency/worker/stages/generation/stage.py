@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +20,8 @@ import torch
 
 from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, WHOLE_MODEL, module_place
 from consistency.capture.records import RecordStatus
-from consistency.case.stages import Stage
+from consistency.case.stages import Level, Stage
 from consistency.devices.backends import CPU
-from consistency.errors import first_line
 from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.file_tensor import mapped
@@ -36,11 +36,13 @@ from consistency.worker.model.block_pass import ResultPlace, run_by_blocks
 from consistency.worker.model.float64_reference import Reference, given_name, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.running import Activations, base_of, is_of_the_model, tokens_of
+from consistency.worker.model.merging import disabled
+from consistency.worker.model.running import Activations, base_of, model_code, tokens_of
 from consistency.worker.model.structure import blocks_of
 from consistency.worker.model.ways import Rows, Way, by_rows, in_place
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.quantized.exact import exact_layers
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import block_ratio
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.generation.text import record_text
@@ -50,7 +52,7 @@ STAGE = "generation"
 SEQUENCES = 4
 """Side by side: as many as there are kinds of padding (`PADS`); each step of a batch takes as long as of one."""
 
-STATIC = "static_cache"
+STATIC, EAGER = "static_cache", "eager"
 
 WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
     "alone": (Way.alone, Word.WRONG_ALONE, Word.BATCH_CHANGES_MODEL),
@@ -62,6 +64,15 @@ WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
     "padded": (Way.padded, Word.WRONG_WITH_PADDING, Word.PADDING_CHANGES_MODEL),
 }  # fmt: skip
 """How each is computed, and what is wrong where the device is, and where the model's code is."""
+
+MORE_WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
+    "chunked": (functools.partial(Way.cached, prefill_chunk_size=3), Word.WRONG_WITH_CACHE, Word.CACHE_CHANGES_MODEL),
+    EAGER: (Way.eager, Word.WRONG_WITH_ATTENTION, Word.ATTENTION_CHANGES_MODEL),
+}
+"""At level thorough."""
+
+WITHOUT_ADAPTER = ("cache", "padded")
+"""Ways that are computed with the adapter off too, at level thorough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +139,20 @@ def run(context: Context) -> None:
     if isinstance(reference, str) or failure:
         context.record.fact(STAGE, WHOLE_MODEL, "everything", status="blocked", reason=failure)
         return
+    is_thorough = context.job.case.level == Level.THOROUGH
+    ways = [(mode, name) for name in (*WAYS, *(MORE_WAYS if is_thorough else ()))]
+    if is_thorough and mode == ADAPTER_ON and ADAPTER_OFF not in reference.tables.failures:
+        ways += [(ADAPTER_OFF, name) for name in WITHOUT_ADAPTER]
     exact = _exact(context, inputs, mode, reference)
-    for done, name in enumerate(WAYS):
-        context.events.step(name, done, len(WAYS))
-        _judge(context, name, exact, inputs["input_ids"][:SEQUENCES])
-    context.events.step("the text that it writes", len(WAYS), len(WAYS))
+    for done, (one, name) in enumerate(ways):
+        title = name if one == mode else f"{name}.{one}"
+        context.events.step(title, done, len(ways))
+        try:
+            exact = exact if one == exact.mode else _exact(context, inputs, one, reference)
+            _judge(context, name, exact, inputs["input_ids"][:SEQUENCES], title)
+        except Skip as why:
+            _skip(context, WHOLE_MODEL, title, f"the model does not run in this way: {why}")
+    context.events.step("the text that it writes", len(ways), len(ways))
     prompts = inputs["input_ids"][:SEQUENCES, : inputs["input_ids"].shape[1] // 2]
     record_text(context, prompts, inputs["input_ids"].shape[1])
 
@@ -182,7 +202,8 @@ def _exact(context: Context, inputs: Activations, mode: str, reference: Referenc
             whole[str(place)] = rows
 
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
-    with half_kernels.computing(kernels), deciding(note if table else None, gradient=False, places=places):
+    watch = deciding(note if table else None, gradient=False, places=places)
+    with half_kernels.computing(kernels), _in(context.model, mode), watch:
         run_by_blocks(context.model, inputs, functools.partial(reference.given, mode), take)
     shapes = {}
     for name in whole:
@@ -222,19 +243,24 @@ def _undecided(context: Context, table: tuple[Settled, ...], places: list[str], 
     return found
 
 
-def _judge(context: Context, name: str, exact: _Exact, ids: torch.Tensor) -> None:
-    """Run a way, and record how the rows of each module stand to their limits."""
-    _, of_device, of_model = WAYS[name]
+def _in(model: Any, mode: str) -> AbstractContextManager[None]:
+    """Compute without the adapter of a model where a mode says so."""
+    return disabled(model) if mode == ADAPTER_OFF and hasattr(model, "disable_adapter") else nullcontext()
+
+
+def _judge(context: Context, name: str, exact: _Exact, ids: torch.Tensor, title: str) -> None:
+    """Run a way, and record by a title how the rows of each module stand to their limits.
+
+    Raises
+    ------
+    Skip
+        The model does not run in this way.
+    """
+    _, of_device, of_model = {**WAYS, **MORE_WAYS}[name]
     if name == STATIC and not base_of(context.model)._supports_default_dynamic_cache():
-        _skip(context, WHOLE_MODEL, name, "the model has a cache of its own")
-        return
-    try:
+        raise Skip("it has a cache of its own")
+    with model_code(context.model):
         way = _run(context.model, name, exact, ids)
-    except Exception as error:  # model code of any kind may raise anything
-        if not is_of_the_model(error, context.model):
-            raise
-        _skip(context, WHOLE_MODEL, name, f"the model does not run in this way: {first_line(error)}")
-        return
     found = {place: rows for place, rows in way.found.items() if rows}
     ratios = {place: exact.ratio(place, rows, rows[0].values.dtype) for place, rows in found.items()}
     wrong = [place for place, ratio in ratios.items() if ratio is not None and not passes(ratio)]
@@ -249,7 +275,7 @@ def _judge(context: Context, name: str, exact: _Exact, ids: torch.Tensor) -> Non
         status: RecordStatus = "outside" if place in wrong else "equal" if is_same else "within"
         left_out = exact.left_out(layer)
         context.record.fact(
-            STAGE, layer, f"{name}.{part}" if part else name, status=status, share=ratio,
+            STAGE, layer, f"{title}.{part}" if part else title, status=status, share=ratio,
             word=word if place in wrong else None,
             evidence={
                 "rows": sum(len(one.index) for one in found[place]), "bits_of_whole_sequences": is_same,
@@ -259,13 +285,13 @@ def _judge(context: Context, name: str, exact: _Exact, ids: torch.Tensor) -> Non
     for place, shape in way.other_shapes.items():
         layer, part = ResultPlace.of(place)
         if not part and context.record.wants(STAGE, layer):
-            _skip(context, layer, f"{name}.shape", f"it has no row for each token in this way: {list(shape)}")
+            _skip(context, layer, f"{title}.shape", f"it has no row for each token in this way: {list(shape)}")
 
 
 def _run(model: torch.nn.Module, name: str, exact: _Exact, ids: torch.Tensor) -> Way:
     way = Way(model=model, ids=ids, given=exact.given, shapes=exact.shapes)
-    with half_kernels.computing(half_kernels.replacement(model, ids.numel())):
-        WAYS[name][0](way)
+    with half_kernels.computing(half_kernels.replacement(model, ids.numel())), _in(model, exact.mode):
+        {**WAYS, **MORE_WAYS}[name][0](way)
     return way
 
 
@@ -274,11 +300,9 @@ def _is_wrong_in_float64(context: Context, name: str, exact: _Exact, ids: torch.
     with context.events.on_cpu():
         model = context.model if context.device.type == CPU else load_model(context.job.case, CPU)
         try:
-            with torch.no_grad(), exact_layers(model), Float64Mode():
+            with model_code(model), torch.no_grad(), exact_layers(model), Float64Mode():
                 rows = _run(model, name, exact, ids).found.get(place, [])
-        except Exception as error:  # code that insists on its own dtype, or model code of any kind
-            if not is_of_the_model(error, model):
-                raise
+        except Skip:  # code that insists on its own dtype
             return False
     ratio = exact.ratio(place, rows, exact.whole[place].dtype)
     return ratio is not None and not passes(ratio)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from consistency.capture.records import TensorRecord
 from consistency.worker.faults import generation as faults
 from consistency.worker.model.ways import Way
 from consistency.worker.stages.generation import text
-from consistency.worker.stages.generation.stage import WAYS
+from consistency.worker.stages.generation.stage import MORE_WAYS, WAYS
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import SIZES, a_llama, on_llama, saved
 
@@ -149,7 +150,7 @@ def test_model_code_that_is_wrong_in_a_way_is_named_as_what_it_is(look: Look, tm
     wrong = {(one.tensor, str(one.word)) for one in found if one.status == "outside"}
     assert wrong == {("padded", "padding-changes-the-model"), ("cache", "cache-changes-the-model")}
     skipped = {one.tensor: str(one.reason) for one in found if one.status == "skipped"}
-    assert skipped["static_cache"] == "the model has a cache of its own"
+    assert skipped["static_cache"] == "the model does not run in this way: it has a cache of its own"
     assert "[4, 4, 32]" in skipped["cache.shape"], "as the bug is: a batch by a batch"
 
 
@@ -201,3 +202,63 @@ def test_what_cannot_be_generated_says_why(look: Look, base: Path, adapter: Path
     assert alone.reason == "the stage forward, whose float64 results judge it, is not run"
     (other,) = generate(look, masked_bert)
     assert (other.status, other.reason) == ("skipped", "the model generates no text")
+
+
+def test_level_thorough_has_more_ways_and_no_adapter(look: Look, base: Path, adapter: Path) -> None:
+    found = generate(look, base, adapter, level="thorough")
+    assert {one.status for one in found} <= {"equal", "within"}
+    ways = {*WAYS, *MORE_WAYS, "cache.adapter_off", "padded.adapter_off"}
+    for way in ways:
+        assert {"model.layers.1.self_attn", "logits"} <= {one.layer for one in found if one.tensor == way}, way
+    undo = faults.last_key_not_written()
+    try:
+        wrong = {one.tensor for one in generate(look, base, adapter, level="thorough") if one.status == "outside"}
+    finally:
+        undo()
+    assert {"cache", "chunked", "cache.adapter_off"} <= wrong
+    assert not wrong & {"alone", "eager"}
+
+
+def test_attention_that_is_wrong_by_its_formula_alone(look: Look, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama import modeling_llama
+
+    real = modeling_llama.eager_attention_forward
+
+    def wrong(module: Any, query: torch.Tensor, *args: Any, everywhere: bool, **kwargs: Any) -> Any:
+        is_planted = everywhere or query.dtype != torch.float64
+        return real(module, query * 1.01 if is_planted and module.layer_idx == 1 else query, *args, **kwargs)
+
+    for everywhere, word in ((False, "wrong-with-attention"), (True, "attention-changes-the-model")):
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", functools.partial(wrong, everywhere=everywhere))
+        bad = [one for one in generate(look, base, level="thorough") if one.status == "outside"]
+        assert {(one.tensor, str(one.word)) for one in bad} == {("eager", word)}
+        assert all(one.layer.startswith("model.layers.1") for one in bad)
+
+
+def test_a_sliding_window_that_is_off_by_one_with_a_cache(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompt and text are longer than the window; in whole sequences it is right."""
+    from transformers import masking_utils
+
+    config = transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=4, max_position_embeddings=64)
+    torch.manual_seed(0)
+    base = saved(transformers.MistralForCausalLM(config), tmp_path / "mistral")
+    assert {one.status for one in generate(look, base)} <= {"equal", "within"}
+    real = masking_utils.create_sliding_window_causal_mask
+
+    def narrower(config: Any, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        own = config.sliding_window
+        if past_key_values is not None and past_key_values.get_seq_length():
+            config.sliding_window = own - 1
+        try:
+            return real(config, *args, past_key_values=past_key_values, **kwargs)
+        finally:
+            config.sliding_window = own
+
+    from transformers.models.mistral import modeling_mistral
+
+    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", narrower)
+    bad = {(one.tensor, str(one.word)) for one in generate(look, base) if one.status == "outside"}
+    assert ("cache", "cache-changes-the-model") in bad, "in float64 too: it is the model's code"
+    assert not any(way == "alone" for way, _ in bad)
