@@ -77,7 +77,7 @@ MANY_CLASSES = {
 MANY_PARAMETERS = {
     "numerics/kernels/triton_digest_kernel.py:_sum_parts": 9, "worker/recorder.py:Recorder.absent": 10,
     "worker/recorder.py:Recorder.computed": 23, "worker/recorder.py:Recorder.moved": 13,
-    "worker/soak/machine.py:_Deliveries.absent": 10, "worker/stages/block_rule.py:record_block": 12,
+    "worker/stages/block_rule.py:record_block": 12,
     "workflows/api.py:run": 11, "workflows/api.py:run_suite": 9,
 }  # fmt: skip
 """Functions with more than eight parameters."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from consistency.capture.names import pair_name
-from consistency.capture.records import RecordStatus, TensorRecord
+from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.measure import Measure
-from consistency.numerics.rules import Rule
 from consistency.worker.recorder import KEEP_BYTES, Recorder
 from consistency.worker.soak.ledger import Again, Compare
 from consistency.worker.stages.context import Machine
@@ -78,26 +77,11 @@ class _Deliveries(Recorder):
     def wants(self, stage: str, layer: str) -> bool:
         return self._of_worker.wants(stage, layer)
 
-    def absent(
-        self,
-        stage: str,
-        layer: str,
-        tensor: str,
-        *,
-        status: RecordStatus,
-        reason: str,
-        rule: Rule = Rule.BITWISE,  # noqa: ARG002 - as `Recorder` has it
-        shape: Sequence[int] = (),  # noqa: ARG002
-        dtype: str = "",  # noqa: ARG002
-        evidence: Mapping[str, Any] | None = None,  # noqa: ARG002
-        unsupported: bool = False,  # noqa: ARG002
-    ) -> None:
-        if status == "missing" and self._compare.knows(layer, tensor):  # it was possible in the first run
-            raise RuntimeError(f"{stage} {layer} {tensor}: {reason}")
-
     def write(self, record: TensorRecord) -> None:
         if record.digest is not None:
             self._compare(record.layer, record.tensor, TensorDigest(value=record.digest, blocks=()))
+        elif record.status == "missing" and self._compare.knows(record.layer, record.tensor):
+            raise RuntimeError(f"{' '.join(record.key)}: {record.reason}")  # it was possible in the first run
 
     def differs(
         self,
