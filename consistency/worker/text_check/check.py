@@ -51,7 +51,7 @@ _MOST_EXPLAINED = 2
 """Impossible texts that a mistake is held against."""
 
 
-def check_text(case: Case, texts: Sequence[Text], *, step: Step = lambda _: None) -> TextReport:
+def check_text(case: Case, texts: Sequence[Text], *, step: Step | None = None) -> TextReport:
     """Check whether the model of a case could have written texts.
 
     Parameters
@@ -70,7 +70,7 @@ def check_text(case: Case, texts: Sequence[Text], *, step: Step = lambda _: None
     transformers.logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries about themselves
-        return _checked(case, texts, step)
+        return _checked(case, texts, step or (lambda _: None))
 
 
 def _checked(case: Case, texts: Sequence[Text], step: Step) -> TextReport:
