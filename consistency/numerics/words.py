@@ -111,8 +111,6 @@ class Word(enum.StrEnum):
     WRONG_ALONE = "wrong-alone", "a wrong result for one sequence at a time, and a right one for all together"
     WRONG_WITH_CACHE = "wrong-with-cache", "a wrong result with a cache, and a right one without"
     WRONG_WITH_PADDING = "wrong-with-padding", "a wrong result with padding, and a right one without"
-    WRONG_WITH_ATTENTION = "wrong-with-attention", "a wrong result with eager attention, and a right one with its own"
-    ATTENTION_CHANGES_MODEL = "attention-changes-the-model", "in float64 too another result with eager attention"
     BATCH_CHANGES_MODEL = "batch-changes-the-model", "in float64 too another result for one sequence at a time"
     CACHE_CHANGES_MODEL = "cache-changes-the-model", "in float64 too another result with a cache"
     PADDING_CHANGES_MODEL = "padding-changes-the-model", "in float64 too another result with padding"

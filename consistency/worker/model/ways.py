@@ -152,26 +152,6 @@ class Way:
         """Generate the second half of the sequences, side by side; `more` goes to `generate`."""
         self._generate([0] * len(self.ids), **more)
 
-    def eager(self) -> None:
-        """Run each sequence by itself, with attention by its formula in place of a fused kernel.
-
-        Raises
-        ------
-        ValueError
-            The model computes so by itself, or its attention cannot be exchanged.
-        """
-        base = base_of(self.model)
-        own = base.config._attn_implementation
-        if own == "eager":
-            raise ValueError("it has no other attention")
-        base.set_attn_implementation("eager")
-        try:
-            if base.config._attn_implementation != "eager":
-                raise ValueError("its attention cannot be exchanged")
-            self.alone()
-        finally:
-            base.set_attn_implementation(own)
-
     def padded(self) -> None:
         """Do the same with unlike sequences, by a mask."""
         most = self.ids.shape[1] // 2 - 1

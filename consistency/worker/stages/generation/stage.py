@@ -52,7 +52,7 @@ STAGE = "generation"
 SEQUENCES = 4
 """Side by side: as many as there are kinds of padding (`PADS`); each step of a batch takes as long as of one."""
 
-STATIC, EAGER = "static_cache", "eager"
+STATIC = "static_cache"
 
 WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
     "alone": (Way.alone, Word.WRONG_ALONE, Word.BATCH_CHANGES_MODEL),
@@ -67,7 +67,6 @@ WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
 
 MORE_WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
     "chunked": (functools.partial(Way.cached, prefill_chunk_size=3), Word.WRONG_WITH_CACHE, Word.CACHE_CHANGES_MODEL),
-    EAGER: (Way.eager, Word.WRONG_WITH_ATTENTION, Word.ATTENTION_CHANGES_MODEL),
 }
 """At level thorough."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,23 +215,7 @@ def test_level_thorough_has_more_ways_and_no_adapter(look: Look, base: Path, ada
     finally:
         undo()
     assert {"cache", "chunked", "cache.adapter_off"} <= wrong
-    assert not wrong & {"alone", "eager"}
-
-
-def test_attention_that_is_wrong_by_its_formula_alone(look: Look, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama import modeling_llama
-
-    real = modeling_llama.eager_attention_forward
-
-    def wrong(module: Any, query: torch.Tensor, *args: Any, everywhere: bool, **kwargs: Any) -> Any:
-        is_planted = everywhere or query.dtype != torch.float64
-        return real(module, query * 1.01 if is_planted and module.layer_idx == 1 else query, *args, **kwargs)
-
-    for everywhere, word in ((False, "wrong-with-attention"), (True, "attention-changes-the-model")):
-        monkeypatch.setattr(modeling_llama, "eager_attention_forward", functools.partial(wrong, everywhere=everywhere))
-        bad = [one for one in generate(look, base, level="thorough") if one.status == "outside"]
-        assert {(one.tensor, str(one.word)) for one in bad} == {("eager", word)}
-        assert all(one.layer.startswith("model.layers.1") for one in bad)
+    assert "alone" not in wrong
 
 
 def test_a_sliding_window_that_is_off_by_one_with_a_cache(
