@@ -14,7 +14,7 @@ ON_THE_CPU = {
     "numerics/identity.py",
     "numerics/digest.py",  # alignment
     "numerics/distance.py",
-    "numerics/kernels/check.py",
+    "numerics/kernels/trust.py",
     "numerics/kernels/compiled_error.py",
     "worker/memory/mapped_pages.py",
     "workflows/reproduce/scripts/shared.py",

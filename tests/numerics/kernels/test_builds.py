@@ -19,17 +19,17 @@ from consistency.numerics.chunks import Stretch
 from consistency.numerics.dtype import bit_patterns, named
 from consistency.numerics.kernels import compiled, hard_inputs
 from consistency.numerics.kernels.build import compile_kernel
-from consistency.numerics.kernels.check import (
+from consistency.numerics.kernels.compiled import BLOCK, CHUNK, KINDS, Kernel
+from consistency.numerics.kernels.hard_inputs import HARD_CHUNK, made_up
+from consistency.numerics.kernels.numpy_digest import ROW_BYTES, weights_of_row
+from consistency.numerics.kernels.numpy_distance import measure_by_numpy
+from consistency.numerics.kernels.trust import (
     differs_in,
     digests_differ_in,
     errors_by_both,
     errors_differ_in,
     measure_by,
 )
-from consistency.numerics.kernels.compiled import BLOCK, CHUNK, KINDS, Kernel
-from consistency.numerics.kernels.hard_inputs import HARD_CHUNK, made_up
-from consistency.numerics.kernels.numpy_digest import ROW_BYTES, weights_of_row
-from consistency.numerics.kernels.numpy_distance import measure_by_numpy
 from tests.numerics.kernels.builds import BUILDS, compile_build, running
 from tests.numerics.kernels.kernel_process import ProcessError
 

@@ -16,22 +16,21 @@ from hypothesis import strategies as st
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import bit_patterns, named
-from consistency.numerics.kernels import check as kernel_check
 from consistency.numerics.kernels import compiled as kernel
 from consistency.numerics.kernels import trust
 from consistency.numerics.kernels.build import compile_kernel
-from consistency.numerics.kernels.check import (
+from consistency.numerics.kernels.compiled import CHUNK, DIGEST, KINDS, PURPOSES, Kernel, errors_in
+from consistency.numerics.kernels.hard_inputs import hard_pairs, hard_stretches
+from consistency.numerics.kernels.numpy_digest import ROW_BYTES
+from consistency.numerics.kernels.numpy_distance import measure_by_numpy
+from consistency.numerics.kernels.tally import Tally
+from consistency.numerics.kernels.trust import (
     differs_in,
     digests_differ_in,
     errors_by_both,
     errors_differ_in,
     measure_by,
 )
-from consistency.numerics.kernels.compiled import CHUNK, DIGEST, KINDS, PURPOSES, Kernel, errors_in
-from consistency.numerics.kernels.hard_inputs import hard_pairs, hard_stretches
-from consistency.numerics.kernels.numpy_digest import ROW_BYTES
-from consistency.numerics.kernels.numpy_distance import measure_by_numpy
-from consistency.numerics.kernels.tally import Tally
 from consistency.worker import environment
 
 CPU = torch.device("cpu")
@@ -60,7 +59,7 @@ def rounded_differently(kind: str, elements: int, seed: int = 0) -> tuple[torch.
 def test_every_variant_passes_its_check(variants: list[Kernel]) -> None:
     for found in variants:
         for purpose in PURPOSES:
-            assert kernel_check.check(found, purpose) is None
+            assert trust.check(found, purpose) is None
 
 
 @pytest.mark.process
@@ -95,7 +94,7 @@ def test_sums_are_those_of_numpy_but_for_the_order(kind: str, elements: int, var
 
 
 def test_the_sums_would_be_held_to_less_than_a_billionth() -> None:
-    assert 0 < kernel_check.SUMS_APART < 1e-11
+    assert 0 < trust.SUMS_APART < 1e-11
     a, e = rounded_differently("float32", 100)
     seen = measure_by_numpy(a, e, 1)
     off = dataclasses.replace(seen, sums=[1.0001 * s for s in seen.sums])
@@ -198,7 +197,7 @@ def test_a_right_kernel_is_used(kernel_library: Path, monkeypatch: pytest.Monkey
 def test_it_is_checked_once_for_each_purpose(kernel_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "LIBRARY", kernel_library)
     checked: list[str] = []
-    monkeypatch.setattr(kernel_check, "check", lambda _, purpose: checked.append(purpose))
+    monkeypatch.setattr(trust, "check", lambda _, purpose: checked.append(purpose))
     for _ in range(2):
         measure(torch.ones(3), torch.zeros(3))
         digest(torch.ones(ROW_BYTES))
