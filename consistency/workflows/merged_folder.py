@@ -202,7 +202,8 @@ def _differences(found: MergedFolder) -> Iterator[Finding]:
 
 def ranged(names: Iterable[str]) -> str:
     """Return the numbers of the blocks that tensors are in, as ranges: `0-3, 7`."""
-    numbers = sorted({int(part) for name in names for part in name.split(".")[:-1] if part.isdigit()})
+    first = (next((int(part) for part in name.split(".") if part.isdigit()), None) for name in names)
+    numbers = sorted({number for number in first if number is not None})
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

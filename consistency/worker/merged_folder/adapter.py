@@ -342,7 +342,7 @@ def _loaded(case: Case, found: Adapter, stored: str) -> Adapter:
         origins: dict[str, str] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = load_adapter(loaded, case, origins=origins, autocast=False)
+            model = load_adapter(loaded, case, origins=origins)  # in float32, as autocast_adapter_dtype has it
         taken: set[tuple[str, str]] = set()
         for name, layer in adapted_layers(model):
             for part, _ in layer.get_base_layer().named_parameters():
@@ -406,7 +406,9 @@ def _weight(layer: Any) -> Any:
 def _of_layer(name: str, layer: Any, plain: str, expected: Expected, base: Mapping[str, Stored]) -> list[Target] | None:
     """Return the targets of one layer; None where it has no form."""
     stored = base.get(plain)
-    files = files_of(expected, name, layer)
+    in_file = {part.removeprefix(f"{name}."): tensor for part, (_, tensor) in expected.items()}
+    # in the dtypes of the file, whatever those of the layer are
+    files = {part: tensor.to(in_file[part].dtype) for part, tensor in files_of(expected, name, layer).items()}
     if not files:
         return []  # the file has nothing for this layer, which PEFT leaves as it was made: without effect
     low_rank = low_rank_of(torch.device("cpu"), name, layer, expected)
@@ -420,9 +422,9 @@ def _of_layer(name: str, layer: Any, plain: str, expected: Expected, base: Mappi
             "rslora": bool(layer.use_rslora.get(ADAPTER_NAME, False)),
         }  # fmt: skip
     if low_rank is not None:
-        target = LowRankTarget(
-            name=plain, left=low_rank.left[None], right=low_rank.right[None], scaling=low_rank.scaling, **settings
-        )
+        dtype = next(iter(files.values())).dtype
+        left, right = (one[None].to(dtype) for one in (low_rank.left, low_rank.right))
+        target = LowRankTarget(name=plain, left=left, right=right, scaling=low_rank.scaling, **settings)
         added = expected.get(f"{name}.lora_B.{ADAPTER_NAME}.bias")
         return [target] if added is None else [target, _bias(target, _bias_name(plain), added[1])]
     assert make is not None

@@ -38,7 +38,8 @@ def model_of(case: Case) -> Any:
             config.num_labels = labels
         config.quantization_config = None  # its tensors are dequantized here
         with torch.device("meta"):
-            return auto.from_config(config, trust_remote_code=case.trust_remote_code)
+            # in float32, which holds what PEFT puts into a layer's factors whatever their dtype in the file is
+            return auto.from_config(config, trust_remote_code=case.trust_remote_code, dtype=torch.float32)
     except (ConsistencyError, *UNUSABLE):
         return None
 

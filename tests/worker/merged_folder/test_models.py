@@ -154,6 +154,22 @@ def test_experts_are_right(tmp_path: Path, dtype: torch.dtype) -> None:
     assert any("transformers' names of MixtralForCausalLM" in one.message for one in found.findings)
 
 
+def in_bfloat16(made: Trained) -> Trained:
+    """Store the base in bfloat16, beside the adapter in float32."""
+    file, config = made.base / "model.safetensors", made.base / "config.json"
+    save_file({name: one.bfloat16() for name, one in load_file(file).items()}, file, {"format": "pt"})
+    config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
+    return made
+
+
+@pytest.mark.parametrize("method", ["LORA", "OFT", "LOHA"])
+def test_an_adapter_in_float32_beside_a_base_in_bfloat16(tmp_path: Path, method: str) -> None:
+    made = in_bfloat16(experts(tmp_path) if method == "LORA" else trained(tmp_path, "llama", method))
+    for dtype in (torch.bfloat16, torch.float32):
+        found = made.check(made.merge(dtype))
+        assert (found.verdict, kinds(found)) == ("consistent", [])
+
+
 def is_expert(name: str) -> bool:
     return ".experts." in name
 
