@@ -96,6 +96,7 @@ def test_biases_are_right(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of PEFT's methods, about settings and extensions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", sorted(set(zoo.methods()) - UNMERGED))
 def test_every_method_that_merges_is_right(tmp_path: Path, method: str, dtype: torch.dtype) -> None:
