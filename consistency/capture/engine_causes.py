@@ -28,7 +28,8 @@ class Cause(enum.StrEnum):
 
     IGNORED = (
         "adapter-ignored", "as the base alone: the adapter is not applied",
-        "name the adapter in every request, and look for skipped modules in the engine's log; merge a merged one again",
+        "name the adapter in every request, and look for skipped modules in the engine's log; check a merged folder by "
+        "`consistency check-merged`",
     )  # fmt: skip
     LEFT_ON = (
         "adapter-left-on", "with the adapter applied where it was to be off",

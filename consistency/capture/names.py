@@ -99,6 +99,12 @@ LIMITS = "limits"
 CUT = "cut."
 """Before `actual`, `expected` and `allowed` of the one operation that a list was cut to."""
 
+MERGED_FOLDER = "merged_folder"
+"""Stage and load path of the rows of `consistency check-merged`: the tensors of a folder that anybody's writer made."""
+
+ROLE, CAUSES = "role", "causes"
+"""Evidence of such a row: whether the adapter changes the tensor, has it whole or leaves it alone; what explains it."""
+
 _TO = "->"
 
 CAST_ON_THE_WAY = "cast_on_the_way"

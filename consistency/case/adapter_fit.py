@@ -23,7 +23,7 @@ _HEADED = {
     "QUESTION_ANS": "ForQuestionAnswering",
     "FEATURE_EXTRACTION": "Model",
 }
-_PLAIN = frozenset({
+PLAIN = frozenset({
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "r", "target_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
     "modules_to_save", "init_lora_weights", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_core",
@@ -75,7 +75,7 @@ def _is_plain_lora(config: Mapping[str, Any]) -> bool:
     """Return whether PEFT adapts each layer that the config names by two matrices, and by nothing else."""
     named = config.get("target_modules")
     listed = isinstance(named, list) and all(isinstance(one, str) for one in named)
-    return config["peft_type"] == "LORA" and listed and all(name in _PLAIN for name, given in config.items() if given)
+    return config["peft_type"] == "LORA" and listed and all(name in PLAIN for name, given in config.items() if given)
 
 
 def _loads_as_saved(base: Mapping[str, Any], adapter: Mapping[str, Any]) -> bool:

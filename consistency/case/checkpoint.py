@@ -15,6 +15,14 @@ from safetensors import SafetensorError, safe_open
 from consistency.case.recognition import in_place_of_weights, missing_bytes, other_file
 from consistency.errors import InputError
 
+DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}  # fmt: skip
+"""Torch's name of each dtype that a safetensors header can hold and torch has; others keep the name in the header."""
+
 LFS_MARK = b"version https://git-lfs.github.com/spec/"
 
 

@@ -107,7 +107,7 @@ def adapter_folder(folder: Path) -> None:
             f"this is {kind}, not an adapter", where=folder, got=", ".join(filter(None, (BASE_CONFIG, training))),
             wanted=f"a folder with {ADAPTER_CONFIG}, as PEFT's save_pretrained() writes it",
             hint="an adapter that was merged into a model cannot be taken out again: give that model alone as --base, "
-            "or compare two such models with `consistency diff`",
+            "or check what is in it by `consistency check-merged`",
         )  # fmt: skip
     _refuse(folder, names, role="adapter", config=ADAPTER_CONFIG, weights="adapter_model.safetensors")
 

@@ -16,9 +16,9 @@ from consistency.capture.wording import some
 from consistency.errors import InputError, UsageError, did_you_mean
 
 FAMILIES = (
-    "word of a diagnosis", "kind of finding", "mistake of an inference engine", "verdict", "severity of a finding",
-    "status of a row", "outcome of a worker", "stage", "rule", "level", "load path", "change in a history",
-    "exit status",
+    "word of a diagnosis", "kind of finding", "mistake of an inference engine", "mistake of a merge", "verdict",
+    "severity of a finding", "status of a row", "outcome of a worker", "stage", "rule", "level", "load path",
+    "change in a history", "exit status",
 )  # fmt: skip
 """What a word of each part of the page is, in the order of its parts."""
 

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "fleet": ("fleet",),
     "show": ("show",),
     "diff": ("diff",),
+    "check_merged": ("check-merged",),
     "devices": ("devices",),
     "doctor": ("doctor",),
     "drill": ("drill",),

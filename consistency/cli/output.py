@@ -102,9 +102,7 @@ def show(
 
     `out` is the folder that holds its report.
     """
-    from consistency.capture.whole_file import write_whole
     from consistency.comparison.suite import SuiteResult
-    from consistency.text import clean
 
     of_suite, folder = isinstance(found, SuiteResult), None if out is None else str(out)
     view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
@@ -112,8 +110,31 @@ def show(
     row = next(row for row in formats(Chosen.FORMAT, of_suite=of_suite) if row.name == printed)
     sys.stdout.buffer.writelines(row.render(found, view))
     sys.stdout.flush()
+    _write_chosen(parsed, found, view, of_suite=of_suite)
+
+
+def show_weights(parsed: argparse.Namespace, found: Comparison, elapsed_s: float) -> int:
+    """Print a comparison of weight files as text or as JSON, write the files that were asked for; return the status."""
+    from consistency.report.console import make_console
+    from consistency.report.json import as_bytes
+    from consistency.report.terminal import print_diff
+
+    folder = None if parsed.out is None else str(parsed.out)
+    if parsed.json:
+        sys.stdout.buffer.write(as_bytes(found))
+    else:
+        print_diff(found, make_console(), elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
+    _write_chosen(parsed, found, View(elapsed_s=elapsed_s, folder=folder), of_suite=False)
+    return found.exit_status
+
+
+def _write_chosen(parsed: argparse.Namespace, found: Comparison | SuiteResult, view: View, *, of_suite: bool) -> None:
+    """Write the files that options ask for."""
+    from consistency.capture.whole_file import write_whole
+    from consistency.text import clean
+
     for row in formats(Chosen.OPTION, of_suite=of_suite):
-        if (path := getattr(parsed, row.name)) is not None:
+        if (path := getattr(parsed, row.name, None)) is not None:
             try:
                 write_whole(path, row.render(found, view))
             except CaptureError as error:  # the verdict is more than a file of it

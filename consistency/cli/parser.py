@@ -32,6 +32,7 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "doctor": {**VERDICT, 0: "nothing is wrong", 1: "something is wrong"},
     "capture": {0: "captured", **BAD_USE, 3: "incomplete (a worker was lost)"},
     "diff": {0: "equal", 1: "different", **BAD_USE},
+    "check-merged": {0: "it holds base + adapter", 1: "it does not", **BAD_USE, 3: "a part of it could not be judged"},
     "drill": {0: "every planted fault was found and named", 1: "one was not", **BAD_USE},
     "bisect": {0: "a setting explains it, or it does not occur again", 1: "no setting explains it", **BAD_USE},
     "reproduce": {0: "written, whether it happens on this machine or not", **BAD_USE},

@@ -95,6 +95,7 @@ class FindingKind(enum.StrEnum):
     SETTINGS = "settings"
     ROUNDED = "rounded"
     NAMES = "names"
+    DIFFERENCE = "difference"
 
 
 UNSEEN: frozenset[str] = frozenset(

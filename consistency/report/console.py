@@ -178,8 +178,8 @@ class Writer:
             self.console.print(self.text(text, "dim"), soft_wrap=True)
         self.console.print()
 
-    def verdict(self, verdict: SuiteVerdict, sentence: str) -> None:
-        text = self.text(verdict.upper(), f"bold {style_of(verdict)}")
+    def verdict(self, verdict: SuiteVerdict, sentence: str, *, words: str = "") -> None:
+        text = self.text(words or verdict.upper(), f"bold {style_of(verdict)}")
         text.append_text(self.text(f"   {sentence}", "default"))
         self.folded(text, indent=2)
         self.console.print()

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from consistency.capture.engine_causes import Cause
+from consistency.capture.merge_causes import MergeCause
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteVerdict
@@ -21,7 +22,9 @@ EXPLAINED = "what this means, what causes it, and what to do"
 """What the command below the findings prints."""
 
 _EXPLAIN = "consistency.cli.commands.explain"
-_EXPLAINED: frozenset[str] = frozenset({*Word, *FindingKind, *Cause})  # a stranger's report may have other kinds
+_EXPLAINED: frozenset[str] = frozenset(
+    {*Word, *FindingKind, *Cause, *MergeCause}
+)  # a stranger's report may have other kinds
 _MOST_EXPLAINED = 5
 
 LegendRow = tuple[str, str, str]

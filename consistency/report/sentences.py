@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from consistency.capture.merge_causes import MergeCause
+from consistency.capture.names import CAUSES, MERGED_FOLDER, ROLE
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, listed, some, time_of
 from consistency.case.duration import duration_text
@@ -47,6 +49,11 @@ _MOST_LOAD_PATHS = 4  # names of load paths that fit a line
 
 _STATUS: Mapping[str, str] = {"within": "within tolerance", "equal": "matches its own file", "outside": "mismatch"}
 
+
+_BASE_ALONE = frozenset({
+    MergeCause.NOT_MERGED, MergeCause.TOWER_LEFT_OUT, MergeCause.EXPERTS_LEFT_OUT, MergeCause.PART_LEFT_OUT,
+    MergeCause.SAVED_DROPPED,
+})  # fmt: skip
 
 _HALF = frozenset({"float16", "bfloat16"})
 _NEARLY_ALL = 0.9  # of a tolerance
@@ -204,6 +211,8 @@ def sentence(comparison: Comparison) -> str:
     """Return the verdict in one sentence, and which devices had the base streamed, are simulated or have a fault."""
     if comparison.load_paths == (FILE_STAGE,):
         return _of_files(comparison)
+    if comparison.load_paths == (MERGED_FOLDER,):
+        return of_merged(comparison)[1]
     offloaded = [w.name for w in comparison.workers if str(w.environment.get("placement")).startswith("offload")]
     simulated = [w.name for w in comparison.workers if w.simulated]
     found = (("base offloaded", offloaded), ("simulated", simulated), ("planted fault", comparison.planted))
@@ -217,6 +226,39 @@ def _of_files(comparison: Comparison) -> str:
         return f"{bad} of {counted(count, 'tensor')} {'differs' if bad == 1 else 'differ'}"
     text = "the tensor is bitwise equal" if count == 1 else f"all {count} tensors are bitwise equal"
     return text if comparison.verdict == "consistent" else f"{text}, but the settings differ"
+
+
+def of_merged(comparison: Comparison) -> tuple[str, str]:
+    """Return what a folder of merged weights is, in capitals, and the verdict in one sentence."""
+    rows = [tensor.outcomes[-1] for tensor in comparison.tensors]
+    adapted = [row for row in rows if row.evidence.get(ROLE) in ("adapted", "saved")]
+    right = sum(row.status in ("equal", "within") for row in adapted)
+    alone = sum(row.status == "outside" and set(row.evidence.get(CAUSES, ())) <= _BASE_ALONE for row in adapted)
+    parts = [f"{right} of {counted(len(adapted), 'adapted tensor')} hold{'s' if right == 1 else ''} base + adapter"]
+    parts += [f"{alone} hold{'s' if alone == 1 else ''} the base alone"] if alone else []
+    missing = sum(row.status == "missing" for row in adapted)
+    parts += [f"{missing} {'is' if missing == 1 else 'are'} missing"] if missing else []
+    others = len(adapted) - right - alone - missing - sum(row.status == "skipped" for row in adapted)
+    parts += [f"{others} {'is' if others == 1 else 'are'} something else"] if others else []
+    left = [row for row in rows if row.evidence.get(ROLE) == "untouched"]
+    changed = sum(row.status in BAD for row in left)
+    if changed:
+        parts.append(f"{changed} of {counted(len(left), 'other')} {'is' if changed == 1 else 'are'} not the base's")
+    elif left:
+        parts.append("the other is the base's" if len(left) == 1 else f"the {len(left)} others are the base's")
+    if skipped := sum(row.status == "skipped" for row in rows):
+        parts.append(f"{counted(skipped, 'tensor')} could not be judged")
+    if comparison.adapter is None:
+        return "COMPARED", f"{changed} of {counted(len(left), 'tensor')} differ from the base"
+    if comparison.verdict != "inconsistent":
+        what = "MERGED" if comparison.verdict == "consistent" else "NOT ALL JUDGED"
+    elif not adapted or alone == len(adapted):
+        what = "NOT MERGED"
+    elif right + alone + missing == len(adapted):
+        what = "NOT MERGED WHOLE" if alone or missing else "MERGED, AND WRONG BESIDE"
+    else:
+        what = "WRONGLY MERGED"
+    return what, "; ".join(parts)
 
 
 def _of_workers(comparison: Comparison) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from consistency.capture.names import MERGED_FOLDER
 from consistency.capture.wording import and_more, counted, size, some
 from consistency.case.stages import Stage
 from consistency.comparison.findings.host import MOST_ADVICE, about, advise
@@ -25,7 +26,7 @@ from consistency.report.documents import document_of, of_comparison, seconds
 from consistency.report.findings import is_command
 from consistency.report.formats import View
 from consistency.report.marks import style_of
-from consistency.report.sentences import CellText
+from consistency.report.sentences import CellText, of_merged
 from consistency.report.summarize import with_load_path
 from consistency.report.summary import class_text
 from consistency.text import one_line
@@ -116,14 +117,14 @@ def _end(write: Writer, document: Document, view: View) -> None:
         write.step(f"{EXPLAINED}: {document.explain_command}", indent=2)
 
 
-def write_head(write: Writer, document: Document, *, title: str = "consistency") -> None:
-    """Write what was compared, when, where and by which command, and the verdict."""
+def write_head(write: Writer, document: Document, *, title: str = "consistency", verdict: str = "") -> None:
+    """Write what was compared, when, where and by which command, and the verdict, in other words where given."""
     marks = ["SIMULATED DEVICES"] if document.simulated else []
     marks += ["PLANTED FAULT"] if document.planted else []
     rest = and_more(len(document.sources) - _MOST_SOURCES, "capture")
     below = [document.origin, document.command, *document.sources[:_MOST_SOURCES], rest]
     write.heading([title, *marks, document.name, *document.facts], below=[text for text in below if text])
-    write.verdict(document.verdict, document.sentence)
+    write.verdict(document.verdict, document.sentence, words=verdict)
 
 
 def write_tables(write: Writer, document: Document) -> None:
@@ -287,13 +288,17 @@ def print_diff(
     verbose: bool = False,
     folder: str | None = None,
 ) -> None:
-    """Print the comparison of two weight files."""
+    """Print the comparison of two weight files, or of a merged folder with base + adapter."""
     with without_trailing_blanks(console):
         write = Writer(console)
         facts = [comparison.dtype, counted(len(comparison.tensors), "tensor")]
         facts += [] if elapsed_s is None else [f"{elapsed_s:.2f} s"]
         document = dataclasses.replace(of_comparison(comparison, View()), facts=tuple(facts))
-        write_head(write, document, title="consistency diff")
+        is_merged = comparison.load_paths == (MERGED_FOLDER,)
+        write_head(
+            write, document, title="consistency check-merged" if is_merged else "consistency diff",
+            verdict=of_merged(comparison)[0] if is_merged else "",
+        )  # fmt: skip
         findings = list(map(_in_lines, comparison.findings))
         write.findings(f for f in findings if f.severity != "note")
         shown = [t for t in comparison.tensors if verbose or t.is_wrong]
@@ -323,9 +328,9 @@ def _has_other_sign(row: Outcome) -> bool:
 def _file_cells(tensor: TensorComparison) -> list[str]:
     row = tensor.outcomes[-1]
     cells = [f"{tensor.layer}.{tensor.tensor}", "×".join(map(str, tensor.shape)) or "scalar", tensor.dtype]
-    cells.append(row.word or row.status)
+    cells.append(row.word or (row.reason if tensor.stage == MERGED_FOLDER and row.reason else row.status))
     if row.status == "outside" and row.mismatched is not None:
-        cells += [f"{row.mismatched} of {row.elements}", f"{float(row.max_abs or 0):.3g}"]
+        cells += [f"{row.mismatched} of {row.elements}", "" if row.max_abs is None else f"{float(row.max_abs):.3g}"]
         cells.append("" if row.max_ulp is None else "across 0" if _has_other_sign(row) else str(row.max_ulp))
     return list(map(one_line, cells))
 

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from consistency.capture.engine_causes import Cause
+from consistency.capture.merge_causes import MergeCause
 from consistency.capture.records import RecordStatus, WorkerStatus
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import LEVELS, SPECS, Level, Model, Stage
@@ -27,6 +28,7 @@ WORDS: dict[str, Iterable[str]] = {
     "word of a diagnosis": Word,
     "kind of finding": FindingKind,
     "mistake of an inference engine": Cause,
+    "mistake of a merge": MergeCause,
     "verdict": {*get_args(Verdict), *get_args(SuiteVerdict)},
     "severity of a finding": get_args(Severity),
     "status of a row": {*get_args(Status), *get_args(RecordStatus)},
@@ -85,6 +87,13 @@ def test_a_mistake_of_an_engine_has_its_sentence_and_its_advice(cause: Cause) ->
     assert entry.meaning.endswith(f": {cause.sentence('some layers')}.")
     assert entry.action == f"{cause.todo[0].upper()}{cause.todo[1:]}."
     assert entry.example.endswith(f": {cause.sentence('layers 2–3')}")
+
+
+@pytest.mark.parametrize("cause", MergeCause)
+def test_a_mistake_of_a_merge_has_its_sentence_and_its_advice(cause: MergeCause) -> None:
+    entry = entry_of("mistake of a merge", cause)
+    assert cause.phrase == "{}" or entry.summary == cause.sentence("tensors")
+    assert entry.action == f"{cause.todo[0].upper()}{cause.todo[1:]}."
 
 
 @pytest.mark.parametrize("stage", SPECS)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from consistency.case.options import Edge, add_options
-from consistency.cli.output import add_report_options
+from consistency.cli.output import add_report_options, show_weights
 
 EXAMPLES = (
     ("an adapter and its copy", "consistency diff ./my-lora /mnt/node-b/my-lora"),
@@ -33,15 +32,4 @@ def _diff(parsed: argparse.Namespace) -> int:
     comparison = diff_weights(
         parsed.other, parsed.reference, parsed.out, allow_pickle=bool(parsed.allow_pickle), replace=parsed.force
     )
-    elapsed_s = time.monotonic() - started
-    if parsed.json:
-        from consistency.report.json import as_bytes
-
-        sys.stdout.buffer.write(as_bytes(comparison))
-    else:
-        from consistency.report.console import make_console
-        from consistency.report.terminal import print_diff
-
-        folder = None if parsed.out is None else str(parsed.out)
-        print_diff(comparison, make_console(), elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
-    return comparison.exit_status
+    return show_weights(parsed, comparison, time.monotonic() - started)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
         rounded = _rounded(tensors, labels)
         dtypes = sorted({tensor.dtype for tensor in (*a.values(), *e.values())})
     findings = (
-        *find_causes(tensors, next_step=lambda _: None),
+        *find_causes(tensors, next_step=lambda _: _what_is_in_it(actual, expected)),
         *not_finite,
         *find_settings(actual, expected, labels),
         *rounded,
@@ -103,6 +104,13 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
         tensors=tensors,
         findings=findings,
     )
+
+
+def _what_is_in_it(actual: Path, expected: Path) -> str | None:
+    """Return the command that tells what a model holds beside another: of two adapters there is none."""
+    if not all((folder / "config.json").is_file() for folder in (actual, expected)):
+        return None
+    return shlex.join(["consistency", "check-merged", "--base", str(expected), str(actual)])
 
 
 def _labels(actual: Path, expected: Path) -> tuple[str, str]:

@@ -17,7 +17,6 @@ from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import has_quantized_weight
 from consistency.worker.precision import products_of
 from consistency.worker.recorder import UserTolerance
-from consistency.worker.stages.context import Context
 
 _QUANTIZED = ("Linear8bitLt", "Linear4bit", "TorchaoLoraLinear")
 """PEFT's classes of a LoRA on a quantized linear layer, which exist only where the library is installed."""
@@ -51,13 +50,12 @@ class LowRank:
 
 
 def low_rank_of(
-    context: Context, name: str, layer: Any, *, adapter: str = ADAPTER_NAME, expected: Expected | None = None
+    device: torch.device, name: str, layer: Any, expected: Expected, *, adapter: str = ADAPTER_NAME
 ) -> LowRank | None:
     """Return the factors of a plain LoRA on a linear, Conv1D, embedding or attention layer; None for all others.
 
     `expected` are an adapter's tensors as `Context.expected` has those of the first.
     """
-    expected = context.expected if expected is None else expected
     from peft.tuners.lora import layer as lora
 
     if getattr(layer, "lora_variant", {}).get(adapter) is not None:
@@ -84,7 +82,7 @@ def low_rank_of(
         scaling=stated_scaling(layer, adapter),
         adapter=dtype,
         rounds_delta=type(layer) is not lora.Linear,
-        products=products_of(context.device),
+        products=products_of(device),
     )
 
 

@@ -56,7 +56,7 @@ def merge(several: MultiAdapterModel) -> None:
         if len(names) < 2 or not several.context.record.wants(STAGE, place):
             continue
         found = [
-            low_rank_of(several.context, path, layer, adapter=name, expected=several.expected[name]) for name in names
+            low_rank_of(several.context.device, path, layer, several.expected[name], adapter=name) for name in names
         ]
         factors = [one for one in found if one is not None]
         if has_quantized_weight(layer):

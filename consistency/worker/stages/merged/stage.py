@@ -75,7 +75,7 @@ def run(context: Context) -> None:
 
 
 def _look(context: Context, name: str, place: str, layer: Any) -> None:
-    low_rank = low_rank_of(context, name, layer)
+    low_rank = low_rank_of(context.device, name, layer, context.expected)
     form = _form(context, name, layer) if low_rank is None else None
     shape = form.shape if form is not None else () if low_rank is None else low_rank.shape
     together = bool(shape) and 4 * math.prod(shape) <= _TOGETHER_BYTES

@@ -7,6 +7,7 @@ rounding (`consistency.numerics.typed`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.typed import Typed
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.merged.forms.form import Form, Judged
 from consistency.worker.stages.merged.forms.registry import files_of
 from consistency.worker.stages.merged.forms.source import Source
 
@@ -35,7 +37,7 @@ def exact_bias(context: Context, name: str, layer: Any) -> Typed | None:
         return None
     known = context.expected_under(name, "base_layer.bias")
     bias = before.to("cpu", copy=True) if known is None else known
-    return of(Source(layer=layer, weight=bias, files=files_of(context, name, layer)))
+    return of(Source(layer=layer, weight=bias, files=files_of(context.expected, name, layer)))
 
 
 def of(source: Source) -> Typed | None:
@@ -45,3 +47,22 @@ def of(source: Source) -> Typed | None:
     if scales is not None:
         return (bias * Typed.known(scales.reshape(-1))).to(bias.dtype)
     return None if added is None else (bias + Typed.known(added).scaled(source.lora_scaling())).to(bias.dtype)
+
+
+class Bias(Form):
+    """The merged bias of a layer as a form; its source has the bias in the place of the weight."""
+
+    has_delta = False
+
+    def __init__(self, source: Source, exact: Typed) -> None:
+        super().__init__(source.weight)
+        self._exact = exact
+
+    @classmethod
+    def of(cls, source: Source) -> Bias | None:
+        """Return the form of a bias that the file's tensors change."""
+        exact = of(source)
+        return None if exact is None else cls(source, exact)
+
+    def block(self, tensors: Sequence[Judged], rows: slice) -> Sequence[Typed]:
+        return [self._exact.moved(lambda v: v[rows].reshape(-1, 1))] * len(tensors)

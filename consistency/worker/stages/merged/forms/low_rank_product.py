@@ -149,12 +149,18 @@ def of_experts(source: Source) -> AddedForm | None:
     inner product of K terms per element, multiplies by the scaling, and rounds the delta to the dtype of the parameter
     before it is added or given.
     """
+    if source.weight.dim() == 2:
+        found = of_linear(source)
+        return None if found is None else OneParameter(source, found)
+    factors = factors_of_experts(source)
+    return None if factors is None else Experts(source, *factors)
+
+
+def factors_of_experts(source: Source) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the factors of a stack, `(experts, rows, rank)` and `(experts, rank, columns)`, if they fit the weight."""
     a, b, weight = source.tensor("lora_A"), source.tensor("lora_B"), source.weight
     if a is None or b is None:
         return None
-    if weight.dim() == 2:
-        found = of_linear(source)
-        return None if found is None else OneParameter(source, found)
     experts = weight.shape[0]
     if weight.dim() != 3 or experts == 1:
         return None
@@ -164,5 +170,4 @@ def of_experts(source: Source) -> AddedForm | None:
     swaps = hasattr(source.layer, "_did_swap_in_out_features")
     if getattr(source.layer.get_base_layer(), "is_transposed", False) or not swaps:  # (experts, in, out)
         outer, inner = inner.transpose(1, 2), outer.transpose(1, 2)
-    fits = weight.shape == (experts, outer.shape[1], inner.shape[2])
-    return Experts(source, outer, inner) if fits else None
+    return (outer, inner) if weight.shape == (experts, outer.shape[1], inner.shape[2]) else None

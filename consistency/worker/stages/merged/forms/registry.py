@@ -16,6 +16,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.precision import products_of
 from consistency.worker.stages.context import Context
+from consistency.worker.stages.low_rank import Expected
 from consistency.worker.stages.merged.forms.dora import Dora
 from consistency.worker.stages.merged.forms.form import Form
 from consistency.worker.stages.merged.forms.ia3 import IA3
@@ -36,7 +37,7 @@ Make = Callable[[Source], Form | None]
 def form_of(context: Context, name: str, layer: Any, weight: Callable[[], torch.Tensor]) -> Form | None:
     """Return the closed form of a layer; `weight` reads its weight before the merge."""
     make = maker_of(layer)
-    files = {} if make is None else files_of(context, name, layer)
+    files = {} if make is None else files_of(context.expected, name, layer)
     if make is None or not files:
         return None
     on_cpu = context.device.type == "cpu"
@@ -44,11 +45,11 @@ def form_of(context: Context, name: str, layer: Any, weight: Callable[[], torch.
     return make(Source(layer=layer, weight=weight(), files=files, products=products, on_cpu=on_cpu))
 
 
-def files_of(context: Context, name: str, layer: Any) -> dict[str, torch.Tensor]:
+def files_of(expected: Expected, name: str, layer: Any) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors of one layer from its file, by name in the layer, in their dtypes on the device."""
     found = {}
     for part, parameter in layer.named_parameters():
-        known = context.expected.get(f"{name}.{part}")
+        known = expected.get(f"{name}.{part}")
         if known is not None and parameter.dtype in UNIT_ROUNDOFF:
             found[part] = known[1].to(parameter.dtype)
     return found

@@ -1,0 +1,45 @@
+"""`consistency check-merged`: whether a folder of merged weights holds base + adapter."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from consistency.case.options import Edge, add_options
+from consistency.cli.output import add_report_options, show_weights
+
+EXAMPLES = (
+    ("did my merge work?", "consistency check-merged --base ./llama --adapter ./my-lora ./merged"),
+    ("what is in this folder?", "consistency check-merged --base ./llama ./merged"),
+)
+
+
+def add(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = command(
+        "check-merged", _check, "check that a merged folder, by whatever writer, holds base + adapter", EXAMPLES
+    )
+    parser.add_argument("merged", type=Path, metavar="MERGED", help="folder of merged weights, or a file of them")
+    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="folder of the base")
+    parser.add_argument(
+        "--adapter", type=Path, metavar="DIR", help="folder of the adapter; without it, what differs from the base"
+    )
+    parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
+    add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")
+    add_options(parser.add_argument, Edge.COMMAND_LINE, only=("allow_pickle", "trust_remote_code"))
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    # as many tensors at a time as there are cores is faster than each one's short operations on all of them
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from consistency.workflows.merged_folder import check_merged
+
+    started = time.monotonic()
+    comparison = check_merged(
+        parsed.base, parsed.adapter, parsed.merged, parsed.out, allow_pickle=bool(parsed.allow_pickle),
+        trust_remote_code=bool(parsed.trust_remote_code), replace=parsed.force,
+    )  # fmt: skip
+    return show_weights(parsed, comparison, time.monotonic() - started)

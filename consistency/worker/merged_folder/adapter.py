@@ -1,0 +1,498 @@
+"""What an adapter makes of each tensor of the base: by the names in its file, or by PEFT's own layers.
+
+A plain LoRA whose keys name tensors of the base needs no model. All others are put on transformers' model without
+weights (device `meta`) by PEFT itself, which maps the keys of its file and gives each layer its settings; only a
+method without a closed form has the base loaded, for PEFT to merge it layer by layer in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from consistency.capture.names import module_place
+from consistency.case.adapter_fit import PLAIN, read_adapter
+from consistency.case.case import Case
+from consistency.errors import ConsistencyError, InputError
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.exact import Float64Mode
+from consistency.worker.merged_folder.folder import Stored
+from consistency.worker.merged_folder.names import common_prefix
+from consistency.worker.model.expected_adapter import expected_adapter
+from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE, load_adapter, load_base
+from consistency.worker.model.merging import NO_MERGE, adapted_layers
+from consistency.worker.model.weight_files import WeightFiles
+from consistency.worker.stages.low_rank import Expected, low_rank_of
+from consistency.worker.stages.merged.forms.bias import Bias
+from consistency.worker.stages.merged.forms.low_rank_product import factors_of_experts
+from consistency.worker.stages.merged.forms.registry import Make, files_of, maker_of
+from consistency.worker.stages.merged.forms.source import Source
+
+_PREFIX = "base_model.model."
+_KEY = re.compile(r"^(?P<module>.+)\.lora_(?P<part>A\.weight|B\.weight|B\.bias|embedding_A|embedding_B)$")
+_NEEDS_MODEL = (
+    "use_dora", "use_qalora", "alora_invocation_tokens", "trainable_token_indices", "ensure_weight_tying",
+    "megatron_config",
+)  # fmt: skip
+_RESIDUAL = re.compile(r"^(pissa|olora|corda|loftq|lora_ga)")
+"""Initialisations of a LoRA that take what its factors begin as out of the base."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankTarget:
+    """A tensor that gets a low-rank delta, `scaling * left @ right`: `(stack, rows, rank)`, `(stack, rank, columns)`.
+
+    Attributes
+    ----------
+    alpha, rank, rslora
+        What its scaling follows from.
+    flat : tuple of torch.Tensor
+        A and B as in the file, where they hold the factors of several experts.
+    """
+
+    name: str
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+    alpha: float = 0.0
+    rank: int = 0
+    rslora: bool = False
+    flat: tuple[torch.Tensor, ...] = ()
+    is_bias: bool = False
+
+    @property
+    def is_zero(self) -> bool:
+        return not self.left.any() or not self.right.any() or not self.scaling
+
+    @property
+    def scalings(self) -> dict[str, float]:
+        """Return the scalings that a merge may take by mistake, in words."""
+        alpha, r = self.alpha, max(1, self.rank)
+        return {
+            "1": 1.0, f"lora_alpha ({alpha:g})": alpha, f"lora_alpha / r ({alpha / r:g})": alpha / r,
+            f"lora_alpha / sqrt(r) ({alpha / math.sqrt(r):g})": alpha / math.sqrt(r),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaced:
+    """A tensor that the adapter's file holds whole."""
+
+    name: str
+    value: torch.Tensor
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByForm:
+    """A weight with a closed form of another kind; `plain` is its LoRA alone, where it is DoRA."""
+
+    name: str
+    layer: Any
+    files: Mapping[str, torch.Tensor]
+    make: Make
+    plain: LowRankTarget | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByPeft:
+    """A parameter of a layer that PEFT merges in float64.
+
+    Attributes
+    ----------
+    layers : tuple
+        PEFT's layer as it loads it onto the base in its own dtype, and in that of the folder where that is another:
+        some methods compute a part of themselves from the base.
+    plain : LowRankTarget or None
+        Its LoRA alone, where it needs a base without what its factors began as.
+    """
+
+    name: str
+    layers: tuple[Any, ...]
+    part: str
+    plain: LowRankTarget | None = None
+
+    def merged(self, number: int, weight: torch.dtype, adapter: torch.dtype) -> torch.Tensor | None:
+        """Return the parameter after the merge of a layer in these dtypes; None where PEFT does not merge it."""
+        twin = copy.deepcopy(self.layers[number])
+        for name, parameter in chain(twin.named_parameters(), twin.named_buffers()):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(weight if name.startswith("base_layer.") else adapter)
+        try:
+            with torch.no_grad(), Float64Mode() if weight == torch.float64 else torch.no_grad():
+                twin.merge(safe_merge=False, adapter_names=[ADAPTER_NAME])
+                found: torch.Tensor = dict(twin.get_base_layer().named_parameters())[self.part].detach()
+                return found
+        except (*NO_MERGE, KeyError):
+            return None
+
+
+Target = LowRankTarget | Replaced | ByForm | ByPeft
+
+
+@dataclass(slots=True, kw_only=True)
+class Adapter:
+    """What an adapter makes of the base.
+
+    Attributes
+    ----------
+    unmatched : tuple of str
+        Modules that its file adapts, and the base does not have.
+    renaming : str
+        In words, the renaming that would make them match.
+    residual : str
+        Its initialisation, where that takes a part out of the base.
+    bases : dict of str to torch.Tensor
+        What takes the place of the base's tensors before they are adapted.
+    shared : dict of str to int
+        How many adapted modules have a tensor in common.
+    """
+
+    config: Mapping[str, Any]
+    targets: dict[str, Target] = field(default_factory=dict)
+    unmatched: tuple[str, ...] = ()
+    renaming: str = ""
+    residual: str = ""
+    bases: dict[str, torch.Tensor] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)
+
+    def add(self, target: Target) -> None:
+        """Add a target; a tensor that is saved whole and adapted besides is the base of what adapts it."""
+        known = self.targets.get(target.name)
+        if isinstance(target, Replaced) and target.rows is None and known is not None:
+            self.bases[target.name] = target.value
+            return
+        if isinstance(known, Replaced):
+            self.bases[target.name] = known.value
+        elif known is not None:
+            self.shared[target.name] = self.shared.get(target.name, 1) + 1
+        self.targets[target.name] = target
+
+
+def open_adapter(path: Path, base: Mapping[str, Stored], *, allow_pickle: bool) -> Adapter | None:
+    """Return a plain LoRA by the names in its file; None where that takes a model."""
+    config, _ = read_adapter(path, allow_pickle=allow_pickle)
+    files = WeightFiles.of_adapter(str(path), allow_pickle=allow_pickle)
+    simple = (
+        config["peft_type"] == "LORA"
+        and not _residual(config)
+        and all(name in PLAIN and name not in _NEEDS_MODEL for name, given in config.items() if given)
+    )
+    if not simple:
+        return None
+    found = Adapter(config=config)
+    modules: dict[str, dict[str, torch.Tensor]] = {}
+    for key in files.names():
+        name = key.removeprefix(_PREFIX)
+        match = _KEY.match(name)
+        if match is not None:
+            modules.setdefault(match["module"], {})[match["part"]] = files.read(key)
+        elif (name := name.replace(".base_layer.", ".")) in base:
+            found.add(Replaced(name=name, value=files.read(key)))
+        else:
+            return None
+    scaling = functools.partial(_settings, config)
+    for module, parts in modules.items():
+        target = _target(module, parts, base, scaling(module), transposed=bool(config.get("fan_in_fan_out")))
+        if target is None:
+            return None
+        found.add(target)
+        if "B.bias" in parts:
+            if f"{module}.bias" not in base:
+                return None
+            found.add(_bias(target, f"{module}.bias", parts["B.bias"]))
+    return found
+
+
+def _residual(config: Mapping[str, Any]) -> str:
+    given = config.get("init_lora_weights")
+    return given if isinstance(given, str) and _RESIDUAL.match(given) else ""
+
+
+def _settings(config: Mapping[str, Any], module: str) -> tuple[float, int, bool]:
+    """Return alpha, rank and whether the scaling is rank-stabilized, of one module."""
+    found = []
+    for name, default in (("lora_alpha", 8), ("r", 8)):
+        patterns = config.get({"lora_alpha": "alpha_pattern", "r": "rank_pattern"}[name]) or {}
+        if patterns:
+            from peft.utils.other import get_pattern_key
+
+            default = patterns.get(get_pattern_key(patterns.keys(), module), config.get(name, default))
+        else:
+            default = config.get(name, default)
+        found.append(default)
+    return float(found[0]), int(found[1]), bool(config.get("use_rslora"))
+
+
+def _target(
+    module: str,
+    parts: Mapping[str, torch.Tensor],
+    base: Mapping[str, Stored],
+    settings: tuple[float, int, bool],
+    *,
+    transposed: bool,
+) -> LowRankTarget | None:
+    stored = base.get(f"{module}.weight")
+    alpha, rank, rslora = settings
+    if {"A.weight", "B.weight"} <= parts.keys():
+        a, b = parts["A.weight"], parts["B.weight"]
+    elif {"embedding_A", "embedding_B"} <= parts.keys():
+        a, b, transposed = parts["embedding_A"], parts["embedding_B"], True
+    else:
+        return None
+    left, right = (a.T, b.T) if transposed else (b, a)
+    if stored is None or a.dim() != 2 or a.shape[0] != rank or stored.shape != (left.shape[0], right.shape[1]):
+        return None
+    scaling = alpha / (math.sqrt(rank) if rslora else rank)
+    return LowRankTarget(
+        name=stored.name, left=left[None], right=right[None], scaling=scaling, alpha=alpha, rank=rank, rslora=rslora
+    )
+
+
+def _bias(of: LowRankTarget, name: str, bias: torch.Tensor) -> LowRankTarget:
+    return LowRankTarget(
+        name=name, left=bias.reshape(1, -1, 1), right=torch.ones(1, 1, 1, dtype=bias.dtype), scaling=of.scaling,
+        alpha=of.alpha, rank=of.rank, rslora=of.rslora, is_bias=True,
+    )  # fmt: skip
+
+
+def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) -> Adapter:
+    """Return what an adapter makes of a base by PEFT's layers on a model without weights.
+
+    `stored` is the dtype of the merged folder.
+
+    Raises
+    ------
+    InputError
+        PEFT cannot put it on this base.
+    """
+    import peft
+
+    assert case.adapter is not None
+    path = Path(case.adapter)
+    config, _ = read_adapter(path, allow_pickle=case.allow_pickle)
+    files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
+    found = Adapter(config=config, residual=_residual(config))
+    keys = sorted(files.names())
+    if model is not None:
+        own = {id(parameter): name for name, parameter in model.named_parameters()}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of missing keys, which are looked at here
+                adapted = peft.PeftModel.from_pretrained(
+                    model, path, adapter_name=ADAPTER_NAME, config=_without_initialisation(path),
+                    low_cpu_mem_usage=True, torch_device="cpu", autocast_adapter_dtype=False,
+                )  # fmt: skip
+                expected = expected_adapter(adapted, files)
+            state = adapted.state_dict()
+            foreign = [name.replace(f".{ADAPTER_NAME}", "") for name in expected if name not in state]
+            _note_unmatched(found, foreign, own.values())
+            mine = {name: one for name, one in expected.items() if name in state}
+            if _collect(found, adapted, mine, own, base):
+                return _with_residual(case, found, stored) if found.residual else found
+        except (ConsistencyError, NotImplementedError, *UNUSABLE) as error:
+            if _modules(keys) and not _fitting(_modules(keys), own.values()):
+                _note_unmatched(found, keys, own.values())
+                return found
+            if case.base and not isinstance(error, NotImplementedError) and config["peft_type"] == "LORA":
+                raise InputError("PEFT cannot put this adapter on this base", where=path, got=error) from error
+    return _loaded(case, Adapter(config=config, residual=found.residual), stored)
+
+
+def _without_initialisation(path: Path) -> Any:
+    """Return PEFT's config of an adapter, whose factors come from its file and not from the base's weights."""
+    import peft
+
+    config = peft.PeftConfig.from_pretrained(path)
+    if isinstance(getattr(config, "init_lora_weights", None), str):
+        config.init_lora_weights = True
+    return config
+
+
+def _with_residual(case: Case, plain: Adapter, stored: str) -> Adapter:
+    """Return an adapter by PEFT's merge, which takes out of the base what the factors began as."""
+    found = _loaded(case, Adapter(config=plain.config, residual=plain.residual), stored)
+    for name, target in found.targets.items():
+        own = plain.targets.get(name)
+        if isinstance(target, ByPeft) and isinstance(own, LowRankTarget):
+            found.targets[name] = replace(target, plain=own)
+    return found
+
+
+def _loaded(case: Case, found: Adapter, stored: str) -> Adapter:
+    """Load base and adapter, for methods that PEFT has to merge."""
+    layers: dict[tuple[str, str], tuple[Any, ...]] = {}
+    of_base = ""
+    for dtype in ("auto", stored):
+        loaded = load_base(msgspec.structs.replace(case, dtype=dtype), "cpu")
+        if loaded.dtype == of_base:
+            break
+        of_base = loaded.dtype
+        origins: dict[str, str] = {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = load_adapter(loaded, case, origins=origins)  # in float32, as autocast_adapter_dtype has it
+        taken: set[tuple[str, str]] = set()
+        for name, layer in adapted_layers(model):
+            for part, _ in layer.get_base_layer().named_parameters():
+                inside = (f"{name}.base_layer.{part}", f"{name}.{part}")
+                own = next((origins[one] for one in inside if one in origins), None)
+                if own is not None and (own, part) in taken:
+                    found.shared[own] = 2
+                elif own is not None:
+                    taken.add((own, part))
+                    judged = () if part.startswith("parametrizations.") else (layer,)  # computed from its parts
+                    layers[own, part] = (*layers.get((own, part), ()), *judged)
+        if dtype == "auto":
+            files = WeightFiles.of_adapter(str(case.adapter), allow_pickle=case.allow_pickle)
+            expected = expected_adapter(model, files)
+    for (own, part), of in layers.items():
+        found.add(ByPeft(name=own, layers=of, part=part))
+    for name, (_, tensor) in expected.items():
+        if (plain := _whole(name)) is not None:
+            found.add(Replaced(name=plain, value=tensor))
+    return found
+
+
+def _collect(
+    found: Adapter, model: Any, expected: Expected, own: Mapping[int, str], base: Mapping[str, Stored]
+) -> bool:
+    """Add the targets of PEFT's layers; return whether all of them have a form."""
+    layers = list(adapted_layers(model))
+    of_layers: set[str] = set()
+    for name, layer in layers:
+        mine = {key for key in expected if key.startswith(f"{name}.")}
+        weight = layer.get_param() if hasattr(layer, "get_param") else _weight(layer)
+        # PEFT puts another parameter in the place of one that it loads
+        plain = own.get(id(weight), f"{module_place(name)}.weight")
+        if type(layer).__name__ == "TrainableTokensLayer":
+            delta = expected.get(f"{name}.trainable_tokens_delta.{ADAPTER_NAME}")
+            if delta is not None:
+                rows = torch.tensor(layer.token_indices[ADAPTER_NAME])
+                found.add(Replaced(name=plain, value=delta[1], rows=rows))
+                of_layers |= mine
+            continue
+        made = _of_layer(name, layer, plain, expected, base)
+        if made is None:
+            return False
+        for target in made:
+            found.add(target)
+        of_layers |= {key for key in mine if _whole(key) is None}
+    for key, (_, tensor) in expected.items():
+        if key not in of_layers:
+            plain_name = _whole(key)
+            if plain_name is None:
+                return False
+            found.add(Replaced(name=plain_name, value=tensor))
+    return bool(found.targets) or not expected
+
+
+def _weight(layer: Any) -> Any:
+    inner = layer.get_base_layer()
+    return getattr(inner, "in_proj_weight" if hasattr(inner, "in_proj_weight") else "weight", None)
+
+
+def _of_layer(name: str, layer: Any, plain: str, expected: Expected, base: Mapping[str, Stored]) -> list[Target] | None:
+    """Return the targets of one layer; None where it has no form."""
+    stored = base.get(plain)
+    in_file = {part.removeprefix(f"{name}."): tensor for part, (_, tensor) in expected.items()}
+    # in the dtypes of the file, whatever those of the layer are
+    files = {part: tensor.to(in_file[part].dtype) for part, tensor in files_of(expected, name, layer).items()}
+    if not files:
+        return []  # the file has nothing for this layer, which PEFT leaves as it was made: without effect
+    low_rank = low_rank_of(torch.device("cpu"), name, layer, expected)
+    make = maker_of(layer)
+    if stored is None or (low_rank is None and make is None):
+        return None
+    settings: dict[str, Any] = {}
+    if ADAPTER_NAME in getattr(layer, "lora_alpha", {}):
+        settings = {
+            "alpha": float(layer.lora_alpha[ADAPTER_NAME]), "rank": int(layer.r[ADAPTER_NAME]),
+            "rslora": bool(layer.use_rslora.get(ADAPTER_NAME, False)),
+        }  # fmt: skip
+    if low_rank is not None:
+        dtype = next(iter(files.values())).dtype
+        left, right = (one[None].to(dtype) for one in (low_rank.left, low_rank.right))
+        target = LowRankTarget(name=plain, left=left, right=right, scaling=low_rank.scaling, **settings)
+        added = expected.get(f"{name}.lora_B.{ADAPTER_NAME}.bias")
+        return [target] if added is None else [target, _bias(target, _bias_name(plain), added[1])]
+    assert make is not None
+    shaped = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    source = Source(layer=layer, weight=shaped, files=files)
+    if type(layer).__name__ == "ParamWrapper":
+        factors = factors_of_experts(source)
+        if factors is not None:
+            flat = tuple(one for one in (source.tensor("lora_A"), source.tensor("lora_B")) if one is not None)
+            return [
+                LowRankTarget(
+                    name=plain, left=factors[0], right=factors[1], scaling=source.lora_scaling(), flat=flat, **settings
+                )
+            ]
+    whole = _plain(plain, source, stored, settings)
+    found: list[Target] = [ByForm(name=plain, layer=layer, files=files, make=make, plain=whole)]
+    if hasattr(layer, "ia3_l") and not layer.is_feedforward and _bias_name(plain) in base:
+        found.append(ByForm(name=_bias_name(plain), layer=layer, files=files, make=Bias.of))
+    return found
+
+
+def _plain(name: str, source: Source, stored: Stored, settings: Mapping[str, Any]) -> LowRankTarget | None:
+    """Return the LoRA of a DoRA layer alone."""
+    a, b = source.tensor("lora_A"), source.tensor("lora_B")
+    if source.tensor("lora_magnitude_vector") is None or a is None or b is None or a.dim() != 2:
+        return None
+    left, right = (a.T, b.T) if getattr(source.layer, "fan_in_fan_out", False) else (b, a)
+    if stored.shape != (left.shape[0], right.shape[1]):
+        return None
+    return LowRankTarget(name=name, left=left[None], right=right[None], scaling=source.lora_scaling(), **settings)
+
+
+def _bias_name(weight: str) -> str:
+    return f"{weight.rpartition('.')[0]}.bias"
+
+
+def _whole(name: str) -> str | None:
+    """Return the base's name of a parameter that the adapter has whole; None for a part of its method."""
+    plain = name.removeprefix(_PREFIX).replace(f".modules_to_save.{ADAPTER_NAME}.", ".")
+    return None if f".{ADAPTER_NAME}" in plain else plain.replace(".base_layer.", ".")
+
+
+def _modules(keys: Iterable[str]) -> list[str]:
+    found = (_KEY.match(key.removeprefix(_PREFIX)) for key in keys)
+    return list(dict.fromkeys(match["module"] for match in found if match is not None))
+
+
+def _fitting(modules: Iterable[str], names: Iterable[str]) -> bool:
+    known = {name.rpartition(".")[0] for name in names}
+    return any(module in known for module in modules)
+
+
+def _note_unmatched(found: Adapter, keys: Iterable[str], names: Iterable[str]) -> None:
+    """Note the modules of the file that the model does not have, and the renaming that would help."""
+    known = {name.rpartition(".")[0] for name in names}
+    missed = [one for one in _modules(keys) if one not in known]
+    found.unmatched = tuple(missed)
+    if missed and (prefix := common_prefix(missed, known)) is not None:
+        found.renaming = f"with {prefix[1] or 'nothing'} in the place of {prefix[0] or 'nothing'} they would"
+
+
+def dtypes_tried(
+    stored: torch.dtype, base: torch.dtype, adapter: torch.dtype
+) -> Iterator[tuple[torch.dtype, torch.dtype]]:
+    """Yield the dtypes of weight and adapter in which a method may have been merged before the result was cast."""
+    wide = [
+        one for one in dict.fromkeys((torch.float32, base, stored)) if one in UNIT_ROUNDOFF and one != torch.float64
+    ]
+    for weight in wide:
+        for one in dict.fromkeys((adapter, torch.float32, weight)):
+            yield weight, one

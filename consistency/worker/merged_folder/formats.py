@@ -1,0 +1,294 @@
+"""Formats of quantized weights: what their parts stand for, and how far quantizing may be from an exact value.
+
+Each is read by its formula. Of a value that was quantized it is known that it is the nearest level by the scale that is
+stored with it: half the distance to the next level, the rounding of that scale, and where the scale leaves the largest
+values out of its range, how far these are cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consistency.capture.merge_causes import MergeCause
+from consistency.errors import InputError, extra_hint
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.quantized import EightBit, FourBit, QuantizedWeight
+from consistency.worker.merged_folder.folder import Folder, Problem, Stored, open_folder
+from consistency.worker.quantized.held import STATE, settings_in
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_PACKED = (*_FLOAT8, torch.uint8, torch.int8, torch.int32, torch.uint32)
+_DEQUANTIZE = (
+    'dequantize it: python -c "import sys; from transformers import AutoModelForCausalLM as A; '
+    'm = A.from_pretrained(sys.argv[1]); m.dequantize().save_pretrained(sys.argv[2])" FOLDER OUT'
+)
+_MLX_BITS = (2, 4, 8)
+
+
+def open_weights(path: Path, *, allow_pickle: bool, like: Folder | None = None) -> Folder:
+    """Open a folder or file of weights in any format that is read here; `like` is the base of a merged one.
+
+    Raises
+    ------
+    InputError
+        There are no weights, or they cannot be read.
+    """
+    files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf")) if path.is_dir() else []
+    if files and like is not None and not list(path.glob("*.safetensors")):
+        return _gguf(path, files, like)
+    found = open_folder(path, allow_pickle=allow_pickle, strict=like is None)
+    for read in (_bitsandbytes, _float8, _mlx):
+        read(found)
+    for name, stored in found.tensors.items():
+        if stored.step is None and stored.dtype in _PACKED and len(stored.shape) > 1:
+            text = f"a packed format ({name_of(stored.dtype)}) that is not read here: {_DEQUANTIZE}"
+            found.unread.setdefault(name, text)
+    return found
+
+
+def _take(
+    folder: Folder,
+    name: str,
+    parts: Mapping[str, str],
+    make: Callable[[dict[str, torch.Tensor]], QuantizedWeight | None],
+) -> None:
+    """Put a weight in the place of the parts that store it; `parts` are their names by what they are."""
+    taken = {part: folder.tensors[key] for part, key in parts.items()}
+    load = functools.partial(_load, taken, make)
+    try:
+        weight = load()
+    except (KeyError, RuntimeError, ValueError, TypeError, IndexError) as error:
+        folder.unread[name] = f"its parts do not fit: {error}"
+        return
+    if weight is None:
+        folder.unread[name] = f"a variant of its format that is not read here: {_DEQUANTIZE}"
+        return
+    for key in parts.values():
+        del folder.tensors[key]
+
+    def step(exact: torch.Tensor) -> torch.Tensor:
+        made = load()
+        assert made is not None
+        return made.requantized(exact, torch.zeros_like(exact)).allowed
+
+    def read() -> torch.Tensor:
+        made = load()
+        assert made is not None
+        return made.rounded()
+
+    folder.tensors[name] = Stored(
+        name=name, keys=tuple(parts.values()), shape=weight.shape, dtype=weight.dtype, read=read, step=step
+    )
+
+
+def _load(
+    taken: Mapping[str, Stored], make: Callable[[dict[str, torch.Tensor]], QuantizedWeight | None]
+) -> QuantizedWeight | None:
+    return make({part: stored.read() for part, stored in taken.items()})
+
+
+def _bitsandbytes(folder: Folder) -> None:
+    for key in [key for key in folder.tensors if STATE in key]:
+        name = key.partition(STATE)[0]
+        names = {"codes": name, "absmax": f"{name}.absmax", "table": f"{name}.quant_map", "state": key}
+        nested = {"nested_absmax": f"{name}.nested_absmax", "nested_table": f"{name}.nested_quant_map"}
+        names |= {part: one for part, one in nested.items() if one in folder.tensors}
+        if all(one in folder.tensors for one in names.values()):
+            _take(folder, name, names, _four_bit)
+    for key in [key for key in folder.tensors if key.endswith(".SCB")]:
+        name = f"{key.removesuffix('.SCB')}.weight"
+        if name in folder.tensors:
+            folder.tensors.pop(f"{key.removesuffix('.SCB')}.weight_format", None)
+            _take(folder, name, {"codes": name, "absmax": key}, _eight_bit)
+
+
+def _four_bit(parts: dict[str, torch.Tensor]) -> QuantizedWeight | None:
+    stated = settings_in(parts.pop("state"))
+    dtype = getattr(torch, str(stated["dtype"]), None)
+    if "nested_offset" in stated:
+        parts["offset"] = torch.tensor(float(stated["nested_offset"]))
+    if not isinstance(dtype, torch.dtype) or stated.get("nested_blocksize", 256) != 256:
+        return None
+    return FourBit(parts=parts, shape=tuple(stated["shape"]), dtype=dtype, block=int(stated["blocksize"]))
+
+
+def _eight_bit(parts: dict[str, torch.Tensor]) -> QuantizedWeight:
+    return EightBit(parts=parts, shape=tuple(parts["codes"].shape), dtype=torch.float32)
+
+
+class _Levels(QuantizedWeight):
+    """Levels times scales that are stored, and offsets: a value is the nearest of them."""
+
+    __slots__ = ()
+
+    def _values(self, dtype: torch.dtype) -> torch.Tensor:
+        found = self.parts["codes"].to(dtype) * self._spread("scale", dtype)
+        return found + self._spread("offset", dtype) if "offset" in self.parts else found
+
+    def _spread(self, part: str, dtype: torch.dtype) -> torch.Tensor:
+        found = self.parts[part].to(dtype)
+        if found.numel() == 1:
+            return found.reshape(1, 1)
+        for dim, size in enumerate(self.shape):
+            if dim < found.dim() and found.shape[dim] not in (1, size):
+                found = found.repeat_interleave(-(-size // found.shape[dim]), dim=dim).narrow(dim, 0, size)
+        return found
+
+    def _steps(self, exact: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ARG002 - no scale is computed from the values
+        """Return twice the half step at each value, and what the scale's own rounding and a cut at its range add."""
+        codes, scale = self.parts["codes"], self._spread("scale", torch.float64).abs()
+        unit = max(UNIT_ROUNDOFF.get(self.parts["scale"].dtype, 0.0), 2**-24)
+        if codes.is_floating_point():  # as far apart as the levels of the float are
+            info = torch.finfo(codes.dtype)
+            inside = (exact.abs() / scale.clamp(min=1e-300)).clamp(min=float(info.smallest_normal), max=float(info.max))
+            return torch.exp2(torch.floor(torch.log2(inside))) * info.eps * scale, 4 * unit * exact.abs()
+        lowest, highest = int(codes.min()), int(codes.max())
+        edge = (codes == lowest) | (codes == highest)
+        return scale.expand_as(exact), torch.where(edge, scale / 2, scale * 0) + 4 * unit * highest * scale
+
+
+def _levels(parts: dict[str, torch.Tensor], shape: tuple[int, ...]) -> QuantizedWeight:
+    return _Levels(parts=parts, shape=shape, dtype=torch.float32)
+
+
+def _float8(folder: Folder) -> None:
+    for name in [name for name, one in folder.tensors.items() if one.dtype in _FLOAT8]:
+        stored = folder.tensors[name]
+        scales = [one for one in (f"{name}_scale_inv", f"{name}_scale") if one in folder.tensors]
+        if not scales:
+            folder.problems.append(
+                Problem(
+                    cause=MergeCause.CODES,
+                    text=f"{name} is {stored.dtype} without a scale".replace("torch.", ""),
+                    tensors=(name,),
+                )
+            )
+            continue
+        _take(folder, name, {"codes": name, "scale": scales[0]}, functools.partial(_levels, shape=stored.shape))
+        if name in folder.tensors and folder.tensors[name].step is not None:
+            folder.tensors[name] = replace(folder.tensors[name], codes=stored.read)
+    for name in [name for name in folder.tensors if re.search(r"\.weight_scale(_inv)?$", name)]:
+        weight = re.sub(r"_scale(_inv)?$", "", name)
+        if weight in folder.tensors and folder.tensors[weight].step is None:
+            text = f"{weight} has a scale, {name}, and is {folder.tensors[weight].dtype}".replace("torch.", "")
+            folder.problems.append(Problem(cause=MergeCause.CODES, text=text, tensors=(weight, name)))
+            del folder.tensors[name]
+
+
+def _mlx(folder: Folder) -> None:
+    settings: Any = folder.config.get("quantization")
+    bits = int(settings.get("bits", 0)) if isinstance(settings, dict) else 0
+    for key in [key for key in folder.tensors if key.endswith(".scales")]:
+        layer = key.removesuffix(".scales")
+        name, offset = f"{layer}.weight", f"{layer}.biases"
+        if name not in folder.tensors or folder.tensors[name].dtype != torch.uint32:
+            continue
+        if bits not in _MLX_BITS or offset not in folder.tensors:
+            folder.unread[name] = "MLX's format of this kind is not read here: python -m mlx_lm fuse --dequantize"
+            for part in {key, offset} & folder.tensors.keys():
+                del folder.tensors[part]
+            continue
+        _take(folder, name, {"codes": name, "scale": key, "offset": offset}, functools.partial(_of_mlx, bits=bits))
+
+
+def _of_mlx(parts: dict[str, torch.Tensor], *, bits: int) -> QuantizedWeight:
+    words = parts["codes"].view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    shifts = torch.arange(0, 32, bits)
+    codes = ((words[..., None] >> shifts) & (2**bits - 1)).reshape(words.shape[0], -1)
+    return _levels({**parts, "codes": codes.to(torch.int16)}, tuple(codes.shape))
+
+
+# --- GGUF ------------------------------------------------------------------------------------------------------------
+
+_READ_OF_GGUF = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "Q8_0": torch.float32}
+_HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+
+
+def _gguf(path: Path, files: list[Path], like: Folder) -> Folder:
+    """Open a file of llama.cpp by a base's names: q and k of a Llama are permuted, Gemma's norms have 1 more."""
+    try:
+        import gguf
+    except ImportError:
+        raise InputError(
+            "GGUF is read by a library that is not installed", where=path, hint=extra_hint("trained")
+        ) from None
+    if len(files) > 1:
+        raise InputError(
+            "several GGUF files", where=path, got=", ".join(file.name for file in files[:4]),
+            hint="give one; of a split one: llama-gguf-split --merge FIRST OUT",
+        )  # fmt: skip
+    reader = gguf.GGUFReader(files[0])
+    kind = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+    arch = next((one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), None)
+    if arch is None:
+        raise InputError("the library gguf does not know this architecture", where=files[0], got=kind)
+    by_name = {tensor.name: tensor for tensor in reader.tensors}
+    blocks = 1 + max((int(m[1]) for name in by_name if (m := re.match(r"blk\.(\d+)\.", name))), default=0)
+    mapping = gguf.get_tensor_name_map(arch, blocks)
+    found = Folder(path=path, tensors={}, config=like.config)
+    used = set()
+    for name, stored in like.tensors.items():
+        own = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor = by_name.get(own or "")
+        if tensor is None:
+            continue
+        used.add(tensor.name)
+        dtype = _READ_OF_GGUF.get(tensor.tensor_type.name)
+        if dtype is None:
+            found.unread[name] = (
+                f"{tensor.tensor_type.name} of GGUF is not judged: llama-quantize --allow-requantize MODEL OUT F32"
+            )
+            continue
+        read = functools.partial(_of_gguf, tensor, stored, kind, like.config)
+        step = (
+            None
+            if tensor.tensor_type.name != "Q8_0"
+            else functools.partial(_step_of_q8, tensor, stored, kind, like.config)
+        )
+        found.tensors[name] = Stored(
+            name=name, keys=(tensor.name,), shape=stored.shape, dtype=dtype, read=read, step=step
+        )
+    for name in by_name.keys() - used - {"rope_freqs.weight"}:
+        found.tensors[name] = Stored(
+            name=name, keys=(name,), shape=tuple(map(int, reversed(by_name[name].shape))), dtype=torch.float32,
+            read=functools.partial(torch.from_numpy, by_name[name].data),
+        )  # fmt: skip
+    return found
+
+
+def _of_gguf(tensor: Any, like: Stored, kind: str, config: Mapping[str, Any]) -> torch.Tensor:
+    import gguf
+
+    name = tensor.tensor_type.name
+    if name == "BF16":
+        values = torch.from_numpy(tensor.data.copy()).view(torch.bfloat16)
+    elif name == "Q8_0":
+        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    else:
+        values = torch.from_numpy(tensor.data.copy())
+    values = _unpermuted(values.reshape(like.shape), tensor.name, kind, config)
+    return values - 1 if kind.startswith("gemma") and tensor.name.endswith("norm.weight") else values
+
+
+def _unpermuted(values: torch.Tensor, name: str, kind: str, config: Mapping[str, Any]) -> torch.Tensor:
+    heads = next((config.get(one) for part, one in _HEADS.items() if f".{part}." in name), None)
+    if kind != "llama" or not isinstance(heads, int):
+        return values
+    return values.reshape(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+
+
+def _step_of_q8(tensor: Any, like: Stored, kind: str, config: Mapping[str, Any], _: torch.Tensor) -> torch.Tensor:
+    """Return half a step of each value: its scale, in float16, is a 127th of the largest of 32."""
+    import numpy as np
+
+    scales = torch.from_numpy(tensor.data.reshape(-1, 34)[:, :2].copy().view(np.float16).astype(np.float64))
+    steps = scales.reshape(-1, 1).expand(-1, 32).reshape(like.shape)
+    # rounded to float16, a scale may leave the largest value, 127 of it, out of its range
+    return _unpermuted(steps, tensor.name, kind, config) * (0.5 + 128 * UNIT_ROUNDOFF[torch.float16])

@@ -1,0 +1,369 @@
+r"""The orders in which writers of merged weights round, and the elements of a tensor that an order does not explain.
+
+A merge is :math:`M = W + s\,B A`. Every writer computes it in some order of steps, and rounds after some of them: PEFT
+rounds the delta to the adapter's dtype and the sum to the weight's, a safe merge rounds the delta to the weight's,
+Unsloth sums in float32 and rounds once, torchtune and MLX round :math:`s B` first, others cast A and B. What a writer
+rounds is known exactly but for one step, the product of rank K, whose error depends on the order of its sums: with
+:math:`\gamma_n = n u / (1 - n u)` and :math:`u = 2^{-24}` it is at most (`consistency.numerics.bound`)
+
+.. math:: \gamma_{K+2}\,(|B||A|)_{ij} \le \gamma_{K+2}\,\lVert B_i \rVert \lVert A_j \rVert = e_{ij}
+
+(Cauchy and Schwarz; in TF32 :math:`2t + t^2`, :math:`t = 2^{-10}`, more). Scaling, adding the known number
+:math:`W_{ij}` and rounding to nearest never change which of two numbers is the larger. So the ends of
+:math:`[(BA)_{ij} - e_{ij}, (BA)_{ij} + e_{ij}]` are taken through the writer's own steps, and an element is right if it
+lies between what comes out: no allowance is guessed, and where rounding is certain only one value is right.
+
+A float32 product of one's own, taken through the same steps, is a result that the writer may have come to as well.
+What equals it to the bit is right; only the other elements, few where the order is the writer's, are computed in
+float64 with their ends, where the sum may have been rounded to float32 on the way or not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from consistency.numerics.bound import gamma
+from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, name_of
+from consistency.numerics.precision import Precision
+from consistency.numerics.typed import HALF_TYPES
+
+_BLOCK = 1 << 18
+"""Elements of a block: small enough for the caches, and so large that starting its operations takes no time."""
+
+_MOST_AGAIN = 1 << 13
+"""Elements of a block that are computed again in float64; of more than that another order is the reason."""
+
+_GIVE_UP = 1 / 64
+"""Share of outside elements at which an order is left for the next one: no tensor with few faults has as many."""
+
+_SAMPLED = 64
+"""Every so many rows are measured for what rounding took of the adapter's effect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Where a writer rounds, by dtype; None where it does not.
+
+    Attributes
+    ----------
+    factors : torch.dtype or None
+        Of A and B, before they are multiplied.
+    scaled : torch.dtype or None
+        Of s·B, where the scaling is multiplied into it.
+    product, delta : torch.dtype or None
+        Of B·A, and of s·B·A.
+    total : torch.dtype or None
+        Of the weight before, and of the sum.
+    tf32 : bool
+        Whether the product runs in TF32.
+    """
+
+    factors: torch.dtype | None = None
+    scaled: torch.dtype | None = None
+    product: torch.dtype | None = None
+    delta: torch.dtype | None = None
+    total: torch.dtype | None = None
+    tf32: bool = False
+
+    @property
+    def roundings(self) -> int:
+        """Return how many steps round, but for the last one."""
+        return sum(one is not None for one in (self.factors, self.scaled, self.product, self.delta, self.total))
+
+    @property
+    def text(self) -> str:
+        """Return the order in words."""
+        named = {"A and B": self.factors, "s·B": self.scaled, "B·A": self.product, "the delta": self.delta}
+        parts = [f"{what} in {name_of(dtype)}" for what, dtype in {**named, "the sum": self.total}.items() if dtype]
+        return ", ".join([*parts, *(["products in TF32"] if self.tf32 else [])]) or "one rounding"
+
+
+ONE_ROUNDING = Order()
+
+
+def orders(stored: torch.dtype, base: torch.dtype, adapter: torch.dtype) -> list[Order]:
+    """Return the orders that writers take, those that round least first."""
+    halves = list(dict.fromkeys(one for one in (base, stored, adapter) if one in HALF_TYPES))
+    found = [ONE_ROUNDING]
+    for half, factors, total in itertools.product(halves, (False, True), (None, *halves)):
+        first = half if factors else None
+        found += [
+            Order(factors=first, total=total), Order(factors=first, delta=half, total=total),
+            Order(factors=first, product=half, delta=half, total=total), Order(factors=first, scaled=half, total=total),
+            Order(factors=first, scaled=half, delta=half, total=total),
+        ]  # fmt: skip
+    found.sort(key=lambda one: one.roundings)
+    found += [replace(one, tf32=True) for one in found if not one.factors and not one.scaled]
+    return list(dict.fromkeys(found))
+
+
+@dataclass(slots=True)
+class LowRankSum:
+    """W + s·L·R in any precision: `(rows, columns)` from `(rows, K)` and `(K, columns)`."""
+
+    base: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+    scaling: float
+    _ready: dict[Order, _Product] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return int(self.left.shape[0]), int(self.right.shape[1])
+
+    def times(self, factor: float) -> LowRankSum:
+        """Return the same with another scaling."""
+        return LowRankSum(self.base, self.left, self.right, self.scaling * factor)
+
+    def delta(self, rows: slice) -> torch.Tensor:
+        """Return rows of the exact delta, float64."""
+        return (self.left[rows].double() @ self.right.double()).mul_(self.scaling)
+
+    def by(self, order: Order) -> _Product:
+        """Return the product as an order has it."""
+        if order not in self._ready:
+            self._ready[order] = _Product(self, order)
+        return self._ready[order]
+
+
+class _Product:
+    """The factors of a sum as an order rounds them, and what the sum's elements may be."""
+
+    def __init__(self, of: LowRankSum, order: Order) -> None:
+        rank = max(1, of.left.shape[1])
+        left, right = (rounded(one.double(), order.factors) for one in (of.left, of.right))
+        self._scaling = abs(of.scaling)
+        left = left * math.copysign(1.0, of.scaling)  # so that scaling keeps the ends in order
+        if order.scaled is not None:
+            left, self._scaling = rounded(left * self._scaling, order.scaled), 1.0
+        u = UNIT_ROUNDOFF[torch.float32]
+        share = gamma(rank + 2, 2 * u if order.tf32 else u) + (Precision.TF32.product_error if order.tf32 else 0.0)
+        self._order, self._base, self._left, self._right = order, of.base, left, right
+        self._off = left.norm(dim=1, keepdim=True) * share, right.norm(dim=0, keepdim=True)
+        self._floor = HALF_SMALLEST_SUBNORMAL[torch.float32] * (rank + 2)
+        self._in_float32 = left.float(), right.float()
+        self._fold = order.product is None  # nothing is rounded before the scaling
+        if self._fold:
+            self._in_float32 = (left * self._scaling).float(), right.float()
+
+    def once(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
+        """Return one result that the writer may have come to, float32, in the memory of `out`."""
+        left, right = self._in_float32
+        values = torch.mm(left[rows], right, out=out)
+        order, base = self._order, self._base[rows]
+        if not self._fold:
+            values = rounded(values, order.product).mul_(self._scaling)
+        if order.total is None or base.dtype == order.total:
+            return rounded(rounded(values, order.delta).add_(base), order.total)
+        return rounded(rounded(values, order.delta).add_(rounded(base.float(), order.total)), order.total)
+
+    def ends(self, rows: slice) -> torch.Tensor:
+        """Return what rows of the sum may be: `(2, n, columns)` float64, the lower and the upper ends."""
+        middle, off = self._left[rows] @ self._right, self._off[0][rows] * self._off[1] + self._floor
+        return self._merged(torch.stack((middle - off, middle + off)), self._base[rows])
+
+    def ends_at(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """Return the same of single elements: `(2, n)`."""
+        middle = (self._left[row] * self._right.T[column]).sum(dim=1)
+        off = self._off[0][row, 0] * self._off[1][0, column] + self._floor
+        return self._merged(torch.stack((middle - off, middle + off)), self._base[row, column])
+
+    def _merged(self, ends: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        ends = rounded(rounded(ends, self._order.product).mul_(self._scaling), self._order.delta)
+        return rounded(ends.add_(rounded(base.double(), self._order.total)), self._order.total)
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Round to a dtype, and stay in one's own."""
+    return values if dtype is None else values.to(dtype).to(values.dtype)
+
+
+@dataclass(slots=True)
+class OutsideElements:
+    """What an order does not explain of a tensor.
+
+    Attributes
+    ----------
+    rows : torch.Tensor
+        How many elements of each row are outside, `(rows,)` int32; those that were not looked at have none.
+    seen : int
+        Elements that were looked at.
+    worst : tuple or None
+        Of an outside element: row, column, its value, and the ends between which it should be.
+    """
+
+    order: Order
+    rows: torch.Tensor
+    seen: int = 0
+    worst: tuple[int, int, float, float, float] | None = None
+    _far: float = -1.0
+
+    @property
+    def outside(self) -> int:
+        return int(self.rows.sum())
+
+    @property
+    def share(self) -> float:
+        """Return the outside elements over those looked at."""
+        return self.outside / max(1, self.seen)
+
+    def add(self, places: tuple[torch.Tensor, torch.Tensor], actual: torch.Tensor, ends: torch.Tensor) -> None:
+        """Count outside elements, and keep the one that is farthest off in units of its size."""
+        row, column = places
+        self.rows.index_add_(0, row, torch.ones_like(row, dtype=self.rows.dtype))
+        some = slice(0, _MOST_AGAIN)
+        values, (low, high) = actual[some].double(), ends[:, some].double()
+        off = torch.maximum(low - values, values - high).nan_to_num(math.inf) / (low.abs() + high.abs() + 1e-300)
+        at = int(off.argmax())
+        if float(off[at]) > self._far:
+            self._far = float(off[at])
+            places_at = int(row[at]), int(column[at])
+            self.worst = (*places_at, float(values[at]), float(low[at]), float(high[at]))
+
+
+def judge(actual: torch.Tensor, of: LowRankSum, order: Order, *, patient: bool = False) -> OutsideElements:
+    """Look for elements that an order does not explain; stop where they are many, unless `patient`.
+
+    Parameters
+    ----------
+    actual : torch.Tensor
+        `(rows, columns)`, of any float dtype, on the CPU.
+    """
+    rows, columns = of.shape
+    product = of.by(order)
+    found = OutsideElements(order, torch.zeros(rows, dtype=torch.int32))
+    memory = torch.empty(0)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.dtype.itemsize]
+    for part in blocks(rows, columns):
+        here = actual[part]
+        memory = memory.resize_(here.shape)
+        one = product.once(part, memory).to(actual.dtype)
+        differ = here.view(bits).numpy() != one.view(bits).numpy()
+        found.seen += here.numel()
+        if differ.any():
+            _look_again(here, product, part, torch.from_numpy(differ), found)
+            if not patient and found.share > _GIVE_UP:
+                return found
+    return found
+
+
+def _look_again(
+    here: torch.Tensor, product: _Product, part: slice, differ: torch.Tensor, found: OutsideElements
+) -> None:
+    """Count the elements of a block that are not between their ends, of those that differ from one right result."""
+    row, column = differ.nonzero(as_tuple=True)
+    few = len(row) <= _MOST_AGAIN
+    ends = product.ends_at(row + part.start, column) if few else product.ends(part)[:, row, column]
+    values = here[row, column]
+    both = torch.stack((ends.to(values.dtype), ends.float().to(values.dtype)))
+    low, high = both[:, 0].amin(dim=0), both[:, 1].amax(dim=0)
+    wrong = ~((values >= low) & (values <= high)) & ~(values.isnan() & low.isnan())
+    if bool(wrong.any()):
+        found.add((row[wrong] + part.start, column[wrong]), values[wrong], torch.stack((low, high))[:, wrong])
+
+
+def blocks(rows: int, columns: int) -> Iterator[slice]:
+    """Yield the rows of a matrix, block by block."""
+    step = max(1, _BLOCK // max(1, columns))
+    for start in range(0, rows, step):
+        yield slice(start, min(rows, start + step))
+
+
+class MergeWriter:
+    """Finds the order of a writer, which is that of all its tensors: the last one that fitted is tried first."""
+
+    def __init__(self) -> None:
+        self._last: Order | None = None
+
+    def recent(self, actual: torch.Tensor, base: torch.Tensor, factor: torch.Tensor) -> list[Order]:
+        """Return the order that fitted last, or the plainest one."""
+        known = orders(actual.dtype, base.dtype, factor.dtype)
+        return [self._last if self._last in known else ONE_ROUNDING]
+
+    def judge(self, actual: torch.Tensor, of: LowRankSum) -> OutsideElements:
+        """Judge a tensor by the order that leaves the fewest elements outside, the first one of several.
+
+        Where no order can explain it, only some of its rows are looked at.
+        """
+        tried = orders(actual.dtype, of.base.dtype, of.left.dtype)
+        if self._last in tried:
+            tried = [self._last, *tried]
+        best: OutsideElements | None = None
+        for order in dict.fromkeys(tried):
+            if order.tf32 and order is not self._last and best is not None and best.share < _least_in_tf32(actual, of):
+                continue
+            found = judge(actual, of, order)
+            if best is None or found.share < best.share:
+                best = found
+            if not found.outside:
+                self._last = order
+                return found
+            if order is tried[0] and found.share > _GIVE_UP and _hopeless(actual, of):
+                return found
+        assert best is not None
+        return judge(actual, of, best.order, patient=True)
+
+
+def _hopeless(actual: torch.Tensor, of: LowRankSum) -> bool:
+    r"""Report whether no order can explain a tensor: many sampled elements are outside the sum of all roundings.
+
+    Each of at most six roundings, of W, A, B, B·A, the delta and the sum, and the last one, is a unit roundoff of
+    :math:`|W| + |s| \lVert B_i \rVert \lVert A_j \rVert`, TF32 products two of float16's.
+    """
+    rows = slice(None, None, max(1, of.shape[0] // _SAMPLED))
+    delta, base = of.delta(rows), of.base[rows].double()
+    unit = max(UNIT_ROUNDOFF.get(one, 1.0) for one in (actual.dtype, of.base.dtype, of.left.dtype, torch.float16))
+    size = of.left[rows].double().norm(dim=1, keepdim=True) * of.right.double().norm(dim=0) * abs(of.scaling)
+    far = (actual[rows].double() - base - delta).abs() > 8 * unit * (base.abs() + size)
+    return float(far.double().mean()) > _GIVE_UP
+
+
+def _least_in_tf32(actual: torch.Tensor, of: LowRankSum) -> float:
+    """Return the share of elements that products in TF32 move to another value, at least.
+
+    Its interval is wide enough to hide a wrong element, so it is considered only where as many elements are outside as
+    such products move. Rounding an operand moves a product by 2⁻¹² of it in the mean, and the element to its neighbour,
+    two roundings away, as often as that is a part of the distance; an eighth of that leaves room for chance.
+    """
+    rows = slice(None, None, max(1, of.shape[0] // _SAMPLED))
+    size = float(actual[rows].double().norm())
+    moved = 2**-12 * float(of.delta(rows).norm()) / (2 * UNIT_ROUNDOFF.get(actual.dtype, 1.0) * size) if size else 0.0
+    return min(moved, 1.0) / 8
+
+
+@dataclass(slots=True)
+class Effect:
+    """What rounding took of the adapter's effect: sums of squares over sampled rows of all tensors."""
+
+    delta: float = 0.0
+    lost: float = 0.0
+    least: float = 0.0
+    in_float32: float = 0.0
+
+    def add(self, actual: torch.Tensor, of: LowRankSum) -> None:
+        """Add a tensor that is right."""
+        for part in blocks(-(-of.shape[0] // _SAMPLED), of.shape[1]):
+            rows = slice(part.start * _SAMPLED, part.stop * _SAMPLED, _SAMPLED)
+            delta = of.delta(rows)
+            exact = of.base[rows].double() + delta
+            for name, values in (
+                ("lost", actual[rows]),
+                ("least", exact.to(actual.dtype)),
+                ("in_float32", exact.float()),
+            ):
+                setattr(self, name, getattr(self, name) + float((values.double() - exact).square().sum()))
+            self.delta += float(delta.square().sum())
+
+    def include(self, other: Effect) -> None:
+        """Add what was measured of other tensors."""
+        for name in ("delta", "lost", "least", "in_float32"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def share(self, name: str) -> float:
+        """Return an error as a share of the delta, both root mean square."""
+        return math.sqrt(getattr(self, name) / self.delta) if self.delta else 0.0

@@ -1,0 +1,272 @@
+"""Check a folder of merged weights, and say what is in it: `consistency check-merged`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from consistency.capture.merge_causes import MergeCause
+from consistency.capture.names import CAUSES, MERGED_FOLDER, ROLE, split_name
+from consistency.capture.wording import and_more, counted, some
+from consistency.case import recognition
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.result import (
+    ArchitectureGroup,
+    Comparison,
+    Finding,
+    Outcome,
+    Severity,
+    TensorComparison,
+    WorkerSummary,
+    in_order,
+    tensor_name,
+    verdict_of,
+    with_provenance,
+)
+from consistency.numerics.real import Real
+from consistency.worker.merged_folder.check import MergedFolder, TensorState, check
+from consistency.worker.merged_folder.folder import Problem
+from consistency.workflows.report_folder import output, refuse_among_weights, write_reports
+
+_REFERENCE = "base + adapter"
+_MOST = 3
+_MOST_DETAIL = 6
+_SAID = 0.01
+"""Share of the adapter's effect that rounding has to take to be said."""
+
+
+def check_merged(
+    base: Path,
+    adapter: Path | None,
+    merged: Path,
+    out: Path | None,
+    *,
+    allow_pickle: bool = False,
+    trust_remote_code: bool = False,
+    replace: bool = False,
+) -> Comparison:
+    """Check whether a folder holds base + adapter, or without an adapter what it holds beside the base."""
+    if adapter is not None:
+        recognition.swapped(base, adapter)
+    recognition.base_folder(base)
+    if out is not None:
+        refuse_among_weights(out, base, merged, *([] if adapter is None else [adapter]))
+    with output(out, replace=replace):  # refused before any work
+        started = time.monotonic()
+        found = check(base, adapter, merged, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
+        comparison = with_provenance(as_comparison(found, base, adapter, merged), time.monotonic() - started)
+        return write_reports(comparison, out)
+
+
+def as_comparison(found: MergedFolder, base: Path, adapter: Path | None, merged: Path) -> Comparison:
+    """Return what was found as a comparison of the folder with base + adapter."""
+    label = str(merged)
+    tensors = tuple(_row(state, label) for state in found.tensors)
+    wrong = _wrong(found) if adapter is not None else _differences(found)
+    findings = in_order([*_problems(found.problems), *wrong, *_missing(found), *_notes(found)])
+    skipped = any(state.status == "skipped" for state in found.tensors)
+    is_wrong = any(finding.severity == "error" for finding in findings)
+    names = (_REFERENCE, label)
+    return Comparison(
+        case=label,
+        base=str(base),
+        adapter=None if adapter is None else str(adapter),
+        dtype=found.dtype,
+        level="every element",
+        load_paths=(MERGED_FOLDER,),
+        verdict=verdict_of(findings, incomplete=skipped and not is_wrong),
+        reference=_REFERENCE,
+        workers=tuple(
+            WorkerSummary(name=name, load_path=MERGED_FOLDER, architecture="weights", model="", status="ok")
+            for name in names
+        ),
+        architectures=(ArchitectureGroup(name="weights", workers=names),),
+        tensors=tensors,
+        findings=findings,
+    )
+
+
+def _row(state: TensorState, label: str) -> TensorComparison:
+    layer, tensor = split_name(state.name)
+    evidence: dict[str, Any] = {ROLE: state.role}
+    if state.causes:
+        evidence[CAUSES] = {str(cause): text for cause, text in state.causes.items()}
+    if state.keys:
+        evidence["names_in_folder"] = list(state.keys)
+    row = Outcome(
+        workers=(label,), reference=_REFERENCE, status=state.status, evidence=evidence, reason=state.reason or None
+    )
+    if state.status in ("equal", "within", "outside"):
+        row = msgspec.structs.replace(row, elements=state.elements, mismatched=state.outside)
+    if state.worst is not None:
+        index, actual, low, high = state.worst
+        evidence |= {"actual": Real(actual), "lowest": Real(low), "highest": Real(high)}
+        row = msgspec.structs.replace(row, worst_index=index, max_abs=Real(max(low - actual, actual - high)))
+    return TensorComparison(
+        stage=MERGED_FOLDER,
+        load_path=MERGED_FOLDER,
+        layer=layer,
+        tensor=tensor,
+        shape=state.shape,
+        dtype=state.dtype,
+        rule="rounding" if state.role == "adapted" else "bitwise",
+        classes=((_REFERENCE, label),) if state.status == "equal" else ((_REFERENCE,), (label,)),
+        outcomes=(Outcome(workers=(_REFERENCE,), reference=_REFERENCE, status="equal"), row),
+    )
+
+
+def _names(states: Iterable[TensorState]) -> tuple[str, ...]:
+    return tuple(tensor_name(MERGED_FOLDER, *split_name(state.name)) for state in states)
+
+
+def _problems(problems: Sequence[Problem]) -> Iterator[Finding]:
+    """Yield a finding per kind of problem."""
+    for cause in dict.fromkeys(problem.cause for problem in problems):
+        of = [problem for problem in problems if problem.cause is cause]
+        texts = [*(one.text for one in of[:_MOST]), and_more(len(of) - _MOST)]
+        yield Finding(
+            kind=cause,
+            severity="error" if any(one.severity == "error" for one in of) else "warning",
+            message=cause.sentence("; ".join(filter(None, texts))),
+            tensors=tuple(name for one in of for name in one.tensors),
+            next=cause.todo,
+        )
+
+
+def _wrong(found: MergedFolder) -> Iterator[Finding]:
+    """Yield one finding where one explanation holds for all wrong tensors, else one per explanation."""
+    wrong = [state for state in found.tensors if state.status == "outside"]
+    common = set.intersection(*(set(state.causes) for state in wrong)) if wrong else set()
+    groups: dict[tuple[MergeCause, ...], list[TensorState]] = {}
+    for state in wrong:
+        causes = tuple(cause for cause in state.causes if not common or cause in common)
+        plain = MergeCause.CHANGED if state.role == "untouched" else MergeCause.OFF
+        groups.setdefault(causes or (plain,), []).append(state)
+    for causes, states in groups.items():
+        yield _explained(causes, states, found)
+
+
+def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], found: MergedFolder) -> Finding:
+    """Return what explains some tensors: said once where it is the same of all, else in a line for each."""
+    texts = {one.name: " or ".join(filter(None, (one.causes.get(cause, "") for cause in causes))) for one in states}
+    shared = len(set(texts.values())) == 1
+    roles = {state.role for state in states}
+    role = f"{next(iter(roles))} " if len(roles) == 1 else ""
+    what = f"{len(states)} of {counted(sum(one.role in roles for one in found.tensors), f'{role}tensor')}"
+    said: list[str] = []
+    for cause in causes:
+        text = cause.sentence("they" if said else what)
+        text = text.replace(" hold ", " holds ", 1).replace(" are ", " is ", 1) if len(states) == 1 else text
+        own = states[0].causes.get(cause, "") if shared else ""
+        said.append(f"{text}: {own}" if own else text)
+    message, first = "; or ".join(said), causes[0]
+    shown = [] if states[0].causes and (shared or not any(texts.values())) else states
+    return Finding(
+        kind=first,
+        severity="error",
+        message=message,
+        tensors=_names(states),
+        detail=tuple(_detail(state, texts[state.name]) for state in shown[:_MOST_DETAIL]),
+        next=first.todo,
+    )
+
+
+def _differences(found: MergedFolder) -> Iterator[Finding]:
+    """Yield what differs from the base, by rank."""
+    states = [state for state in found.tensors if state.difference is not None]
+    yield Finding(
+        kind=FindingKind.DIFFERENCE, severity="note",
+        message=f"{len(states)} of {counted(len(found.tensors), 'tensor')} differ from the base",
+        tensors=_names(states),
+    )  # fmt: skip
+    ranks: dict[int | None, list[TensorState]] = {}
+    for state in states:
+        assert state.difference is not None
+        ranks.setdefault(state.difference.rank, []).append(state)
+    for rank, of in sorted(ranks.items(), key=lambda item: -len(item[1])):
+        shares = [one.difference.share for one in of if one.difference is not None]
+        kinds = dict.fromkeys(split_name(state.name)[0].rpartition(".")[2] for state in of)
+        layers = ranged([state.name for state in of])
+        size = f"{min(shares):.2%} to {max(shares):.2%} of the base's norm"
+        where = f" in layers {layers}" if layers else ""
+        what = "full rank" if rank is None else f"rank {rank}, as a LoRA of that rank leaves"
+        yield Finding(
+            kind=FindingKind.DIFFERENCE, severity="note", tensors=_names(of),
+            message=f"{counted(len(of), 'tensor')} by {what}: {some(list(kinds), 8)}{where}; {size}",
+        )  # fmt: skip
+
+
+def ranged(names: Iterable[str]) -> str:
+    """Return the numbers of the blocks that tensors are in, as ranges: `0-3, 7`."""
+    first = (next((int(part) for part in name.split(".") if part.isdigit()), None) for name in names)
+    numbers = sorted({number for number in first if number is not None})
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _detail(state: TensorState, text: str) -> str:
+    """Return a line about one tensor: what explains it, or its worst element."""
+    if text:
+        return f"{state.name}   {text}"
+    if state.worst is None or state.causes:
+        return f"{state.name}{f'   {state.reason}' if state.reason else ''}"
+    index, actual, low, high = state.worst
+    wanted = f"{low:.9g}" if low == high else f"{low:.9g} to {high:.9g}"
+    place = ", ".join(map(str, index))
+    return f"{state.name}   {state.outside} of {state.elements} elements; [{place}] is {actual:.9g}, not {wanted}"
+
+
+def _missing(found: MergedFolder) -> Iterator[Finding]:
+    """Yield what one side lacks, and what could not be judged."""
+    severities: dict[str, tuple[Severity, str]] = {
+        "missing": ("error", "the folder lacks {} of the base"),
+        "unexpected": ("warning", "the folder has {} that neither base nor adapter has"),
+    }
+    for status, (severity, text) in severities.items():
+        states = [state for state in found.tensors if state.status == status]
+        if states:
+            what = text.format(counted(len(states), "tensor"))
+            names = some([state.name for state in states], _MOST)
+            yield Finding(
+                kind=MergeCause.FILES, severity=severity, message=f"{what}: {names}", tensors=_names(states),
+                next=MergeCause.FILES.todo,
+            )  # fmt: skip
+    reasons: dict[str, list[TensorState]] = {}
+    for state in found.tensors:
+        if state.status == "skipped":
+            reasons.setdefault(state.reason, []).append(state)
+    for reason, states in reasons.items():
+        message = f"{counted(len(states), 'tensor')} not judged: {reason}"
+        yield Finding(kind=FindingKind.SKIPPED, severity="note", message=message, tensors=_names(states))
+
+
+def _notes(found: MergedFolder) -> Iterator[Finding]:
+    """Yield how names were matched, how the writer rounded, and what that took of the adapter's effect."""
+    if found.mapping:
+        yield Finding(kind=FindingKind.NAMES, severity="note", message=f"names matched {'; '.join(found.mapping)}")
+    if found.orders:
+        used = ", ".join(
+            f"{order.text} ({number} {'matrix' if number == 1 else 'matrices'})"
+            for order, number in found.orders.items()
+        )
+        yield Finding(kind=FindingKind.ROUNDED, severity="note", message=f"how it was rounded: {used}")
+    lost, least, in_float32 = (found.effect.share(name) for name in ("lost", "least", "in_float32"))
+    if lost >= _SAID:
+        took = f"took {_percent(lost)} of" if lost < 1 else "is larger than"
+        parts = [f"rounding to {found.dtype} {took} the adapter's effect here"]
+        parts += [f"rounded once it would be {_percent(least)}"] if least < 0.95 * lost else []
+        parts += [f"merged and saved in float32 {_percent(in_float32)}"] if in_float32 < 0.95 * lost else []
+        yield Finding(kind=MergeCause.LOSS, severity="note", message="; ".join(parts), next=MergeCause.LOSS.todo)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.0005 else f"{share:.1e}"

@@ -1,0 +1,98 @@
+"""`consistency check-merged` as a user has it: what it prints, its files and statuses, and the Python function."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import consistency
+from consistency.capture.merge_causes import MergeCause
+from consistency.cli.main import main
+from consistency.errors import UsageError
+from tests.worker.merged_folder.made_merges import Case, llama, write
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return llama(tmp_path)
+
+
+def merged(case: Case, *, right: bool) -> Path:
+    tensors = case.right()
+    if not right:
+        for name in list(case.deltas)[:2]:
+            tensors[name] = case.tensors[name]
+    return write(case.base.parent / "merged", tensors, json.loads((case.base / "config.json").read_text()))
+
+
+def command(case: Case, folder: Path, *more: str) -> list[str]:
+    return ["check-merged", "--base", str(case.base), "--adapter", str(case.adapter), str(folder), *more]
+
+
+def test_a_right_one(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(case, merged(case, right=True))) == 0
+    shown = capsys.readouterr().out
+    assert "MERGED   14 of 14 adapted tensors hold base + adapter; the 7 others are the base's" in shown
+
+
+def test_a_wrong_one_with_its_files(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = merged(case, right=False)
+    out, junit = tmp_path / "report", tmp_path / "junit.xml"
+    assert main(command(case, folder, "--out", str(out), "--junit", str(junit))) == 1
+    shown = capsys.readouterr().out
+    assert "NOT MERGED WHOLE   12 of 14 adapted tensors hold base + adapter; 2 hold the base alone" in shown
+    assert f"report: {out}" in shown
+    saved = json.loads((out / "report.json").read_text())
+    assert saved["verdict"] == "inconsistent"
+    (finding,) = (one for one in saved["findings"] if one["severity"] == "error")
+    assert (finding["kind"], len(finding["tensors"])) == ("not-merged", 2)
+    assert all((out / f"report.{kind}").exists() for kind in ("html", "md"))
+    suite = ElementTree.parse(junit).getroot()
+    assert (suite.get("failures"), suite.get("errors")) == ("1", "0")
+    assert main(["show", str(out), "--redact", "--json"]) == 0
+    redacted = capsys.readouterr().out
+    assert str(tmp_path) not in redacted
+    assert "layers.0.self_attn.q_proj" in redacted
+
+
+def test_json(case: Case, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert main(command(case, merged(case, right=False), "--json")) == 1
+    found = json.loads(capsysbinary.readouterr().out)
+    wrong = [row for row in found["outcomes"] if row["status"] == "outside"]
+    assert {row["evidence"]["role"] for row in wrong} == {"adapted"}
+    assert {tuple(row["evidence"]["causes"]) for row in wrong} == {("not-merged",)}
+
+
+def test_without_an_adapter(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-merged", "--base", str(case.base), str(merged(case, right=True))]) == 0
+    shown = capsys.readouterr().out
+    assert "COMPARED   14 of 21 tensors differ from the base" in shown
+    assert "14 tensors by rank 4" in shown
+
+
+def test_bad_input(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(case, tmp_path / "nowhere")) == 2
+    assert main(command(case, case.base, "--out", str(case.base / "report"))) == 2
+    assert "inside a folder of weights" in capsys.readouterr().err
+
+
+def test_the_function(case: Case, tmp_path: Path) -> None:
+    right = consistency.check_merged(merged(case, right=True), base=case.base, adapter=case.adapter)
+    consistency.assert_consistent(right)
+    wrong = consistency.check_merged(
+        merged(case, right=False), base=case.base, adapter=case.adapter, out=tmp_path / "r"
+    )
+    assert wrong.findings[0].kind == MergeCause.NOT_MERGED
+    with pytest.raises(AssertionError, match="12 of 14 adapted tensors hold base"):
+        consistency.assert_consistent(wrong)
+    with pytest.raises(UsageError):
+        consistency.check_merged(case.base, base=case.base, out=case.base / "report")
+
+
+def test_diff_names_the_command(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = merged(case, right=True)
+    assert main(["diff", str(case.base), str(folder)]) == 1
+    assert f"next: consistency check-merged --base {case.base} {folder}" in capsys.readouterr().out
