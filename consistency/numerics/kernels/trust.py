@@ -17,18 +17,8 @@ import torch
 
 from consistency.numerics.chunks import Stretch
 from consistency.numerics.dtype import name_of, named
-from consistency.numerics.kernels import numpy_digest
-from consistency.numerics.kernels.compiled import (
-    BLOCK,
-    CHUNK,
-    DIGEST,
-    KINDS,
-    PURPOSES,
-    VARIANTS,
-    Kernel,
-    errors_in,
-    load,
-)
+from consistency.numerics.kernels import compiled, numpy_digest
+from consistency.numerics.kernels.compiled import BLOCK, CHUNK, DIGEST, KINDS, Kernel, errors_in, load
 from consistency.numerics.kernels.compiled_error import CompiledErrors
 from consistency.numerics.kernels.hard_inputs import HARD_CHUNK, hard_pairs, hard_stretches, made_up
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
@@ -53,8 +43,8 @@ def state() -> str:
     found = load()
     if isinstance(found, str):
         return f"numpy: {found}"
-    refused = [f"{purpose}: {reason}" for purpose in PURPOSES if (reason := _refused(purpose)) is not None]
-    return f"numpy: {'; '.join(refused)}" if refused else f"compiled: {VARIANTS[found.variant]}"
+    refused = [f"{purpose}: {reason}" for purpose in compiled.PURPOSES if (reason := _refused(purpose)) is not None]
+    return f"numpy: {'; '.join(refused)}" if refused else f"compiled: {compiled.VARIANTS[found.variant]}"
 
 
 def forget() -> None:
