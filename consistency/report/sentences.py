@@ -233,7 +233,8 @@ def of_merged(comparison: Comparison) -> tuple[str, str]:
     rows = [tensor.outcomes[-1] for tensor in comparison.tensors]
     adapted = [row for row in rows if row.evidence.get(ROLE) in ("adapted", "saved")]
     right = sum(row.status in ("equal", "within") for row in adapted)
-    alone = sum(row.status == "outside" and set(row.evidence.get(CAUSES, ())) <= _BASE_ALONE for row in adapted)
+    wrong = [set(row.evidence.get(CAUSES, ())) for row in adapted if row.status == "outside"]
+    alone = sum(bool(causes) and causes <= _BASE_ALONE for causes in wrong)
     parts = [f"{right} of {counted(len(adapted), 'adapted tensor')} hold{'s' if right == 1 else ''} base + adapter"]
     parts += [f"{alone} hold{'s' if alone == 1 else ''} the base alone"] if alone else []
     missing = sum(row.status == "missing" for row in adapted)

@@ -7,6 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import consistency
 from consistency.capture.merge_causes import MergeCause
@@ -56,6 +57,18 @@ def test_a_wrong_one_with_its_files(case: Case, tmp_path: Path, capsys: pytest.C
     redacted = capsys.readouterr().out
     assert str(tmp_path) not in redacted
     assert "layers.0.self_attn.q_proj" in redacted
+
+
+def test_an_element_that_nothing_explains_is_not_the_base_alone(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = merged(case, right=True)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(iter(case.deltas))
+    tensors[name][0, 0] *= 1.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert main(command(case, folder)) == 1
+    shown = capsys.readouterr().out
+    assert "WRONGLY MERGED   13 of 14 adapted tensors hold base + adapter; 1 is something else" in shown
 
 
 def test_json(case: Case, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
