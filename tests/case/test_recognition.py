@@ -59,7 +59,7 @@ FOLDERS: Mapping[str, tuple[str, tuple[str, ...], str, str]] = {
         "base", (ADAPTER, "adapter_model.safetensors"), "this is an adapter, not a base model", "--base: org/llama",
     ),
     "merged model as adapter": (
-        "adapter", (BASE, "model.safetensors"), "this is a whole model, not an adapter", "`consistency diff`",
+        "adapter", (BASE, "model.safetensors"), "this is a whole model, not an adapter", "`consistency check-merged`",
     ),
     "full training checkpoint as adapter": (
         "adapter", (BASE, "model.safetensors", "optimizer.pt", "trainer_state.json"),
