@@ -45,7 +45,7 @@ from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import block_ratio
 from consistency.worker.stages.context import Context
-from consistency.worker.stages.generation.text import record_text
+from consistency.worker.stages.generation.text import TEXT, record_text
 
 STAGE = "generation"
 
@@ -153,7 +153,10 @@ def run(context: Context) -> None:
             _skip(context, WHOLE_MODEL, title, f"the model does not run in this way: {why}")
     context.events.step("the text that it writes", len(ways), len(ways))
     prompts = inputs["input_ids"][:SEQUENCES, : inputs["input_ids"].shape[1] // 2]
-    record_text(context, prompts, inputs["input_ids"].shape[1])
+    try:
+        record_text(context, prompts, inputs["input_ids"].shape[1])
+    except Skip as why:
+        _skip(context, WHOLE_MODEL, TEXT, str(why))
 
 
 def _inputs(context: Context) -> tuple[Activations | None, str]:

@@ -23,7 +23,6 @@ from consistency.capture.wording import counted
 from consistency.case.recognition import has_tokenizer
 from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
-from consistency.errors import first_line
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error_spread import Spread
 from consistency.numerics.exact import Float64Mode
@@ -35,10 +34,11 @@ from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference, Tables, publish, wait_for
 from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.running import activations, device_of, is_of_the_model
+from consistency.worker.model.running import activations, device_of, model_code
 from consistency.worker.model.ways import LOGITS, generated
 from consistency.worker.protocol import GENERATION_FILE
 from consistency.worker.quantized.exact import exact_layers
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import LEAST_PASSES, draw, limits_of, named_factors, spread_in
 from consistency.worker.stages.context import Context
 
@@ -46,6 +46,7 @@ TEXT = "text"
 """The name of the fact."""
 
 _PATH, _GAP = "path", "gap"
+_DOES_NOT = "the model does not generate: "
 
 _NEAR = 3.0
 """Standard deviations of a gap up to which two tokens are nearly tied: a device takes the second in one of 740."""
@@ -60,6 +61,11 @@ def record_text(context: Context, prompts: torch.Tensor, tokens: int) -> None:
     ----------
     prompts : torch.Tensor
         `(prompts, length)`, on the CPU.
+
+    Raises
+    ------
+    Skip
+        The model does not generate on this device.
     """
     answer: Reference | str
     if context.job.makes_reference:
@@ -87,13 +93,8 @@ def record_text(context: Context, prompts: torch.Tensor, tokens: int) -> None:
         exact=exact, each=spread.allowed(exact, dtype), pairs=pairs.reshape(*exact.shape[:2], 2),
         of_pair=of_gap.allowed(gaps, torch.float32).reshape(exact.shape[:2]),
     )  # fmt: skip
-    try:
+    with model_code(context.model, _DOES_NOT):
         own = _written(context.model, prompts, tokens)
-    except Exception as error:  # model code of any kind may raise anything
-        if not is_of_the_model(error, context.model):
-            raise
-        context.record.fact(Stage.GENERATION, WHOLE_MODEL, TEXT, status="skipped", reason=_does_not_run(error))
-        return
     for number in range(len(prompts)):
         _record_prompt(context, number, own[number], path[number], limits)
     _record_partings(context, gaps[:, 0], (of_gap.rows * of_gap.columns).sqrt()[:, 0], dtype)
@@ -103,10 +104,6 @@ def _read(reference: Reference, name: str) -> Any:
     found = reference.read(name)
     assert found is not None
     return found
-
-
-def _does_not_run(error: Exception) -> str:
-    return f"the model does not generate: {first_line(error)}"
 
 
 def _written(model: Any, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -121,30 +118,29 @@ def _make(context: Context, model: Any, prompts: torch.Tensor, tokens: int) -> R
     tensors: dict[str, torch.Tensor] = {}
     limits, failure = {}, {}
     try:
-        path = _written(model, prompts, tokens)
-        whole = torch.cat([prompts, path[:, :-1]], 1)
-        inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+        with model_code(model, _DOES_NOT):
+            path = _written(model, prompts, tokens)
+            whole = torch.cat([prompts, path[:, :-1]], 1)
+            inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
 
-        def logits(_: str = "") -> torch.Tensor:
-            return activations(model, inputs)[LOGITS][:, prompts.shape[1] - 1 :].contiguous()
+            def logits(_: str = "") -> torch.Tensor:
+                return activations(model, inputs)[LOGITS][:, prompts.shape[1] - 1 :].contiguous()
 
-        with exact_layers(model), Float64Mode():
-            exact = logits().to(torch.float64)
-        with half_kernels.computing(half_kernels.replacement(model, whole.numel())):
-            drawn = draw(context, model, logits, LEAST_PASSES)
-        pairs = _two_largest(exact)
-        found = {
-            title: {
-                LOGITS: Spread.of(passes, exact),
-                _GAP: Spread.of([_gaps(one, pairs).to(torch.float32) for one in passes], _gaps(exact, pairs)),
+            with exact_layers(model), Float64Mode():
+                exact = logits().to(torch.float64)
+            with half_kernels.computing(half_kernels.replacement(model, whole.numel())):
+                drawn = draw(context, model, logits, LEAST_PASSES)
+            pairs = _two_largest(exact)
+            found = {
+                title: {
+                    LOGITS: Spread.of(passes, exact),
+                    _GAP: Spread.of([_gaps(one, pairs).to(torch.float32) for one in passes], _gaps(exact, pairs)),
+                }
+                for title, passes in drawn.items()
             }
-            for title, passes in drawn.items()
-        }
-        tensors, limits = {_PATH: path, LOGITS: exact, **named_factors(found)}, limits_of(found)
-    except Exception as error:  # code that insists on its own dtype, or model code of any kind
-        if not is_of_the_model(error, model):
-            raise
-        failure = {TEXT: _does_not_run(error)}
+            tensors, limits = {_PATH: path, LOGITS: exact, **named_factors(found)}, limits_of(found)
+    except Skip as why:  # code that insists on its own dtype, too
+        failure = {TEXT: str(why)}
     tables = Tables(failures=failure, names=tuple(tensors), limits=limits)
     publish(context.scratch, tensors or {"": torch.zeros(1)}, tables, GENERATION_FILE)
     return Reference(path=context.scratch / GENERATION_FILE, tables=tables, made=tensors)
