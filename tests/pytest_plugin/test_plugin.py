@@ -285,7 +285,7 @@ def test_stack_of_a_worker_that_hangs(pytester: pytest.Pytester) -> None:
     options = (*BASE, "--consistency-stages", "merged", "--consistency-stall", "15")
     done = pytester.runpytest_subprocess(*options, "-k", f"{LAYER}.delta")
     assert done.parseoutcomes()["errors"] == 1
-    done.stdout.fnmatch_lines(["*no sign of life for 15 s*", "*process.py*in hang*"])
+    done.stdout.fnmatch_lines(["*no sign of life for 15 s*", "*memory.py*in hang*"])
 
 
 @pytest.mark.slow

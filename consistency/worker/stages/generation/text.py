@@ -227,10 +227,14 @@ def _record_partings(context: Context, gap: torch.Tensor, deviation: torch.Tenso
 
 def _tokens_to_part(gap: torch.Tensor, deviation: torch.Tensor, dtype: torch.dtype, other: torch.dtype) -> float | None:
     """Return after how many tokens a parting is likelier than not, None if after more than a million."""
-    scaled = deviation * UNIT_ROUNDOFF[other] / UNIT_ROUNDOFF[dtype]
-    second = torch.special.ndtr(-gap / scaled.clamp_min(1e-300))
-    hazard = float((2 * second * (1 - second)).mean())
+    hazard = float(chance_to_part(gap, deviation * UNIT_ROUNDOFF[other] / UNIT_ROUNDOFF[dtype]).mean())
     return math.log(2) / -math.log1p(-hazard) if hazard > math.log(2) / 1e6 else None
+
+
+def chance_to_part(gap: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
+    """Return with which chance one of two healthy devices takes the second token, and the other does not, by step."""
+    second = torch.special.ndtr(-gap / deviation.clamp_min(1e-300))
+    return 2 * second * (1 - second)
 
 
 def _some(tokens: float | None) -> str:
