@@ -233,7 +233,7 @@ def _tokens_to_part(gap: torch.Tensor, deviation: torch.Tensor, dtype: torch.dty
 
 def chance_to_part(gap: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
     """Return with which chance one of two healthy devices takes the second token, and the other does not, by step."""
-    second = torch.special.ndtr(-gap / deviation.clamp_min(1e-300))
+    second: torch.Tensor = torch.special.ndtr(-gap / deviation.clamp_min(1e-300))
     return 2 * second * (1 - second)
 
 

@@ -1,0 +1,117 @@
+"""Hold the prediction of `generation`, after how many tokens two healthy devices part, against real partings.
+
+    python -m benchmarks.partings [--dtype bfloat16] [--prompts 256] [--tokens 64] [--base DIR --adapter DIR]
+
+Each prompt is continued alone; beside others of the same length, which is another shape; and alone by other kernels, in
+a process of its own: three healthy ways. Printed are the partings from the first text, and what its exact logits
+predict. Ways that share most of their operations bit for bit part later than that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from consistency.case.builtin import builtin_folder
+from consistency.case.case import Case
+from consistency.devices.backends import BACKENDS, CPU
+from consistency.devices.products import Products
+from consistency.numerics.error_spread import Spread
+from consistency.numerics.exact import Float64Mode
+from consistency.worker.cpu_error import with_noise
+from consistency.worker.model.inputs import SEED
+from consistency.worker.model.loading import load_model
+from consistency.worker.model.running import activations
+from consistency.worker.model.ways import LOGITS, generated
+from consistency.worker.stages.block_rule import LEAST_PASSES
+from consistency.worker.stages.generation.text import _gaps, _two_largest, chance_to_part
+
+_LENGTH, _BATCH = 8, 8
+
+
+def texts_of(model: Any, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return what a model writes after each prompt by itself."""
+    return torch.cat([generated(model, one[None], torch.ones_like(one)[None], tokens) for one in prompts])
+
+
+def prompts_for(model: Any, prompts: int) -> torch.Tensor:
+    """Return random prompts, `(prompts, length)`."""
+    generator = np.random.Generator(np.random.PCG64(SEED))
+    return torch.from_numpy(generator.integers(4, model.config.vocab_size, (prompts, _LENGTH)))
+
+
+def by_other_kernels() -> torch.Tensor:
+    """Return what another process of this command writes with the CPU's baseline kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "texts.npy"
+        command = [sys.executable, "-m", "benchmarks.partings", *sys.argv[1:], "--write", str(file)]
+        baseline = BACKENDS[CPU].variant("baseline")
+        assert baseline is not None
+        subprocess.run(command, check=True, env={**os.environ, **baseline.environment})
+        return torch.from_numpy(np.load(file))
+
+
+def chances_of(model: Any, prompts: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+    """Return the predicted chance of a parting at each token, `(prompts, tokens)`."""
+    found = []
+    for some, alone in zip(prompts.split(_BATCH), texts.split(_BATCH), strict=True):
+        whole = torch.cat([some, alone[:, :-1]], 1)
+        inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+        with torch.no_grad(), Float64Mode():
+            exact = activations(model, inputs)[LOGITS][:, _LENGTH - 1 :].to(torch.float64)
+        pairs, drawn = _two_largest(exact), []
+        for seed in range(LEAST_PASSES):
+            with with_noise(Products(), seed):
+                logits = activations(model, inputs)[LOGITS][:, _LENGTH - 1 :]
+            drawn.append(_gaps(logits, pairs).to(torch.float32))
+        gap = _gaps(exact, pairs)
+        spread = Spread.of(drawn, gap)
+        deviation = (spread.rows * spread.columns).sqrt().reshape(-1)
+        found.append(chance_to_part(gap.reshape(-1), deviation).reshape(alone.shape))
+    return torch.cat(found)
+
+
+def line(name: str, texts: torch.Tensor, other: torch.Tensor, chances: torch.Tensor) -> str:
+    """Return how many texts part, and the share of tokens at which they do: seen, and predicted up to there."""
+    differs = texts != other
+    until = torch.where(differs.any(1), differs.int().argmax(1) + 1, texts.shape[1])
+    parted = int(differs.any(1).sum())
+    seen = parted / int(until.sum())
+    predicted = float(torch.cat([row[:end] for row, end in zip(chances, until, strict=True)]).mean())
+    times = f"{predicted / seen:.2f} times that" if parted else "none was seen"
+    return f"{name}: {parted} of {len(texts)} texts part, {seen:.2%} a token; predicted {predicted:.2%}, {times}"
+
+
+def main() -> None:
+    """Print the figures of each way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--base", type=Path, default=builtin_folder("llama") / "base")
+    parser.add_argument("--adapter", type=Path, default=builtin_folder("llama") / "adapter")
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    case = Case(name="partings", base=str(given.base), adapter=str(given.adapter), dtype=given.dtype)
+    model = load_model(case, "cpu")
+    prompts = prompts_for(model, given.prompts)
+    texts = texts_of(model, prompts, given.tokens)
+    if given.write is not None:
+        np.save(given.write, texts.numpy())
+        return
+    chances = chances_of(model, prompts, texts)
+    beside = torch.cat([generated(model, some, torch.ones_like(some), given.tokens) for some in prompts.split(_BATCH)])
+    print(line("beside others", texts, beside, chances))
+    print(line("other kernels", texts, by_other_kernels(), chances))
+
+
+if __name__ == "__main__":
+    main()
