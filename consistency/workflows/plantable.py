@@ -9,7 +9,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -252,8 +252,8 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @contextmanager
-def several_adapters(first: Path | None = None) -> Iterator[tuple[NamedAdapter, ...] | None]:
-    """Yield an adapter and a second one, which exists for as long as a `with` block takes.
+def several_adapters(first: Path | None = None, keep: Path | None = None) -> Iterator[tuple[NamedAdapter, ...] | None]:
+    """Yield an adapter and a second one, which exists for as long as a `with` block takes, or is kept in a folder.
 
     Without an argument the first is that of the first built-in case. None where its weights are in no safetensors file.
     """
@@ -261,8 +261,8 @@ def several_adapters(first: Path | None = None) -> Iterator[tuple[NamedAdapter, 
     if not (first / _WEIGHTS).is_file():
         yield None
         return
-    with scratch_folder("second-adapter") as scratch:
-        second = second_adapter(first, scratch / "second")
+    with scratch_folder("second-adapter") if keep is None else nullcontext(keep) as folder:
+        second = second_adapter(first, folder / "second")
         yield NamedAdapter(name="first", path=str(first)), NamedAdapter(name="second", path=str(second))
 
 

@@ -198,3 +198,14 @@ def test_a_case_is_run_without_a_fault_by_the_load_paths_of_the_faults() -> None
     assert LoadPath.ISOLATED in default
     added = set(drill._load_paths([FAULTS["load-path-transformers-zeros"]], plan)) - set(default)
     assert added == {LoadPath.ISOLATED_TRANSFORMERS}
+
+
+def test_the_second_adapter_of_a_drill_is_kept_where_its_reports_are(tmp_path: Path) -> None:
+    """The commands that reports print name it: in a folder that is gone they end with status 2."""
+    with several_adapters(keep=tmp_path / "out") as adapters:
+        assert adapters is not None
+    assert Path(adapters[1].path).is_relative_to(tmp_path / "out")
+    assert (Path(adapters[1].path) / "adapter_model.safetensors").exists()
+    with several_adapters() as adapters:
+        assert adapters is not None
+    assert not Path(adapters[1].path).exists()

@@ -57,7 +57,8 @@ def _drill(parsed: argparse.Namespace) -> int:
     faults, folder = choose(parsed.faults), {"out": parsed.out, "replace": parsed.force}
     own = is_own(options)
     first = first_adapter(options)
-    with nullcontext() if first is None else several_adapters(first) as second:
+    keep = None if parsed.out is None else parsed.out.resolve() / "second-adapter"  # which reports name
+    with nullcontext() if first is None else several_adapters(first, keep) as second:
         several = options.adapters or second
         with progress(stages=False, quiet=parsed.quiet) if own else nullcontext(_unwatched) as watch:
             trials = prepare_trials(faults, options, several=several, watch=watch, **folder)
