@@ -6,25 +6,34 @@ Each is tested by computing, in float64, what the engine would answer if it were
 from __future__ import annotations
 
 import enum
+from typing import Self
 
 CAUSE, SEVERAL, PLACES, ROWS = "cause", "causes", "cause_places", "rows_outside"
 """Evidence of a row: one of these words or several, what it is about, and the rows of the batch, if not all."""
 
 
-class Cause(enum.StrEnum):
-    """A mistake that an engine can make with an adapter."""
+class Explanation(enum.StrEnum):
+    """A word with what it says and what to do."""
 
     phrase: str
-    """Continues "this engine answers …"; `{}` marks the layers or modules."""
+    """`{}` marks what it is about."""
     todo: str
     """What to do next."""
 
-    def __new__(cls, word: str, phrase: str, todo: str) -> Cause:
+    def __new__(cls, word: str, phrase: str, todo: str) -> Self:
         member = str.__new__(cls, word)
         member._value_ = word
         member.phrase = phrase
         member.todo = todo
         return member
+
+    def sentence(self, about: str = "") -> str:
+        """Return what it says of something."""
+        return self.phrase.replace("{}", about)
+
+
+class Cause(Explanation):
+    """A mistake that an engine can make with an adapter: its phrase continues "this engine answers …"."""
 
     IGNORED = (
         "adapter-ignored", "as the base alone: the adapter is not applied",
@@ -84,6 +93,6 @@ class Cause(enum.StrEnum):
         "merge in float32 and convert after it, or leave the adapter unmerged",
     )  # fmt: skip
 
-    def sentence(self, places: str = "") -> str:
+    def sentence(self, about: str = "") -> str:
         """Return what the engine does."""
-        return f"this engine answers {self.phrase.replace('{}', places)}"
+        return f"this engine answers {super().sentence(about)}"

@@ -5,29 +5,11 @@ Each is tested by computing what the folder would hold if it were so (`worker/me
 
 from __future__ import annotations
 
-import enum
+from consistency.capture.engine_causes import Explanation
 
 
-class MergeCause(enum.StrEnum):
-    """A mistake of a merge, of how its result was saved, or of what it was made from.
-
-    Attributes
-    ----------
-    phrase : str
-        States it; `{}` marks the tensors, and what is found follows in brackets.
-    todo : str
-        What to do next.
-    """
-
-    phrase: str
-    todo: str
-
-    def __new__(cls, word: str, phrase: str, todo: str) -> MergeCause:
-        member = str.__new__(cls, word)
-        member._value_ = word
-        member.phrase = phrase
-        member.todo = todo
-        return member
+class MergeCause(Explanation):
+    """A mistake of a merge, of how its result was saved, or of what it was made from."""
 
     NOT_MERGED = (
         "not-merged", "{} hold the base alone",
@@ -139,7 +121,3 @@ class MergeCause(enum.StrEnum):
         "rounding-loss", "{}",
         "merge and save in float32, or leave the adapter unmerged",
     )  # fmt: skip
-
-    def sentence(self, tensors: str) -> str:
-        """Return what is wrong."""
-        return self.phrase.replace("{}", tensors)

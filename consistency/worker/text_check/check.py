@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from consistency.case.case import Case
 from consistency.case.inference.request import OUTPUT
 from consistency.case.recognition import has_tokenizer
 from consistency.devices.products import Products
-from consistency.errors import InputError, first_line
+from consistency.errors import InputError
 from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.dtype import name_of
 from consistency.numerics.error_spread import Spread
@@ -35,7 +35,9 @@ from consistency.worker.cpu_error import with_noise
 from consistency.worker.model import half_kernels
 from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model
-from consistency.worker.model.running import Activations, activations, base_of, is_of_the_model
+from consistency.worker.model.merging import MergeRefusedError
+from consistency.worker.model.running import Activations, activations, base_of, model_code
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import LEAST_PASSES, MOST_PASSES
 from consistency.worker.stages.engine_outputs.explanations import merges, mistakes
 from consistency.worker.stages.engine_outputs.passes import Passes
@@ -80,15 +82,18 @@ def _checked(case: Case, texts: Sequence[Text], step: Step) -> TextReport:
     if case.factory is None and has_tokenizer(Path(case.base)):
         tokenizer = tokenizer_of(case.base)
     every = [encoded(text, tokenizer, f"text {number}") for number, text in enumerate(texts, 1)]
-    found = []
     try:
-        for number, tokens in enumerate(every, 1):
-            told = functools.partial(_told, step, f"text {number} of {len(every)}")
-            found.append(_Written.of(model, tokens, tokenizer, told))
-    except Exception as error:  # model code of any kind may raise anything
-        if isinstance(error, InputError) or not is_of_the_model(error, model):
-            raise
-        raise InputError("the model does not run on this text", where=case.base, got=first_line(error)) from error
+        with model_code(model):
+            return _judged(case, model, every, tokenizer, step)
+    except Skip as why:
+        raise InputError("the model does not run on these texts", where=case.base, got=str(why)) from why
+
+
+def _judged(case: Case, model: Any, every: Sequence[Tokens], tokenizer: Any, step: Step) -> TextReport:
+    found = [
+        _Written.of(model, tokens, tokenizer, functools.partial(_told, step, f"text {number} of {len(every)}"))
+        for number, tokens in enumerate(every, 1)
+    ]
     results = [one.result for one in found]
     wrong = [one for one in found if one.result.verdict != "possible"][:_MOST_EXPLAINED]
     causes, base_alone = tuple[str, ...](), False
@@ -213,8 +218,10 @@ class _Written:
 
     def merges(self) -> list[Cause]:
         """Return merges in narrower dtypes that would have."""
-        ways = merges(self.passes.model)
-        return [cause for cause in ways if any(self.fits(self.passes.merged(way)) for way in ways[cause])]
+        ways, found = merges(self.passes.model), list[Cause]()
+        with suppress(MergeRefusedError):
+            found += [cause for cause in ways if any(self.fits(self.passes.merged(way)) for way in ways[cause])]
+        return found
 
 
 def _explained(wrong: Sequence[_Written]) -> list[Cause]:

@@ -16,6 +16,7 @@ import transformers
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.errors import InputError
+from consistency.worker.stages.engine_outputs import explanations
 from consistency.worker.text_check import TextReport, check, check_text
 from consistency.worker.text_check.texts import Text, Tokens, read_texts
 from tests.conftest import Cli
@@ -104,19 +105,22 @@ def test_log_probabilities_that_are_off_are_found_where_the_tokens_are_right(lla
 
 
 def test_a_text_that_the_base_writes_as_well_says_nothing_of_the_adapter(llama: Path) -> None:
-    case = case_of(llama, on_llama(llama, LORA))
-    (first, *_) = written(loaded(case))
+    lora = peft.LoraConfig(r=8, lora_alpha=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    case = case_of(llama, on_llama(llama, lora))
     model = loaded(case)
+    own = written(model)
     with model.disable_adapter():
-        (alone, *_) = written(model)
-    same = next(at for at, (a, b) in enumerate(zip(first.text, alone.text, strict=True)) if a != b)
-    prefix = Text(prompt=first.prompt, text=[int(one) for one in first.text[:same]])
-    if same:
-        report = check_text(case, [prefix])
-        assert report.verdict == "consistent"
-        assert report.base_alone
-        assert "does not tell whether the adapter is on" in "\n".join(report.lines())
-    assert not check_text(case, [first]).base_alone
+        of_base = written(model)
+    first, same = next(
+        (text, at)
+        for text, other in zip(own, of_base, strict=True)
+        for at, (one, two) in enumerate(zip(text.text, other.text, strict=True))
+        if at and one != two and text.text[:at] == other.text[:at]
+    )
+    report = check_text(case, [Text(prompt=first.prompt, text=[int(one) for one in first.text[:same]])])
+    assert (report.verdict, report.base_alone) == ("consistent", True)
+    assert "does not tell whether the adapter is on" in "\n".join(report.lines())
+    assert not check_text(case, [first]).base_alone, "the whole text, which the base would not write"
 
 
 def test_a_text_of_an_encoder_and_decoder(tmp_path: Path) -> None:
@@ -234,3 +238,10 @@ def test_a_file_without_a_text(tmp_path: Path) -> None:
         read_texts(tmp_path / "empty.jsonl")
     with pytest.raises(InputError, match="cannot be read"):
         read_texts(tmp_path / "gone.jsonl")
+
+
+def test_merges_of_a_large_model_are_not_tried(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded(case_of(llama, on_llama(llama, LORA)))
+    assert explanations.merges(model)
+    monkeypatch.setattr(explanations, "_MOST_MERGED", 0)
+    assert explanations.merges(model) == {}

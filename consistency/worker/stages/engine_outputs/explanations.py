@@ -120,13 +120,9 @@ def explain(question: Question) -> Answer:
     for cause, places, logits in mistakes(question.passes, question.off):
         if (share := question.share(question.seen(logits), 0.0)) <= 1:
             fits[cause] = places, share
-    layers = [layer for _, layer in adapted_layers(model)]
-    if any(map(has_quantized_weight, layers)):
-        not_tried.append("merges into quantized weights")
-    elif size <= _MOST_MERGED and max((weight_of(layer).numel() for layer in layers), default=0) <= _LARGEST_LAYER:
-        fits |= {cause: ("", share) for cause, share in _merged(question) if share <= 1}
-    else:
-        not_tried.append("merges in a narrower dtype")
+    fits |= {cause: ("", share) for cause, share in _merged(question) if share <= 1}
+    if why := _no_merges(model):
+        not_tried.append(why)
     if not fits:
         for groups in (by_block, by_kind, by_name):
             found = groups(list(adapted_layers(model)))
@@ -176,8 +172,22 @@ def _merged(question: Question) -> Iterator[tuple[Cause, float]]:
             yield cause, min(_share_of_merge(question, way) for way in ways)
 
 
+def _no_merges(model: torch.nn.Module) -> str:
+    """Return which merges are not tried."""
+    layers = [layer for _, layer in adapted_layers(model)]
+    if any(map(has_quantized_weight, layers)):
+        return "merges into quantized weights"
+    largest = max((weight_of(layer).numel() for layer in layers), default=0)
+    return "" if matrix_elements(model) <= _MOST_MERGED and largest <= _LARGEST_LAYER else "merges in a narrower dtype"
+
+
 def merges(model: torch.nn.Module) -> dict[Cause, list[Rounded]]:
-    """Return how an engine may have merged the adapter in a dtype that is not wider than the model's."""
+    """Return how an engine may have merged the adapter in a dtype that is not wider than the model's.
+
+    None is returned of a quantized or a large model.
+    """
+    if _no_merges(model):
+        return {}
     own = {p.dtype for _, layer in adapted_layers(model) for p in layer.get_base_layer().parameters()}
     widest = min((UNIT_ROUNDOFF[str(one).removeprefix("torch.")] for one in own if one.is_floating_point), default=0.0)
     found = {}
