@@ -49,10 +49,13 @@ def _drill(parsed: argparse.Namespace) -> int:
     from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
     from consistency.workflows.drill import choose, drill, first_adapter, is_own, plan_of, prepare_trials
     from consistency.workflows.plantable import several_adapters
+    from consistency.workflows.report_folder import refuse_archive
     from consistency.workflows.suite import expected
 
     if parsed.list:
         return _list(parsed)
+    if parsed.out is not None:
+        refuse_archive(parsed.out)
     options = dataclasses.replace(read_case(parsed), stall=parsed.stall or STALL_S)
     faults, folder = choose(parsed.faults), {"out": parsed.out, "replace": parsed.force}
     own = is_own(options)
