@@ -54,7 +54,7 @@ they are of passes that are measured so; with 4 a row whose own error is small b
 _TINY = 1e-80
 """Added to each variance: an error where no pass has one, in an element that is zero, is beyond any limit."""
 
-_KEPT = 1 << 21
+_KEPT = 1 << 23
 """Errors of all passes that are kept instead of being computed three times."""
 
 _AT_ONCE = 1 << 16

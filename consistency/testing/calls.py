@@ -74,6 +74,7 @@ class FunctionCall:
         self._names = [_named(_part(path), path[1:]) for path, _ in placed]
         self._leaves = [_rounded(leaf, dtype) for _, leaf in placed]
         self._gradients = gradients
+        self._drawn: dict[tuple[int, Sequence[int]], torch.Tensor] = {}
         self._writes = False
         asked = any(_has_gradient(leaf) for _, leaf in placed)
         self._with_gradient = [_has_gradient(leaf) if asked or _part(path) else gradients for path, leaf in placed]
@@ -178,10 +179,20 @@ class FunctionCall:
         ends = [one for one in found.values() if _has_gradient(one)]
         if not ends or not wanted:
             return {}
-        upstream = [_upstream(one, seed) for seed, one in enumerate(ends)]
+        upstream = [self._upstream(one, seed) for seed, one in enumerate(ends)]
         gradients = torch.autograd.grad(ends, wanted, upstream, allow_unused=True)
         zeros = (torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, gradients, strict=True))
         return {f"{GRADIENT}{name}": _finished(one) for name, one in zip(names, zeros, strict=True)}
+
+    def _upstream(self, like: torch.Tensor, seed: int) -> torch.Tensor:
+        """Return normal deviates of few bits, which every dtype has: drawn once, as that takes as long as a pass."""
+        shape = (*like.shape, 2) if like.is_complex() else like.shape
+        with _disable_current_modes():
+            if (seed, shape) not in self._drawn:
+                drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+                self._drawn[seed, shape] = drawn.to(torch.bfloat16).to(torch.float16).to(torch.float64)
+            drawn = self._drawn[seed, shape]
+            return (torch.view_as_complex(drawn) if like.is_complex() else drawn).to(like.device, like.dtype)
 
 
 class _SameDraws(TorchDispatchMode):
@@ -286,15 +297,6 @@ def _same(before: Any, after: Any, *, by_torch: bool) -> bool:
 
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
-
-
-def _upstream(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Return normal deviates of few bits, which every dtype has."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (*like.shape, 2) if like.is_complex() else like.shape
-    with _disable_current_modes():
-        drawn = torch.randn(shape, generator=generator).to(torch.bfloat16).to(torch.float16).to(torch.float64)
-        return (torch.view_as_complex(drawn) if like.is_complex() else drawn).to(like.device, like.dtype)
 
 
 def _finished(tensor: torch.Tensor) -> torch.Tensor:

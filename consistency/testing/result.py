@@ -13,6 +13,7 @@ import torch
 from consistency.errors import UsageError
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.error_spread import Spread
+from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.real import Real
 from consistency.numerics.rules import LEAST_FACTOR, error_factor, passes
 
@@ -140,18 +141,19 @@ def judged(name: str, actual: Any, exact: Any, drawn: Sequence[Any], undecided: 
 
 def _of_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: list[torch.Tensor]) -> ResultError:
     stored = exact.to(actual.dtype)  # what is beyond the largest number is infinite
-    places = ~stored.isfinite()
-    same = torch.where(places | ~actual.isfinite(), (actual == stored) | (actual.isnan() & stored.isnan()), True)
-    overflow = exact.isfinite() & torch.stack([~one.isfinite() & (one != stored) for one in drawn]).any(0)
-    if not bool((same | overflow).all()):
-        worst = _index(~same & ~overflow)
-        got, wanted = float(actual[worst]), float(stored[worst])
-        return ResultError(name=name, status="outside", reason=f"{int((~same).sum())} elements are not the same NaN or "
-                           "infinity, or not finite", ratio=math.inf, worst=worst, got=got, exact=wanted,
-                           error=math.inf, ulp=math.inf)  # fmt: skip
-    if bool(overflow.any()):
-        return ResultError(name=name, status="inconclusive", reason="passes with noise overflow")
-    actual, exact, *drawn = (one.masked_fill(places, 0) for one in (actual, exact, *drawn))
+    if any(map(count_not_finite, (actual, stored, *drawn))):
+        places = ~stored.isfinite()
+        same = torch.where(places | ~actual.isfinite(), (actual == stored) | (actual.isnan() & stored.isnan()), True)
+        overflow = exact.isfinite() & torch.stack([~one.isfinite() & (one != stored) for one in drawn]).any(0)
+        if not bool((same | overflow).all()):
+            worst = _index(~same & ~overflow)
+            got, wanted = float(actual[worst]), float(stored[worst])
+            return ResultError(name=name, status="outside", reason=f"{int((~same).sum())} elements are not the same "
+                               "NaN or infinity, or not finite", ratio=math.inf, worst=worst, got=got, exact=wanted,
+                               error=math.inf, ulp=math.inf)  # fmt: skip
+        if bool(overflow.any()):
+            return ResultError(name=name, status="inconclusive", reason="passes with noise overflow")
+        actual, exact, *drawn = (one.masked_fill(places, 0) for one in (actual, exact, *drawn))
     spread = allowance(drawn, exact)
     figures, allowed = spread.figures(actual, exact), spread.allowed(exact, actual.dtype)
     error = (actual.to(torch.float64) - exact).abs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import unittest
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,7 +83,7 @@ class WithinRounding:
         return "\n".join([f"{self.name}: {head}", *map(str, told)])
 
 
-class RoundingTolerance(Mapping[str, Any]):
+class RoundingTolerance(dict[str, Any]):  # floats, and of any type to what takes ``**tolerance``
     """`rtol` and `atol` of a function's result, to be given to an assertion as ``**tolerance``.
 
     Attributes
@@ -92,21 +92,9 @@ class RoundingTolerance(Mapping[str, Any]):
         What each element may be off by from the exact value, float64, by the name of the result.
     """
 
-    def __init__(self, tolerances: Mapping[str, float], allowed: Mapping[str, torch.Tensor]) -> None:
-        self._tolerances = dict(tolerances)
-        self.allowed = dict(allowed)
-
-    def __getitem__(self, name: str) -> Any:  # a float, and of any type to what takes ``**tolerance``
-        return self._tolerances[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tolerances)
-
-    def __len__(self) -> int:
-        return len(self._tolerances)
-
-    def __repr__(self) -> str:
-        return repr(self._tolerances)
+    def __init__(self, *, rtol: float, atol: float, allowed: dict[str, torch.Tensor]) -> None:
+        super().__init__(rtol=rtol, atol=atol)
+        self.allowed = allowed
 
 
 def _noise(allow: Allow, device: torch.device) -> Noise:
@@ -293,4 +281,4 @@ def rounding_tolerance(
         relative = max(relative, 2 * float(spread.limits.element) * UNIT_ROUNDOFF[finite[0].dtype] / math.sqrt(3))
         values[name] = truth.abs()
     absolute = max((float((2 * allowed[name] - relative * x).max()) for name, x in values.items()), default=0.0)
-    return RoundingTolerance({"rtol": relative, "atol": absolute}, allowed)
+    return RoundingTolerance(rtol=relative, atol=absolute, allowed=allowed)
