@@ -37,9 +37,13 @@ from consistency.worker.stages.generation.text import _gaps, _two_largest, chanc
 _LENGTH, _BATCH = 8, 8
 
 
+def whole_inputs(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def texts_of(model: Any, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return what a model writes after each prompt by itself."""
-    return torch.cat([generated(model, one[None], torch.ones_like(one)[None], tokens) for one in prompts])
+    return torch.cat([generated(model, whole_inputs(one[None]), tokens) for one in prompts])
 
 
 def prompts_for(model: Any, prompts: int) -> torch.Tensor:
@@ -108,7 +112,7 @@ def main() -> None:
         np.save(given.write, texts.numpy())
         return
     chances = chances_of(model, prompts, texts)
-    beside = torch.cat([generated(model, some, torch.ones_like(some), given.tokens) for some in prompts.split(_BATCH)])
+    beside = torch.cat([generated(model, whole_inputs(some), given.tokens) for some in prompts.split(_BATCH)])
     print(line("beside others", texts, beside, chances))
     print(line("other kernels", texts, by_other_kernels(), chances))
 

@@ -2,25 +2,70 @@
 
 Each is the model's own call, by its own `generate` where there is a cache, with a logits processor that chooses the
 given tokens. What enters and leaves each block is replaced by the rows of a pass over the whole sequences, so the same
-exact values judge each block's rows, whichever way they are computed.
+exact values judge each block's rows, whichever way they are computed. Of an encoder and a decoder the sequences are
+those of the decoder, whose blocks get what the encoder left in the whole pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from consistency.worker.model.block_pass import BlockPass, Given, ResultPlace, Take
-from consistency.worker.model.running import base_of, device_of, outputs, without_gradients
+from consistency.capture.names import module_place
+from consistency.worker.model.block_pass import BlockPass, ResultPlace, Take
+from consistency.worker.model.running import Activations, base_of, device_of, outputs, without_gradients
 
 LOGITS = "logits"
 
 PADS = (0, 3, 7, 1)
-"""Before the sequences of a padded batch, in turn."""
+"""Before the sequences of a padded batch, in turn; after all texts that an encoder reads, the largest of these."""
+
+DECODER_IDS = "decoder_input_ids"
+
+_FROM_ENCODER = "::input.encoder_hidden_states"
+"""In the name of what the decoder's blocks are given of an encoder that changes what its last block left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """Tokens to compute, and what the model reads beside them.
+
+    Attributes
+    ----------
+    ids : torch.Tensor
+        `(sequences, length)`, on the CPU.
+    prompt : int
+        Tokens of each before those that are generated.
+    beside : mapping of str to torch.Tensor
+        With a row for each sequence: images, or the text that an encoder reads.
+    has_encoder : bool
+        The ids are those of a decoder.
+    """
+
+    ids: torch.Tensor
+    prompt: int
+    beside: Activations = field(default_factory=dict)
+    has_encoder: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the argument that takes the ids."""
+        return DECODER_IDS if self.has_encoder else "input_ids"
+
+    def part(self, rows: slice) -> Sequences:
+        """Return some of the sequences."""
+        return replace(self, ids=self.ids[rows], beside={name: one[rows] for name, one in self.beside.items()})
+
+    def inputs(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Activations:
+        """Return the keyword arguments of a pass over other tokens in their place, on the device of these."""
+        beside = {name: one.to(ids.device) for name, one in self.beside.items()}
+        if self.has_encoder:
+            return {DECODER_IDS: ids, **beside}
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask, **beside}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +124,15 @@ class _Columns:
         real = (positions >= 0) & (positions < self.length)
         return ids.shape == wanted.shape and bool((ids == wanted)[real].all())
 
-    def given(self, own: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
+    def given(self, own: torch.Tensor, whole: torch.Tensor | None, *, of_encoder: bool = False) -> torch.Tensor:
         """Return what the columns are given of a tensor of whole sequences; its own values where that has none."""
         positions = self.positions()
+        if of_encoder:  # whole in each call, and perhaps padded
+            if whole is None or whole.dim() != 3 or own.shape[::2] != (len(self.sequences), whole.shape[2]):
+                return own
+            chosen, rows = own.clone(), self.sequences if len(whole) > 1 else torch.zeros_like(self.sequences)
+            chosen[:, : whole.shape[1]] = whole[rows].to(own.device, own.dtype)
+            return chosen
         if whole is None or whole.shape[1:2] != (self.length,) or own.shape[2:] != whole.shape[2:]:
             return own
         if own.shape[:2] == positions.shape:
@@ -119,8 +170,7 @@ class Way:
 
     Attributes
     ----------
-    ids : torch.Tensor
-        `(sequences, length)`, on the CPU.
+    sequences : Sequences
     given : callable
         Gives what a place of whole sequences is given, by name; None where it has none.
     shapes : mapping of str to torch.Size
@@ -132,7 +182,7 @@ class Way:
     """
 
     model: Any
-    ids: torch.Tensor
+    sequences: Sequences
     given: Callable[[str], torch.Tensor | None]
     shapes: Mapping[str, torch.Size]
     found: Found = field(default_factory=dict)
@@ -140,34 +190,36 @@ class Way:
 
     def alone(self) -> None:
         """Run each sequence by itself, without a cache."""
-        for number in range(len(self.ids)):
-            inputs = {"input_ids": self.ids[number : number + 1]}
-            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        for number in range(len(self.sequences.ids)):
+            one = self.sequences.part(slice(number, number + 1))
             with self._following([number], [0], at_once=True) as take, torch.no_grad(), without_gradients(self.model):
-                logits = outputs(self.model, inputs).get(LOGITS)
+                logits = outputs(self.model, one.inputs(one.ids)).get(LOGITS)
                 if logits is not None:
                     take(ResultPlace(LOGITS), logits)
 
     def cached(self, **more: Any) -> None:
         """Generate the second half of the sequences, side by side; `more` goes to `generate`."""
-        self._generate([0] * len(self.ids), **more)
+        self._generate([0] * len(self.sequences.ids), self.sequences, **more)
 
     def padded(self) -> None:
         """Do the same with unlike sequences, by a mask."""
-        most = self.ids.shape[1] // 2 - 1
-        self._generate([min(PADS[number % len(PADS)], most) for number in range(len(self.ids))])
+        sequences = self.sequences
+        if sequences.has_encoder:
+            longer = {name: torch.nn.functional.pad(one, (0, max(PADS))) for name, one in sequences.beside.items()}
+            self._generate([0] * len(sequences.ids), replace(sequences, beside=longer))
+            return
+        most = min(sequences.ids.shape[1] // 2, sequences.prompt) - 1
+        self._generate([min(PADS[number % len(PADS)], most) for number in range(len(sequences.ids))], sequences)
 
-    def _generate(self, pads: list[int], **more: Any) -> None:
-        count, length = self.ids.shape
-        width = length // 2
+    def _generate(self, pads: list[int], sequences: Sequences, **more: Any) -> None:
+        (count, length), width = sequences.ids.shape, sequences.prompt
         prompt, mask = torch.zeros(count, width, dtype=torch.long), torch.zeros(count, width, dtype=torch.long)
         for number, pad in enumerate(pads):
-            prompt[number, pad:], mask[number, pad:] = self.ids[number, : width - pad], 1
+            prompt[number, pad:], mask[number, pad:] = sequences.ids[number, : width - pad], 1
         device = device_of(self.model)
         with self._following(list(range(count)), pads), without_gradients(self.model):
-            generated(
-                self.model, prompt.to(device), mask.to(device), length - width + 1, choosing=self._choose(pads), **more
-            )
+            inputs = sequences.inputs(prompt.to(device), mask.to(device))
+            generated(self.model, inputs, length - width + 1, choosing=self._choose(pads), **more)
 
     def _choose(self, pads: list[int]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return a logits processor by which the next tokens are those of the sequences."""
@@ -175,8 +227,8 @@ class Way:
         def choose(before: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             chosen = torch.full_like(scores, -torch.inf)
             for number, pad in enumerate(pads):
-                position = before.shape[1] - pad
-                chosen[number, int(self.ids[number, position]) if position < self.ids.shape[1] else 0] = 0
+                position, ids = before.shape[1] - pad, self.sequences.ids
+                chosen[number, int(ids[number, position]) if position < ids.shape[1] else 0] = 0
             return chosen
 
         return choose
@@ -187,7 +239,8 @@ class Way:
 
         The calls of `generate` are those of the base; others PEFT may pass by its hooks.
         """
-        columns = _Columns(length=self.ids.shape[1], sequences=torch.tensor(sequences), pads=torch.tensor(pads))
+        whole = self.sequences
+        columns = _Columns(length=whole.ids.shape[1], sequences=torch.tensor(sequences), pads=torch.tensor(pads))
 
         def take(place: ResultPlace, result: torch.Tensor, last: int | None = None) -> None:
             name = str(place)
@@ -197,13 +250,18 @@ class Way:
                 if not rows:
                     self.other_shapes[name] = result.shape
 
-        given: Given = lambda name, own: columns.given(own, self.given(name))  # noqa: E731
+        encoder = place_of_encoder(self.model) if whole.has_encoder else ()
+
+        def given(name: str, own: torch.Tensor) -> torch.Tensor:
+            of_encoder = bool(encoder) and (name.startswith(encoder) or _FROM_ENCODER in name)
+            return columns.given(own, self.given(name), of_encoder=of_encoder)
+
         blocks = BlockPass(given, take)
 
         def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            ids = kwargs.get("input_ids", args[0] if args else None)
+            ids = kwargs.get(whole.name, args[0] if args else None)
             columns.begin(0 if ids is None else ids.shape[1])
-            if ids is None or not columns.has(ids.to("cpu"), self.ids):
+            if ids is None or not columns.has(ids.to("cpu"), whole.ids):
                 raise ValueError("it computes other tokens, or the same ones again")
             blocks.begin_again()
 
@@ -214,7 +272,7 @@ class Way:
 
         base, hooks = base_of(self.model), []
         if at_once:
-            columns.begin(self.ids.shape[1])
+            columns.begin(whole.ids.shape[1])
         else:
             hooks = [base.register_forward_pre_hook(begin, with_kwargs=True), base.register_forward_hook(end)]
         try:
@@ -227,8 +285,7 @@ class Way:
 
 def generated(
     model: Any,
-    ids: torch.Tensor,
-    mask: torch.Tensor,
+    inputs: Activations,
     tokens: int,
     *,
     choosing: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
@@ -241,7 +298,9 @@ def generated(
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             return scores if choosing is None else choosing(input_ids, scores)
 
-    base = base_of(model)
+    base, ids = base_of(model), inputs.get(DECODER_IDS, inputs["input_ids"])
+    if DECODER_IDS in inputs:
+        more = {"decoder_start_token_id": ids[:, 0].tolist(), **more}  # what does not begin with it gets it
     kept, base.generation_config = (
         base.generation_config,
         GenerationConfig(
@@ -250,12 +309,17 @@ def generated(
     )  # which says what a call leaves open, as sampling or a penalty
     try:
         with torch.no_grad():
-            found: torch.Tensor = model.generate(
-                input_ids=ids, attention_mask=mask, logits_processor=LogitsProcessorList([Choosing()])
-            )
+            found: torch.Tensor = model.generate(**inputs, logits_processor=LogitsProcessorList([Choosing()]))
     finally:
         base.generation_config = kept
     return found[:, ids.shape[1] :]
+
+
+def place_of_encoder(model: Any) -> tuple[str, str]:
+    """Return how the names of the places in a model's encoder begin."""
+    encoder = base_of(model).get_encoder()
+    name = module_place(next(name for name, module in model.named_modules() if module is encoder))
+    return f"{name}.", f"{name}::"
 
 
 def by_rows(result: torch.Tensor, length: int) -> torch.Tensor | None:

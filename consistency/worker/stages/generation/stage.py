@@ -37,9 +37,9 @@ from consistency.worker.model.float64_reference import Reference, given_name, wa
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.merging import disabled
-from consistency.worker.model.running import Activations, base_of, model_code, tokens_of
+from consistency.worker.model.running import base_of, model_code, tokens_of
 from consistency.worker.model.structure import blocks_of
-from consistency.worker.model.ways import Rows, Way, by_rows, in_place
+from consistency.worker.model.ways import DECODER_IDS, PADS, Rows, Sequences, Way, by_rows, in_place, place_of_encoder
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
@@ -51,6 +51,8 @@ STAGE = "generation"
 
 SEQUENCES = 4
 """Side by side: as many as there are kinds of padding (`PADS`); each step of a batch takes as long as of one."""
+
+_SOME = slice(SEQUENCES)
 
 STATIC = "static_cache"
 
@@ -80,8 +82,7 @@ class _Exact:
 
     Attributes
     ----------
-    length : int
-        Of each sequence.
+    sequences : Sequences
     shapes : dict
         Of the exact results, by the names of their places.
     undecided : dict
@@ -93,7 +94,7 @@ class _Exact:
     context: Context
     mode: str
     reference: Reference
-    length: int
+    sequences: Sequences
     shapes: dict[str, torch.Size]
     undecided: dict[str, torch.Tensor]
     whole: dict[str, torch.Tensor]
@@ -112,7 +113,7 @@ class _Exact:
         found = self.reference.read(f"{self.mode}::{name}")
         assert found is not None
         exact, layer = mapped(found), ResultPlace.of(name).layer
-        flat = by_rows(exact, self.length)
+        flat = by_rows(exact, self.sequences.ids.shape[1])
         assert flat is not None
         ratios = []
         for sequence in {some.sequence for some in rows}:
@@ -128,8 +129,8 @@ class _Exact:
 
 def run(context: Context) -> None:
     """Compute the sequences of the stage `forward` in every way, and judge the rows of each module."""
-    inputs, reason = _inputs(context)
-    if inputs is None:
+    sequences, reason = _inputs(context)
+    if sequences is None:
         _skip(context, WHOLE_MODEL, "everything", reason)
         return
     reference = wait_for(context.scratch, context.events)
@@ -142,32 +143,29 @@ def run(context: Context) -> None:
     ways = [(mode, name) for name in (*WAYS, *(MORE_WAYS if is_thorough else ()))]
     if is_thorough and mode == ADAPTER_ON and ADAPTER_OFF not in reference.tables.failures:
         ways += [(ADAPTER_OFF, name) for name in WITHOUT_ADAPTER]
-    exact = _exact(context, inputs, mode, reference)
+    exact = _exact(context, sequences, mode, reference)
     for done, (one, name) in enumerate(ways):
         title = name if one == mode else f"{name}.{one}"
         context.events.step(title, done, len(ways))
         try:
-            exact = exact if one == exact.mode else _exact(context, inputs, one, reference)
-            _judge(context, name, exact, inputs["input_ids"][:SEQUENCES], title)
+            exact = exact if one == exact.mode else _exact(context, sequences, one, reference)
+            _judge(context, name, exact, title)
         except Skip as why:
             _skip(context, WHOLE_MODEL, title, f"the model does not run in this way: {why}")
     context.events.step("the text that it writes", len(ways), len(ways))
-    prompts = inputs["input_ids"][:SEQUENCES, : inputs["input_ids"].shape[1] // 2]
     try:
-        record_text(context, prompts, inputs["input_ids"].shape[1])
+        record_text(context, sequences.part(_SOME))
     except Skip as why:
         _skip(context, WHOLE_MODEL, TEXT, str(why))
 
 
-def _inputs(context: Context) -> tuple[Activations | None, str]:
+def _inputs(context: Context) -> tuple[Sequences | None, str]:
     """Return the sequences of the stage `forward`, or None and why they are not generated in other ways."""
     case, model = context.job.case, context.model
     if Stage.FORWARD not in case.stages:
         return None, "the stage forward, whose float64 results judge it, is not run"
     if not getattr(base_of(model), "can_generate", lambda: False)():
         return None, "the model generates no text"
-    if getattr(model.config, "is_encoder_decoder", False):
-        return None, "ways to generate are compared of decoders alone"
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         return None, "the adapter puts tokens of its own before the text"
     of_base = set(base_of(model).modules())
@@ -176,20 +174,32 @@ def _inputs(context: Context) -> tuple[Activations | None, str]:
     inputs, reason = fixed_inputs(case, context.base.model)
     if inputs is None:
         return None, reason
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if ids is None or ids.dim() != 2 or set(inputs) - {"input_ids", "attention_mask"}:
-        return None, "the inputs are not token ids alone"
+    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    name, other = (DECODER_IDS, "input_ids") if has_encoder else ("input_ids", "pixel_values")
+    ids, mask = inputs.get(name), inputs.get("attention_mask")
+    if ids is None or ids.dim() != 2 or set(inputs) - {name, "attention_mask", other}:
+        return None, "the inputs are not token ids, or token ids and an image for each text"
     if mask is not None and not mask.all():
         return None, "the inputs have a mask"
-    if ids.shape[1] < 4:
+    mark: Any = getattr(model.config, "image_token_id", None)
+    of_image = 0 if mark is None else int((ids == mark).sum(1).max())
+    prompt = max(ids.shape[1] // 2, of_image + max(PADS) + 1 if of_image else 0)
+    if min(prompt, ids.shape[1] - prompt) < 2:
         return None, "the sequences have fewer than four tokens"
-    return inputs, ""
+    own = {name, *(() if has_encoder else ("attention_mask",))}
+    beside = {name: one for name, one in inputs.items() if name not in own}
+    if any(len(one) != len(ids) for one in beside.values()):
+        return None, "not every text has an image"
+    return Sequences(ids=ids, prompt=prompt, beside=beside, has_encoder=has_encoder), ""
 
 
-def _exact(context: Context, inputs: Activations, mode: str, reference: Reference) -> _Exact:
+def _exact(context: Context, sequences: Sequences, mode: str, reference: Reference) -> _Exact:
     """Run whole sequences once more, and note where what is decided there may turn."""
-    length = inputs["input_ids"].shape[1]
+    inputs, length = sequences.inputs(sequences.ids), sequences.ids.shape[1]
     names = [name for name in reference.tables.names if name.startswith(f"{mode}::")]
+    if sequences.has_encoder:  # which reads the whole text at once in every way
+        own = place_of_encoder(context.model)
+        names = [name for name in names if not name.removeprefix(f"{mode}::").startswith(own)]
     whole: dict[str, torch.Tensor] = {}
     decided: list[str] = []
     places = Places(context.model)
@@ -212,10 +222,9 @@ def _exact(context: Context, inputs: Activations, mode: str, reference: Referenc
         found = reference.read(f"{mode}::{name}")
         assert found is not None
         shapes[name] = torch.Size(found.shape)
-    count = inputs["input_ids"].numel()
     return _Exact(
-        context=context, mode=mode, reference=reference, length=length, shapes=shapes, whole=whole,
-        undecided=_undecided(context, table, decided, count),
+        context=context, mode=mode, reference=reference, sequences=sequences.part(_SOME), shapes=shapes, whole=whole,
+        undecided=_undecided(context, table, decided, sequences.ids.numel()),
     )  # fmt: skip
 
 
@@ -250,7 +259,7 @@ def _in(model: Any, mode: str) -> AbstractContextManager[None]:
     return disabled(model) if mode == ADAPTER_OFF and hasattr(model, "disable_adapter") else nullcontext()
 
 
-def _judge(context: Context, name: str, exact: _Exact, ids: torch.Tensor, title: str) -> None:
+def _judge(context: Context, name: str, exact: _Exact, title: str) -> None:
     """Run a way, and record by a title how the rows of each module stand to their limits.
 
     Raises
@@ -262,13 +271,13 @@ def _judge(context: Context, name: str, exact: _Exact, ids: torch.Tensor, title:
     if name == STATIC and not base_of(context.model)._supports_default_dynamic_cache():
         raise Skip("it has a cache of its own")
     with model_code(context.model):
-        way = _run(context.model, name, exact, ids)
+        way = _run(context.model, name, exact)
     found = {place: rows for place, rows in way.found.items() if rows}
     ratios = {place: exact.ratio(place, rows, rows[0].values.dtype) for place, rows in found.items()}
     wrong = [place for place, ratio in ratios.items() if ratio is not None and not passes(ratio)]
     word = None
     if wrong:
-        word = of_model if _is_wrong_in_float64(context, name, exact, ids, wrong[0]) else of_device
+        word = of_model if _is_wrong_in_float64(context, name, exact, wrong[0]) else of_device
     for place, ratio in ratios.items():
         layer, part = ResultPlace.of(place)
         if ratio is None or not context.record.wants(STAGE, layer):
@@ -290,20 +299,20 @@ def _judge(context: Context, name: str, exact: _Exact, ids: torch.Tensor, title:
             _skip(context, layer, f"{title}.shape", f"it has no row for each token in this way: {list(shape)}")
 
 
-def _run(model: torch.nn.Module, name: str, exact: _Exact, ids: torch.Tensor) -> Way:
-    way = Way(model=model, ids=ids, given=exact.given, shapes=exact.shapes)
-    with half_kernels.computing(half_kernels.replacement(model, ids.numel())), _in(model, exact.mode):
+def _run(model: torch.nn.Module, name: str, exact: _Exact) -> Way:
+    way = Way(model=model, sequences=exact.sequences, given=exact.given, shapes=exact.shapes)
+    with half_kernels.computing(half_kernels.replacement(model, exact.sequences.ids.numel())), _in(model, exact.mode):
         {**WAYS, **MORE_WAYS}[name][0](way)
     return way
 
 
-def _is_wrong_in_float64(context: Context, name: str, exact: _Exact, ids: torch.Tensor, place: str) -> bool:
+def _is_wrong_in_float64(context: Context, name: str, exact: _Exact, place: str) -> bool:
     """Report whether a result is wrong in this way without any rounding, so by the model's own code."""
     with context.events.on_cpu():
         model = context.model if context.device.type == CPU else load_model(context.job.case, CPU)
         try:
             with model_code(model), torch.no_grad(), exact_layers(model), Float64Mode():
-                rows = _run(model, name, exact, ids).found.get(place, [])
+                rows = _run(model, name, exact).found.get(place, [])
         except Skip:  # code that insists on its own dtype
             return False
     ratio = exact.ratio(place, rows, exact.whole[place].dtype)

@@ -35,7 +35,7 @@ from consistency.worker.model.float64_reference import Reference, Tables, publis
 from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations, device_of, model_code
-from consistency.worker.model.ways import LOGITS, generated
+from consistency.worker.model.ways import LOGITS, Sequences, generated
 from consistency.worker.protocol import GENERATION_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
@@ -54,13 +54,10 @@ _NEAR = 3.0
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def record_text(context: Context, prompts: torch.Tensor, tokens: int) -> None:
+def record_text(context: Context, sequences: Sequences) -> None:
     """Record of each prompt whether the text that this device writes is right, and of all how soon two part.
 
-    Parameters
-    ----------
-    prompts : torch.Tensor
-        `(prompts, length)`, on the CPU.
+    A text has as many tokens as a sequence.
 
     Raises
     ------
@@ -71,7 +68,8 @@ def record_text(context: Context, prompts: torch.Tensor, tokens: int) -> None:
     if context.job.makes_reference:
         on_cpu = context.device.type == CPU
         with nullcontext() if on_cpu else context.events.on_cpu():
-            answer = _make(context, context.model if on_cpu else load_model(context.job.case, CPU), prompts, tokens)
+            model = context.model if on_cpu else load_model(context.job.case, CPU)
+            answer = _make(context, model, sequences)
     else:
         answer = wait_for(context.scratch, context.events, GENERATION_FILE)
     failure = answer if isinstance(answer, str) else answer.tables.failures.get(TEXT)
@@ -94,8 +92,8 @@ def record_text(context: Context, prompts: torch.Tensor, tokens: int) -> None:
         of_pair=of_gap.allowed(gaps, torch.float32).reshape(exact.shape[:2]),
     )  # fmt: skip
     with model_code(context.model, _DOES_NOT):
-        own = _written(context.model, prompts, tokens)
-    for number in range(len(prompts)):
+        own = _written(context.model, sequences)
+    for number in range(len(own)):
         _record_prompt(context, number, own[number], path[number], limits)
     _record_partings(context, gaps[:, 0], (of_gap.rows * of_gap.columns).sqrt()[:, 0], dtype)
 
@@ -106,25 +104,30 @@ def _read(reference: Reference, name: str) -> Any:
     return found
 
 
-def _written(model: Any, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
+def _written(model: Any, sequences: Sequences) -> torch.Tensor:
     """Return the continuation of each prompt by itself, `(prompts, tokens)`, on the CPU: where faults are planted."""
-    with half_kernels.computing(half_kernels.replacement(model, prompts.numel())):
-        rows = (prompt[None].to(device_of(model)) for prompt in prompts)
-        return torch.cat([generated(model, row, torch.ones_like(row), tokens).to(CPU) for row in rows])
+    count, length = sequences.ids.shape
+    with half_kernels.computing(half_kernels.replacement(model, count * sequences.prompt)):
+        texts = []
+        for number in range(count):
+            one = sequences.part(slice(number, number + 1))
+            prompt = one.ids[:, : one.prompt].to(device_of(model))
+            texts.append(generated(model, one.inputs(prompt), length).to(CPU))
+        return torch.cat(texts)
 
 
-def _make(context: Context, model: Any, prompts: torch.Tensor, tokens: int) -> Reference | str:
+def _make(context: Context, model: Any, sequences: Sequences) -> Reference | str:
     """Write the continuations, and compute their exact logits and what rounding makes in these."""
     tensors: dict[str, torch.Tensor] = {}
     limits, failure = {}, {}
     try:
         with model_code(model, _DOES_NOT):
-            path = _written(model, prompts, tokens)
-            whole = torch.cat([prompts, path[:, :-1]], 1)
-            inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+            path = _written(model, sequences)
+            whole = torch.cat([sequences.ids[:, : sequences.prompt], path[:, :-1]], 1)
 
             def logits(_: str = "") -> torch.Tensor:
-                return activations(model, inputs)[LOGITS][:, prompts.shape[1] - 1 :].contiguous()
+                found = activations(model, sequences.inputs(whole))[LOGITS]
+                return found[:, sequences.prompt - 1 :].contiguous()
 
             with exact_layers(model), Float64Mode():
                 exact = logits().to(torch.float64)

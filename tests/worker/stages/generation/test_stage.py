@@ -17,6 +17,7 @@ from consistency.worker.model.ways import Way
 from consistency.worker.stages.generation import text
 from consistency.worker.stages.generation.stage import MORE_WAYS, WAYS
 from tests.worker.conftest import Look
+from tests.worker.model.kinds_of_models import llava
 from tests.worker.model.made_models import SIZES, a_llama, on_llama, saved
 
 LAYERS = 2
@@ -245,3 +246,104 @@ def test_a_sliding_window_that_is_off_by_one_with_a_cache(
     bad = {(one.tensor, str(one.word)) for one in generate(look, base) if one.status == "outside"}
     assert ("cache", "cache-changes-the-model") in bad, "in float64 too: it is the model's code"
     assert not any(way == "alone" for way, _ in bad)
+
+
+def reader(kind: str, folder: Path) -> tuple[Path, Path]:
+    """Return a base with an encoder and a decoder, and an adapter in both."""
+    torch.manual_seed(0)
+    whole = {"vocab_size": 64, "d_model": 32}
+    if kind == "t5":
+        config = transformers.T5Config(**whole, d_kv=8, num_heads=4, num_layers=2, d_ff=48, decoder_start_token_id=0)
+        model: Any = transformers.T5ForConditionalGeneration(config)
+    else:
+        sides = {
+            f"{side}_{name}": size
+            for side in ("encoder", "decoder")
+            for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))
+        }
+        model = transformers.BartForConditionalGeneration(
+            transformers.BartConfig(**whole, **sides, max_position_embeddings=64)
+        )
+    base = saved(model, folder / kind)
+    config = peft.LoraConfig(r=2, target_modules=["q", "v"] if kind == "t5" else ["q_proj", "v_proj"])
+    adapted = peft.get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder / "adapter")
+    return base, folder / "adapter"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_decoder_that_reads_an_encoder_is_judged_in_every_way(
+    look: Look, tmp_path: Path, kind: str, dtype: str
+) -> None:
+    """BART's decoder reads what the last block of the encoder left, T5's a norm of it."""
+    found = generate(look, *reader(kind, tmp_path), dtype=dtype)
+    assert {one.status for one in found} <= {"equal", "within"}
+    last = {"t5": "decoder.block.1", "bart": "model.decoder.layers.1"}[kind]
+    for way in WAYS:
+        assert {last, "logits"} <= {one.layer for one in found if one.tensor == way}, way
+    assert not [one.layer for one in found if "encoder" in one.layer.split(".")], "it reads a text once in every way"
+    assert {one.layer for one in found if one.tensor == "text"} == {"model", *(f"prompt {i}" for i in range(4))}
+
+
+def _read_again(cache: Any, layer: int) -> None:
+    """Exchange the rows of what a cache keeps of the encoder."""
+    kept = cache.layers[layer]
+    kept.keys, kept.values = kept.keys.flip(0), kept.values.flip(0)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_what_is_kept_of_an_encoder_is_found_where_it_is_another_text_s(
+    look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    base, adapter = reader(kind, tmp_path)
+    from transformers import cache_utils
+
+    real = cache_utils.Cache.update
+
+    def update(cache: Any, key: torch.Tensor, value: torch.Tensor, layer: int, *rest: Any, **more: Any) -> Any:
+        found = real(cache, key, value, layer, *rest, **more)
+        is_of_encoder = key.shape[-2] in (16, 16 + 7)  # as long as the text that it reads, and that padded
+        if (
+            layer == 1
+            and is_of_encoder
+            and key.dtype != torch.float64
+            and not isinstance(cache, cache_utils.StaticCache)
+        ):
+            _read_again(cache, layer)
+        return found
+
+    monkeypatch.setattr(cache_utils.Cache, "update", update)
+    wrong = [one for one in generate(look, base, adapter) if one.status == "outside"]
+    assert {(one.tensor, str(one.word)) for one in wrong} == {
+        ("cache", "wrong-with-cache"), ("padded", "wrong-with-padding"),
+    }  # fmt: skip
+    blocks = {one.layer for one in wrong if ".1" in one.layer}
+    assert blocks
+    assert not [one.layer for one in wrong if one.layer.startswith(("decoder.block.0", "model.decoder.layers.0"))]
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_padding_that_a_decoder_reads_is_found(look: Look, tmp_path: Path, kind: str) -> None:
+    undo = faults.padding_is_seen()
+    try:
+        found = generate(look, *reader(kind, tmp_path))
+    finally:
+        undo()
+    wrong = {(one.tensor, str(one.word)) for one in found if one.status == "outside"}
+    assert wrong == {("padded", "padding-changes-the-model")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_text_after_an_image_is_judged_in_every_way(look: Look, tmp_path: Path, dtype: str) -> None:
+    """Its prompt is as long as the image, at least: what the vision tower makes stands in its place."""
+    base = saved(llava(), tmp_path / "llava")
+    found = generate(look, base, dtype=dtype)
+    assert {one.status for one in found} <= {"equal", "within"}
+    for way in WAYS:
+        rows = {one.layer: one.evidence["rows"] for one in found if one.tensor == way}
+        assert rows["model.language_model.layers.1"] == 20 * 4 - (sum((0, 3, 7, 1)) if way == "padded" else 0)
+        assert "logits" in rows
