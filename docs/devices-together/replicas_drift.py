@@ -28,8 +28,7 @@ def same(tensors: list[torch.Tensor]) -> str:
     return f"differ in {wrong} of {len(tensors)}" if wrong else "equal on all ranks"
 
 
-def main() -> None:
-    dist.init_process_group(BACKEND)
+def train() -> None:
     device = torch.device("cpu")
     if BACKEND != "gloo":
         device = torch.device(torch.accelerator.current_accelerator().type, dist.get_rank())
@@ -47,8 +46,11 @@ def main() -> None:
         parameters = same(list(model.parameters()))
         if dist.get_rank() == 0:
             print(f"step {step}: gradients {gradients}, parameters {parameters}")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group(BACKEND)
+    # its model is gone before the group is: the reducer of DistributedDataParallel, if it is the last to hold that,
+    # joins its threads with the interpreter's lock held, for which one of them may wait
+    train()
+    dist.destroy_process_group()
