@@ -228,7 +228,15 @@ SPECS: dict[Stage, StageSpec] = {
     )
     if is_there(spec.worker)
 }  # fmt: skip
+SPECS = {stage: SPECS[stage] for stage in Stage if stage in SPECS}
 """Every stage, in the order of `Stage`; one whose code was deleted is none."""
+
+_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
+
+
+def stage_order(name: str) -> int:
+    """Return the place of a stage among all, behind them where it is unknown."""
+    return _ORDER.get(name, len(_ORDER))
 
 
 def stages_of(choose: Callable[[StageSpec], bool]) -> tuple[Stage, ...]:

@@ -13,7 +13,7 @@ from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END
 from consistency.capture.records import WorkerFacts
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
-from consistency.case.stages import MOVES_WEIGHTS, Stage
+from consistency.case.stages import MOVES_WEIGHTS, Stage, stage_order
 from consistency.comparison.findings.collect import find
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import mergings
@@ -39,8 +39,6 @@ from consistency.numerics.rules import Rule
 
 VERSIONS = ("python", "torch", "transformers", "peft", "safetensors", "accelerate", "numpy", "cuda")
 """Names in a worker's environment that the head of a report states."""
-
-_STAGE_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
 
 
 def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: SiteGroups = NO_GROUPS) -> Comparison:
@@ -177,7 +175,7 @@ def _compare_load_path(
             order.setdefault(key, record.order)
     together = Members(members, reference)
     stages: dict[str, StageMembers] = {}
-    for key in sorted(order, key=lambda k: (_STAGE_ORDER.get(k[0], len(_STAGE_ORDER)), order[k])):
+    for key in sorted(order, key=lambda k: (stage_order(k[0]), order[k])):
         stage = stages.get(key[0])
         if stage is None:
             stage = stages[key[0]] = together.stage(key[0])

@@ -12,7 +12,7 @@ import msgspec
 from consistency.capture.wording import and_more, counted, some
 from consistency.case.case import CHECKED_IN
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stages import SPECS, Stage, stage_order
 from consistency.comparison.layers import LayerCell, layers_of
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, WorkerSummary
@@ -42,7 +42,7 @@ from consistency.report.sentences import (
     verdict_cell,
     versions_text,
 )
-from consistency.report.summary import Cell, merged, stage_order
+from consistency.report.summary import Cell, merged
 
 _LAYERS, _ARCHITECTURES = 3, 8  # rows and columns that a tracker still shows
 _DEVICES = 8
@@ -298,10 +298,9 @@ def _cells(cases: Sequence[CaseResult]) -> dict[str, Cell]:
 def cells(case: CaseResult) -> dict[str, Cell]:
     """Return the cell of each stage of a case, over all of its workers, also of those that another case checked."""
     elsewhere = {
-        stage: Cell(elsewhere=place[1])
+        place[1]: Cell(elsewhere=place[2])
         for text in case.not_checked
-        for stage in Stage
-        if (place := re.fullmatch(rf"stage {stage} \({CHECKED_IN} (.*)\)", text)) is not None
+        if (place := re.fullmatch(rf"stage (\S+) \({CHECKED_IN} (.*)\)", text)) is not None
     }
     return elsewhere | {
         stage.stage: Cell(

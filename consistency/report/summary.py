@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import Stage
+from consistency.case.stages import stage_order
 from consistency.comparison.by_worker import worse
 from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.result import BAD, Comparison, TensorComparison
@@ -20,7 +20,6 @@ MOST_COLUMNS = 64
 """Workers that a reader can look through one by one: eight hosts of eight devices. Of more, groups are shown."""
 
 _MOST_CLASSES = 4
-_ORDER = {stage.value: place for place, stage in enumerate(Stage)}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,11 +74,6 @@ Groups = Mapping[str, Sequence[Architecture]]
 def stages(comparison: Comparison) -> list[str]:
     """Return the stages that were checked, in order; those that this version does not know come last."""
     return sorted(dict.fromkeys(tensor.stage for tensor in comparison.tensors), key=stage_order)
-
-
-def stage_order(name: str) -> int:
-    """Return the place of a stage among all, behind them where it is unknown."""
-    return _ORDER.get(name, len(_ORDER))
 
 
 def all_groups(comparison: Comparison) -> dict[str, list[Architecture]]:

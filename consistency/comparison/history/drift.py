@@ -17,7 +17,7 @@ from consistency.capture.folder import Capture
 from consistency.capture.reader import brief, read_capture
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some, when
-from consistency.case.stages import MOVES_WEIGHTS, Stage
+from consistency.case.stages import MOVES_WEIGHTS, stage_order
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.collect import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
@@ -31,7 +31,6 @@ from consistency.comparison.result import Comparison, Finding, tensor_name, with
 from consistency.errors import CaptureError
 
 _MOST_DETAILS = 5
-_ORDER = {stage.value: place for place, stage in enumerate(Stage)}  # of a report, whatever order a run had
 
 
 @dataclass(slots=True, kw_only=True)
@@ -161,7 +160,7 @@ def find_drift(
             changed.setdefault(_changes(earlier, run, worker), []).append(worker.name)
         differing = {
             stage: found
-            for stage, (before, _) in sorted(earlier.good.items(), key=lambda good: _ORDER.get(good[0], len(_ORDER)))
+            for stage, (before, _) in sorted(earlier.good.items(), key=lambda good: stage_order(good[0]))
             if before.bits[stage] != worker.bits[stage]
             and (found := tensors.differing(before.table, worker.table, stage))
         }

@@ -26,13 +26,14 @@ import msgspec
 
 from consistency.capture.json_codec import json_number
 from consistency.capture.wording import some
+from consistency.case.stages import stage_order
 from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
 from consistency.comparison.outcomes import Workers, gathered, names_in, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.marks import key
-from consistency.report.summary import MOST_COLUMNS, Architecture, stage_order
+from consistency.report.summary import MOST_COLUMNS, Architecture
 from consistency.text import one_line
 
 KEY = key()
