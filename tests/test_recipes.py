@@ -70,9 +70,9 @@ def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_recipe_is_here() -> None:
-    assert [page.name for page in PAGES] == ["extending-engines.md", "extending.md"]
+    assert [page.name for page in PAGES] == ["extending-engines.md", "extending-methods.md", "extending.md"]
     files = [place["file"] for place, _ in blocks()]
-    assert len(files) == 17
+    assert len(files) == 21
     run = {recipe: [words[0] for words in commands(recipe)] for recipe in recipes()}
     assert {recipe: words for recipe, words in run.items() if words} == {
         "A stage": ["run"],
@@ -88,6 +88,8 @@ def test_a_stage_runs(extended: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^ +finite$", done.stdout, re.MULTILINE)
     assert "CONSISTENT" in done.stdout
+    order = run(extended, "-c", "from consistency.case.stages import SPECS; print(*SPECS)")
+    assert order.stdout.split()[-2:] == ["wrapping", "finite"], "the order of `Stage`, wherever a row stands"
 
 
 def test_a_word_is_recognized(extended: Path) -> None:
@@ -105,6 +107,19 @@ def test_a_stage_and_a_word_are_explained(extended: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "the parameters of the model are numbers" in done.stdout
     assert "the right elements in reverse order" in done.stdout
+
+
+def test_an_adapter_method_is_judged_by_its_form(extended: Path) -> None:
+    code = (
+        "import peft; from tests.worker.stages.merged.forms.made_layers import DTYPES, adapted, largest, moved\n"
+        "config = peft.MissConfig(r=12, target_modules=['linear'])\n"
+        "for one in (one for pair in DTYPES[:5] for one in adapted(config, *pair)):\n"
+        "    tested = one.tensors()['plain']\n"
+        "    off = moved(tested, largest(tested), 2)\n"
+        "    print(type(one.form).__name__, one.worst(tested)[0] <= 1, one.worst(off)[0] > 1)"
+    )
+    done = run(extended, "-c", f"import sys; sys.path.append({str(HERE)!r})\n{code}")
+    assert done.stdout.splitlines() == ["Miss True True"] * 5, done.stderr
 
 
 def test_a_backend_is_known(extended: Path) -> None:

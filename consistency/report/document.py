@@ -1,7 +1,7 @@
 """The document that the terminal, `report.md` and `report.html` print: what they say, in which order, decided once.
 
-It is made from a comparison or from the result of a suite (`of_comparison.py`, `of_suite.py`), and has no layout. What
-only one of them has room for stays with that one: the tensors in a terminal, the map of layers on the page.
+`documents.py` makes it from a comparison or from the result of a suite. It has no layout. What only one of them has
+room for stays with that one: the tensors in a terminal, the map of layers on the page.
 """
 
 from __future__ import annotations

@@ -135,6 +135,7 @@ def test_the_documents_count_them() -> None:
     assert f"one of {len(FAULTS)} faults" in page
     assert f"{len(HERE)} of {len(HERE)} planted faults" in page
     readme = (root / "README.md").read_text(encoding="utf-8")
+    assert f"one of {len(FAULTS)} faults" in readme
     assert set(re.findall(r"(\d+) of \d+ planted faults", readme)) <= {str(len(HERE))}
 
 
