@@ -77,7 +77,7 @@ class StageSpec:
     worker: str
     """`module:function` that runs it: takes a `Context`, or a `Machine` where no model is loaded."""
     again: str = ""
-    """`module:function` that repeats it during a soak: takes what `worker` takes, and a `Compare`. Empty where there is
+    """`module:function` that repeats it during a soak: takes what `worker` takes, and a `Ledger`. Empty where there is
     nothing to repeat on the device."""
     items: str = ""
     """`module:function` that names its pytest items from headers alone; empty where `everything_else` is its only

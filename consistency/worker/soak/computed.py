@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, END_TO_END
+from consistency.case.stages import Stage
 from consistency.worker import cpu_error
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.model import half_kernels
@@ -15,7 +16,7 @@ from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.running import activations, tokens_of
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
-from consistency.worker.soak.ledger import Again, Compare
+from consistency.worker.soak.ledger import Again, Ledger
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.forward import by_blocks, in_mode, row_of
 from consistency.worker.stages.gradient.stage import decisions_file, gradients_of
@@ -24,12 +25,14 @@ from consistency.worker.stages.gradients import row_of as row_of_gradient
 from consistency.worker.training.backward import trained
 
 
-def forward(context: Context, compare: Compare) -> Again:
+def forward(context: Context, ledger: Ledger) -> Again:
     """Run the model again in every mode in which it ran, from end to end and by blocks."""
     inputs = _inputs(context)
     moved = _is_moved(context, inputs)
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
-    modes = [mode for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if compare.has(f"{mode}.{END_TO_END}")]
+    modes = [
+        mode for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if ledger.has(Stage.FORWARD, f"{mode}.{END_TO_END}")
+    ]
     path = context.scratch / REFERENCE_FILE
     reference = Reference.of(path) if path.exists() else None
 
@@ -38,21 +41,21 @@ def forward(context: Context, compare: Compare) -> Again:
             with half_kernels.computing(kernels):
                 ends = in_mode(context.model, mode, functools.partial(activations, context.model, inputs))
             for name, tensor in ends.items():
-                compare(name, f"{mode}.{END_TO_END}", tensor, own=moved)
-            if reference is not None and compare.has(mode):
+                ledger.see((Stage.FORWARD, name, f"{mode}.{END_TO_END}"), tensor, own=moved)
+            if reference is not None and ledger.has(Stage.FORWARD, mode):
                 with half_kernels.computing(kernels):
                     results, _ = in_mode(
                         context.model, mode, functools.partial(by_blocks, context, inputs, mode, reference)
                     )
                 for name, result in results.items():
-                    compare(*row_of(mode, name), result, own=moved)
+                    ledger.see((Stage.FORWARD, *row_of(mode, name)), result, own=moved)
                 del results
             yield
 
     return again
 
 
-def gradient(context: Context, compare: Compare) -> Again:
+def gradient(context: Context, ledger: Ledger) -> Again:
     """Compute the gradients again, by blocks."""
     inputs = _inputs(context)
     of = backward_of(context.model, trained(context.model, context.expected), inputs)
@@ -67,7 +70,7 @@ def gradient(context: Context, compare: Compare) -> Again:
             with half_kernels.computing(kernels):
                 found = gradients_of(of, reference, Replay(decisions_file(context), context.model, title))
             for name, gradient in found.items():
-                compare(*row_of_gradient(context, name), gradient, own=moved)
+                ledger.see((Stage.GRADIENT, *row_of_gradient(context, name)), gradient, own=moved)
         yield
 
     return again

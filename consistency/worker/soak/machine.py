@@ -14,20 +14,20 @@ from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.measure import Measure
 from consistency.worker.recorder import KEEP_BYTES, Recorder
-from consistency.worker.soak.ledger import Again, Compare
+from consistency.worker.soak.ledger import Again, Ledger
 from consistency.worker.stages.context import Machine
 from consistency.worker.stages.operators import stage as of_operators
 from consistency.worker.stages.operators.table import Operation, operations
 from consistency.worker.stages.transfer.stage import Copies
 
 
-def operators(context: Machine, compare: Compare) -> Again:
+def operators(context: Machine, ledger: Ledger) -> Again:
     """Do every operation again on the same inputs, which stay on the device as far as they are small together."""
     wanted = [
         (operation, dtype)
         for operation in operations(context.job.case.level)
         for dtype in operation.dtypes
-        if compare.knows(operation.name, operation.row(dtype))
+        if ledger.knows((Stage.OPERATORS, operation.name, operation.row(dtype)))
     ]
     held: dict[tuple[str, str], list[torch.Tensor]] = {}
     # on the CPU the first run has computed from NumPy's memory, which is aligned otherwise
@@ -47,17 +47,17 @@ def operators(context: Machine, compare: Compare) -> Again:
     def again() -> Iterator[None]:
         for operation, dtype in wanted:
             result = of_operators.compute(operation, inputs_of(operation, dtype))
-            compare(operation.name, operation.row(dtype), result, own=own)
+            ledger.see((Stage.OPERATORS, operation.name, operation.row(dtype)), result, own=own)
             yield
 
     return again
 
 
-def transfer(context: Machine, compare: Compare) -> Again:
+def transfer(context: Machine, ledger: Ledger) -> Again:
     """Make every copy again, with the same bytes."""
 
     def again() -> Iterator[None]:
-        copies = Copies(context.job, _Deliveries(context.record, compare))
+        copies = Copies(context.job, _Deliveries(context.record, ledger))
         for source, destination in copies.pairs():
             if context.record.wants(Stage.TRANSFER, pair_name(source.name, destination.name)):
                 copies.pair(source, destination)
@@ -70,17 +70,17 @@ def transfer(context: Machine, compare: Compare) -> Again:
 class _Deliveries(Recorder):
     """Take the stage's rows, and compare instead of writing them."""
 
-    def __init__(self, record: Recorder, compare: Compare) -> None:
+    def __init__(self, record: Recorder, ledger: Ledger) -> None:
         self._of_worker = record
-        self._compare = compare
+        self._ledger = ledger
 
     def wants(self, stage: str, layer: str) -> bool:
         return self._of_worker.wants(stage, layer)
 
     def write(self, record: TensorRecord) -> None:
         if record.digest is not None:
-            self._compare(record.layer, record.tensor, TensorDigest(value=record.digest, blocks=()))
-        elif record.status == "missing" and self._compare.knows(record.layer, record.tensor):
+            self._ledger.see(record.key, TensorDigest(value=record.digest, blocks=()))
+        elif record.status == "missing" and self._ledger.knows(record.key):
             raise RuntimeError(f"{' '.join(record.key)}: {record.reason}")  # it was possible in the first run
 
     def differs(
@@ -97,7 +97,5 @@ class _Deliveries(Recorder):
         assert row.digest is not None
         assert row.reference_digest is not None
         # a device that could be filled and read in the first run has no row of that there
-        self._compare.learn(row.layer, row.tensor, row.reference_digest)
-        self._compare(
-            row.layer, row.tensor, TensorDigest(value=row.digest, blocks=()), held=actual, expected=lambda: expected
-        )
+        self._ledger.learn(row.key, row.reference_digest)
+        self._ledger.see(row.key, TensorDigest(value=row.digest, blocks=()), held=actual, expected=lambda: expected)

@@ -22,7 +22,7 @@ from consistency.worker.memory.host_memory import private_bytes
 from consistency.worker.memory.mapped_pages import trim
 from consistency.worker.memory.placement import Allocator
 from consistency.worker.recorder import KEEP_BYTES
-from consistency.worker.soak.ledger import Again, Compare, Ledger, now
+from consistency.worker.soak.ledger import Again, Ledger, now
 from consistency.worker.soak.load import Busy, busy
 from consistency.worker.stages.context import Machine
 
@@ -83,7 +83,7 @@ class Soaking:
                 self._skipped.append(SoakedStage(stage=spec.stage, reason=reason))
             else:
                 factory = pkgutil.resolve_name(spec.again)
-                self._stages[spec.stage] = factory(context, Compare(self._ledger, spec.stage))
+                self._stages[spec.stage] = factory(context, self._ledger)
                 self._counts[spec.stage] = 0
 
     def run(self) -> None:

@@ -17,31 +17,32 @@ from consistency.capture.names import (
     module_place,
     split_name,
 )
+from consistency.case.stages import Stage
 from consistency.numerics.identity import start_of
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.model.merging import merged as merge
 from consistency.worker.quantized.held import is_composite
-from consistency.worker.soak.ledger import Again, Compare
+from consistency.worker.soak.ledger import Again, Ledger
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.merged.forms.bias import bias_of
 from consistency.worker.stages.merged.stage import delta_weight
 
 
-def base(context: Context, compare: Compare) -> Again:
+def base(context: Context, ledger: Ledger) -> Again:
     """Digest every tensor of the base again; one that the adapter's method rewrote is compared as it was after that."""
 
     def again() -> Iterator[None]:
         for name, tensor in context.base.on_device():
             layer, part = split_name(name)
             part = f"{part}_after_adapter" if name in context.rewritten else part
-            compare(layer, part, tensor, expected=functools.partial(context.expected_base, name))
+            ledger.see((Stage.BASE, layer, part), tensor, expected=functools.partial(context.expected_base, name))
             yield
 
     return again
 
 
-def adapter(context: Context, compare: Compare) -> Again:
+def adapter(context: Context, ledger: Ledger) -> Again:
     """Digest every tensor of the adapter again, and those that its method computed when it was loaded."""
 
     def expected(name: str, dtype: torch.dtype) -> torch.Tensor | None:
@@ -55,7 +56,9 @@ def adapter(context: Context, compare: Compare) -> Again:
             if start_of(tensor) in of_base and name not in context.expected:
                 continue
             key = context.expected[name][0] if name in context.expected else name.replace(f".{ADAPTER_NAME}", "")
-            compare(*adapter_place(key), tensor, expected=functools.partial(expected, name, tensor.dtype))
+            ledger.see(
+                (Stage.ADAPTER, *adapter_place(key)), tensor, expected=functools.partial(expected, name, tensor.dtype)
+            )
             yield
 
     return again
@@ -65,23 +68,23 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_buffers()), **model.state_dict(keep_vars=True), **dict(model.named_parameters())}
 
 
-def merged(context: Context, compare: Compare) -> Again:
+def merged(context: Context, ledger: Ledger) -> Again:
     """Merge every layer again."""
 
     def again() -> Iterator[None]:
         for name, layer in adapted_layers(context.model):
             place = module_place(name)
             with context.base.onload(layer):
-                if compare.knows(place, DELTA):
+                if ledger.knows((Stage.MERGED, place, DELTA)):
                     with torch.no_grad():
-                        compare(place, DELTA, delta_weight(layer))
+                        ledger.see((Stage.MERGED, place, DELTA), delta_weight(layer))
                 for safe, tensor, beside in ((False, WEIGHT, BIAS), (True, SAFE_WEIGHT, SAFE_BIAS)):
-                    if compare.knows(place, tensor):
+                    if ledger.knows((Stage.MERGED, place, tensor)):
                         with merge(layer, safe=safe) as weight:
-                            compare(place, tensor, weight)
+                            ledger.see((Stage.MERGED, place, tensor), weight)
                             bias = bias_of(layer)
-                            if bias is not None and compare.knows(place, beside):
-                                compare(place, beside, bias)
+                            if bias is not None:
+                                ledger.see((Stage.MERGED, place, beside), bias)
                         del weight
             yield
 
