@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from consistency.case.stages import Stage
-from consistency.comparison.outcomes import Workers, badness, gathered, share_of
+from consistency.comparison.outcomes import Graded, Workers, gathered
 from consistency.comparison.result import Comparison, Outcome, Status, TensorComparison, tensor_name
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
@@ -18,7 +18,7 @@ from consistency.numerics.rules import Rule
 _EXACT = frozenset({Rule.BITWISE, Rule.PEER})
 
 
-class LayerCell(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class LayerCell(Graded, msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One tensor on the workers of one architecture.
 
     Attributes
@@ -43,16 +43,6 @@ class LayerCell(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ratio: Real | None
     max_ulp: int | None
     classes: tuple[tuple[str, ...], ...]
-
-    @property
-    def share(self) -> float | None:
-        """Return error/tolerance where it says something, as `share_of` does."""
-        return share_of(self.status, self.ratio, self.max_ulp)
-
-    @property
-    def badness(self) -> tuple[int, float]:
-        """Order cells by how bad they are."""
-        return badness(self.status, self.share)
 
 
 class LayerComparison(msgspec.Struct, frozen=True, kw_only=True):

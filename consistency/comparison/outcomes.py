@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -30,7 +30,33 @@ NO_DIFFERENCE: dict[str, Any] = {
 """Fields of an outcome whose tensor is bitwise equal to its reference."""
 
 
-class Judgement(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many where devices disagree, and no cycles
+class Graded:
+    """What has a status, and error/tolerance where there is one."""
+
+    __slots__ = ()
+    if TYPE_CHECKING:  # fields of the records
+        status: Status
+        ratio: Real | None
+        max_ulp: int | None
+
+    @property
+    def share(self) -> float | None:
+        """Return error/tolerance, but None of what is equal, or the exact value correctly rounded.
+
+        One rounding to a half type may use up the whole tolerance, and nothing is closer to the exact value.
+        """
+        if self.ratio is None or self.status == "equal" or (self.status == "within" and self.max_ulp == 0):
+            return None
+        return float(self.ratio)
+
+    @property
+    def badness(self) -> tuple[int, float]:
+        """Order by status, then by error/tolerance; NaN is worse than any number."""
+        share = self.share or 0.0
+        return (LEAST_BAD_FIRST.index(self.status), math.inf if math.isnan(share) else share)
+
+
+class Judgement(Graded, msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many of them, and no cycles
     """What is said of one tensor on one device.
 
     Attributes
@@ -82,16 +108,6 @@ class Judgement(msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many wh
     own_file: bool | None = None
     unread: bool = False
 
-    @property
-    def share(self) -> float | None:
-        """Return error/tolerance where it says something, as `share_of` does."""
-        return share_of(self.status, self.ratio, self.max_ulp)
-
-    @property
-    def badness(self) -> tuple[int, float]:
-        """Order outcomes by how bad they are."""
-        return badness(self.status, self.share)
-
 
 class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
     """One tensor on the workers of which the same is true, in the order of the comparison; at least one."""
@@ -105,22 +121,6 @@ class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
     def of(self, workers: Workers) -> Outcome:
         """Return this outcome for other workers."""
         return self if workers is self.workers else msgspec.structs.replace(self, workers=workers)
-
-
-def badness(status: Status, share: float | None) -> tuple[int, float]:
-    """Order by status, then by error/tolerance; NaN is worse than any number."""
-    share = share or 0.0
-    return (LEAST_BAD_FIRST.index(status), math.inf if math.isnan(share) else share)
-
-
-def share_of(status: Status, ratio: Real | None, max_ulp: int | None) -> float | None:
-    """Return error/tolerance, but None of what is equal, or the exact value correctly rounded.
-
-    One rounding to a half type may use up the whole tolerance, and nothing is closer to the exact value.
-    """
-    if ratio is None or status == "equal" or (status == "within" and max_ulp == 0):
-        return None
-    return float(ratio)
 
 
 def worst_of(outcomes: Iterable[Outcome]) -> Outcome:
