@@ -98,7 +98,7 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
 
     Copies between devices and facts about a process have no tolerance of a layer, and are left out.
     """
-    members = Members(comparison)
+    members = ByArchitecture(comparison)
     equal: dict[tuple[object, ...], dict[str, LayerCell]] = {}  # what is equal everywhere is so in most layers
     for tensor in comparison.tensors:
         if tensor.stage == Stage.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.outcomes:
@@ -166,7 +166,7 @@ def blocks_of(layers: Iterable[LayerComparison]) -> list[Block]:
     ]
 
 
-class Members:
+class ByArchitecture:
     """The architectures of the workers of a comparison, and sets of workers by architecture."""
 
     def __init__(self, comparison: Comparison) -> None:
@@ -188,7 +188,7 @@ class Members:
         return tuple(sorted(every, key=lambda worker: self._places.get(worker, len(self._places))))
 
 
-def cells_of(tensor: TensorComparison, members: Members) -> dict[str, LayerCell]:
+def cells_of(tensor: TensorComparison, members: ByArchitecture) -> dict[str, LayerCell]:
     """Return what each architecture saw of a tensor; workers of none are under an empty name."""
     rows = gathered((name, (row, some)) for row in tensor.outcomes for name, some in members.split(row.workers).items())
     classes = gathered((name, some) for alike in tensor.classes for name, some in members.split(alike).items())
@@ -197,13 +197,13 @@ def cells_of(tensor: TensorComparison, members: Members) -> dict[str, LayerCell]
 
 
 def _cell(
-    tensor: TensorComparison, found: Sequence[tuple[Outcome, Workers]], classes: Sequence[Workers], members: Members
+    tensor: TensorComparison, found: Sequence[tuple[Outcome, Workers]], classes: Sequence[Workers], by: ByArchitecture
 ) -> LayerCell:
     rows = [row for row, _ in found]
     worst = max(rows, key=lambda row: row.badness)
     difference, allowed = _worst_bits(rows) if tensor.rule in _EXACT else difference_of(tensor.rule, worst)
     return LayerCell(
-        workers=members.join(tuple(workers for _, workers in found)),
+        workers=by.join(tuple(workers for _, workers in found)),
         status=worst.status,
         max_abs=difference,
         allowed=allowed,

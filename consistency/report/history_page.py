@@ -345,11 +345,6 @@ class Classes:
     devices: int
 
 
-def folded_names(names: Iterable[str], most: int = _MOST_PATTERNS) -> str:
-    """Write names in their natural order as few patterns: `gpu-[0001-0128]:cuda:[0-7]`."""
-    return some(patterns(names), most)
-
-
 def class_lines(found: Sequence[Night], device: str | None = None, case: str | None = None) -> Classes:
     """Return a row for each class of devices, or for each device where they are few, or one is asked for."""
     if device is not None:
@@ -380,9 +375,9 @@ def class_lines(found: Sequence[Night], device: str | None = None, case: str | N
     room = MOST_CLASSES - len(odd[:MOST_ODD])
     first = {devices[0]: devices for devices in (*odd[:MOST_ODD], *others[:room])}
     rows = [
-        replace(line, count=len(first[line.device]), names=folded_names(names[one] for one in first[line.device]))
+        replace(line, count=len(same), names=some(patterns(names[one] for one in same), _MOST_PATTERNS))
         for line in lines(found, first, case)
-        if line.device in first  # a name may be another device's identity
+        if (same := first.get(line.device))  # a name may be another device's identity
     ]
     order = {device: place for place, device in enumerate(first)}
     rows.sort(key=lambda line: (worst_first(line), order[line.device]))

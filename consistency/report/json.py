@@ -16,7 +16,7 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
-from consistency.comparison.layers import LayerComparison, Members, layers_of
+from consistency.comparison.layers import ByArchitecture, LayerComparison, layers_of
 from consistency.comparison.outcomes import Judgement, Outcome, Workers, gathered, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
@@ -214,7 +214,7 @@ class _Writer:
 
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
-        self._members = Members(comparison)
+        self._members = ByArchitecture(comparison)
         self._cohorts: dict[Workers, int] = {}
         self._by_bits = functools.cache(self._split)
         self._hosts = comparison.hosts

@@ -51,9 +51,9 @@ def render(found: Comparison | SuiteResult, view: View, console: Console | None 
     yield stripped(captured.get(), console)
 
 
-def render_finding(finding: Finding, number: int, console: Console | None = None) -> Iterator[bytes]:
+def render_finding(finding: Finding, number: int) -> Iterator[bytes]:
     """Yield one finding with all of its evidence and the names of its tensors."""
-    console = console or make_console()
+    console = make_console()
     with console.capture() as captured:
         write = Writer(console)
         write.finding(finding, number)

@@ -27,7 +27,7 @@ import msgspec
 from consistency.capture.json_codec import json_number
 from consistency.capture.wording import some
 from consistency.case.stages import stage_order
-from consistency.comparison.layers import LayerCell, LayerComparison, Members, cells_of
+from consistency.comparison.layers import ByArchitecture, LayerCell, LayerComparison, cells_of
 from consistency.comparison.outcomes import Workers, gathered, names_in, worst_of
 from consistency.comparison.result import BAD, Comparison, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
@@ -109,7 +109,7 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Architectur
         # a reference file has no rows, and a reference worker may have them on a load path that it did not take
         names = [name for name, worker in here.items() if name in seen or worker.status != "ok"]
         names += [name for name in seen if name not in here]
-        of = Members(comparison).of
+        of = ByArchitecture(comparison).of
         return [
             MapColumn(label=name, architecture=of.get(name, ""), workers=(name,), stands_for=1)
             for name in sorted(names, key=lambda name: _place(comparison, of.get(name, "")))
@@ -133,7 +133,7 @@ def _place(comparison: Comparison, architecture: str) -> int:
 
 def unequal(comparison: Comparison) -> list[LayerComparison]:
     """Return every tensor that is not bitwise equal everywhere, copies and facts among them, by architecture."""
-    members = Members(comparison)
+    members = ByArchitecture(comparison)
     return [
         LayerComparison(
             stage=tensor.stage, load_path=tensor.load_path, layer=tensor.layer, tensor=tensor.tensor,
@@ -151,7 +151,7 @@ def sections(
 ) -> list[Section]:
     """Return what is drawn of every stage on every load path, in the order of `Stage`; `layers` are of `unequal`."""
     found: dict[tuple[str, str], Section] = {}
-    members = Members(comparison)
+    members = ByArchitecture(comparison)
     seen = iter(layers)
     titles = {load_path: list(architectures(drawn)) for load_path, drawn in by_load_path.items()}
     kept: list[tuple[int, int, Section, list[Any]]] = []

@@ -279,9 +279,9 @@ def _conversions_raise() -> Iterator[None]:
         core_model_loading.log_conversion_errors = real
 
 
-def load_model(case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None) -> torch.nn.Module:
+def load_model(case: Case, device: str) -> torch.nn.Module:
     """Load the base of a case, with its adapter if it has one."""
-    base = load_base(case, device, device_map=device_map)
+    base = load_base(case, device)
     return base.model if case.adapter is None else load_adapter(base, case)
 
 

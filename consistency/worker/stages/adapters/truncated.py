@@ -64,18 +64,16 @@ class Judged:
     """Whether the gap at the cut is wide enough to determine the product."""
 
 
-def combined_delta(
-    kind: str, by: Arithmetic, factors: LayerFactors, masks: Sequence[np.ndarray] = (), *, density: float = DENSITY
-) -> Tracked:
+def combined_delta(kind: str, by: Arithmetic, factors: LayerFactors, masks: Sequence[np.ndarray] = ()) -> Tracked:
     """Return the combination of deltas before it is cut, as a matrix (out, in)."""
     deltas = [
         _delta(by, b.reshape(len(b), -1), a.reshape(len(a), -1), scaling)
         for a, b, scaling in zip(factors.a, factors.b, factors.scalings, strict=True)
     ]
     if kind in ("ties_svd", "magnitude_prune_svd"):
-        deltas = [_largest(delta, density) for delta in deltas]
+        deltas = [_largest(delta) for delta in deltas]
     elif masks:
-        deltas = [rescaled(delta, mask, density) for delta, mask in zip(deltas, masks, strict=True)]
+        deltas = [rescaled(delta, mask, DENSITY) for delta, mask in zip(deltas, masks, strict=True)]
     return (elected if "ties" in kind else added)(deltas, factors.weights)
 
 
@@ -130,12 +128,12 @@ def _delta(by: Arithmetic, b: np.ndarray, a: np.ndarray, scaling: float) -> Trac
     return Tracked(value=found.value, error=np.where(zero, 0.0, found.error), by=by)
 
 
-def _largest(term: Tracked, density: float) -> Tracked:
+def _largest(term: Tracked) -> Tracked:
     """Return the largest elements by magnitude.
 
     One that is kept may be left out where an error is enough to make one that is not as large; and the reverse.
     """
-    size, count = np.abs(term.value), int(density * term.value.size)
+    size, count = np.abs(term.value), int(DENSITY * term.value.size)
     kept = np.zeros(size.size, dtype=bool)
     kept[np.argpartition(size.ravel(), size.size - count)[size.size - count :]] = True
     kept = kept.reshape(size.shape)
