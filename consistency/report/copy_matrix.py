@@ -11,13 +11,12 @@ from consistency.capture.wording import and_more
 from consistency.comparison.findings.transfers import Cell, Matrix, matrices
 from consistency.comparison.result import TensorComparison
 from consistency.report.console import Writer
-from consistency.report.marks import style_of
+from consistency.report.marks import MARKS, style_of
 
 MOST_PLACES = 12
 """Columns: twelve of some eleven characters are as wide as a pipe is taken to be."""
 
 _MOST_MATRICES = 4
-_STATUS = {"=": "equal", "✗": "outside"}
 
 
 def write_matrices(write: Writer, tensors: Iterable[TensorComparison]) -> None:
@@ -50,28 +49,27 @@ def shown_places(matrix: Matrix) -> tuple[str, ...]:
     return tuple(name for name in matrix.places if name in ranked)
 
 
-def cell_mark(cell: Cell | None) -> str:
-    """Return `=`, `✗` or `–`."""
-    return "–" if cell is None or not (cell.tried or cell.own) else "✗" if cell.own else "="
+def cell_status(cell: Cell | None) -> str:
+    """Return `equal`, `outside` or `skipped`."""
+    return "skipped" if cell is None or not (cell.tried or cell.own) else "outside" if cell.own else "equal"
 
 
 def copies(cell: Cell) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each kind of copy, its mark, its speed, and its diagnosis or why it was not tried."""
+    """Yield each kind of copy, its status, its speed, and its diagnosis or why it was not tried."""
     for kind in cell.kinds:
         if kind in cell.own:
-            mark, word = "✗", str(cell.word_of(kind))
+            status, word = "outside", str(cell.word_of(kind))
         elif kind in cell.wrong:
-            mark, word = "–", "wrong on one of its hops"
+            status, word = "skipped", "wrong on one of its hops"
         else:
-            mark, word = ("=", "") if kind in cell.tried else ("–", cell.skipped[kind])
+            status, word = ("equal", "") if kind in cell.tried else ("skipped", cell.skipped[kind])
         speed = cell.speeds.get(kind)
-        yield kind, mark, "" if speed is None else f"{speed:.3g} GB/s", word
+        yield kind, status, "" if speed is None else f"{speed:.3g} GB/s", word
 
 
 def _cell(write: Writer, cell: Cell | None) -> Text:
     """Return the mark and, where copies are right, their GB/s."""
-    mark = cell_mark(cell)
+    status = cell_status(cell)
     known = cell is not None and cell.gb_per_s is not None and not cell.own
-    return write.text(
-        f"{mark} {cell.gb_per_s:.3g}" if cell is not None and known else mark, style_of(_STATUS.get(mark, "none"))
-    )
+    speed = f" {cell.gb_per_s:.3g}" if cell is not None and known else ""
+    return write.text(f"{MARKS[status][0]}{speed}", style_of(status))

@@ -27,13 +27,13 @@ from consistency.comparison.findings.transfers import matrices
 from consistency.comparison.layers import LayerComparison
 from consistency.comparison.result import BAD, Comparison
 from consistency.comparison.suite import SuiteResult
-from consistency.report.copy_matrix import cell_mark, copies
+from consistency.report.copy_matrix import cell_status, copies
 from consistency.report.document import Group, ResultTable, Row
 from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.layers import summary_lines
 from consistency.report.markdown import finding_as_markdown
-from consistency.report.marks import VERDICT_MARKS, letter
+from consistency.report.marks import MARKS, VERDICT_MARKS, letter
 from consistency.report.page import cells, tables, trajectories
 from consistency.report.page.cells import KEY
 from consistency.report.page.rendering import page_environment, part
@@ -110,7 +110,7 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
     return {
         "agreement": parted,
         "bits": tables.bits(comparison.tensors),
-        "cell_mark": cell_mark,
+        "cell_status": cell_status,
         "chart": {
             "width": trajectories.WIDTH,
             "height": trajectories.HEIGHT,
@@ -120,6 +120,7 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
         "copies": copies,
         "data": Markup(_data(comparison, layers, by_load_path)),  # escaped for a script element, which is not HTML
         "environments": tables.environments(comparison.workers),
+        "marks": MARKS,
         "markdown": lambda entry: _attribute(finding_as_markdown(comparison, entry.finding, entry.number)),
         "matrices": copied[:_MOST_MATRICES],
         "matrices_left_out": len(copied[_MOST_MATRICES:]),
@@ -128,7 +129,6 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
         "reference": comparison.reference,
         "several_paths": sum(not is_alternative(path) for path in comparison.load_paths) > 1,
         "shortened": any(column.stands_for != 1 for some in by_load_path.values() for column in some),
-        "status_of": {"=": "equal", "✗": "outside", "–": "skipped"},
         "trainings": trajectories.trainings(comparison.tensors),
         "ways_left_out": ways_left_out,
         "workers": tables.workers(comparison),
