@@ -43,11 +43,8 @@ def worst_error(comparison: Comparison) -> tuple[float, str] | None:
 
     It is a number of the table: the worst cell of that stage shows the same figure.
     """
-    found: tuple[float, str] | None = None
-    for stage, _, ratio in _ratios(comparison):
-        if found is None or math.isnan(ratio) or ratio > found[0]:
-            found = ratio, stage
-    return found
+    found = ((ratio, stage) for stage, _, ratio in _ratios(comparison))
+    return max(found, key=lambda one: math.inf if math.isnan(one[0]) else one[0], default=None)
 
 
 def _ratios(comparison: Comparison) -> Iterator[tuple[str, Workers, float]]:

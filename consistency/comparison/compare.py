@@ -31,7 +31,7 @@ from consistency.comparison.result import (
     verdict_of,
 )
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
-from consistency.comparison.stage_cohorts import Members, StageMembers
+from consistency.comparison.stage_cohorts import Members
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather, load_paths_of, on_load_path
 from consistency.devices.backends import FUSED_ATTENTION, OWN_CHOICE, backend_of
 from consistency.errors import UsageError
@@ -173,12 +173,9 @@ def _compare_load_path(
     for table in tables_of(member.records for member in (reference, *members)):
         for key, record in table.items():
             order.setdefault(key, record.order)
-    together = Members(members, reference)
-    stages: dict[str, StageMembers] = {}
+    stage_of = functools.cache(Members(members, reference).stage)
     for key in sorted(order, key=lambda k: (stage_order(k[0]), order[k])):
-        stage = stages.get(key[0])
-        if stage is None:
-            stage = stages[key[0]] = together.stage(key[0])
+        stage = stage_of(key[0])
         record = stage.first_record(key)
         outcomes, together_with = stage.outcomes(key, expected=record.rule != Rule.LIMIT)
         if not outcomes:
