@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from consistency.worker.faults.planting import Install, changing, cut_to_tf32
+from consistency.worker.model.adapter_settings import tuner_layers
 
 Tensors = dict[str, torch.Tensor]
 
@@ -151,10 +152,6 @@ def inactive(model: Any) -> None:
 
 def own_parameters(model: Any) -> list[str]:
     """Return the names of the parameters that belong to the adapter, in the order of the model."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    inside = ["prompt_encoder."]
-    for path, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            inside += [f"{path}.{name}." for name in module.adapter_layer_names]
+    inside = [f"{path}.{name}." for path, layer in tuner_layers(model) for name in layer.adapter_layer_names]
+    inside.append("prompt_encoder.")
     return [name for name, _ in model.named_parameters() if name.startswith(tuple(inside))]

@@ -15,9 +15,9 @@ from consistency.worker.model.loading import ADAPTER_NAME
 def rank_and_scaling(model: torch.nn.Module) -> dict[str, list[Any]]:
     """Return rank and scaling of each layer that PEFT adapts, None where a layer has no such."""
     found: dict[str, list[Any]] = {}
-    for name, module in _adapted(model):
+    for name, module in tuner_layers(model):
         settings = getattr(module, "r", None), getattr(module, "scaling", None)
-        found[name] = [of.get(ADAPTER_NAME) if isinstance(of, dict) else None for of in settings]
+        found[module_place(name)] = [of.get(ADAPTER_NAME) if isinstance(of, dict) else None for of in settings]
     return found
 
 
@@ -33,26 +33,25 @@ def other_scalings(model: Any) -> dict[str, tuple[float, float]]:
     if getattr(model.peft_config[ADAPTER_NAME].peft_type, "value", "") != "LORA":
         return {}
     found = {}
-    for name, module in _adapted(model):
+    for name, module in tuner_layers(model):
         if ADAPTER_NAME in getattr(module, "r", ()) and ADAPTER_NAME in getattr(module, "scaling", ()):
             own, wanted = float(module.scaling[ADAPTER_NAME]), stated_scaling(module)
             if not math.isclose(own, wanted, rel_tol=1e-6):  # either may have been computed in float32
-                found[name] = own, wanted
+                found[module_place(name)] = own, wanted
     return found
 
 
 def inactive_layers(model: torch.nn.Module) -> list[str]:
     """Return the adapted layers that compute without the adapter."""
     return [
-        name
-        for name, module in _adapted(model)
+        module_place(name)
+        for name, module in tuner_layers(model)
         if ADAPTER_NAME not in module.active_adapters or module.disable_adapters
     ]
 
 
-def _adapted(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def tuner_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield name and module of every layer that PEFT has put in the place of one of the base, in the model's order."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            yield module_place(name), module
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from consistency.numerics.digest import TensorDigest, digest
+from consistency.worker.model.adapter_settings import tuner_layers
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.running import model_code
 from consistency.worker.quantized.held import dequantized, is_quantized
@@ -26,11 +27,7 @@ NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeE
 
 def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and module of every layer that the adapter changes, in the model's order."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and hasattr(module, "merge") and hasattr(module, "get_base_layer"):
-            yield name, module
+    return ((n, m) for n, m in tuner_layers(model) if hasattr(m, "merge") and hasattr(m, "get_base_layer"))
 
 
 @contextmanager

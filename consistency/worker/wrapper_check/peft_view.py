@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from consistency.numerics.identity import start_of
+from consistency.worker.model.adapter_settings import tuner_layers
 from consistency.worker.wrapper_check.held import Held
 
 Layers = dict[str, tuple[str, tuple[tuple[int, ...], ...]]]
@@ -45,14 +46,11 @@ def untouched(*models: torch.nn.Module) -> Iterator[None]:
 
 def adapted_layers(model: torch.nn.Module, prefix: str) -> Layers:
     """Return the adapted layers, by their names in the plain model."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     found: Layers = {}
-    for name, part in model.named_modules():
-        if isinstance(part, BaseTunerLayer):
-            held = [p for key, p in part.named_parameters() if not key.startswith("base_layer.")]
-            shapes = tuple(sorted(tuple(p.shape) for p in held))
-            found[name.removeprefix(prefix)] = (type(part).__name__, shapes)
+    for name, part in tuner_layers(model):
+        held = [p for key, p in part.named_parameters() if not key.startswith("base_layer.")]
+        shapes = tuple(sorted(tuple(p.shape) for p in held))
+        found[name.removeprefix(prefix)] = (type(part).__name__, shapes)
     return found
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from consistency.capture.records import Effect
 from consistency.numerics.identity import start_of
+from consistency.worker.model.adapter_settings import tuner_layers
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.stages.context import Context
 
@@ -37,7 +38,7 @@ def effect_of(context: Context) -> tuple[Effect, dict[str, Any]]:
         return "no-layer", {}
     if context.rewritten or any(_is_changed(context, name) for name in context.expected if _SAVED in name):
         return "", {}
-    layers = list(_tuner_layers(model))
+    layers = [layer for _, layer in tuner_layers(model)]
     if not layers or any(_has_magnitude(layer) for layer in layers):
         return "", {}
     scaling = [_scaling(layer) for layer in layers]
@@ -54,12 +55,6 @@ def _is_of_some_tokens(config: Any) -> bool:
     kind = getattr(config.peft_type, "value", config.peft_type)
     names = ("trainable_token_indices", "alora_invocation_tokens")
     return kind == "TRAINABLE_TOKENS" or any(getattr(config, name, None) for name in names)
-
-
-def _tuner_layers(model: torch.nn.Module) -> Iterator[Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return (module for module in model.modules() if isinstance(module, BaseTunerLayer))
 
 
 def _has_magnitude(layer: Any) -> bool:

@@ -16,6 +16,7 @@ from consistency.numerics.identity import start_of
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.model import half_kernels
+from consistency.worker.model.adapter_settings import tuner_layers
 from consistency.worker.model.running import activations, tokens_of
 from consistency.worker.stages.context import Context
 from consistency.worker.stages.low_rank import Expected
@@ -125,9 +126,7 @@ class MultiAdapterModel:
 
     def check_active(self, step: str, names: Sequence[str]) -> None:
         """Record whether these adapters, and no other, are active in every layer."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        layers = [(n, m) for n, m in self.model.named_modules() if isinstance(m, BaseTunerLayer)]
+        layers = list(tuner_layers(self.model))
         wrong = [
             module_place(name)
             for name, layer in layers
