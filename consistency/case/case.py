@@ -165,7 +165,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"stage {s}" for s in Stage if s not in self.stages and s not in elsewhere and s is not Stage.ADAPTERS
         ]
         skipped += [f"stage {s} ({CHECKED_IN} {self.host_checked_by})" for s in elsewhere if s not in self.stages]
-        rest = [text for text in self.plan.not_checked if text not in list(Stage)]
+        rest = list(self.plan.not_checked)
         if Stage.OPERATORS not in self.stages:
             rest = [text for text in rest if "operators" not in text]
         if Stage.TRANSFER not in self.stages:

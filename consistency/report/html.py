@@ -91,7 +91,7 @@ def _template() -> jinja2.Template:
     """Return the page's template, compiled once per process: that takes ten times as long as to render a small page."""
     environment = page_environment()
     environment.filters.update(letter=letter, link=urllib.parse.quote, shortened=shortened, size=size, some=some)
-    environment.filters["reference_first"] = _reference_first
+    environment.filters["reference_first"] = lambda names, reference: sorted(names, key=lambda name: name != reference)
     environment.filters["shown"] = lambda rows: [row for row in rows if not _is_folded(rows, row)]
     environment.filters["folded"] = lambda rows: [row for row in rows if _is_folded(rows, row)]
     return environment.from_string(part("template.html"))
@@ -134,10 +134,6 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
         "workers": tables.workers(comparison),
         "worst_layers": [text for _, text in worst[:_MOST_WORST]],
     }
-
-
-def _reference_first(names: Sequence[str], reference: str | None) -> list[str]:
-    return sorted(names, key=lambda name: name != reference)
 
 
 def _few(sources: Sequence[str]) -> list[str]:
