@@ -336,6 +336,10 @@ _ROWS: tuple[Fault, ...] = (
         stages=_GENERATION, shows_in=".padded",
     ),
     Fault(
+        name="padding-counted", plant="generation:positions_of_padding", expected="padding-changes-the-model",
+        stages=_GENERATION, shows_in=".padded",
+    ),
+    Fault(
         name="adapter-off-in-steps", plant="generation:off_in_steps", expected="wrong-with-cache",
         stages=_GENERATION, shows_in=".cache", needs=(Need.TRAINED, Need.LORA_LINEAR),
     ),

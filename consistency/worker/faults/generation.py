@@ -56,6 +56,13 @@ def padding_is_seen(real: Callable[..., Any], mask: Any, *args: Any, **kwargs: A
     return real(None if mask is None or not mask.is_floating_point() else mask, *args, **kwargs)
 
 
+@instead("transformers.generation.utils:GenerationMixin._prepare_position_ids_for_generation")
+def positions_of_padding(real: Callable[..., Any], model: Any, inputs: Any, known: dict[str, Any]) -> Any:
+    """Count the padding before a text as if it were text."""
+    mask = known.get("attention_mask")
+    return real(model, inputs, {**known, "attention_mask": None if mask is None else torch.ones_like(mask)})
+
+
 @instead("peft.tuners.lora.layer:Linear.forward")
 def off_in_steps(real: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Leave the adapter out where one token is computed at a time."""
