@@ -190,7 +190,7 @@ SPECS: dict[Stage, StageSpec] = {
         StageSpec(  # several passes of one token at a time, so not of the level `standard`
             stage=Stage.GENERATION, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.generation.stage:run",
             cost=f"{_COSTS}:nothing",
-            short="gen",
+            short="gen", items=f"{_ITEMS}:generation_items",
             levels=(Level.THOROUGH,), feeds_inputs=True, by=(Stage.FORWARD,),
         ),
         StageSpec(  # at level `thorough` too, where two cards are equal: `workflows/planning.py`

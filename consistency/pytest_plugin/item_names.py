@@ -42,6 +42,9 @@ from consistency.launch.plan import WorkerPlan
 
 EVERYTHING_ELSE = "everything_else"
 _BLOCK = re.compile(r"(?P<block>.*?\.\d+)(?:\.(?P<part>[^.]+))?")
+WAYS, SEQUENCES = ("alone", "cache", "static_cache", "padded"), 4
+"""Those of `generation` at level standard; a test holds them against the stage's own."""
+
 _WITH_LOGITS = re.compile(r"For(CausalLM|MaskedLM)$|LMHeadModel$")
 
 
@@ -112,7 +115,7 @@ def own_place(tensor: TensorComparison) -> Place:
 
 
 def base_items(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield layer and tensor of the stage `base`; this and the next three are named by `StageSpec.items`."""
+    """Yield layer and tensor of the stage `base`; this and the next four are named by `StageSpec.items`."""
     yield from (split_name(name) for name in _base_tensors(case) if not states_settings(name))
 
 
@@ -168,6 +171,14 @@ def forward_items(case: Case) -> Iterator[tuple[str, str]]:
     yield from ((layer, mode) for layer in layers for mode in modes)
     if any(_WITH_LOGITS.search(str(name)) for name in config.get("architectures") or ()):
         yield from (("logits", f"{mode}{ending}") for mode in modes for ending in ("", f".{END_TO_END}"))
+
+
+def generation_items(case: Case) -> Iterator[tuple[str, str]]:
+    """Yield layer and way of the stage `generation`, and its texts; the encoder of a decoder has no way of its own."""
+    layers = dict.fromkeys(layer for layer, _ in forward_items(case))
+    own = [layer for layer in layers if "encoder" not in layer.split(".")]
+    yield from ((layer, way) for layer in own for way in WAYS)
+    yield from ((f"prompt {number}", "text") for number in range(SEQUENCES if own else 0))
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from consistency.case.builtin import builtin_folder
+from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison
 from consistency.devices.discovery import select
 from consistency.launch.plan import WorkerPlan
-from consistency.pytest_plugin.item_names import EVERYTHING_ELSE, Place, RowFinder
+from consistency.pytest_plugin.item_names import EVERYTHING_ELSE, SEQUENCES, WAYS, Place, RowFinder, places
+from consistency.worker.stages.generation import stage
 from tests.report.made_comparisons import comparison, tensor
 
 DELTA, WEIGHT = (Place(stage=Stage.MERGED, layer="layers.0", tensor=name) for name in ("delta", "weight"))
@@ -32,3 +35,13 @@ def test_every_tensor_belongs_to_an_item(layer: str, name: str, place: Place) ->
     assert {one: of(one, found) for one in (DELTA, WEIGHT, REST)} == {
         one: [name] if one == place else [] for one in (DELTA, WEIGHT, REST)
     }
+
+
+def test_generation_has_an_item_for_each_layer_and_way_and_text() -> None:
+    """Named without torch, which its stage imports."""
+    assert stage.SEQUENCES == SEQUENCES
+    assert tuple(stage.WAYS) == WAYS
+    case = Case(name="llama", base=str(builtin_folder("llama") / "base"), adapter=None, stages=("generation",))
+    found = [place.name for place in places(case)]
+    assert {"model.layers.1.mlp.cache", "model.layers.0.alone", "prompt 3.text"} < set(found)
+    assert found[-1] == EVERYTHING_ELSE
