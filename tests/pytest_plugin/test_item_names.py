@@ -41,7 +41,7 @@ def test_generation_has_an_item_for_each_layer_and_way_and_text() -> None:
     """Named without torch, which its stage imports."""
     assert stage.SEQUENCES == SEQUENCES
     assert tuple(stage.WAYS) == WAYS
-    case = Case(name="llama", base=str(builtin_folder("llama") / "base"), adapter=None, stages=("generation",))
+    case = Case(name="llama", base=str(builtin_folder("llama") / "base"), adapter=None, stages=(Stage.GENERATION,))
     found = [place.name for place in places(case)]
     assert {"model.layers.1.mlp.cache", "model.layers.0.alone", "prompt 3.text"} < set(found)
     assert found[-1] == EVERYTHING_ELSE
