@@ -32,7 +32,7 @@ from consistency.worker.merged_folder.difference import Difference, difference
 from consistency.worker.merged_folder.explain import Explanations, MergeQuestion, explain
 from consistency.worker.merged_folder.folder import Folder, Problem, Stored
 from consistency.worker.merged_folder.formats import open_weights
-from consistency.worker.merged_folder.orders import Effect, LowRankSum, MergeWriter, Order, OutsideElements
+from consistency.worker.merged_folder.orders import Effect, LowRankSum, MergeWriter, Order, OutsideElements, same_bits
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped"]
 
@@ -349,7 +349,7 @@ class _Walk:
     def _untouched(self, name: str, here: Stored, actual: torch.Tensor, before: torch.Tensor) -> TensorState:
         state = _state(name, "untouched", "equal", here)
         for one in by_method.untouched(actual, before):
-            if _same(actual, one):
+            if same_bits(actual, one):
                 state.status = "equal" if actual.dtype == before.dtype else "within"
                 return state
         wanted = before.to(actual.dtype)
@@ -371,11 +371,11 @@ class _Walk:
         if target.rows is not None:
             assert base is not None
             value = base.read().to(value.dtype).index_copy(0, target.rows, target.value)
-        if actual.shape == value.shape and any(_same(actual, one) for one in by_method.untouched(actual, value)):
+        if actual.shape == value.shape and any(same_bits(actual, one) for one in by_method.untouched(actual, value)):
             return state
         state.status, state.outside = "outside", actual.numel()
         state.reason = f"the adapter's file has it whole, {tuple(value.shape)}"
-        if base is not None and any(_same(actual, one) for one in by_method.untouched(actual, base.read())):
+        if base is not None and any(same_bits(actual, one) for one in by_method.untouched(actual, base.read())):
             state.causes = {MergeCause.SAVED_DROPPED: ""}
         return state
 
@@ -501,13 +501,6 @@ def _tower(alone: list[str], right: list[str]) -> str:
         if not any(name.startswith(beginning) for name in right):
             return beginning.rstrip(".")
     return ""
-
-
-def _same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return False
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.dtype.itemsize]
-    return torch.equal(actual.contiguous().view(bits), expected.contiguous().view(bits))
 
 
 def _state(name: str, role: str, status: Status, stored: Stored) -> TensorState:

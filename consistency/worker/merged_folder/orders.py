@@ -13,18 +13,21 @@ rounds is known exactly but for one step, the product of rank K, whose error dep
 :math:`[(BA)_{ij} - e_{ij}, (BA)_{ij} + e_{ij}]` are taken through the writer's own steps, and an element is right if it
 lies between what comes out: no allowance is guessed, and where rounding is certain only one value is right.
 
-A float32 product of one's own, taken through the same steps, is a result that the writer may have come to as well.
-What equals it to the bit is right; only the other elements, few where the order is the writer's, are computed in
-float64 with their ends, where the sum may have been rounded to float32 on the way or not.
+A float32 product of one's own, taken through the same steps, is a result that the writer may have come to as well;
+where the delta is not rounded it is added to the weight by the same operation, `addmm`, as Unsloth has it. What equals
+it to the bit is right; only the other elements, few where the order is the writer's, are computed in float64 with their
+ends, where the sum may have been rounded to float32 on the way or not.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from consistency.numerics.bound import gamma
@@ -32,7 +35,7 @@ from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, n
 from consistency.numerics.precision import Precision
 from consistency.numerics.typed import HALF_TYPES
 
-_BLOCK = 1 << 18
+_BLOCK = 1 << 19
 """Elements of a block: small enough for the caches, and so large that starting its operations takes no time."""
 
 _MOST_AGAIN = 1 << 13
@@ -41,8 +44,8 @@ _MOST_AGAIN = 1 << 13
 _GIVE_UP = 1 / 64
 """Share of outside elements at which an order is left for the next one: no tensor with few faults has as many."""
 
-_SAMPLED = 64
-"""Every so many rows are measured for what rounding took of the adapter's effect."""
+_SAMPLED = 16
+"""Rows of a matrix, evenly taken, from which what rounding took of the adapter's effect is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,7 @@ class Order:
 ONE_ROUNDING = Order()
 
 
+@functools.cache
 def orders(stored: torch.dtype, base: torch.dtype, adapter: torch.dtype) -> list[Order]:
     """Return the orders that writers take, those that round least first."""
     halves = list(dict.fromkeys(one for one in (base, stored, adapter) if one in HALF_TYPES))
@@ -116,6 +120,11 @@ class LowRankSum:
     def shape(self) -> tuple[int, int]:
         return int(self.left.shape[0]), int(self.right.shape[1])
 
+    @property
+    def sample(self) -> slice:
+        """Return rows that are evenly taken, `_SAMPLED` of them or more."""
+        return slice(None, None, max(1, self.shape[0] // _SAMPLED))
+
     def times(self, factor: float) -> LowRankSum:
         """Return the same with another scaling."""
         return LowRankSum(self.base, self.left, self.right, self.scaling * factor)
@@ -143,24 +152,28 @@ class _Product:
             left, self._scaling = rounded(left * self._scaling, order.scaled), 1.0
         u = UNIT_ROUNDOFF[torch.float32]
         share = gamma(rank + 2, 2 * u if order.tf32 else u) + (Precision.TF32.product_error if order.tf32 else 0.0)
-        self._order, self._base, self._left, self._right = order, of.base, left, right
-        self._off = left.norm(dim=1, keepdim=True) * share, right.norm(dim=0, keepdim=True)
+        self._order, self._base, self._left, self._right, self._share = order, of.base, left, right, share
         self._floor = HALF_SMALLEST_SUBNORMAL[torch.float32] * (rank + 2)
-        self._in_float32 = left.float(), right.float()
-        self._fold = order.product is None  # nothing is rounded before the scaling
-        if self._fold:
-            self._in_float32 = (left * self._scaling).float(), right.float()
+        # where nothing is rounded before the scaling, it is multiplied into a factor
+        self._in_float32 = (left * (self._scaling if order.product is None else 1.0)).float(), right.float()
+
+    @functools.cached_property
+    def _off(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the bound of the product's error: that of an element is the product of its row's and its column's."""
+        return self._left.norm(dim=1, keepdim=True) * self._share, self._right.norm(dim=0, keepdim=True)
 
     def once(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
         """Return one result that the writer may have come to, float32, in the memory of `out`."""
         left, right = self._in_float32
-        values = torch.mm(left[rows], right, out=out)
         order, base = self._order, self._base[rows]
-        if not self._fold:
+        if order.total not in (None, base.dtype):
+            base = rounded(base.float(), order.total)
+        if order.product is None and order.delta is None:
+            return rounded(out.copy_(base).addmm_(left[rows], right), order.total)
+        values = torch.mm(left[rows], right, out=out)
+        if order.product is not None:
             values = rounded(values, order.product).mul_(self._scaling)
-        if order.total is None or base.dtype == order.total:
-            return rounded(rounded(values, order.delta).add_(base), order.total)
-        return rounded(rounded(values, order.delta).add_(rounded(base.float(), order.total)), order.total)
+        return rounded(rounded(values, order.delta).add_(base), order.total)
 
     def ends(self, rows: slice) -> torch.Tensor:
         """Return what rows of the sum may be: `(2, n, columns)` float64, the lower and the upper ends."""
@@ -238,18 +251,30 @@ def judge(actual: torch.Tensor, of: LowRankSum, order: Order, *, patient: bool =
     product = of.by(order)
     found = OutsideElements(order, torch.zeros(rows, dtype=torch.int32))
     memory = torch.empty(0)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.dtype.itemsize]
     for part in blocks(rows, columns):
         here = actual[part]
-        memory = memory.resize_(here.shape)
-        one = product.once(part, memory).to(actual.dtype)
-        differ = here.view(bits).numpy() != one.view(bits).numpy()
+        one = product.once(part, memory.resize_(here.shape)).to(actual.dtype)
         found.seen += here.numel()
-        if differ.any():
-            _look_again(here, product, part, torch.from_numpy(differ), found)
+        if not same_bits(here, one):
+            _look_again(here, product, part, torch.from_numpy(_bits(here) != _bits(one)), found)
             if not patient and found.share > _GIVE_UP:
                 return found
     return found
+
+
+def same_bits(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Report whether two tensors are the same shape, dtype and bits."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return False
+    one, other = _bits(actual).reshape(-1), _bits(expected).reshape(-1)
+    if one.nbytes % 8 == 0:  # eight bytes at a time take half as long
+        one, other = one.view(np.int64), other.view(np.int64)
+    return bool((one == other).all())
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return tensor.view(width).numpy()
 
 
 def _look_again(
@@ -315,7 +340,7 @@ def _hopeless(actual: torch.Tensor, of: LowRankSum) -> bool:
     Each of at most six roundings, of W, A, B, B·A, the delta and the sum, and the last one, is a unit roundoff of
     :math:`|W| + |s| \lVert B_i \rVert \lVert A_j \rVert`, TF32 products two of float16's.
     """
-    rows = slice(None, None, max(1, of.shape[0] // _SAMPLED))
+    rows = of.sample
     delta, base = of.delta(rows), of.base[rows].double()
     unit = max(UNIT_ROUNDOFF.get(one, 1.0) for one in (actual.dtype, of.base.dtype, of.left.dtype, torch.float16))
     size = of.left[rows].double().norm(dim=1, keepdim=True) * of.right.double().norm(dim=0) * abs(of.scaling)
@@ -330,7 +355,7 @@ def _least_in_tf32(actual: torch.Tensor, of: LowRankSum) -> float:
     such products move. Rounding an operand moves a product by 2⁻¹² of it in the mean, and the element to its neighbour,
     two roundings away, as often as that is a part of the distance; an eighth of that leaves room for chance.
     """
-    rows = slice(None, None, max(1, of.shape[0] // _SAMPLED))
+    rows = of.sample
     size = float(actual[rows].double().norm())
     moved = 2**-12 * float(of.delta(rows).norm()) / (2 * UNIT_ROUNDOFF.get(actual.dtype, 1.0) * size) if size else 0.0
     return min(moved, 1.0) / 8
@@ -347,17 +372,12 @@ class Effect:
 
     def add(self, actual: torch.Tensor, of: LowRankSum) -> None:
         """Add a tensor that is right."""
-        for part in blocks(-(-of.shape[0] // _SAMPLED), of.shape[1]):
-            rows = slice(part.start * _SAMPLED, part.stop * _SAMPLED, _SAMPLED)
-            delta = of.delta(rows)
-            exact = of.base[rows].double() + delta
-            for name, values in (
-                ("lost", actual[rows]),
-                ("least", exact.to(actual.dtype)),
-                ("in_float32", exact.float()),
-            ):
-                setattr(self, name, getattr(self, name) + float((values.double() - exact).square().sum()))
-            self.delta += float(delta.square().sum())
+        delta = of.delta(of.sample)
+        exact = of.base[of.sample].double() + delta
+        self.delta += _square(delta)
+        self.lost += _square(actual[of.sample] - exact)
+        self.least += _square(exact.to(actual.dtype) - exact)
+        self.in_float32 += _square(exact.float() - exact)
 
     def include(self, other: Effect) -> None:
         """Add what was measured of other tensors."""
@@ -367,3 +387,7 @@ class Effect:
     def share(self, name: str) -> float:
         """Return an error as a share of the delta, both root mean square."""
         return math.sqrt(getattr(self, name) / self.delta) if self.delta else 0.0
+
+
+def _square(values: torch.Tensor) -> float:
+    return float(torch.dot(values.reshape(-1), values.reshape(-1)))
