@@ -8,11 +8,10 @@ method without a closed form has the base loaded, for PEFT to merge it layer by 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -25,7 +24,6 @@ from consistency.capture.names import module_place
 from consistency.case.adapter_fit import PLAIN, read_adapter
 from consistency.case.case import Case
 from consistency.errors import ConsistencyError, InputError
-from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.merged_folder.folder import Stored
 from consistency.worker.merged_folder.names import common_prefix
@@ -55,7 +53,7 @@ class LowRankTarget:
 
     Attributes
     ----------
-    alpha, rank, rslora
+    alpha, rank
         What its scaling follows from.
     flat : tuple of torch.Tensor
         A and B as in the file, where they hold the factors of several experts.
@@ -67,7 +65,6 @@ class LowRankTarget:
     scaling: float
     alpha: float = 0.0
     rank: int = 0
-    rslora: bool = False
     flat: tuple[torch.Tensor, ...] = ()
     is_bias: bool = False
 
@@ -123,9 +120,9 @@ class ByPeft:
     part: str
     plain: LowRankTarget | None = None
 
-    def merged(self, number: int, weight: torch.dtype, adapter: torch.dtype) -> torch.Tensor | None:
+    def merged(self, layer: Any, weight: torch.dtype, adapter: torch.dtype) -> torch.Tensor | None:
         """Return the parameter after the merge of a layer in these dtypes; None where PEFT does not merge it."""
-        twin = copy.deepcopy(self.layers[number])
+        twin = copy.deepcopy(layer)
         for name, parameter in chain(twin.named_parameters(), twin.named_buffers()):
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(weight if name.startswith("base_layer.") else adapter)
@@ -151,19 +148,15 @@ class Adapter:
         Modules that its file adapts, and the base does not have.
     renaming : str
         In words, the renaming that would make them match.
-    residual : str
-        Its initialisation, where that takes a part out of the base.
     bases : dict of str to torch.Tensor
         What takes the place of the base's tensors before they are adapted.
     shared : dict of str to int
         How many adapted modules have a tensor in common.
     """
 
-    config: Mapping[str, Any]
     targets: dict[str, Target] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
     renaming: str = ""
-    residual: str = ""
     bases: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
 
@@ -186,12 +179,12 @@ def open_adapter(path: Path, base: Mapping[str, Stored], *, allow_pickle: bool) 
     files = WeightFiles.of_adapter(str(path), allow_pickle=allow_pickle)
     simple = (
         config["peft_type"] == "LORA"
-        and not _residual(config)
+        and not _needs_residual(config)
         and all(name in PLAIN and name not in _NEEDS_MODEL for name, given in config.items() if given)
     )
     if not simple:
         return None
-    found = Adapter(config=config)
+    found = Adapter()
     modules: dict[str, dict[str, torch.Tensor]] = {}
     for key in files.names():
         name = key.removeprefix(_PREFIX)
@@ -202,9 +195,8 @@ def open_adapter(path: Path, base: Mapping[str, Stored], *, allow_pickle: bool) 
             found.add(Replaced(name=name, value=files.read(key)))
         else:
             return None
-    scaling = functools.partial(_settings, config)
     for module, parts in modules.items():
-        target = _target(module, parts, base, scaling(module), transposed=bool(config.get("fan_in_fan_out")))
+        target = _target(module, parts, base, config)
         if target is None:
             return None
         found.add(target)
@@ -215,36 +207,26 @@ def open_adapter(path: Path, base: Mapping[str, Stored], *, allow_pickle: bool) 
     return found
 
 
-def _residual(config: Mapping[str, Any]) -> str:
-    given = config.get("init_lora_weights")
-    return given if isinstance(given, str) and _RESIDUAL.match(given) else ""
+def _needs_residual(config: Mapping[str, Any]) -> bool:
+    return _RESIDUAL.match(str(config.get("init_lora_weights"))) is not None
 
 
-def _settings(config: Mapping[str, Any], module: str) -> tuple[float, int, bool]:
-    """Return alpha, rank and whether the scaling is rank-stabilized, of one module."""
-    found = []
-    for name, default in (("lora_alpha", 8), ("r", 8)):
-        patterns = config.get({"lora_alpha": "alpha_pattern", "r": "rank_pattern"}[name]) or {}
-        if patterns:
-            from peft.utils.other import get_pattern_key
+def _setting(config: Mapping[str, Any], name: str, patterns: str, module: str) -> Any:
+    """Return `lora_alpha` or `r` of one module."""
+    usual, given = config.get(name, 8), config.get(patterns)
+    if not given:
+        return usual
+    from peft.utils.other import get_pattern_key
 
-            default = patterns.get(get_pattern_key(patterns.keys(), module), config.get(name, default))
-        else:
-            default = config.get(name, default)
-        found.append(default)
-    return float(found[0]), int(found[1]), bool(config.get("use_rslora"))
+    return given.get(get_pattern_key(given.keys(), module), usual)
 
 
 def _target(
-    module: str,
-    parts: Mapping[str, torch.Tensor],
-    base: Mapping[str, Stored],
-    settings: tuple[float, int, bool],
-    *,
-    transposed: bool,
+    module: str, parts: Mapping[str, torch.Tensor], base: Mapping[str, Stored], config: Mapping[str, Any]
 ) -> LowRankTarget | None:
-    stored = base.get(f"{module}.weight")
-    alpha, rank, rslora = settings
+    stored, transposed = base.get(f"{module}.weight"), bool(config.get("fan_in_fan_out"))
+    alpha = float(_setting(config, "lora_alpha", "alpha_pattern", module))
+    rank = int(_setting(config, "r", "rank_pattern", module))
     if {"A.weight", "B.weight"} <= parts.keys():
         a, b = parts["A.weight"], parts["B.weight"]
     elif {"embedding_A", "embedding_B"} <= parts.keys():
@@ -254,17 +236,13 @@ def _target(
     left, right = (a.T, b.T) if transposed else (b, a)
     if stored is None or a.dim() != 2 or a.shape[0] != rank or stored.shape != (left.shape[0], right.shape[1]):
         return None
-    scaling = alpha / (math.sqrt(rank) if rslora else rank)
-    return LowRankTarget(
-        name=stored.name, left=left[None], right=right[None], scaling=scaling, alpha=alpha, rank=rank, rslora=rslora
-    )
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return LowRankTarget(name=stored.name, left=left[None], right=right[None], scaling=scaling, alpha=alpha, rank=rank)
 
 
 def _bias(of: LowRankTarget, name: str, bias: torch.Tensor) -> LowRankTarget:
-    return LowRankTarget(
-        name=name, left=bias.reshape(1, -1, 1), right=torch.ones(1, 1, 1, dtype=bias.dtype), scaling=of.scaling,
-        alpha=of.alpha, rank=of.rank, rslora=of.rslora, is_bias=True,
-    )  # fmt: skip
+    one = torch.ones(1, 1, 1, dtype=bias.dtype)
+    return replace(of, name=name, left=bias.reshape(1, -1, 1), right=one, flat=(), is_bias=True)
 
 
 def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) -> Adapter:
@@ -283,7 +261,7 @@ def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) ->
     path = Path(case.adapter)
     config, _ = read_adapter(path, allow_pickle=case.allow_pickle)
     files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
-    found = Adapter(config=config, residual=_residual(config))
+    found = Adapter()
     keys = sorted(files.names())
     if model is not None:
         own = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -300,14 +278,14 @@ def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) ->
             _note_unmatched(found, foreign, own.values())
             mine = {name: one for name, one in expected.items() if name in state}
             if _collect(found, adapted, mine, own, base):
-                return _with_residual(case, found, stored) if found.residual else found
+                return _with_residual(case, found, stored) if _needs_residual(config) else found
         except (ConsistencyError, NotImplementedError, *UNUSABLE) as error:
             if _modules(keys) and not _fitting(_modules(keys), own.values()):
                 _note_unmatched(found, keys, own.values())
                 return found
             if case.base and not isinstance(error, NotImplementedError) and config["peft_type"] == "LORA":
                 raise InputError("PEFT cannot put this adapter on this base", where=path, got=error) from error
-    return _loaded(case, Adapter(config=config, residual=found.residual), stored)
+    return _loaded(case, stored)
 
 
 def _without_initialisation(path: Path) -> Any:
@@ -322,7 +300,7 @@ def _without_initialisation(path: Path) -> Any:
 
 def _with_residual(case: Case, plain: Adapter, stored: str) -> Adapter:
     """Return an adapter by PEFT's merge, which takes out of the base what the factors began as."""
-    found = _loaded(case, Adapter(config=plain.config, residual=plain.residual), stored)
+    found = _loaded(case, stored)
     for name, target in found.targets.items():
         own = plain.targets.get(name)
         if isinstance(target, ByPeft) and isinstance(own, LowRankTarget):
@@ -330,8 +308,9 @@ def _with_residual(case: Case, plain: Adapter, stored: str) -> Adapter:
     return found
 
 
-def _loaded(case: Case, found: Adapter, stored: str) -> Adapter:
+def _loaded(case: Case, stored: str) -> Adapter:
     """Load base and adapter, for methods that PEFT has to merge."""
+    found = Adapter()
     layers: dict[tuple[str, str], tuple[Any, ...]] = {}
     of_base = ""
     for dtype in ("auto", stored):
@@ -419,7 +398,6 @@ def _of_layer(name: str, layer: Any, plain: str, expected: Expected, base: Mappi
     if ADAPTER_NAME in getattr(layer, "lora_alpha", {}):
         settings = {
             "alpha": float(layer.lora_alpha[ADAPTER_NAME]), "rank": int(layer.r[ADAPTER_NAME]),
-            "rslora": bool(layer.use_rslora.get(ADAPTER_NAME, False)),
         }  # fmt: skip
     if low_rank is not None:
         dtype = next(iter(files.values())).dtype
@@ -484,15 +462,3 @@ def _note_unmatched(found: Adapter, keys: Iterable[str], names: Iterable[str]) -
     found.unmatched = tuple(missed)
     if missed and (prefix := common_prefix(missed, known)) is not None:
         found.renaming = f"with {prefix[1] or 'nothing'} in the place of {prefix[0] or 'nothing'} they would"
-
-
-def dtypes_tried(
-    stored: torch.dtype, base: torch.dtype, adapter: torch.dtype
-) -> Iterator[tuple[torch.dtype, torch.dtype]]:
-    """Yield the dtypes of weight and adapter in which a method may have been merged before the result was cast."""
-    wide = [
-        one for one in dict.fromkeys((torch.float32, base, stored)) if one in UNIT_ROUNDOFF and one != torch.float64
-    ]
-    for weight in wide:
-        for one in dict.fromkeys((adapter, torch.float32, weight)):
-            yield weight, one

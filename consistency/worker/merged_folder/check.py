@@ -6,7 +6,7 @@ import concurrent.futures
 import threading
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,6 @@ from consistency.worker.merged_folder import by_method, names
 from consistency.worker.merged_folder.adapter import (
     Adapter,
     ByForm,
-    ByPeft,
     LowRankTarget,
     Replaced,
     Target,
@@ -144,7 +143,7 @@ class _Walk:
         self._writer, self._counting = MergeWriter(), threading.Lock()
         self._in_vain = 0
         self._base, self._merged = before.tensors, after.tensors
-        given = Adapter(config={}) if case.adapter is None else None
+        given = Adapter() if case.adapter is None else None
         if case.adapter is not None:
             given = open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle)
         merged, how = names.renamed(self._merged, self._base)
@@ -166,7 +165,7 @@ class _Walk:
             self._base, self._merged = (names.in_model(one, model) for one in (self._before, self._after))
             self.found.mapping.append(f"by transformers' names of {type(model).__name__}")
         if case.adapter is None:
-            return Adapter(config={})
+            return Adapter()
         try:
             return on_model(case, model, self._base, _most(self._merged.values()))
         except InputError:
@@ -280,17 +279,14 @@ class _Walk:
             return self._untouched(name, here, actual, before)
         if isinstance(target, LowRankTarget):
             return self._low_rank(name, here, actual, before, target)
+        assert not isinstance(target, Replaced)  # which `_state` has judged
         state = _state(name, "adapted", "within", here)
-        if isinstance(target, ByForm):
-            found = by_method.by_form(actual, before, target)
-        else:
-            assert isinstance(target, ByPeft)
-            found = by_method.by_peft(actual, target, before.dtype, before.dtype)
+        found = by_method.judge_by_method(actual, before, target)
         if found is None:
             state.status, state.reason = "skipped", "PEFT does not merge it by itself, and it has no closed form"
             return state
-        measure, text = found
-        if by_method.passes(found):
+        measure, ratio, text = found
+        if ratio <= 1:
             return state
         state.status, state.outside = "outside", max(1, int(measure.mismatched))
         if measure.worst_index is not None:
@@ -388,10 +384,7 @@ class _Walk:
             return state
         short = target
         if isinstance(target, LowRankTarget):
-            short = LowRankTarget(
-                name=name, left=target.left[:, :rows], right=target.right, scaling=target.scaling, alpha=target.alpha,
-                rank=target.rank, rslora=target.rslora,
-            )  # fmt: skip
+            short = replace(target, left=target.left[:, :rows])
         state = self._judged(name, here, here.read()[:rows], base.read()[:rows], short)
         right = "are right" if state.status in ("equal", "within") else "are wrong"
         text = f"{name} has {here.shape[0]} rows, the base {base.shape[0]}: the first {rows} {right}"

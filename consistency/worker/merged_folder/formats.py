@@ -18,7 +18,7 @@ import torch
 
 from consistency.capture.merge_causes import MergeCause
 from consistency.errors import InputError, extra_hint
-from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of, named
 from consistency.numerics.quantized import EightBit, FourBit, QuantizedWeight
 from consistency.worker.merged_folder.folder import Folder, Problem, Stored, open_folder
 from consistency.worker.quantized.held import STATE, settings_in
@@ -54,44 +54,25 @@ def open_weights(path: Path, *, allow_pickle: bool, like: Folder | None = None) 
 
 
 def _take(
-    folder: Folder,
-    name: str,
-    parts: Mapping[str, str],
-    make: Callable[[dict[str, torch.Tensor]], QuantizedWeight | None],
+    folder: Folder, name: str, parts: Mapping[str, str], make: Callable[[dict[str, torch.Tensor]], QuantizedWeight]
 ) -> None:
     """Put a weight in the place of the parts that store it; `parts` are their names by what they are."""
     taken = {part: folder.tensors[key] for part, key in parts.items()}
-    load = functools.partial(_load, taken, make)
+
+    def load() -> QuantizedWeight:
+        return make({part: stored.read() for part, stored in taken.items()})
+
     try:
         weight = load()
     except (KeyError, RuntimeError, ValueError, TypeError, IndexError) as error:
-        folder.unread[name] = f"its parts do not fit: {error}"
-        return
-    if weight is None:
-        folder.unread[name] = f"a variant of its format that is not read here: {_DEQUANTIZE}"
+        folder.unread[name] = f"a variant of its format that is not read here ({error}): {_DEQUANTIZE}"
         return
     for key in parts.values():
         del folder.tensors[key]
-
-    def step(exact: torch.Tensor) -> torch.Tensor:
-        made = load()
-        assert made is not None
-        return made.requantized(exact, torch.zeros_like(exact)).allowed
-
-    def read() -> torch.Tensor:
-        made = load()
-        assert made is not None
-        return made.rounded()
-
     folder.tensors[name] = Stored(
-        name=name, keys=tuple(parts.values()), shape=weight.shape, dtype=weight.dtype, read=read, step=step
-    )
-
-
-def _load(
-    taken: Mapping[str, Stored], make: Callable[[dict[str, torch.Tensor]], QuantizedWeight | None]
-) -> QuantizedWeight | None:
-    return make({part: stored.read() for part, stored in taken.items()})
+        name=name, keys=tuple(parts.values()), shape=weight.shape, dtype=weight.dtype,
+        read=lambda: load().rounded(), step=lambda exact: load().requantized(exact, torch.zeros_like(exact)).allowed,
+    )  # fmt: skip
 
 
 def _bitsandbytes(folder: Folder) -> None:
@@ -109,13 +90,13 @@ def _bitsandbytes(folder: Folder) -> None:
             _take(folder, name, {"codes": name, "absmax": key}, _eight_bit)
 
 
-def _four_bit(parts: dict[str, torch.Tensor]) -> QuantizedWeight | None:
+def _four_bit(parts: dict[str, torch.Tensor]) -> QuantizedWeight:
     stated = settings_in(parts.pop("state"))
-    dtype = getattr(torch, str(stated["dtype"]), None)
     if "nested_offset" in stated:
         parts["offset"] = torch.tensor(float(stated["nested_offset"]))
-    if not isinstance(dtype, torch.dtype) or stated.get("nested_blocksize", 256) != 256:
-        return None
+    if stated.get("nested_blocksize", 256) != 256:
+        raise ValueError("nested scales in blocks of another size than 256")
+    dtype = named(str(stated["dtype"]))
     return FourBit(parts=parts, shape=tuple(stated["shape"]), dtype=dtype, block=int(stated["blocksize"]))
 
 
@@ -161,23 +142,18 @@ def _levels(parts: dict[str, torch.Tensor], shape: tuple[int, ...]) -> Quantized
 def _float8(folder: Folder) -> None:
     for name in [name for name, one in folder.tensors.items() if one.dtype in _FLOAT8]:
         stored = folder.tensors[name]
-        scales = [one for one in (f"{name}_scale_inv", f"{name}_scale") if one in folder.tensors]
-        if not scales:
-            folder.problems.append(
-                Problem(
-                    cause=MergeCause.CODES,
-                    text=f"{name} is {stored.dtype} without a scale".replace("torch.", ""),
-                    tensors=(name,),
-                )
-            )
+        scale = next((one for one in (f"{name}_scale_inv", f"{name}_scale") if one in folder.tensors), None)
+        if scale is None:
+            text = f"{name} is {name_of(stored.dtype)} without a scale"
+            folder.problems.append(Problem(cause=MergeCause.CODES, text=text, tensors=(name,)))
             continue
-        _take(folder, name, {"codes": name, "scale": scales[0]}, functools.partial(_levels, shape=stored.shape))
+        _take(folder, name, {"codes": name, "scale": scale}, functools.partial(_levels, shape=stored.shape))
         if name in folder.tensors and folder.tensors[name].step is not None:
             folder.tensors[name] = replace(folder.tensors[name], codes=stored.read)
     for name in [name for name in folder.tensors if re.search(r"\.weight_scale(_inv)?$", name)]:
         weight = re.sub(r"_scale(_inv)?$", "", name)
         if weight in folder.tensors and folder.tensors[weight].step is None:
-            text = f"{weight} has a scale, {name}, and is {folder.tensors[weight].dtype}".replace("torch.", "")
+            text = f"{weight} has a scale, {name}, and is {name_of(folder.tensors[weight].dtype)}"
             folder.problems.append(Problem(cause=MergeCause.CODES, text=text, tensors=(weight, name)))
             del folder.tensors[name]
 
@@ -233,29 +209,22 @@ def _gguf(path: Path, files: list[Path], like: Folder) -> Folder:
     blocks = 1 + max((int(m[1]) for name in by_name if (m := re.match(r"blk\.(\d+)\.", name))), default=0)
     mapping = gguf.get_tensor_name_map(arch, blocks)
     found = Folder(path=path, tensors={}, config=like.config)
-    used = set()
     for name, stored in like.tensors.items():
-        own = mapping.get_name(name, try_suffixes=(".weight", ".bias"))
-        tensor = by_name.get(own or "")
+        tensor = by_name.pop(mapping.get_name(name, try_suffixes=(".weight", ".bias")) or "", None)
         if tensor is None:
             continue
-        used.add(tensor.name)
         dtype = _READ_OF_GGUF.get(tensor.tensor_type.name)
         if dtype is None:
-            found.unread[name] = (
-                f"{tensor.tensor_type.name} of GGUF is not judged: llama-quantize --allow-requantize MODEL OUT F32"
-            )
+            text = f"{tensor.tensor_type.name} of GGUF is not judged: llama-quantize --allow-requantize MODEL OUT F32"
+            found.unread[name] = text
             continue
-        read = functools.partial(_of_gguf, tensor, stored, kind, like.config)
-        step = (
-            None
-            if tensor.tensor_type.name != "Q8_0"
-            else functools.partial(_step_of_q8, tensor, stored, kind, like.config)
-        )
+        back = functools.partial(_as_in_base, name=tensor.name, shape=stored.shape, kind=kind, config=like.config)
         found.tensors[name] = Stored(
-            name=name, keys=(tensor.name,), shape=stored.shape, dtype=dtype, read=read, step=step
-        )
-    for name in by_name.keys() - used - {"rope_freqs.weight"}:
+            name=name, keys=(tensor.name,), shape=stored.shape, dtype=dtype,
+            read=functools.partial(_of_gguf, tensor, back),
+            step=functools.partial(_step_of_q8, tensor, back) if tensor.tensor_type.name == "Q8_0" else None,
+        )  # fmt: skip
+    for name in by_name.keys() - {"rope_freqs.weight"}:
         found.tensors[name] = Stored(
             name=name, keys=(name,), shape=tuple(map(int, reversed(by_name[name].shape))), dtype=torch.float32,
             read=functools.partial(torch.from_numpy, by_name[name].data),
@@ -263,32 +232,28 @@ def _gguf(path: Path, files: list[Path], like: Folder) -> Folder:
     return found
 
 
-def _of_gguf(tensor: Any, like: Stored, kind: str, config: Mapping[str, Any]) -> torch.Tensor:
-    import gguf
-
-    name = tensor.tensor_type.name
-    if name == "BF16":
-        values = torch.from_numpy(tensor.data.copy()).view(torch.bfloat16)
-    elif name == "Q8_0":
-        values = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-    else:
-        values = torch.from_numpy(tensor.data.copy())
-    values = _unpermuted(values.reshape(like.shape), tensor.name, kind, config)
-    return values - 1 if kind.startswith("gemma") and tensor.name.endswith("norm.weight") else values
-
-
-def _unpermuted(values: torch.Tensor, name: str, kind: str, config: Mapping[str, Any]) -> torch.Tensor:
+def _as_in_base(
+    values: torch.Tensor, *, name: str, shape: tuple[int, ...], kind: str, config: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return a tensor in the layout of the base's."""
+    values = values.reshape(shape)
     heads = next((config.get(one) for part, one in _HEADS.items() if f".{part}." in name), None)
-    if kind != "llama" or not isinstance(heads, int):
-        return values
-    return values.reshape(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+    if kind == "llama" and isinstance(heads, int):
+        return values.reshape(heads, -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
+    return values - 1 if kind.startswith("gemma") and name.endswith("norm.weight") else values
 
 
-def _step_of_q8(tensor: Any, like: Stored, kind: str, config: Mapping[str, Any], _: torch.Tensor) -> torch.Tensor:
+def _of_gguf(tensor: Any, back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    from gguf.quants import dequantize
+
+    if tensor.tensor_type.name == "Q8_0":
+        return back(torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)))
+    values = torch.from_numpy(tensor.data.copy())
+    return back(values.view(torch.bfloat16) if tensor.tensor_type.name == "BF16" else values)
+
+
+def _step_of_q8(tensor: Any, back: Callable[[torch.Tensor], torch.Tensor], _: torch.Tensor) -> torch.Tensor:
     """Return half a step of each value: its scale, in float16, is a 127th of the largest of 32."""
-    import numpy as np
-
-    scales = torch.from_numpy(tensor.data.reshape(-1, 34)[:, :2].copy().view(np.float16).astype(np.float64))
-    steps = scales.reshape(-1, 1).expand(-1, 32).reshape(like.shape)
+    scales = torch.from_numpy(tensor.data.reshape(-1, 34)[:, :2].copy()).view(torch.float16).double()
     # rounded to float16, a scale may leave the largest value, 127 of it, out of its range
-    return _unpermuted(steps, tensor.name, kind, config) * (0.5 + 128 * UNIT_ROUNDOFF[torch.float16])
+    return back(scales.expand(-1, 32)) * (0.5 + 128 * UNIT_ROUNDOFF[torch.float16])
