@@ -23,7 +23,7 @@ import torch
 from consistency.capture.names import module_place
 from consistency.case.adapter_fit import PLAIN, read_adapter
 from consistency.case.case import Case
-from consistency.errors import ConsistencyError, InputError
+from consistency.errors import ConsistencyError
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.merged_folder.folder import Stored
 from consistency.worker.merged_folder.names import common_prefix
@@ -258,58 +258,38 @@ def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) ->
     import peft
 
     assert case.adapter is not None
-    path = Path(case.adapter)
-    config, _ = read_adapter(path, allow_pickle=case.allow_pickle)
     files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
-    found = Adapter()
-    keys = sorted(files.names())
+    found, residual = Adapter(), False
     if model is not None:
         own = {id(parameter): name for name, parameter in model.named_parameters()}
+        config: Any = peft.PeftConfig.from_pretrained(case.adapter)
+        residual = _needs_residual(config.to_dict())
+        if isinstance(getattr(config, "init_lora_weights", None), str):
+            config.init_lora_weights = True  # the factors come from their file, and not from the base's weights
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of missing keys, which are looked at here
                 adapted = peft.PeftModel.from_pretrained(
-                    model, path, adapter_name=ADAPTER_NAME, config=_without_initialisation(path),
-                    low_cpu_mem_usage=True, torch_device="cpu", autocast_adapter_dtype=False,
+                    model, case.adapter, adapter_name=ADAPTER_NAME, config=config, low_cpu_mem_usage=True,
+                    torch_device="cpu", autocast_adapter_dtype=False,
                 )  # fmt: skip
                 expected = expected_adapter(adapted, files)
             state = adapted.state_dict()
             foreign = [name.replace(f".{ADAPTER_NAME}", "") for name in expected if name not in state]
             _note_unmatched(found, foreign, own.values())
-            mine = {name: one for name, one in expected.items() if name in state}
-            if _collect(found, adapted, mine, own, base):
-                return _with_residual(case, found, stored) if _needs_residual(config) else found
-        except (ConsistencyError, NotImplementedError, *UNUSABLE) as error:
-            if _modules(keys) and not _fitting(_modules(keys), own.values()):
-                _note_unmatched(found, keys, own.values())
+            complete = _collect(found, adapted, {key: expected[key] for key in expected if key in state}, own, base)
+            if complete and not residual:
                 return found
-            if case.base and not isinstance(error, NotImplementedError) and config["peft_type"] == "LORA":
-                raise InputError("PEFT cannot put this adapter on this base", where=path, got=error) from error
-    return _loaded(case, stored)
+            residual = residual and complete
+        except (ConsistencyError, NotImplementedError, *UNUSABLE):
+            _note_unmatched(found, files.names(), own.values())
+            if found.unmatched and len(found.unmatched) == len(_modules(files.names())):
+                return found
+    return _loaded(case, stored, found.targets if residual else {})
 
 
-def _without_initialisation(path: Path) -> Any:
-    """Return PEFT's config of an adapter, whose factors come from its file and not from the base's weights."""
-    import peft
-
-    config = peft.PeftConfig.from_pretrained(path)
-    if isinstance(getattr(config, "init_lora_weights", None), str):
-        config.init_lora_weights = True
-    return config
-
-
-def _with_residual(case: Case, plain: Adapter, stored: str) -> Adapter:
-    """Return an adapter by PEFT's merge, which takes out of the base what the factors began as."""
-    found = _loaded(case, stored)
-    for name, target in found.targets.items():
-        own = plain.targets.get(name)
-        if isinstance(target, ByPeft) and isinstance(own, LowRankTarget):
-            found.targets[name] = replace(target, plain=own)
-    return found
-
-
-def _loaded(case: Case, stored: str) -> Adapter:
-    """Load base and adapter, for methods that PEFT has to merge."""
+def _loaded(case: Case, stored: str, plain: Mapping[str, Target]) -> Adapter:
+    """Load base and adapter, for methods that PEFT has to merge, or that take what they began as out of the base."""
     found = Adapter()
     layers: dict[tuple[str, str], tuple[Any, ...]] = {}
     of_base = ""
@@ -337,10 +317,11 @@ def _loaded(case: Case, stored: str) -> Adapter:
             files = WeightFiles.of_adapter(str(case.adapter), allow_pickle=case.allow_pickle)
             expected = expected_adapter(model, files)
     for (own, part), of in layers.items():
-        found.add(ByPeft(name=own, layers=of, part=part))
+        lora = plain.get(own)
+        found.add(ByPeft(name=own, layers=of, part=part, plain=lora if isinstance(lora, LowRankTarget) else None))
     for name, (_, tensor) in expected.items():
-        if (plain := _whole(name)) is not None:
-            found.add(Replaced(name=plain, value=tensor))
+        if (whole := _whole(name)) is not None:
+            found.add(Replaced(name=whole, value=tensor))
     return found
 
 
@@ -390,49 +371,40 @@ def _of_layer(name: str, layer: Any, plain: str, expected: Expected, base: Mappi
     files = {part: tensor.to(in_file[part].dtype) for part, tensor in files_of(expected, name, layer).items()}
     if not files:
         return []  # the file has nothing for this layer, which PEFT leaves as it was made: without effect
-    low_rank = low_rank_of(torch.device("cpu"), name, layer, expected)
+    is_low_rank = low_rank_of(torch.device("cpu"), name, layer, expected) is not None
     make = maker_of(layer)
-    if stored is None or (low_rank is None and make is None):
+    if stored is None or (not is_low_rank and make is None):
         return None
-    settings: dict[str, Any] = {}
-    if ADAPTER_NAME in getattr(layer, "lora_alpha", {}):
-        settings = {
-            "alpha": float(layer.lora_alpha[ADAPTER_NAME]), "rank": int(layer.r[ADAPTER_NAME]),
-        }  # fmt: skip
-    if low_rank is not None:
-        dtype = next(iter(files.values())).dtype
-        left, right = (one[None].to(dtype) for one in (low_rank.left, low_rank.right))
-        target = LowRankTarget(name=plain, left=left, right=right, scaling=low_rank.scaling, **settings)
-        added = expected.get(f"{name}.lora_B.{ADAPTER_NAME}.bias")
-        return [target] if added is None else [target, _bias(target, _bias_name(plain), added[1])]
+    source = Source(layer=layer, weight=torch.empty(stored.shape, dtype=stored.dtype, device="meta"), files=files)
+    lora, bias = _lora(plain, source), _bias_name(plain)
+    if lora is not None and (is_low_rank or lora.flat):
+        added = files.get(f"lora_B.{ADAPTER_NAME}.bias")
+        return [lora] if added is None else [lora, _bias(lora, bias, added)]
     assert make is not None
-    shaped = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-    source = Source(layer=layer, weight=shaped, files=files)
-    if type(layer).__name__ == "ParamWrapper":
-        factors = factors_of_experts(source)
-        if factors is not None:
-            flat = tuple(one for one in (source.tensor("lora_A"), source.tensor("lora_B")) if one is not None)
-            return [
-                LowRankTarget(
-                    name=plain, left=factors[0], right=factors[1], scaling=source.lora_scaling(), flat=flat, **settings
-                )
-            ]
-    whole = _plain(plain, source, stored, settings)
-    found: list[Target] = [ByForm(name=plain, layer=layer, files=files, make=make, plain=whole)]
-    if hasattr(layer, "ia3_l") and not layer.is_feedforward and _bias_name(plain) in base:
-        found.append(ByForm(name=_bias_name(plain), layer=layer, files=files, make=Bias.of))
+    found: list[Target] = [ByForm(name=plain, layer=layer, files=files, make=make, plain=lora)]
+    if hasattr(layer, "ia3_l") and not layer.is_feedforward and bias in base:
+        found.append(ByForm(name=bias, layer=layer, files=files, make=Bias.of))
     return found
 
 
-def _plain(name: str, source: Source, stored: Stored, settings: Mapping[str, Any]) -> LowRankTarget | None:
-    """Return the LoRA of a DoRA layer alone."""
+def _lora(name: str, source: Source) -> LowRankTarget | None:
+    """Return the two factors of a layer: its LoRA, of DoRA that alone, or those of all its experts."""
+    layer, flat = source.layer, ()
+    transposed = bool(getattr(layer, "fan_in_fan_out", False))
     a, b = source.tensor("lora_A"), source.tensor("lora_B")
-    if source.tensor("lora_magnitude_vector") is None or a is None or b is None or a.dim() != 2:
+    if a is None or b is None:
+        a, b, transposed = source.tensor("lora_embedding_A"), source.tensor("lora_embedding_B"), True
+    if a is None or b is None or a.dim() != 2:
         return None
-    left, right = (a.T, b.T) if getattr(source.layer, "fan_in_fan_out", False) else (b, a)
-    if stored.shape != (left.shape[0], right.shape[1]):
+    left, right = (one[None] for one in ((a.T, b.T) if transposed else (b, a)))
+    if type(layer).__name__ == "ParamWrapper" and (factors := factors_of_experts(source)) is not None:
+        (left, right), flat = factors, (a, b)
+    elif source.weight.shape != (left.shape[1], right.shape[2]):
         return None
-    return LowRankTarget(name=name, left=left[None], right=right[None], scaling=source.lora_scaling(), **settings)
+    return LowRankTarget(
+        name=name, left=left, right=right, scaling=source.lora_scaling(), flat=flat,
+        alpha=float(layer.lora_alpha[ADAPTER_NAME]), rank=int(layer.r[ADAPTER_NAME]),
+    )  # fmt: skip
 
 
 def _bias_name(weight: str) -> str:
@@ -448,11 +420,6 @@ def _whole(name: str) -> str | None:
 def _modules(keys: Iterable[str]) -> list[str]:
     found = (_KEY.match(key.removeprefix(_PREFIX)) for key in keys)
     return list(dict.fromkeys(match["module"] for match in found if match is not None))
-
-
-def _fitting(modules: Iterable[str], names: Iterable[str]) -> bool:
-    known = {name.rpartition(".")[0] for name in names}
-    return any(module in known for module in modules)
 
 
 def _note_unmatched(found: Adapter, keys: Iterable[str], names: Iterable[str]) -> None:

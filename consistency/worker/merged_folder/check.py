@@ -15,7 +15,6 @@ import torch
 from consistency.capture.merge_causes import MergeCause
 from consistency.case.case import Case
 from consistency.devices.cores import available_cores
-from consistency.errors import InputError
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.worker.merged_folder import by_method, names
 from consistency.worker.merged_folder.adapter import (
@@ -164,15 +163,9 @@ class _Walk:
         if model is not None:
             self._base, self._merged = (names.in_model(one, model) for one in (self._before, self._after))
             self.found.mapping.append(f"by transformers' names of {type(model).__name__}")
-        if case.adapter is None:
-            return Adapter()
-        try:
-            return on_model(case, model, self._base, _most(self._merged.values()))
-        except InputError:
-            if by_names is None:
-                raise
-            self._base, self._merged = self._before.tensors, self._after.tensors
+        if by_names is not None and (case.adapter is None or model is None):
             return by_names
+        return on_model(case, model, self._base, _most(self._merged.values()))
 
     def check(self) -> None:
         """Judge every tensor; several at a time where torch's operations leave cores free."""
