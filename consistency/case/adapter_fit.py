@@ -128,7 +128,7 @@ def _check_adapter_fits(
     """
     by_ending: dict[str, list[TensorHeader]] = {}
     for header in weights_of(base.tensors).values():
-        for ending in _endings(header.name):
+        for ending in endings(header.name):
             by_ending.setdefault(ending, []).append(header)
     sides: dict[str, dict[str, TensorHeader]] = {}
     for header in tensors.values():
@@ -191,7 +191,7 @@ def _check_rank(folder: Path, config: Mapping[str, Any], header: TensorHeader, m
         )
 
 
-def _endings(name: str) -> Iterator[str]:
+def endings(name: str) -> Iterator[str]:
     """Yield the name with ever fewer leading components, of two components at least."""
     parts = name.split(".")
     for i in range(max(1, len(parts) - 1)):
@@ -199,7 +199,7 @@ def _endings(name: str) -> Iterator[str]:
 
 
 def _match(name: str, by_ending: Mapping[str, list[TensorHeader]]) -> TensorHeader | None:
-    for ending in _endings(name):
+    for ending in endings(name):
         found = by_ending.get(ending, [])
         if found:
             return found[0] if len(found) == 1 else None
@@ -239,6 +239,6 @@ def _shares_modules(base: Checkpoint, modules: Mapping[str, object]) -> bool:
         ending
         for name in base.tensors
         for i in range(1, name.count(".") + 1)
-        for ending in _endings(".".join(name.split(".")[:i]))
+        for ending in endings(".".join(name.split(".")[:i]))
     }
-    return any(ending in paths for module in modules for ending in _endings(module.rpartition(".")[0]) if ending)
+    return any(ending in paths for module in modules for ending in endings(module.rpartition(".")[0]) if ending)

@@ -18,7 +18,7 @@ from consistency.capture.merge_causes import MergeCause
 from consistency.capture.wording import and_more
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.worker.merged_folder.adapter import LowRankTarget
-from consistency.worker.merged_folder.names import FUSED
+from consistency.worker.merged_folder.names import FUSED, fused_in
 from consistency.worker.merged_folder.orders import LowRankSum, MergeWriter, judge
 
 _SAMPLE = 512
@@ -256,7 +256,7 @@ def _runs(states: torch.Tensor) -> list[tuple[int, int, int]]:
 
 def _parts_of(name: str, rows: int) -> dict[tuple[int, int], str]:
     """Return the names of the equal parts of a fused weight by their rows."""
-    fused = next((parts for one, parts in FUSED.items() if f".{one}." in f".{name}."), ())
+    fused = FUSED.get(fused_in(name), ())
     if not fused or rows % len(fused):
         return {}
     size = rows // len(fused)

@@ -2,19 +2,21 @@
 
 Names are the base's. Where they do not match as they are, both folders are brought to the names of transformers'
 model by its own conversion mapping, which renames, stacks experts, and fuses and splits projections; what is left is
-matched by a prefix, then by a unique ending, and a fused projection is taken apart into its parts.
+matched by prefixes, and a fused projection is taken apart into its parts.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from consistency.case.adapter_fit import endings
 from consistency.case.case import Case
 from consistency.errors import ConsistencyError
 from consistency.worker.merged_folder.folder import Folder, Stored
@@ -25,6 +27,11 @@ FUSED = {
     "query_key_value": ("query", "key", "value"), "in_proj": ("q_proj", "k_proj", "v_proj"),
 }  # fmt: skip
 """Projections that a writer may store as one matrix, its rows in this order."""
+
+
+def fused_in(name: str) -> str:
+    """Return which of these a name has in it, if any."""
+    return next((one for one in FUSED if f".{one}." in f".{name}"), "")
 
 
 def model_of(case: Case) -> Any:
@@ -108,25 +115,23 @@ def _converted(name: str, converter: Any, parts: list[tuple[str, Stored]], model
 
 
 def renamed(merged: dict[str, Stored], base: Mapping[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
-    """Return a folder's tensors by the base's names, and in words how they were matched where they are not the same."""
+    """Return a folder's tensors by the base's names, and in words how they were matched where they are not the same.
+
+    Those of each part of a model may begin otherwise, so prefixes are looked for until none matches any more.
+    """
     found = {name: stored for name, stored in merged.items() if name in base}
     left = {name: stored for name, stored in merged.items() if name not in base}
     wanted = {name: stored for name, stored in base.items() if name not in found}
     how = []
-    for match, text in (
-        (_by_prefix, "by the prefix {}"),
-        (_by_ending, "by their endings"),
-        (_by_parts, "as parts of {}"),
-    ):
-        if not left or not wanted:
-            break
-        matched, what = match(left, wanted)
-        if matched:
-            how.append(f"{len(matched)} names matched {text.format(what)}")
+    for match in (_by_prefix, _by_parts):
+        matched, text = match(left, wanted)
+        while matched:
+            how.append(f"{len(matched)} names matched {text}")
             found |= matched
             used = {key for stored in matched.values() for key in stored.keys}
             left = {name: stored for name, stored in left.items() if not used & set(stored.keys)}
             wanted = {name: stored for name, stored in wanted.items() if name not in matched}
+            matched, text = match(left, wanted)
     return {**found, **left}, how
 
 
@@ -139,43 +144,22 @@ def _by_prefix(left: Mapping[str, Stored], wanted: Mapping[str, Stored]) -> Matc
         return {}, ""
     add, drop = prefix
     pairs = {f"{drop}{name.removeprefix(add)}": stored for name, stored in left.items() if name.startswith(add)}
-    text = f"{add or 'no prefix'} for {drop or 'no prefix'}"
-    return {name: stored for name, stored in pairs.items() if _fits(stored, wanted.get(name))}, text
+    text = f"by the prefix {add or 'no prefix'} for {drop or 'no prefix'}"
+    return {name: replace(one, name=name) for name, one in pairs.items() if _fits(one, wanted.get(name))}, text
 
 
 def common_prefix(left: Iterable[str], wanted: Iterable[str]) -> tuple[str, str] | None:
     """Return the two beginnings by which most names differ from others, if any do: theirs, and the others'."""
-    others = set(wanted)
-    votes: dict[tuple[str, str], int] = {}
     by_ending: dict[str, list[str]] = {}
-    for name in others:
-        parts = name.split(".")
-        for start in range(len(parts) - 1):
-            by_ending.setdefault(".".join(parts[start:]), []).append(name)
+    for name in wanted:
+        for ending in endings(name):
+            by_ending.setdefault(ending, []).append(name)
+    votes: Counter[tuple[str, str]] = Counter()
     for name in left:
-        parts = name.split(".")
-        for start in range(len(parts) - 1):
-            ending = ".".join(parts[start:])
-            candidates = by_ending.get(ending, [])
-            if len(candidates) == 1:
-                pair = name.removesuffix(ending), candidates[0].removesuffix(ending)
-                votes[pair] = votes.get(pair, 0) + 1
-                break
-    return max(votes, key=lambda pair: votes[pair], default=None)
-
-
-def _by_ending(left: Mapping[str, Stored], wanted: Mapping[str, Stored]) -> Matched:
-    found: dict[str, Stored] = {}
-    for name, stored in left.items():
-        parts = name.split(".")
-        for start in range(1, len(parts) - 1):
-            ending = ".".join(parts[start:])
-            candidates = [one for one in wanted if one == ending or one.endswith(f".{ending}")]
-            if candidates:
-                if len(candidates) == 1 and candidates[0] not in found and _fits(stored, wanted[candidates[0]]):
-                    found[candidates[0]] = replace(stored, name=candidates[0])
-                break
-    return found, ""
+        ending = next((one for one in endings(name) if len(by_ending.get(one, ())) == 1), None)
+        if ending is not None:
+            votes[name.removesuffix(ending), by_ending[ending][0].removesuffix(ending)] += 1
+    return votes.most_common(1)[0][0] if votes else None
 
 
 def _by_parts(left: Mapping[str, Stored], wanted: Mapping[str, Stored]) -> Matched:
@@ -183,12 +167,10 @@ def _by_parts(left: Mapping[str, Stored], wanted: Mapping[str, Stored]) -> Match
     found: dict[str, Stored] = {}
     names = set()
     for name, stored in left.items():
-        fused = next((one for one in FUSED if f".{one}." in f".{name}"), None)
-        parts = [name.replace(fused, part) for part in FUSED[fused]] if fused is not None else []
-        if fused is None or not all(part in wanted for part in parts):
-            continue
-        sizes = [wanted[part].shape[0] for part in parts]
-        if sum(sizes) != stored.shape[0]:
+        fused = fused_in(name)
+        parts = [name.replace(fused, part) for part in FUSED.get(fused, ())]
+        sizes = [wanted[part].shape[0] for part in parts if part in wanted]
+        if not parts or len(sizes) < len(parts) or sum(sizes) != stored.shape[0]:
             continue
         start = 0
         for part, size in zip(parts, sizes, strict=True):
@@ -197,7 +179,7 @@ def _by_parts(left: Mapping[str, Stored], wanted: Mapping[str, Stored]) -> Match
             read = functools.partial(lambda rows, stored: stored.read()[rows], rows, stored)
             found[part] = replace(stored, name=part, shape=shape, read=read, step=None)
         names.add(fused)
-    return found, ", ".join(sorted(names))
+    return found, f"as parts of {', '.join(sorted(names))}"
 
 
 def _fits(stored: Stored, other: Stored | None) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from consistency.case.adapter_fit import endings
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint
 
 MAPPED_BYTES = 64 * 2**20
@@ -102,19 +103,13 @@ def file_names(parameters: Mapping[str, torch.Tensor], files: WeightFiles) -> di
     free = available - set(matched.values())
     by_ending: dict[str, list[str]] = {}
     for name in free:
-        for ending in _endings(name):
+        for ending in endings(name):
             by_ending.setdefault(ending, []).append(name)
     claims: dict[str, list[str]] = {}
     for name, tensor in parameters.items():
         if name not in matched:
-            found = next((by_ending[ending] for ending in _endings(name) if ending in by_ending), [])
+            found = next((by_ending[ending] for ending in endings(name) if ending in by_ending), [])
             if len(found) == 1 and files.shape(found[0]) == tuple(tensor.shape):
                 claims.setdefault(found[0], []).append(name)
     matched |= {names[0]: key for key, names in claims.items() if len(names) == 1}
     return {name: key for name, key in matched.items() if files.shape(key) == tuple(parameters[name].shape)}
-
-
-def _endings(name: str) -> list[str]:
-    """Return the name without its first 0, 1, … components, two components at least."""
-    parts = name.split(".")
-    return [".".join(parts[i:]) for i in range(max(1, len(parts) - 1))]
