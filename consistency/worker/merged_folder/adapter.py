@@ -389,7 +389,7 @@ def _of_layer(name: str, layer: Any, plain: str, expected: Expected, base: Mappi
 
 def _lora(name: str, source: Source) -> LowRankTarget | None:
     """Return the two factors of a layer: its LoRA, of DoRA that alone, or those of all its experts."""
-    layer, flat = source.layer, ()
+    layer, flat = source.layer, tuple[torch.Tensor, ...]()
     transposed = bool(getattr(layer, "fan_in_fan_out", False))
     a, b = source.tensor("lora_A"), source.tensor("lora_B")
     if a is None or b is None:

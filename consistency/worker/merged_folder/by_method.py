@@ -99,11 +99,3 @@ def _dtypes_tried(
     for weight in dict.fromkeys((torch.float32, base, stored)):
         if weight in UNIT_ROUNDOFF and weight != torch.float64:
             yield from ((weight, one) for one in dict.fromkeys((adapter, torch.float32, weight)))
-
-
-def untouched(actual: torch.Tensor, base: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield what a tensor that no adapter changes may be: cast to the folder's dtype, maybe by way of a half type."""
-    yield base.to(actual.dtype)
-    for half in (torch.bfloat16, torch.float16):
-        if half not in (actual.dtype, base.dtype):
-            yield base.to(half).to(actual.dtype)

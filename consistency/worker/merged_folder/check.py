@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
+import math
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -16,21 +18,23 @@ from consistency.capture.merge_causes import MergeCause
 from consistency.case.case import Case
 from consistency.devices.cores import available_cores
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
-from consistency.worker.merged_folder import by_method, names
+from consistency.worker.merged_folder import names
 from consistency.worker.merged_folder.adapter import (
     Adapter,
     ByForm,
+    ByPeft,
     LowRankTarget,
     Replaced,
     Target,
     on_model,
     open_adapter,
 )
+from consistency.worker.merged_folder.by_method import judge_by_method
 from consistency.worker.merged_folder.difference import Difference, difference
 from consistency.worker.merged_folder.explain import Explanations, MergeQuestion, explain
 from consistency.worker.merged_folder.folder import Folder, Problem, Stored
 from consistency.worker.merged_folder.formats import open_weights
-from consistency.worker.merged_folder.orders import Effect, LowRankSum, MergeWriter, Order, OutsideElements, same_bits
+from consistency.worker.merged_folder.orders import Effect, MergeWriter, Order, OutsideElements, same_bits
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped"]
 
@@ -67,15 +71,18 @@ class TensorState:
     name: str
     role: str
     status: Status
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    elements: int = 0
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
     outside: int = 0
     worst: tuple[tuple[int, ...], float, float, float] | None = None
     causes: Explanations = field(default_factory=dict)
     reason: str = ""
     keys: tuple[str, ...] = ()
     difference: Difference | None = None
+
+    def wrong(self, elements: int, reason: str = "") -> None:
+        self.status, self.outside, self.reason = "outside", elements, reason
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,20 +149,19 @@ class _Walk:
         self._writer, self._counting = MergeWriter(), threading.Lock()
         self._in_vain = 0
         self._base, self._merged = before.tensors, after.tensors
-        given = Adapter() if case.adapter is None else None
+        self._alone = case.adapter is None
+        by_names: Adapter | None = Adapter()
         if case.adapter is not None:
-            given = open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle)
+            by_names = open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle)
         merged, how = names.renamed(self._merged, self._base)
-        wanted = self._base if given is None or case.adapter is None else given.targets
-        foreign = [name for name in merged if name not in self._base]
-        if given is None or (foreign and any(name not in merged for name in wanted)):
-            given = self._on_model(case, given)
+        wanted = self._base if self._alone or by_names is None else by_names.targets
+        if by_names is None or (merged.keys() - self._base.keys() and wanted.keys() - merged.keys()):
+            by_names = self._on_model(case, by_names)
             merged, how = names.renamed(self._merged, self._base)
-        self._merged, self._adapter, self._alone = merged, given, case.adapter is None
+        self._merged, self._adapter = merged, by_names
         self.found.mapping += how
         self.found.dtype = _most(self._merged.values())
-        scalings = {one.scaling for one in given.targets.values() if isinstance(one, LowRankTarget)}
-        self._scalings = tuple(sorted(scalings))
+        self._factors = [one for one in self._adapter.targets.values() if isinstance(one, LowRankTarget)]
 
     def _on_model(self, case: Case, by_names: Adapter | None) -> Adapter:
         """Bring base, folder and adapter to the names of transformers' model."""
@@ -163,7 +169,7 @@ class _Walk:
         if model is not None:
             self._base, self._merged = (names.in_model(one, model) for one in (self._before, self._after))
             self.found.mapping.append(f"by transformers' names of {type(model).__name__}")
-        if by_names is not None and (case.adapter is None or model is None):
+        if by_names is not None and (self._alone or model is None):
             return by_names
         return on_model(case, model, self._base, _most(self._merged.values()))
 
@@ -181,138 +187,118 @@ class _Walk:
         """Return what is in the place of a tensor of the base; None where it need not be there."""
         name, stored = item
         target, here = self._adapter.targets.get(name), self._merged.get(name)
-        if here is None:
-            return self._missing(name, stored, target)
-        state = self._state(name, stored, here, target)
+        if here is not None:
+            return self._judge(name, stored, here, target)
+        if (self._before.ties or self._after.ties) and _names_head(name):
+            return None
+        state = _state(name, stored, target)
+        unread = self.found.unread.get(name, "")
+        state.status, state.reason = ("skipped", unread) if unread else ("missing", "the folder does not have it")
+        return state
+
+    def _note(self, cause: MergeCause, text: str, tensors: Iterable[str], severity: str = "error") -> None:
+        self.found.problems.append(Problem(cause=cause, text=text, tensors=tuple(tensors), severity=severity))
+
+    def _about_adapter(self) -> None:
+        adapter = self._adapter
+        if adapter.unmatched:
+            text = f"{len(adapter.unmatched)} modules, such as {adapter.unmatched[0]}"
+            self._note(MergeCause.KEYS, "; ".join(filter(None, [text, adapter.renaming])), adapter.unmatched)
+        empty = [one.name for one in self._factors if one.is_zero]
+        if empty and len(empty) == len(adapter.targets):
+            text = f"a factor of each of its {len(empty)} layers is zero"
+            self._note(MergeCause.EMPTY_ADAPTER, text, empty, "warning")
+        if absent := [name for name in adapter.targets if name not in self._base and name not in self._merged]:
+            self._note(MergeCause.KEYS, f"{len(absent)} tensors, such as {absent[0]}", absent)
+
+    def _extra(self, name: str, stored: Stored) -> None:
+        """Judge a tensor that the base does not have on disk: the adapter does, it is a head that is tied, or extra."""
+        target = self._adapter.targets.get(name)
+        twin = next((one for one, other in self._base.items() if "emb" in one and other.shape == stored.shape), None)
+        if isinstance(target, Replaced):
+            state = _state(name, stored, target)
+            self._replaced(state, stored.read(), target, None)
+        elif self._before.ties and twin is not None and _names_head(name):
+            other = self._merged.get(twin)
+            if self._after.ties and (other is None or not torch.equal(stored.read(), other.read())):
+                text = f"the folder holds {name} and {twin}, which differ; loading takes one of them"
+                self._note(MergeCause.TIED, text, [name, twin])
+                return
+            state = self._judge(name, self._base[twin], stored, self._adapter.targets.get(twin))
+        else:
+            state = _state(name, stored, None)
+            state.role, state.status, state.reason = "extra", "unexpected", "neither base nor adapter has it"
+            if any(part in f".{name}" for part in _LEFTOVER):
+                text = f"{name} is a name of PEFT's own layers: the model was saved before the merge"
+                self._note(MergeCause.FILES, text, [name])
+        self.found.tensors.append(state)
+
+    def _judge(self, name: str, base: Stored, here: Stored, target: Target | None) -> TensorState:
+        state = _state(name, here, target)
+        if here.step is not None or here.dtype not in UNIT_ROUNDOFF or base.dtype not in UNIT_ROUNDOFF:
+            self._quantized(state, base, here, target)
+        elif isinstance(target, Replaced):
+            self._replaced(state, here.read(), target, base.read())
+        elif here.shape != base.shape:
+            self._resized(state, base, here, target)
+        else:
+            given = self._adapter.bases.get(name)
+            actual, before = here.read(), base.read() if given is None else given
+            self._unquantized(state, actual, before, target)
+            unexplained = state.status == "outside" and not state.causes and state.elements <= _MOST_QUANTIZED
+            if unexplained and base.step is not None and isinstance(target, LowRankTarget | None):
+                values = actual.double() - _delta(target, before.shape)
+                if bool(((values - before.double()).abs() <= base.step(values)).all()):
+                    state.causes = {MergeCause.SIXTEEN_BIT_BASE: ""}
         if state.status == "outside" and name in self._adapter.shared:
             text = f"{self._adapter.shared[name]} adapted modules share {name}, which cannot hold the results of all"
             state.causes = {MergeCause.TIED: text}
         return state
 
-    def _about_adapter(self) -> None:
-        adapter = self._adapter
-        if adapter.unmatched:
-            some = f"{len(adapter.unmatched)} modules, such as {adapter.unmatched[0]}"
-            text = f"{some}{'; ' if adapter.renaming else ''}{adapter.renaming}"
-            self.found.problems.append(Problem(cause=MergeCause.KEYS, text=text, tensors=adapter.unmatched))
-        factors = [one for one in adapter.targets.values() if isinstance(one, LowRankTarget)]
-        empty = [one.name for one in factors if one.is_zero]
-        if factors and len(empty) == len(adapter.targets):
-            text = f"a factor of each of its {len(empty)} layers is zero"
-            self.found.problems.append(
-                Problem(cause=MergeCause.EMPTY_ADAPTER, text=text, tensors=tuple(empty), severity="warning")
-            )
-        absent = [name for name in adapter.targets if name not in self._base and name not in self._merged]
-        if absent:
-            text = f"{len(absent)} tensors, such as {absent[0]}"
-            self.found.problems.append(Problem(cause=MergeCause.KEYS, text=text, tensors=tuple(absent)))
-
-    def _missing(self, name: str, stored: Stored, target: Target | None) -> TensorState | None:
-        tied = self._before.ties or self._after.ties
-        if tied and _names_head(name):
-            return None
-        role = "untouched" if target is None else "adapted"
-        reason = self.found.unread.get(name, "")
-        state = _state(name, role, "skipped" if reason else "missing", stored)
-        state.reason = reason or "the folder does not have it"
-        return state
-
-    def _extra(self, name: str, stored: Stored) -> None:
-        target = self._adapter.targets.get(name)
-        if isinstance(target, Replaced):
-            self.found.tensors.append(self._replaced(name, None, stored, target))
-            return
-        if self._is_head(name, stored):
-            return
-        state = _state(name, "extra", "unexpected", stored)
-        state.reason = "neither base nor adapter has it"
-        self.found.tensors.append(state)
-        if any(part in f".{name}" for part in _LEFTOVER):
-            text = f"{name} is a name of PEFT's own layers: the model was saved before the merge"
-            self.found.problems.append(Problem(cause=MergeCause.FILES, text=text, tensors=(name,)))
-
-    def _is_head(self, name: str, stored: Stored) -> bool:
-        """Judge a head that the base does not have on disk, because it is its embedding."""
-        twin = next((one for one, other in self._base.items() if "emb" in one and other.shape == stored.shape), None)
-        if not self._before.ties or twin is None or not _names_head(name):
-            return False
-        other = self._merged.get(twin)
-        same = other is not None and torch.equal(stored.read(), other.read())
-        if not same and self._after.ties:
-            text = f"the folder holds {name} and {twin}, which differ; loading takes one of them"
-            self.found.problems.append(Problem(cause=MergeCause.TIED, text=text, tensors=(name, twin)))
-            return True
-        self.found.tensors.append(self._state(name, self._base[twin], stored, self._adapter.targets.get(twin)))
-        return True
-
-    def _state(self, name: str, base: Stored, here: Stored, target: Target | None) -> TensorState:
-        if here.step is not None or here.dtype not in UNIT_ROUNDOFF or base.dtype not in UNIT_ROUNDOFF:
-            return self._quantized(name, base, here, target)
-        if isinstance(target, Replaced):
-            return self._replaced(name, base, here, target)
-        if here.shape != base.shape:
-            return self._resized(name, base, here, target)
-        actual, before = here.read(), self._before_merge(name, base)
-        state = self._judged(name, here, actual, before, target)
-        unexplained = state.status == "outside" and not state.causes and state.elements <= _MOST_QUANTIZED
-        if unexplained and base.step is not None and (target is None or isinstance(target, LowRankTarget)):
-            values = actual.double() - _delta(target, before.shape)
-            if bool(((values - before.double()).abs() <= base.step(values)).all()):
-                state.causes = {MergeCause.SIXTEEN_BIT_BASE: ""}
-        return state
-
-    def _before_merge(self, name: str, base: Stored) -> torch.Tensor:
-        given = self._adapter.bases.get(name)
-        return base.read() if given is None else given
-
-    def _judged(
-        self, name: str, here: Stored, actual: torch.Tensor, before: torch.Tensor, target: Target | None
-    ) -> TensorState:
+    def _unquantized(
+        self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, target: Target | None
+    ) -> None:
         if target is None:
-            return self._untouched(name, here, actual, before)
-        if isinstance(target, LowRankTarget):
-            return self._low_rank(name, here, actual, before, target)
-        assert not isinstance(target, Replaced)  # which `_state` has judged
-        state = _state(name, "adapted", "within", here)
-        found = by_method.judge_by_method(actual, before, target)
+            self._untouched(state, actual, before)
+        elif isinstance(target, LowRankTarget):
+            self._low_rank(state, actual, before, target)
+        elif not isinstance(target, Replaced):
+            self._by_method(state, actual, before, target)
+
+    def _by_method(
+        self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, target: ByForm | ByPeft
+    ) -> None:
+        found = judge_by_method(actual, before, target)
         if found is None:
             state.status, state.reason = "skipped", "PEFT does not merge it by itself, and it has no closed form"
-            return state
+            return
         measure, ratio, text = found
         if ratio <= 1:
-            return state
-        state.status, state.outside = "outside", max(1, int(measure.mismatched))
+            return
+        state.wrong(max(1, int(measure.mismatched)), f"by a merge in {text}")
         if measure.worst_index is not None:
             exact, allowed = float(measure.worst_expected or 0.0), float(measure.allowed or 0.0)
             state.worst = (measure.worst_index, float(measure.worst_actual or 0.0), exact - allowed, exact + allowed)
-        state.reason = f"by a merge in {text}"
         if torch.equal(actual, before.to(actual.dtype)):
             state.causes = {MergeCause.NOT_MERGED: ""}
         elif target.plain is not None:
             plain = self._question(actual, before, target.plain)
             if plain.holds(target.plain.left, target.plain.right, target.plain.scaling):
                 state.causes = {MergeCause.MAGNITUDE if isinstance(target, ByForm) else MergeCause.RESIDUAL_BASE: ""}
-        return state
 
     def _question(self, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget) -> MergeQuestion:
         shape = (target.left.shape[0], target.left.shape[1], target.right.shape[2])
-        others = tuple(one for one in self._scalings if one != target.scaling)
         return MergeQuestion(
-            actual=actual.reshape(shape), base=before.reshape(shape), target=target, writer=self._writer, others=others,
+            actual=actual.reshape(shape), base=before.reshape(shape), target=target, writer=self._writer,
+            others=sorted({one.scaling for one in self._factors} - {target.scaling}),
             briefly=self._in_vain >= _MOST_IN_VAIN,
         )  # fmt: skip
 
-    def _low_rank(
-        self, name: str, here: Stored, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget
-    ) -> TensorState:
-        state = _state(name, "adapted", "within", here)
+    def _low_rank(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget) -> None:
         question = self._question(actual, before, target)
         wrong: list[tuple[int, OutsideElements]] = []
         effect, used = Effect(), Counter[Order]()
-        for number, (one, weight, left, right) in enumerate(
-            zip(question.actual, question.base, target.left, target.right, strict=True)
-        ):
-            of = LowRankSum(weight, left, right, target.scaling)
+        for number, (one, of) in enumerate(question.sums(target.left, target.right, target.scaling)):
             judged = self._writer.judge(one, of)
             if judged.outside:
                 wrong.append((number, judged))
@@ -323,9 +309,9 @@ class _Walk:
             self.found.effect.include(effect)
             self.found.orders.update(used)
         if not wrong:
-            return state
+            return
         each = question.base[0].numel()
-        state.status, state.outside = "outside", sum(max(1, round(judged.share * each)) for _, judged in wrong)
+        state.wrong(sum(max(1, round(judged.share * each)) for _, judged in wrong))
         number, worst = max(wrong, key=lambda one: one[1].outside)
         if worst.worst is not None:
             row, column, *values = worst.worst
@@ -333,124 +319,110 @@ class _Walk:
             state.worst = (index, values[0], values[1], values[2])
         state.causes = explain(question)
         self._in_vain += not state.causes
-        return state
 
-    def _untouched(self, name: str, here: Stored, actual: torch.Tensor, before: torch.Tensor) -> TensorState:
-        state = _state(name, "untouched", "equal", here)
-        for one in by_method.untouched(actual, before):
-            if same_bits(actual, one):
-                state.status = "equal" if actual.dtype == before.dtype else "within"
-                return state
+    def _untouched(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor) -> None:
+        state.status = "equal" if actual.dtype == before.dtype else "within"
+        if _is_cast(actual, before):
+            return
         wanted = before.to(actual.dtype)
         differ = (actual != wanted) & ~(actual.isnan() & wanted.isnan())
-        state.status, state.outside = "outside", int(differ.sum())
-        if state.outside and self._alone:
+        if not differ.any():
+            state.status = "equal"  # zeros of another sign
+            return
+        state.wrong(int(differ.sum()))
+        if self._alone:
             state.difference = difference(actual, before)
             state.reason = state.difference.text
-        elif state.outside:
+        else:
             index = tuple(int(one) for one in differ.nonzero()[0])
             state.worst = (index, float(actual[index]), float(wanted[index]), float(wanted[index]))
-        else:
-            state.status = "equal"  # zeros of another sign
-        return state
 
-    def _replaced(self, name: str, base: Stored | None, here: Stored, target: Replaced) -> TensorState:
-        state = _state(name, "saved", "equal", here)
-        actual, value = here.read(), target.value
+    def _replaced(
+        self, state: TensorState, actual: torch.Tensor, target: Replaced, before: torch.Tensor | None
+    ) -> None:
+        state.role, state.status, value = "saved", "equal", target.value
         if target.rows is not None:
-            assert base is not None
-            value = base.read().to(value.dtype).index_copy(0, target.rows, target.value)
-        if actual.shape == value.shape and any(same_bits(actual, one) for one in by_method.untouched(actual, value)):
-            return state
-        state.status, state.outside = "outside", actual.numel()
-        state.reason = f"the adapter's file has it whole, {tuple(value.shape)}"
-        if base is not None and any(same_bits(actual, one) for one in by_method.untouched(actual, base.read())):
-            state.causes = {MergeCause.SAVED_DROPPED: ""}
-        return state
+            assert before is not None
+            value = before.to(value.dtype).index_copy(0, target.rows, value)
+        if not _is_cast(actual, value):
+            state.wrong(actual.numel(), f"the adapter's file has it whole, {tuple(value.shape)}")
+            if before is not None and _is_cast(actual, before):
+                state.causes = {MergeCause.SAVED_DROPPED: ""}
 
-    def _resized(self, name: str, base: Stored, here: Stored, target: Target | None) -> TensorState:
+    def _resized(self, state: TensorState, base: Stored, here: Stored, target: Target | None) -> None:
         """Judge the first rows of a tensor that has more, or fewer, than the base's."""
         rows = min(base.shape[0], here.shape[0]) if base.shape and here.shape else 0
         if rows == 0 or base.shape[1:] != here.shape[1:]:
-            state = _state(name, "untouched" if target is None else "adapted", "outside", here)
-            state.reason, state.outside = f"shape {list(here.shape)}, the base has {list(base.shape)}", state.elements
-            return state
-        short = target
-        if isinstance(target, LowRankTarget):
-            short = replace(target, left=target.left[:, :rows])
-        state = self._judged(name, here, here.read()[:rows], base.read()[:rows], short)
+            state.wrong(state.elements, f"shape {list(here.shape)}, the base has {list(base.shape)}")
+            return
+        short = replace(target, left=target.left[:, :rows]) if isinstance(target, LowRankTarget) else target
+        self._unquantized(state, here.read()[:rows], base.read()[:rows], short)
         right = "are right" if state.status in ("equal", "within") else "are wrong"
-        text = f"{name} has {here.shape[0]} rows, the base {base.shape[0]}: the first {rows} {right}"
-        self.found.problems.append(Problem(cause=MergeCause.RESIZED, text=text, tensors=(name,), severity="warning"))
-        return state
+        text = f"{state.name} has {here.shape[0]} rows, the base {base.shape[0]}: the first {rows} {right}"
+        self._note(MergeCause.RESIZED, text, [state.name], "warning")
 
-    def _quantized(self, name: str, base: Stored, here: Stored, target: Target | None) -> TensorState:
+    def _quantized(self, state: TensorState, base: Stored, here: Stored, target: Target | None) -> None:
         """Judge a tensor that is quantized in the folder: by half a step around its exact value."""
-        state = _state(name, "untouched" if target is None else "adapted", "within", here)
         if here.step is None or not isinstance(target, LowRankTarget | None) or state.elements > _MOST_QUANTIZED:
             if target is None and here.shape == base.shape and here.dtype == base.dtype:
-                return self._untouched(name, here, here.read(), base.read())
-            state.status, state.reason = "skipped", self.found.unread.get(name, f"{here.dtype} is not judged here")
-            return state
-        actual, before = here.read(), base.read()
+                self._untouched(state, here.read(), base.read())
+            else:
+                unread = self.found.unread.get(state.name, f"{name_of(here.dtype)} is not judged here")
+                state.status, state.reason = "skipped", unread
+            return
+        actual, before = here.read().double(), base.read()
         delta = _delta(target, before.shape)
         exact = before.double() + delta
         # the writer may have rounded sum and delta before it quantized
         unit = max(UNIT_ROUNDOFF.get(one, 0.0) for one in (torch.float16, before.dtype))
-        error = (actual.double() - exact).abs()
-        allowed = here.step(exact) + 2 * unit * (before.double().abs() + delta.abs())
-        wrong = ~(error <= allowed)
-        if target is not None:
-            self._survival(name, actual, before, delta, already=base.step is not None)
-        if not bool(wrong.any()):
-            return state
-        state.status, state.outside = "outside", int(wrong.sum())
+        before = before.double()
+        allowed = here.step(exact) + 2 * unit * (before.abs() + delta.abs())
+        wrong = ~((actual - exact).abs() <= allowed)
+        square = float(delta.square().sum())
+        if square and base.step is not None:
+            # where the levels of the base are the nearest to most sums, quantizing takes the delta away again
+            left = float(((actual - before) * delta).sum()) / square
+            if left < _LEAST_LEFT:
+                text = f"{state.name} has {max(left, 0.0):.0%} of its delta"
+                self._note(MergeCause.QUANTIZED_AWAY, text, [state.name], "warning")
+        if not wrong.any():
+            return
+        state.wrong(int(wrong.sum()))
         index = tuple(int(one) for one in wrong.nonzero()[0])
         middle, room = float(exact[index]), float(allowed[index])
         state.worst = (index, float(actual[index]), middle - room, middle + room)
-        if bool(((actual.double() - before.double()).abs() <= here.step(before.double())).all()):
+        if bool(((actual - before).abs() <= here.step(before)).all()):
             state.causes = {MergeCause.NOT_MERGED: ""}
         elif here.codes is not None:
-            codes = here.codes()
-            if _near_codes(codes, exact) or (
-                base.codes is not None and _near_codes(codes, base.codes().double() + delta)
-            ):
+            meant = [exact] if base.codes is None else [exact, base.codes().double() + delta]
+            if any(_near_codes(here.codes(), one) for one in meant):
                 state.causes = {MergeCause.CODES: ""}
-        return state
-
-    def _survival(
-        self, name: str, actual: torch.Tensor, before: torch.Tensor, delta: torch.Tensor, *, already: bool
-    ) -> None:
-        """Note that quantizing took the delta away again: the levels of the base are the nearest to most sums."""
-        square = float(delta.square().sum())
-        left = float(((actual.double() - before.double()) * delta).sum()) / square if square else 1.0
-        if already and left < _LEAST_LEFT:
-            text = f"{name} has {max(left, 0.0):.0%} of its delta"
-            self.found.problems.append(
-                Problem(cause=MergeCause.QUANTIZED_AWAY, text=text, tensors=(name,), severity="warning")
-            )
 
     def _summed_up(self) -> None:
         """Explain by a whole what single tensors do not show: another base, experts or a tower left out."""
-        untouched = [one for one in self.found.of("untouched") if one.status in ("equal", "within", "outside")]
-        changed = [one for one in untouched if one.status == "outside"]
-        matrices = [one for one in untouched if len(one.shape) > 1]
-        adapted = self.found.of("adapted")
-        wrong = [one for one in adapted if one.status == "outside"]
-        if (
-            not self._alone
-            and changed
-            and len([one for one in matrices if one.status == "outside"]) > len(matrices) / 2
-        ):
+        adapted, untouched = self.found.of("adapted"), self.found.of("untouched")
+        wrong, changed = ([one for one in of if one.status == "outside"] for of in (adapted, untouched))
+        same = [one for one in untouched if one.status in ("equal", "within")]
+        if not self._alone and _matrices(changed) > _matrices(same):
             for one in [*changed, *(one for one in wrong if not one.causes)]:
                 one.causes = {MergeCause.OTHER_BASE: ""}
         alone = [one for one in wrong if set(one.causes) == {MergeCause.NOT_MERGED}]
-        if alone and len(alone) < len(adapted):
-            right = [one.name for one in adapted if one not in alone]
-            if all(".experts." in one.name for one in alone) and not any(".experts." in name for name in right):
-                _call(alone, MergeCause.EXPERTS_LEFT_OUT)
-            elif part := _tower([one.name for one in alone], right):
-                _call(alone, MergeCause.TOWER_LEFT_OUT, part)
+        right = [one.name for one in adapted if one not in alone]
+        if not alone or not right:
+            return
+        part = ""
+        if all(".experts." in one.name for one in alone) and not any(".experts." in name for name in right):
+            cause = MergeCause.EXPERTS_LEFT_OUT
+        elif part := _tower([one.name for one in alone], right):
+            cause = MergeCause.TOWER_LEFT_OUT
+        else:
+            return
+        for one in alone:
+            one.causes = {cause: part}
+
+
+def _matrices(states: list[TensorState]) -> int:
+    return sum(len(one.shape) > 1 for one in states)
 
 
 def _delta(target: LowRankTarget | None, shape: torch.Size) -> torch.Tensor:
@@ -470,11 +442,6 @@ def _names_head(name: str) -> bool:
     return name.split(".")[-2:-1] in (["lm_head"], ["output"], ["decoder"], ["embed_out"])
 
 
-def _call(states: list[TensorState], cause: MergeCause, text: str = "") -> None:
-    for one in states:
-        one.causes = {cause: text}
-
-
 def _tower(alone: list[str], right: list[str]) -> str:
     """Return the beginning that all of some names share, and none of others; empty where that is no whole part."""
     parts = [name.split(".") for name in alone]
@@ -489,12 +456,17 @@ def _tower(alone: list[str], right: list[str]) -> str:
     return ""
 
 
-def _state(name: str, role: str, status: Status, stored: Stored) -> TensorState:
-    elements = 1
-    for size in stored.shape:
-        elements *= size
+def _is_cast(actual: torch.Tensor, base: torch.Tensor) -> bool:
+    """Report whether a tensor is another one cast to its dtype, maybe by way of a half type."""
+    halves = (half for half in (torch.bfloat16, torch.float16) if half not in (actual.dtype, base.dtype))
+    ways = itertools.chain((base,), (base.to(half) for half in halves))
+    return actual.shape == base.shape and any(same_bits(actual, one.to(actual.dtype)) for one in ways)
+
+
+def _state(name: str, stored: Stored, target: Target | None) -> TensorState:
     return TensorState(
-        name=name, role=role, status=status, shape=stored.shape, dtype=name_of(stored.dtype), elements=elements,
+        name=name, role="untouched" if target is None else "adapted", status="within", shape=stored.shape,
+        dtype=name_of(stored.dtype), elements=math.prod(stored.shape),
         keys=stored.keys if stored.keys != (name,) else (),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,15 +63,19 @@ class MergeQuestion:
     base: torch.Tensor
     target: LowRankTarget
     writer: MergeWriter
-    others: tuple[float, ...] = ()
+    others: Sequence[float] = ()
     briefly: bool = False
+
+    def sums(
+        self, left: torch.Tensor, right: torch.Tensor, scaling: float
+    ) -> Iterator[tuple[torch.Tensor, LowRankSum]]:
+        """Yield each matrix of the stack with the sum of its base and this delta."""
+        for one, weight, b, a in zip(self.actual, self.base, left, right, strict=True):
+            yield one, LowRankSum(weight, b, a, scaling)
 
     def holds(self, left: torch.Tensor, right: torch.Tensor, scaling: float) -> bool:
         """Return whether the tensor is the base and this delta, in every element."""
-        for one, weight, b, a in zip(self.actual, self.base, left, right, strict=True):
-            if self.writer.judge(one, LowRankSum(weight, b, a, scaling)).outside:
-                return False
-        return True
+        return not any(self.writer.judge(one, of).outside for one, of in self.sums(left, right, scaling))
 
     def fit(self, left: torch.Tensor, right: torch.Tensor, *, rows: int = _SAMPLE) -> tuple[float, float]:
         """Return the factor of a product that fits the difference best, and the share that it leaves over.
@@ -139,11 +143,8 @@ def _scalings(question: MergeQuestion) -> Iterator[tuple[MergeCause, str]]:
     if names:
         yield MergeCause.WRONG_SCALE, f"{' or '.join(names)} in the place of {target.scaling:g}"
     elif not matched and not _near(fitted, target.scaling):
-        apart = [
-            judge(one, LowRankSum(weight, b, a, fitted), order).share
-            for one, weight, b, a in zip(question.actual, question.base, target.left, target.right, strict=True)
-            for order in question.writer.recent(one, weight, b)
-        ]
+        sums = question.sums(target.left, target.right, fitted)
+        apart = [judge(one, of, question.writer.recent(one, of)).share for one, of in sums]
         if max(apart) < _MOST_APART:
             yield MergeCause.WRONG_SCALE, f"{fitted:.4g}, fitted, in the place of {target.scaling:g}"
 
@@ -202,7 +203,7 @@ def _by_rows(question: MergeQuestion) -> Explanations:
     target, actual, base = question.target, question.actual[0], question.base[0]
     left, right = target.left[0], target.right[0]
     whole = LowRankSum(base, left, right, target.scaling)
-    (order,) = question.writer.recent(actual, base, left)
+    order = question.writer.recent(actual, whole)
     quarter = max(1, len(base) // 4)
     for start in range(0, len(base), quarter):
         rows = slice(start, start + quarter)
@@ -237,8 +238,7 @@ def _by_rows(question: MergeQuestion) -> Explanations:
 def _by_expert(question: MergeQuestion) -> Explanations:
     """Explain a stack of matrices of which some are right, and others hold the base alone."""
     target, states = question.target, []
-    for one, weight, b, a in zip(question.actual, question.base, target.left, target.right, strict=True):
-        of = LowRankSum(weight, b, a, target.scaling)
+    for one, of in question.sums(target.left, target.right, target.scaling):
         right = not question.writer.judge(one, of).outside
         states.append(0 if right else 1 if not question.writer.judge(one, of.times(0.0)).outside else 2)
     if 2 in states or len(set(states)) < 2:
@@ -281,14 +281,11 @@ def _on_four_bits(question: MergeQuestion) -> bool:
     target, table = question.target, torch.tensor(_NF4, dtype=torch.float64)
     middles = (table[1:] + table[:-1]) / 2
     u = UNIT_ROUNDOFF.get(question.actual.dtype, 0.0)
-    for one, weight, b, a in zip(question.actual, question.base, target.left, target.right, strict=True):
-        if weight.numel() % 64:
-            return False
-        rows = slice(0, max(1, min(len(weight), -(-64 * _SAMPLE // weight.shape[1]) * 64)))
-        values = weight[rows].double()
-        if values.numel() % 64:
-            return False
-        delta = LowRankSum(weight, b, a, target.scaling).delta(rows)
+    if question.base[0].numel() % 64:
+        return False
+    rows = slice(0, -(-64 * _SAMPLE // question.base.shape[2]) * 64)  # whole blocks
+    for one, of in question.sums(target.left, target.right, target.scaling):
+        values, delta = of.base[rows].double(), of.delta(rows)
         blocks = values.reshape(-1, 64)
         levels = table[torch.bucketize(blocks / blocks.abs().amax(dim=1, keepdim=True).clamp(min=1e-300), middles)]
         before = (one[rows].double() - delta).reshape(-1, 64)

@@ -156,9 +156,9 @@ def common_prefix(left: Iterable[str], wanted: Iterable[str]) -> tuple[str, str]
             by_ending.setdefault(ending, []).append(name)
     votes: Counter[tuple[str, str]] = Counter()
     for name in left:
-        ending = next((one for one in endings(name) if len(by_ending.get(one, ())) == 1), None)
-        if ending is not None:
-            votes[name.removesuffix(ending), by_ending[ending][0].removesuffix(ending)] += 1
+        unique = next((one for one in endings(name) if len(by_ending.get(one, ())) == 1), None)
+        if unique is not None:
+            votes[name.removesuffix(unique), by_ending[unique][0].removesuffix(unique)] += 1
     return votes.most_common(1)[0][0] if votes else None
 
 

@@ -305,10 +305,10 @@ class MergeWriter:
     def __init__(self) -> None:
         self._last: Order | None = None
 
-    def recent(self, actual: torch.Tensor, base: torch.Tensor, factor: torch.Tensor) -> list[Order]:
+    def recent(self, actual: torch.Tensor, of: LowRankSum) -> Order:
         """Return the order that fitted last, or the plainest one."""
-        known = orders(actual.dtype, base.dtype, factor.dtype)
-        return [self._last if self._last in known else ONE_ROUNDING]
+        known = orders(actual.dtype, of.base.dtype, of.left.dtype)
+        return self._last if self._last in known else ONE_ROUNDING
 
     def judge(self, actual: torch.Tensor, of: LowRankSum) -> OutsideElements:
         """Judge a tensor by the order that leaves the fewest elements outside, the first one of several.
