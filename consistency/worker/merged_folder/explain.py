@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -212,7 +212,7 @@ def _by_rows(question: MergeQuestion) -> Explanations:
             order = found.order
             break
     best = judge(actual, whole, order, patient=True)
-    alone = judge(actual, whole.times(0.0), order, patient=True)
+    alone = judge(actual, replace(whole, scaling=0.0), order, patient=True)
     states = torch.where(best.rows == 0, 0, torch.where(alone.rows == 0, 1, 2))
     runs = _runs(states)
     if not 1 < len(runs) <= _MOST_RUNS:
@@ -240,7 +240,7 @@ def _by_expert(question: MergeQuestion) -> Explanations:
     target, states = question.target, []
     for one, of in question.sums(target.left, target.right, target.scaling):
         right = not question.writer.judge(one, of).outside
-        states.append(0 if right else 1 if not question.writer.judge(one, of.times(0.0)).outside else 2)
+        states.append(0 if right else 1 if not question.writer.judge(one, replace(of, scaling=0.0)).outside else 2)
     if 2 in states or len(set(states)) < 2:
         return {}
     runs = _runs(torch.tensor(states))

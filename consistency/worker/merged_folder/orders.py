@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -106,7 +106,7 @@ def orders(stored: torch.dtype, base: torch.dtype, adapter: torch.dtype) -> list
     return list(dict.fromkeys(found))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LowRankSum:
     """W + s·L·R in any precision: `(rows, columns)` from `(rows, K)` and `(K, columns)`."""
 
@@ -114,7 +114,6 @@ class LowRankSum:
     left: torch.Tensor
     right: torch.Tensor
     scaling: float
-    _ready: dict[Order, _Product] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -125,19 +124,9 @@ class LowRankSum:
         """Return rows that are evenly taken, `_SAMPLED` of them or more."""
         return slice(None, None, max(1, self.shape[0] // _SAMPLED))
 
-    def times(self, factor: float) -> LowRankSum:
-        """Return the same with another scaling."""
-        return LowRankSum(self.base, self.left, self.right, self.scaling * factor)
-
     def delta(self, rows: slice) -> torch.Tensor:
         """Return rows of the exact delta, float64."""
         return (self.left[rows].double() @ self.right.double()).mul_(self.scaling)
-
-    def by(self, order: Order) -> _Product:
-        """Return the product as an order has it."""
-        if order not in self._ready:
-            self._ready[order] = _Product(self, order)
-        return self._ready[order]
 
 
 class _Product:
@@ -248,9 +237,8 @@ def judge(actual: torch.Tensor, of: LowRankSum, order: Order, *, patient: bool =
         `(rows, columns)`, of any float dtype, on the CPU.
     """
     rows, columns = of.shape
-    product = of.by(order)
+    product, memory = _Product(of, order), torch.empty(0)
     found = OutsideElements(order, torch.zeros(rows, dtype=torch.int32))
-    memory = torch.empty(0)
     for part in blocks(rows, columns):
         here = actual[part]
         one = product.once(part, memory.resize_(here.shape)).to(actual.dtype)
