@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from consistency.capture.merge_causes import MergeCause
@@ -25,11 +26,8 @@ from consistency.worker.quantized.held import STATE, settings_in
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _PACKED = (*_FLOAT8, torch.uint8, torch.int8, torch.int32, torch.uint32)
-_DEQUANTIZE = (
-    'dequantize it: python -c "import sys; from transformers import AutoModelForCausalLM as A; '
-    'm = A.from_pretrained(sys.argv[1]); m.dequantize().save_pretrained(sys.argv[2])" FOLDER OUT'
-)
-_MLX_BITS = (2, 4, 8)
+_UNREAD = "is not read here: give the weights as they were before they were quantized"
+"""Dequantized ones are no help: they are levels of the format, and none of them is base + adapter to the rounding."""
 
 
 def open_weights(path: Path, *, allow_pickle: bool, like: Folder | None = None) -> Folder:
@@ -48,8 +46,7 @@ def open_weights(path: Path, *, allow_pickle: bool, like: Folder | None = None) 
         read(found)
     for name, stored in found.tensors.items():
         if stored.step is None and stored.dtype in _PACKED and len(stored.shape) > 1:
-            text = f"a packed format ({name_of(stored.dtype)}) that is not read here: {_DEQUANTIZE}"
-            found.unread.setdefault(name, text)
+            found.unread.setdefault(name, f"a packed format ({name_of(stored.dtype)}) {_UNREAD}")
     return found
 
 
@@ -65,7 +62,7 @@ def _take(
     try:
         weight = load()
     except (KeyError, RuntimeError, ValueError, TypeError, IndexError) as error:
-        folder.unread[name] = f"a variant of its format that is not read here ({error}): {_DEQUANTIZE}"
+        folder.unread[name] = f"a variant of its format ({error}) {_UNREAD}"
         return
     for key in parts.values():
         del folder.tensors[key]
@@ -166,8 +163,8 @@ def _mlx(folder: Folder) -> None:
         name, offset = f"{layer}.weight", f"{layer}.biases"
         if name not in folder.tensors or folder.tensors[name].dtype != torch.uint32:
             continue
-        if bits not in _MLX_BITS or offset not in folder.tensors:
-            folder.unread[name] = "MLX's format of this kind is not read here: python -m mlx_lm fuse --dequantize"
+        if not bits or offset not in folder.tensors:
+            folder.unread[name] = f"MLX's format without {'offsets' if bits else 'a number of bits'} {_UNREAD}"
             for part in {key, offset} & folder.tensors.keys():
                 del folder.tensors[part]
             continue
@@ -175,9 +172,8 @@ def _mlx(folder: Folder) -> None:
 
 
 def _of_mlx(parts: dict[str, torch.Tensor], *, bits: int) -> QuantizedWeight:
-    words = parts["codes"].view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-    shifts = torch.arange(0, 32, bits)
-    codes = ((words[..., None] >> shifts) & (2**bits - 1)).reshape(words.shape[0], -1)
+    digits = np.unpackbits(parts["codes"].numpy().view(np.uint8), axis=1, bitorder="little")  # one after the other
+    codes = torch.from_numpy(np.packbits(digits.reshape(len(digits), -1, bits), axis=2, bitorder="little")[..., 0])
     return _levels({**parts, "codes": codes.to(torch.int16)}, tuple(codes.shape))
 
 
@@ -215,8 +211,7 @@ def _gguf(path: Path, files: list[Path], like: Folder) -> Folder:
             continue
         dtype = _READ_OF_GGUF.get(tensor.tensor_type.name)
         if dtype is None:
-            text = f"{tensor.tensor_type.name} of GGUF is not judged: llama-quantize --allow-requantize MODEL OUT F32"
-            found.unread[name] = text
+            found.unread[name] = f"{tensor.tensor_type.name} of GGUF {_UNREAD}"
             continue
         back = functools.partial(_as_in_base, name=tensor.name, shape=stored.shape, kind=kind, config=like.config)
         found.tensors[name] = Stored(
