@@ -90,8 +90,8 @@ def mlx(values: torch.Tensor, layer: str, *, bits: int = 4, group: int = 64) -> 
     scale = (high - low) / (2**bits - 1)
     codes = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 2**bits - 1).to(torch.int64)
     digits = (codes.reshape(values.shape[0], -1, 1) >> torch.arange(bits)) & 1
-    packed = np.packbits(digits.numpy().astype(np.uint8).reshape(len(values), -1), axis=1, bitorder="little")
-    packed = torch.from_numpy(packed.view(np.uint32))
+    whole = np.packbits(digits.numpy().astype(np.uint8).reshape(len(values), -1), axis=1, bitorder="little")
+    packed = torch.from_numpy(whole.view(np.uint32))
     return {f"{layer}.weight": packed, f"{layer}.scales": scale.bfloat16(), f"{layer}.biases": low.bfloat16()}
 
 
