@@ -85,7 +85,7 @@ MANY_PARAMETERS = {
 
 LINES = {
     "capture": 2600, "case": 4800, "cli": 2800, "comparison": 8100, "devices": 2900, "launch": 1900, "numerics": 7100,
-    "pytest_plugin": 1600, "report": 6800, "testing": 850, "worker": 28800, "workflows": 5100,
+    "pytest_plugin": 1600, "report": 6800, "testing": 850, "worker": 28650, "workflows": 5100,
 }  # fmt: skip
 """Lines of each package, blank ones and docstrings too: figures that only fall."""
 

@@ -75,13 +75,13 @@ def _pattern(name: _Name) -> str:
     texts = []
     for place, part in enumerate(name):
         if place % 2 and len(part) > 1:
-            texts.append(f"[{','.join(_ranges(part))}]")
+            texts.append(f"[{','.join(ranges(part))}]")
         else:
             texts.append(part[0].replace("[", "[[]"))
     return "".join(texts)
 
 
-def _ranges(numbers: _Numbers) -> Iterator[str]:
+def ranges(numbers: Sequence[str]) -> Iterator[str]:
     """Yield numbers, and `first-last` where each is one more than the one before."""
     first = last = numbers[0]
     for number in (*numbers[1:], ""):

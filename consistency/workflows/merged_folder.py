@@ -28,6 +28,7 @@ from consistency.comparison.result import (
     with_provenance,
 )
 from consistency.numerics.real import Real
+from consistency.report.ranges import ranges
 from consistency.worker.merged_folder.check import MergedFolder, TensorState, check
 from consistency.worker.merged_folder.folder import Problem
 from consistency.workflows.report_folder import output, refuse_among_weights, write_reports
@@ -204,13 +205,7 @@ def ranged(names: Iterable[str]) -> str:
     """Return the numbers of the blocks that tensors are in, as ranges: `0-3, 7`."""
     first = (next((int(part) for part in name.split(".") if part.isdigit()), None) for name in names)
     numbers = sorted({number for number in first if number is not None})
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ", ".join(ranges(list(map(str, numbers)))) if numbers else ""
 
 
 def _detail(state: TensorState, text: str) -> str:

@@ -161,14 +161,12 @@ class Adapter:
     shared: dict[str, int] = field(default_factory=dict)
 
     def add(self, target: Target) -> None:
-        """Add a target; a tensor that is saved whole and adapted besides is the base of what adapts it."""
+        """Add a target; one that is saved whole, after what adapts it, is the base of that."""
         known = self.targets.get(target.name)
         if isinstance(target, Replaced) and target.rows is None and known is not None:
             self.bases[target.name] = target.value
             return
-        if isinstance(known, Replaced):
-            self.bases[target.name] = known.value
-        elif known is not None:
+        if known is not None:
             self.shared[target.name] = self.shared.get(target.name, 1) + 1
         self.targets[target.name] = target
 
@@ -186,13 +184,14 @@ def open_adapter(path: Path, base: Mapping[str, Stored], *, allow_pickle: bool) 
         return None
     found = Adapter()
     modules: dict[str, dict[str, torch.Tensor]] = {}
+    whole = []
     for key in files.names():
         name = key.removeprefix(_PREFIX)
         match = _KEY.match(name)
         if match is not None:
             modules.setdefault(match["module"], {})[match["part"]] = files.read(key)
         elif (name := name.replace(".base_layer.", ".")) in base:
-            found.add(Replaced(name=name, value=files.read(key)))
+            whole.append(Replaced(name=name, value=files.read(key)))
         else:
             return None
     for module, parts in modules.items():
@@ -204,6 +203,8 @@ def open_adapter(path: Path, base: Mapping[str, Stored], *, allow_pickle: bool) 
             if f"{module}.bias" not in base:
                 return None
             found.add(_bias(target, f"{module}.bias", parts["B.bias"]))
+    for one in whole:
+        found.add(one)
     return found
 
 

@@ -8,13 +8,13 @@ values out of its range, how far these are cut.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from consistency.capture.merge_causes import MergeCause
@@ -172,8 +172,10 @@ def _mlx(folder: Folder) -> None:
 
 
 def _of_mlx(parts: dict[str, torch.Tensor], *, bits: int) -> QuantizedWeight:
-    digits = np.unpackbits(parts["codes"].numpy().view(np.uint8), axis=1, bitorder="little")  # one after the other
-    codes = torch.from_numpy(np.packbits(digits.reshape(len(digits), -1, bits), axis=2, bitorder="little")[..., 0])
+    size = math.lcm(bits, 8) // 8  # bytes after which a code begins with a byte again
+    parted = parts["codes"].view(torch.uint8).reshape(len(parts["codes"]), -1, size).to(torch.int64)
+    words = (parted << torch.arange(0, 8 * size, 8)).sum(dim=2, keepdim=True)
+    codes = ((words >> torch.arange(0, 8 * size, bits)) & (2**bits - 1)).flatten(1)
     return _levels({**parts, "codes": codes.to(torch.int16)}, tuple(codes.shape))
 
 

@@ -130,6 +130,15 @@ def test_saved_modules_are_dropped(tmp_path: Path) -> None:
     assert kinds(checked(case, tmp_path, case.right())) == [MergeCause.SAVED_DROPPED]
 
 
+def test_a_tensor_that_is_saved_whole_and_adapted_besides(tmp_path: Path) -> None:
+    case, key = llama(tmp_path), f"{PREFIX}{Q.replace('.weight', '.base_layer.weight')}"
+    saved = case.tensors[Q] + 1
+    change_adapter(case, lambda t: t.update({key: saved}))
+    right = {**case.right(), Q: (saved.double() + case.delta(Q)).float()}
+    assert kinds(checked(case, tmp_path, right)) == []
+    assert kinds(checked(case, tmp_path, case.right())) == [MergeCause.OFF]
+
+
 def test_a_bias_without_its_scaling(tmp_path: Path) -> None:
     tensors = random({"layers.0.fc.weight": (16, 16), "layers.0.fc.bias": (16,)})
     case = save(tmp_path, tensors, {"model_type": "x"}, ["layers.0.fc.weight"], config={"lora_bias": True})
