@@ -13,6 +13,7 @@ from consistency.capture.merge_causes import MergeCause
 from consistency.capture.names import CAUSES, MERGED_FOLDER, ROLE, split_name
 from consistency.capture.wording import and_more, counted, some
 from consistency.case import recognition
+from consistency.case.case import Case
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import (
     ArchitectureGroup,
@@ -51,6 +52,10 @@ def check_merged(
     replace: bool = False,
 ) -> Comparison:
     """Check whether a folder holds base + adapter, or without an adapter what it holds beside the base."""
+    case = Case(
+        name="", base=str(base), adapter=None if adapter is None else str(adapter), allow_pickle=allow_pickle,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
     if adapter is not None:
         recognition.swapped(base, adapter)
     recognition.base_folder(base)
@@ -58,24 +63,22 @@ def check_merged(
         refuse_among_weights(out, base, merged, *([] if adapter is None else [adapter]))
     with output(out, replace=replace):  # refused before any work
         started = time.monotonic()
-        found = check(base, adapter, merged, allow_pickle=allow_pickle, trust_remote_code=trust_remote_code)
-        comparison = with_provenance(as_comparison(found, base, adapter, merged), time.monotonic() - started)
+        found = check(case, merged)
+        comparison = with_provenance(as_comparison(found, case, str(merged)), time.monotonic() - started)
         return write_reports(comparison, out)
 
 
-def as_comparison(found: MergedFolder, base: Path, adapter: Path | None, merged: Path) -> Comparison:
+def as_comparison(found: MergedFolder, case: Case, label: str) -> Comparison:
     """Return what was found as a comparison of the folder with base + adapter."""
-    label = str(merged)
-    tensors = tuple(_row(state, label) for state in found.tensors)
-    wrong = _wrong(found) if adapter is not None else _differences(found)
+    wrong = _wrong(found) if case.adapter is not None else _differences(found)
     findings = in_order([*_problems(found.problems), *wrong, *_missing(found), *_notes(found)])
     skipped = any(state.status == "skipped" for state in found.tensors)
     is_wrong = any(finding.severity == "error" for finding in findings)
     names = (_REFERENCE, label)
     return Comparison(
         case=label,
-        base=str(base),
-        adapter=None if adapter is None else str(adapter),
+        base=case.base,
+        adapter=case.adapter,
         dtype=found.dtype,
         level="every element",
         load_paths=(MERGED_FOLDER,),
@@ -86,7 +89,7 @@ def as_comparison(found: MergedFolder, base: Path, adapter: Path | None, merged:
             for name in names
         ),
         architectures=(ArchitectureGroup(name="weights", workers=names),),
-        tensors=tensors,
+        tensors=tuple(_row(state, label) for state in found.tensors),
         findings=findings,
     )
 

@@ -105,36 +105,23 @@ class MergedFolder:
     orders: Counter[Order] = field(default_factory=Counter)
     effect: Effect = field(default_factory=Effect)
     dtype: str = ""
-    unread: dict[str, str] = field(default_factory=dict)
 
     def of(self, role: str) -> list[TensorState]:
         return [one for one in self.tensors if one.role == role]
 
 
-def check(
-    base: Path, adapter: Path | None, merged: Path, *, allow_pickle: bool = False, trust_remote_code: bool = False
-) -> MergedFolder:
-    """Check whether a folder holds base + adapter.
+def check(case: Case, merged: Path) -> MergedFolder:
+    """Check whether a folder, or a file, holds the base + the adapter of a case.
 
-    Parameters
-    ----------
-    base, adapter, merged : Path
-        Folders; `merged` may be one file. Without an adapter it is told what differs from the base.
+    Without an adapter it is told what differs from the base.
 
     Raises
     ------
     InputError
         One of them cannot be read.
     """
-    case = Case(
-        name="",
-        base=str(base),
-        adapter=None if adapter is None else str(adapter),
-        allow_pickle=allow_pickle,
-        trust_remote_code=trust_remote_code,
-    )
-    before = open_weights(base, allow_pickle=allow_pickle)
-    after = open_weights(merged, allow_pickle=allow_pickle, like=before)
+    before = open_weights(Path(case.base), allow_pickle=case.allow_pickle)
+    after = open_weights(merged, allow_pickle=case.allow_pickle, like=before)
     walk = _Walk(case, before, after)
     walk.check()
     return walk.found
@@ -145,7 +132,7 @@ class _Walk:
 
     def __init__(self, case: Case, before: Folder, after: Folder) -> None:
         self._before, self._after = before, after
-        self.found = MergedFolder(problems=list(after.problems), unread=dict(after.unread))
+        self.found = MergedFolder(problems=list(after.problems))
         self._writer, self._counting = MergeWriter(), threading.Lock()
         self._in_vain = 0
         self._base, self._merged = before.tensors, after.tensors
@@ -192,7 +179,7 @@ class _Walk:
         if (self._before.ties or self._after.ties) and _names_head(name):
             return None
         state = _state(name, stored, target)
-        unread = self.found.unread.get(name, "")
+        unread = self._after.unread.get(name, "")
         state.status, state.reason = ("skipped", unread) if unread else ("missing", "the folder does not have it")
         return state
 
@@ -367,8 +354,8 @@ class _Walk:
             if target is None and here.shape == base.shape and here.dtype == base.dtype:
                 self._untouched(state, here.read(), base.read())
             else:
-                unread = self.found.unread.get(state.name, f"{name_of(here.dtype)} is not judged here")
-                state.status, state.reason = "skipped", unread
+                unread = self._after.unread.get(state.name) or self._before.unread.get(state.name)
+                state.status, state.reason = "skipped", unread or f"{state.dtype} is not judged here"
             return
         actual, before = here.read().double(), base.read()
         delta = _delta(target, before.shape)
