@@ -114,7 +114,7 @@ class MergeCause(Explanation):
         "merge again by PEFT in float32 and compare the two folders by `consistency diff`",
     )  # fmt: skip
     CHANGED = (
-        "changed-untouched", "{} are no part of the adapter, and are not the base's",
+        "changed-untouched", "{} are neither the base's nor part of the adapter",
         "give the base that the merge read; a merge changes nothing else",
     )  # fmt: skip
     LOSS = (
