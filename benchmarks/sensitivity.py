@@ -83,6 +83,7 @@ class Answers(Recorder):
         self._keep = False
         self._tolerance = ()
         self._only = ()
+        self._trace = None
 
     def write(self, record: TensorRecord) -> None:
         self.said.append(record)
@@ -285,6 +286,8 @@ def measured(dtype: Dtype, stages: tuple[Stage, ...] = STAGES, trained: Path | N
             stack.enter_context(mock.patch.object(place, name, wrap(getattr(place, name))))
         with EventLog(home / "worker" / "events.jsonl") as events:
             session.run(job, events)
+    if missing := {*stages} - {one.stage for one in probe.found}:  # a session records what fails, and goes on
+        raise RuntimeError(f"nothing was planted in {', '.join(sorted(missing))}")
     return probe.found
 
 

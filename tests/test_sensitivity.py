@@ -36,6 +36,13 @@ def test_the_page_has_what_moved_bytes_show_by_the_real_code() -> None:
     assert {row[3] for row in here} == {"2⁻²⁴"}
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+def test_an_error_is_planted_in_every_stage() -> None:
+    """A session goes on where a stage fails, and the page would lose its rows."""
+    assert {one.stage for one in measured("float32")} == {stage.value for stage in STAGES}
+
+
 def test_smallest_is_found_by_bisection_and_never_is_said() -> None:
     assert smallest(lambda epsilon: epsilon >= 2.0**-7) == -7
     assert smallest(lambda epsilon: epsilon >= 2.0**-7 and epsilon != 2.0**-5) == -4
