@@ -1,6 +1,6 @@
 """End a group that DistributedDataParallel still holds: some ranks wait for ever. Torch alone.
 
-    for i in $(seq 20); do timeout 60 torchrun --standalone --nproc-per-node 2 docs/upstream/ddp_ends_last.py; echo $?; done
+    for i in $(seq 20); do timeout 60 torchrun --nproc-per-node 2 docs/upstream/ddp_ends_last.py; echo $?; done
 
 With `--before` the model is gone first, and every rank ends.
 """
@@ -13,6 +13,7 @@ import torch.distributed.nn  # before a group is made: imported later, its defau
 
 
 def train() -> None:
+    """Take some steps."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
     for _ in range(3):
         model(torch.randn(8, 64)).square().mean().backward()
