@@ -204,15 +204,15 @@ class Probe:
         self.found.append(Found(stage=stage, dtype=self.dtype, what=what, by=by))
 
     def moved(self, real: Callable[..., None]) -> Callable[..., None]:
-        def record(recorder: Recorder, stage: str, layer: str, tensor: str, **given: Any) -> None:
-            real(recorder, stage, layer, tensor, **given)
-            wanted = {"base": "weight", "adapter": "lora_B"}.get(stage)
-            if layer == ONE and tensor == wanted and not self._has(stage):
+        def record(recorder: Recorder, row: TensorRecord, **given: Any) -> None:
+            real(recorder, row, **given)
+            wanted = {"base": "weight", "adapter": "lora_B"}.get(row.stage)
+            if row.layer == ONE and row.tensor == wanted and not self._has(row.stage):
 
                 def again(actual: torch.Tensor, answers: Answers) -> None:
-                    real(answers, stage, layer, tensor, **{**given, "actual": actual, "digests": None})
+                    real(answers, row, **{**given, "actual": actual, "digests": None})
 
-                self.look(stage, LOOKED_AT[stage, layer], given["actual"], again)
+                self.look(row.stage, LOOKED_AT[row.stage, row.layer], given["actual"], again)
 
         return record
 
@@ -231,18 +231,15 @@ class Probe:
         return record
 
     def relative(self, real: Callable[..., None]) -> Callable[..., None]:
-        def record(context: Any, stage: str, layer: str, tensor: str, **given: Any) -> None:
-            real(context, stage, layer, tensor, **given)
-            wanted = (layer, tensor) in (("logits", "adapter_on"), (ONE, "lora_B.gradient"))
-            if wanted and not self._has(stage):
-                held = given["actual"]
-                whole = mapped(held)
+        def record(context: Any, row: TensorRecord, held: torch.Tensor, **given: Any) -> None:
+            real(context, row, held, **given)
+            wanted = (row.layer, row.tensor) in (("logits", "adapter_on"), (ONE, "lora_B.gradient"))
+            if wanted and not self._has(row.stage):
 
                 def again(actual: torch.Tensor, answers: Answers) -> None:
-                    changed = {**given, "actual": actual, "digests": [digest(actual)]}
-                    real(replace(context, record=answers), stage, layer, tensor, **changed)
+                    real(replace(context, record=answers), row, actual, **{**given, "digests": ()})
 
-                self.look(stage, LOOKED_AT[stage, layer], whole, again)
+                self.look(row.stage, LOOKED_AT[row.stage, row.layer], mapped(held), again)
 
         return record
 

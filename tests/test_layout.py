@@ -75,9 +75,7 @@ MANY_CLASSES = {
 """Public names of more than one class."""
 
 MANY_PARAMETERS = {
-    "numerics/kernels/triton_digest_kernel.py:_sum_parts": 9, "worker/recorder.py:Recorder.absent": 10,
-    "worker/recorder.py:Recorder.computed": 23, "worker/recorder.py:Recorder.moved": 13,
-    "worker/stages/block_rule.py:record_block": 12,
+    "numerics/kernels/triton_digest_kernel.py:_sum_parts": 9,
     "workflows/api.py:run": 11, "workflows/api.py:run_suite": 9,
 }  # fmt: skip
 """Functions with more than eight parameters."""

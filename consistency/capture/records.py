@@ -22,20 +22,25 @@ Name = Annotated[str, msgspec.Meta(max_length=2**12)]
 """Of a layer or a tensor: a report repeats it hundreds of times."""
 
 
-class TensorRecord(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    gc=False,  # as for `Measure`
-    forbid_unknown_fields=True,
-):
-    """What one worker recorded of one tensor."""
+class TensorKey(msgspec.Struct, frozen=True, gc=False):  # as for `Measure`
+    """Which tensor a record is of; given by position."""
 
     stage: Name
     layer: Name
     tensor: Name
     """`stage`, `layer`, `tensor`: `adapter`, `model.layers.0.self_attn.q_proj`, `lora_A`."""
+
+
+class TensorRecord(
+    TensorKey,
+    frozen=True,
+    kw_only=True,
+    omit_defaults=True,
+    gc=False,
+    forbid_unknown_fields=True,
+):
+    """What one worker recorded of one tensor."""
+
     shape: tuple[int, ...] = ()
     dtype: str = ""
     """`shape`, `dtype`: as on the device."""

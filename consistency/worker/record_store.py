@@ -22,6 +22,7 @@ from consistency.errors import CaptureError
 from consistency.numerics.digest import as_bytes
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
 from consistency.worker.nondeterministic import NondeterministicOperations
 
 
@@ -92,6 +93,7 @@ class RecordStore:
         whole = msgspec.structs.replace(
             record, order=self._order, load_path=self._load_path, evidence=stated | record.evidence,
             nondeterministic=self.operations.ran() if computed else (),
+            word=Word(record.status) if record.status in ("missing", "unexpected") else record.word,
         )  # fmt: skip
         try:
             os.write(self._file.fileno(), encode_json(whole) + b"\n")

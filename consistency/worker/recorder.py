@@ -14,7 +14,7 @@ import torch
 
 from consistency.capture.folder import pack_blocks
 from consistency.capture.names import LIMITS, WHOLE_MODEL
-from consistency.capture.records import Effect, RecordStatus, TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.stages import SPECS, Stage
 from consistency.case.tolerance import Override, choose
 from consistency.numerics.aten_calls import largest_share
@@ -28,7 +28,7 @@ from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from consistency.numerics.rules import RoundingError, Rule, passes
+from consistency.numerics.rules import Rule, passes
 from consistency.numerics.words import Word
 from consistency.worker.nondeterministic import NondeterministicOperations
 from consistency.worker.record_store import RecordStore
@@ -127,11 +127,17 @@ class Recorder(RecordStore):
         layer: str = WHOLE_MODEL,
         rule: Rule | None = None,
         status: RecordStatus = "skipped",
+        dtype: str = "",
+        unsupported: bool = False,
     ) -> None:
         """Record why there is nothing in the place of some rows, or of a whole stage."""
         spec = SPECS[Stage(stage)]
+        row = TensorRecord(
+            stage, layer, spec.whole, rule=rule or spec.rule, status=status, reason=reason, dtype=dtype,
+            unsupported=unsupported,
+        )  # fmt: skip
         for tensor in tensors or (spec.whole,):
-            self.absent(stage, layer, tensor, status=status, reason=reason, rule=rule or spec.rule)
+            self.write(msgspec.structs.replace(row, tensor=tensor))
 
     def tolerance(self, *, stage: str, layer: str, dtype: torch.dtype) -> UserTolerance | None:
         """Return what the user allows for a tensor, None where the derived rules apply."""
@@ -140,25 +146,20 @@ class Recorder(RecordStore):
 
     def moved(
         self,
-        stage: str,
-        layer: str,
-        tensor: str,
+        row: TensorRecord,
         *,
         actual: torch.Tensor,
         expected: torch.Tensor,
         known: Known | None = None,
         keep: bool = False,
-        repeats: tuple[str, ...] = (),
-        evidence: Mapping[str, Any] | None = None,
-        cast: str = "",
-        name_in_file: str = "",
         digests: tuple[TensorDigest, TensorDigest] | None = None,
-        not_finite: int = 0,
     ) -> None:
         """Compare a tensor whose bytes were only moved with the bytes in the file, and record the result.
 
         Parameters
         ----------
+        row : TensorRecord
+            What is recorded if they are equal, but for shape, dtype and digests.
         actual : torch.Tensor
             On its device; it is copied to the host only where it differs, or where `keep` asks.
         expected : torch.Tensor
@@ -167,29 +168,18 @@ class Recorder(RecordStore):
             What else the tensor could hold.
         keep : bool
             Store both tensors, so that captures made apart can be compared element by element.
-        cast, name_in_file, not_finite
-            See `TensorRecord`.
         digests : tuple of TensorDigest, optional
             Of both tensors, if they are known.
         """
         here, reference = digests or (digest(actual), digest(expected))
-        row = TensorRecord(
-            rule=Rule.BITWISE,
-            status="equal",
-            stage=stage,
-            layer=layer,
-            tensor=tensor,
+        row = msgspec.structs.replace(
+            row,
             shape=tuple(actual.shape),
             dtype=name_of(actual.dtype),
             digest=here.value,
             blocks=pack_blocks(here.blocks),
             reference="file",
             reference_digest=reference.value,
-            repeats=repeats,
-            evidence=dict(evidence or {}),
-            cast=cast,
-            name_in_file=name_in_file,
-            not_finite=not_finite,
         )
         if here.value == reference.value:
             blob = self.keep(actual) if keep else None
@@ -239,118 +229,94 @@ class Recorder(RecordStore):
 
     def computed(
         self,
-        stage: str,
-        layer: str,
-        tensor: str,
-        *,
+        row: TensorRecord,
         actual: torch.Tensor,
-        digests: Sequence[TensorDigest],
+        *,
+        digests: Sequence[TensorDigest] = (),
         found: Measure | None = None,
-        rule: Rule = Rule.PEER,
-        status: RecordStatus = "measured",
-        word: Word | None = None,
         chunks: Chunks | None = None,
+        diagnose: Callable[[Measure, Chunks], Diagnosis] = diagnose_computed,
         tolerance: UserTolerance | None = None,
-        ratio: float | None = None,
-        in_tf32: Callable[[], Measure] | None = None,
-        outside: Callable[[], Mapping[str, Any]] = dict,
-        rounding: RoundingError | None = None,
-        keep: bool = False,
-        evidence: Mapping[str, Any] | None = None,
-        reason: str | None = None,
-        exact: torch.Tensor | None = None,
-        ingredients: Mapping[str, torch.Tensor] | None = None,
-        dtype: str = "",
-        buffer: bool = False,
-        effect: Effect = "",
+        ingredients: Mapping[str, torch.Tensor | None] | None = None,
     ) -> None:
         """Judge a tensor that a device computed by its measure, name the difference, and record both.
 
         Parameters
         ----------
+        row : TensorRecord
+            With the rule that judges it where no tolerance does, the status of a tensor that is not judged here, a word
+            for one outside its rule where more than its numbers tells it, and the dtype that it was computed in where
+            it is stored in a wider one.
         digests : sequence of TensorDigest
-            One per run on this device, the first run first.
+            One per run on this device, the first run first; that of `actual` unless given.
         found : Measure or None
             Against the exact value, by the user's tolerance where there is one; None where no exact value is known, so
             that only other workers can judge.
-        rule : Rule
-            What judges the tensor where no tolerance does.
-        status, word
-            Of a tensor that is not judged here; a word for one outside its rule where more than its numbers tells it.
         chunks : callable, optional
             Yields the tensor with its exact value; called only where it is outside its rule. None where the tensor is
             not judged here.
-        ratio : float, optional
-            Error over allowance, where the measure has none.
-        in_tf32 : callable, optional
-            Gives the measure by the bound of TF32 products, where these could have been used.
-        rounding : RoundingError, optional
-            What the `relative` rule judges by.
-        outside : callable, optional
-            Gives further evidence of a tensor outside its rule.
-        reason : str, optional
-            Why it is skipped, or has no exact value.
-        exact, ingredients
-            On the CPU; kept where the tensor is outside its rule, for a reproducer.
-        dtype : str, optional
-            That it was computed in, where it is stored in a wider one.
+        diagnose : callable
+            Names what is outside its rule.
+        ingredients : mapping, optional
+            On the CPU; kept where the tensor is outside its rule, for a reproducer: `exact`, and what it is made from.
         """
-        cause = None if word is None else Diagnosis(word=word)
+        digests = digests or [digest(actual)]
+        rule, status, word = row.rule, row.status, row.word
         more: Mapping[str, Any] = {}
-        share = found.ratio if found is not None and ratio is None else ratio
-        if found is not None and chunks is not None and share is not None:
-            status = "within" if passes(share) else "outside"
-            if status == "outside":
-                if cause is None:
-                    cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if tolerance is None else None)
-                more = {**cause.evidence, **outside()}
-            elif tolerance is None:  # within a tolerance that nobody derived, nothing is known of the cause
-                cause = Diagnosis(word=Word.ACCUMULATION_ORDER)
+        if found is not None and chunks is not None and found.ratio is not None:
+            status = "within" if passes(found.ratio) else "outside"
+            if status == "outside" and word is None:
+                diagnosis = diagnose(found, chunks)
+                word, more = diagnosis.word, diagnosis.evidence
+            elif status == "within" and tolerance is None:
+                word = Word.ACCUMULATION_ORDER  # within a tolerance that nobody derived, nothing is known of the cause
             if float(found.max_abs) == 0 and found.mismatched == 0:
                 status = "equal"
         failed = status == "outside"
         worth_keeping = failed and actual.nbytes <= KEEP_BYTES
-        parts: dict[str, torch.Tensor | None] = {"exact": exact, **(ingredients or {})} if worth_keeping else {}
-        allowed = parts.get("allowed")
-        if exact is not None and allowed is not None and self._trace is not None and stage not in self._traced:
-            traced = self._trace(layer, tensor, lambda one: largest_share(one, exact, allowed, more.get(LIMITS))[0])
+        parts = dict(ingredients or {}) if worth_keeping else {}
+        exact, allowed = parts.get("exact"), parts.get("allowed")
+        if exact is not None and allowed is not None and self._trace is not None and row.stage not in self._traced:
+            traced = self._trace(
+                row.layer, row.tensor, lambda one: largest_share(one, exact, allowed, more.get(LIMITS))[0]
+            )
             if traced is not None:
-                self._traced.add(stage)
+                self._traced.add(row.stage)
                 parts, more = {**parts, **traced[0]}, {**more, **traced[1]}
         kept = {name: self.keep(t) for name, t in parts.items() if t is not None and t.nbytes <= KEEP_BYTES}
         if found is None:
             rule = Rule.PEER
         elif tolerance is not None:
             rule = Rule.USER
-        if found is not None and rule in (Rule.BOUND, Rule.BLOCK) and not failed:
+        elif rule == Rule.RELATIVE:  # a comparison takes the ratio from the error of rounding
+            found = msgspec.structs.replace(found, ratio=None)
+        elif rule in (Rule.BOUND, Rule.BLOCK) and not failed:
             found = found.without_values()
         self.write(
-            TensorRecord(
-                stage=stage,
-                layer=layer,
-                tensor=tensor,
+            msgspec.structs.replace(
+                row,
                 shape=tuple(actual.shape),
-                dtype=dtype or name_of(actual.dtype),
+                dtype=row.dtype or name_of(actual.dtype),
                 rule=rule,
                 status=status,
                 digest=digests[0].value,
                 # blocks locate bitwise differences; after a sum in another order all blocks differ
                 blocks=pack_blocks(digests[0].blocks) if failed or found is None else "",
                 reference=None if found is None else "float64",
-                rounding=rounding,
                 measure=found,
-                word=None if cause is None else cause.word,
-                evidence={**(evidence or {}), **more},
-                reason=reason,
-                blob=self.keep(actual) if keep or worth_keeping or (self._keep and chunks is not None) else None,
+                word=word,
+                evidence={**row.evidence, **more},
+                blob=self.keep(actual) if worth_keeping or (self._keep and chunks is not None) else row.blob,
                 reference_blob=kept.pop("exact", None),
                 repeats=tuple(d.value for d in digests[1:]),
                 ingredients=kept,
                 tolerance=tolerance.stated if found is not None and tolerance is not None else "",
-                buffer=buffer,
-                effect=effect,
             )
         )
+
+    def keep_small(self, tensor: torch.Tensor) -> str | None:
+        """Store a tensor of at most `PEER_KEEP_BYTES`; return its name, None of a larger one."""
+        return self.keep(tensor) if tensor.nbytes <= PEER_KEEP_BYTES else None
 
     def fact(
         self,
@@ -380,46 +346,15 @@ class Recorder(RecordStore):
         """
         self.write(
             TensorRecord(
-                stage=stage,
-                layer=layer,
-                tensor=tensor,
+                stage,
+                layer,
+                tensor,
                 rule=Rule.LIMIT,
                 status=status,
                 word=word,
                 limit_ratio=None if share is None else Real(share),
                 evidence=dict(evidence or {}),
                 reason=reason,
-            )
-        )
-
-    def absent(
-        self,
-        stage: str,
-        layer: str,
-        tensor: str,
-        *,
-        status: RecordStatus,
-        reason: str,
-        rule: Rule = Rule.BITWISE,
-        shape: Sequence[int] = (),
-        dtype: str = "",
-        evidence: Mapping[str, Any] | None = None,
-        unsupported: bool = False,
-    ) -> None:
-        """Record a tensor that could not be checked: missing, unexpected, skipped or blocked, and why."""
-        self.write(
-            TensorRecord(
-                stage=stage,
-                layer=layer,
-                tensor=tensor,
-                shape=tuple(shape),
-                dtype=dtype,
-                rule=rule,
-                status=status,
-                word=Word(status) if status in ("missing", "unexpected") else None,
-                reason=reason,
-                evidence=dict(evidence or {}),
-                unsupported=unsupported,
             )
         )
 

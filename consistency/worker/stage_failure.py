@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from consistency.capture.names import RAISED, WHOLE_MODEL
+from consistency.capture.records import TensorRecord
 from consistency.case.stages import StageSpec
 from consistency.errors import ConsistencyError, first_line
 from consistency.numerics.digest import TensorDigest, digest
@@ -45,10 +46,10 @@ def stated(error: BaseException) -> str:
 
 def record_blocked(record: Recorder, spec: StageSpec, reason: str, *, raised: str) -> None:
     """Record why a stage ended before it was done, or could not begin, in the place of what it would have recorded."""
-    record.absent(
-        stage=spec.stage, layer=WHOLE_MODEL, tensor=spec.whole, status="blocked", rule=spec.rule, reason=reason,
-        evidence={RAISED: raised},
+    row = TensorRecord(
+        spec.stage, WHOLE_MODEL, spec.whole, status="blocked", rule=spec.rule, reason=reason, evidence={RAISED: raised}
     )  # fmt: skip
+    record.write(row)
 
 
 class Unchanged:

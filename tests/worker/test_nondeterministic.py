@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from consistency.capture.records import TensorRecord
 from consistency.numerics.digest import digest
 from consistency.numerics.rules import Rule
 from consistency.worker.determinism import deterministic
@@ -87,7 +88,7 @@ def test_records_of_computed_tensors_name_what_ran_before_them(tmp_path: Path) -
         x = torch.ones(2)
 
         def compute(layer: str) -> None:
-            record.computed("forward", layer, "out", actual=x, digests=[digest(x)], rule=Rule.PEER)
+            record.computed(TensorRecord("forward", layer, "out", rule=Rule.PEER, status="measured"), x)
 
         compute("before")
         with operations.apart():
@@ -96,7 +97,8 @@ def test_records_of_computed_tensors_name_what_ran_before_them(tmp_path: Path) -
         compute("beside")
         unpool()
         compute("after")
-        record.moved("adapter", "layer", "lora_A", actual=x, expected=x)
+        row = TensorRecord("adapter", "layer", "lora_A", rule=Rule.BITWISE, status="equal")
+        record.moved(row, actual=x, expected=x)
         record.fact("memory", "layer", "peak", status="equal")
     found = {record.layer: record for record in read_records(tmp_path / "records.jsonl")}
     assert {name for name, record in found.items() if record.nondeterministic} == {"inside", "after"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from consistency.capture.folder import unpack_blocks
@@ -18,13 +18,18 @@ from consistency.case.load_path import LoadPath
 from consistency.case.tolerance import Override
 from consistency.errors import CaptureError
 from consistency.numerics.bound import UserAllowance
+from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.digest import digest
 from consistency.numerics.error import measure_against_exact
+from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
 from consistency.worker import recorder as recorder_module
 from consistency.worker.recorder import Recorder
 from tests.capture.whole import read_records
 
+WEIGHT = TensorRecord("base", "layers.0", "weight", rule=Rule.BITWISE, status="equal")
+SKIPPED = replace(WEIGHT, status="skipped", reason="")
 EXACT = torch.linspace(-1, 1, 100_000, dtype=torch.float64)
 
 
@@ -34,8 +39,7 @@ def recorded(folder: Path, actual: torch.Tensor, *, status: RecordStatus, measur
     found = measure_against_exact(actual, EXACT, UserAllowance(atol=1e-3, rtol=0.0)) if measured else None
     with Recorder(folder, blobs) as record:
         record.computed(
-            stage="merged", layer="layers.0", tensor="weight", actual=actual, rule=Rule.BOUND, found=found,
-            status=status, digests=[digest(actual)],
+            TensorRecord("merged", "layers.0", "weight", rule=Rule.BOUND, status=status), actual, found=found
         )  # fmt: skip
     (back,) = read_records(folder / "records.jsonl")
     assert back.digest == digest(actual).value
@@ -69,7 +73,7 @@ def test_one_block_is_what_the_digest_says_already(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
     small = torch.arange(8.0)
     with Recorder(tmp_path, tmp_path / "blobs") as record:
-        record.moved(stage="base", layer="l", tensor="weight", actual=small, expected=small)
+        record.moved(WEIGHT, actual=small, expected=small)
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.digest, back.blocks) == (digest(small).value, "")
 
@@ -87,14 +91,11 @@ def stored(folder: Path, name: str | None) -> torch.Tensor:
     return found
 
 
-WEIGHT: dict[str, Any] = {"stage": "base", "layer": "layers.0", "tensor": "weight"}
-
-
 def test_moved_bytes_that_differ_are_measured_named_and_kept(tmp_path: Path, record: Recorder) -> None:
     expected = torch.arange(1.0, 9.0)
     actual = expected.clone()
     actual[3:5] = 0
-    record.moved(**WEIGHT, actual=actual, expected=expected, evidence={"from": "file"})
+    record.moved(replace(WEIGHT, evidence={"from": "file"}), actual=actual, expected=expected)
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.status, back.rule, back.shape, back.dtype) == ("outside", "bitwise", (8,), "float32")
     assert (back.digest, back.reference_digest) == (digest(actual).value, digest(expected).value)
@@ -108,8 +109,8 @@ def test_moved_bytes_that_differ_are_measured_named_and_kept(tmp_path: Path, rec
 
 def test_moved_bytes_that_are_equal_are_kept_once_and_only_where_asked(tmp_path: Path, record: Recorder) -> None:
     tensor = torch.arange(8.0)
-    record.moved(**WEIGHT, actual=tensor, expected=tensor.clone())
-    record.moved(**WEIGHT, actual=tensor, expected=tensor.clone(), keep=True)
+    record.moved(WEIGHT, actual=tensor, expected=tensor.clone())
+    record.moved(WEIGHT, actual=tensor, expected=tensor.clone(), keep=True)
     without, with_blob = read_records(tmp_path / "records.jsonl")
     assert (without.status, without.blob, without.measure) == ("equal", None, None)
     assert with_blob.blob == with_blob.reference_blob
@@ -119,7 +120,7 @@ def test_moved_bytes_that_are_equal_are_kept_once_and_only_where_asked(tmp_path:
 
 
 def test_another_shape_is_named_and_not_measured(tmp_path: Path, record: Recorder) -> None:
-    record.moved(**WEIGHT, actual=torch.zeros(2, 4), expected=torch.zeros(8))
+    record.moved(WEIGHT, actual=torch.zeros(2, 4), expected=torch.zeros(8))
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.status, back.word, back.measure) == ("outside", "shape", None)
 
@@ -128,7 +129,7 @@ def test_a_tensor_that_is_too_large_is_not_kept(
     tmp_path: Path, record: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "KEEP_BYTES", 31)
-    record.moved(**WEIGHT, actual=torch.zeros(8), expected=torch.ones(8))
+    record.moved(WEIGHT, actual=torch.zeros(8), expected=torch.ones(8))
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.status, back.blob, back.reference_blob) == ("outside", None, None)
     assert list((tmp_path / "blobs").iterdir()) == []
@@ -141,9 +142,36 @@ def test_bytes_that_changed_while_they_were_read_back_are_no_equal_tensor(
     tensor = torch.arange(8.0)
     found = iter([digest(tensor + 1), digest(tensor)])
     monkeypatch.setattr(recorder_module, "digest", lambda _: next(found))
-    record.moved(**WEIGHT, actual=tensor, expected=tensor)
+    record.moved(WEIGHT, actual=tensor, expected=tensor)
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.status, back.word, back.evidence["digest_only"]) == ("outside", "differs", True)
+
+
+def test_a_ratio_by_the_error_of_rounding_judges_and_is_left_to_the_comparison(
+    tmp_path: Path, record: Recorder
+) -> None:
+    tensor = EXACT.float() + 0.5
+    found = replace(measure_against_exact(tensor, EXACT, None), ratio=Real(2.0))
+    row = replace(WEIGHT, rule=Rule.RELATIVE, status="measured")
+    record.computed(row, tensor, found=found, chunks=tuple, ingredients={"exact": EXACT, "allowed": None})
+    (back,) = read_records(tmp_path / "records.jsonl")
+    assert (back.rule, back.status, back.measure) == ("relative", "outside", replace(found, ratio=None))
+    assert (back.digest, back.ingredients) == (digest(tensor).value, {})
+    assert torch.equal(stored(tmp_path, back.reference_blob), EXACT)
+
+
+def test_the_caller_names_what_it_knows_of_a_tensor_outside_its_rule(tmp_path: Path, record: Recorder) -> None:
+    tensor = EXACT.float() + 0.5
+    found = measure_against_exact(tensor, EXACT, UserAllowance(atol=1e-3, rtol=0.0))
+    row = replace(WEIGHT, rule=Rule.BOUND, status="measured", evidence={"step": 1})
+    cause = Diagnosis(word=Word.WRONG_SCALE, evidence={"scale_ratio": 2.0})
+    record.computed(row, tensor, found=found, chunks=tuple, diagnose=lambda *_: cause)
+    record.computed(
+        row, EXACT.float(), found=replace(found, ratio=Real(0.5)), chunks=tuple, diagnose=lambda *_: cause
+    )  # fmt: skip
+    outside, within = read_records(tmp_path / "records.jsonl")
+    assert (outside.word, outside.evidence) == ("wrong-scale", {"step": 1, "scale_ratio": 2.0})
+    assert (within.word, within.evidence) == ("accumulation-order", {"step": 1})
 
 
 @pytest.mark.parametrize(
@@ -153,7 +181,7 @@ def test_bytes_that_changed_while_they_were_read_back_are_no_equal_tensor(
 def test_what_is_absent_has_a_reason(
     tmp_path: Path, record: Recorder, status: RecordStatus, diagnosis: str | None
 ) -> None:
-    record.absent(**WEIGHT, status=status, reason="why", shape=(2, 2), dtype="float32", evidence={"a": 1})
+    record.write(replace(WEIGHT, status=status, reason="why", shape=(2, 2), dtype="float32", evidence={"a": 1}))
     (back,) = read_records(tmp_path / "records.jsonl")
     assert (back.status, back.word, back.reason) == (status, diagnosis, "why")
     assert (back.shape, back.dtype, back.digest, back.evidence) == ((2, 2), "float32", None, {"a": 1})
@@ -170,14 +198,14 @@ def test_what_decides_a_verdict_is_a_field_of_the_record_and_stands_in_the_evide
     (tmp_path / "blobs").mkdir()
     tensor = torch.arange(8.0)
     with Recorder(tmp_path, tmp_path / "blobs", tolerance=(Override(atol=0.5, rtol=0.0),)) as record:
-        record.moved(**WEIGHT, actual=tensor, expected=tensor, cast="bfloat16", name_in_file="norm.weight")
-        record.computed(**WEIGHT, actual=tensor, digests=[digest(tensor)], buffer=True, evidence={"buffer": "why"})
-        record.absent(**WEIGHT, status="skipped", reason="", unsupported=True)
+        record.moved(
+            replace(WEIGHT, cast="bfloat16", name_in_file="norm.weight"), actual=tensor, expected=tensor
+        )  # fmt: skip
+        record.computed(replace(WEIGHT, status="measured", buffer=True, evidence={"buffer": "why"}), tensor)
+        record.write(replace(SKIPPED, unsupported=True))
         tolerance = record.tolerance(stage="merged", layer="layers.0", dtype=tensor.dtype)
         found = measure_against_exact(tensor, tensor.double() + 0.25, tolerance)
-        record.computed(
-            **WEIGHT, actual=tensor, digests=[digest(tensor)], found=found, tolerance=tolerance, chunks=tuple
-        )
+        record.computed(WEIGHT, tensor, found=found, tolerance=tolerance, chunks=tuple)
     # not `read_record`, which takes a missing field from the evidence
     lines = (tmp_path / "records.jsonl").read_bytes().splitlines()
     moved, buffer, absent, judged = (decode_json(line, TensorRecord) for line in lines)
@@ -190,11 +218,11 @@ def test_what_decides_a_verdict_is_a_field_of_the_record_and_stands_in_the_evide
 
 
 def test_records_have_their_order_and_the_load_path_that_they_were_seen_on(tmp_path: Path, record: Recorder) -> None:
-    record.absent(**WEIGHT, status="skipped", reason="")
+    record.write(SKIPPED)
     with suppress(ValueError), record.on_load_path(LoadPath.ISOLATED_CPU):
-        record.absent(**WEIGHT, status="skipped", reason="")
+        record.write(SKIPPED)
         raise ValueError
-    record.absent(**WEIGHT, status="skipped", reason="")
+    record.write(SKIPPED)
     back = read_records(tmp_path / "records.jsonl")
     assert [(r.order, r.load_path) for r in back] == [(1, ""), (2, "isolated+cpu"), (3, "")]
 
@@ -236,4 +264,4 @@ def test_a_tensor_that_cannot_be_stored_is_an_error_and_leaves_nothing(tmp_path:
 def test_records_that_cannot_be_written_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").symlink_to("/dev/full")
     with Recorder(tmp_path, tmp_path) as record, pytest.raises(CaptureError, match="cannot write the records"):
-        record.absent(**WEIGHT, status="skipped", reason="")
+        record.write(SKIPPED)

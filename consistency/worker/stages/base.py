@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from consistency.capture.names import split_name
+from consistency.capture.records import TensorRecord
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
@@ -21,7 +22,6 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.rules import RoundingError, Rule
 from consistency.numerics.words import Word
-from consistency.worker.recorder import PEER_KEEP_BYTES
 from consistency.worker.stages import quantized_base
 from consistency.worker.stages.context import Context
 
@@ -49,30 +49,29 @@ def run(context: Context) -> None:
             if context.job.makes_reference and name in parameters and name not in base.not_finite:
                 base.not_finite[name] = count_not_finite(expected.to("cpu"))
             key = base.file_names.get(name, name)
-            record.moved(
-                "base", layer, part, actual=tensor, expected=expected, evidence=evidence,
-                name_in_file="" if key == name else key, digests=(here, base.in_file[name]),
-                not_finite=base.not_finite.get(name, 0),
+            row = TensorRecord(
+                "base", layer, part, rule=Rule.BITWISE, status="equal", evidence=evidence,
+                name_in_file="" if key == name else key, not_finite=base.not_finite.get(name, 0),
             )  # fmt: skip
+            record.moved(row, actual=tensor, expected=expected, digests=(here, base.in_file[name]))
             continue
         table = exact.get(name)
         computed = table is not None and tensor.dtype in UNIT_ROUNDOFF and table.shape == tensor.shape
         host = tensor.detach().to("cpu")
         measure = measure_against_exact(host, table) if computed and table is not None else None
         on_cpu, buffer = context.device.type == "cpu", name not in base.persistent
-        record.computed(
+        row = TensorRecord(
             "base",
             layer,
             part,
-            actual=host,
             rule=Rule.RELATIVE,
-            found=measure,
-            digests=[found[name]],
+            status="measured",
             rounding=_of_table(measure) if measure is not None and on_cpu else None,
-            keep=tensor.nbytes <= PEER_KEEP_BYTES,
+            blob=record.keep_small(tensor),
             buffer=buffer,
             evidence=evidence | ({"buffer": "not in the state dict"} if buffer else {}),
         )
+        record.computed(row, host, digests=[here], found=measure)
     quantized_base.run(context)
 
 
@@ -94,16 +93,12 @@ def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
         layer, part = split_name(name)
         if not record.wants("base", layer):
             continue
-        record.computed(
-            "base",
-            layer,
-            f"{part}_after_adapter",
-            actual=tensor.detach().to("cpu") if tensor.nbytes <= PEER_KEEP_BYTES else tensor,
-            word=Word.RECOMPUTED,
-            digests=[after],
-            keep=tensor.nbytes <= PEER_KEEP_BYTES,
+        row = TensorRecord(
+            "base", layer, f"{part}_after_adapter", rule=Rule.PEER, status="measured", word=Word.RECOMPUTED,
+            blob=record.keep_small(tensor),
             evidence={"before": context.digests[name].value, "dtype": name_of(tensor.dtype)},
-        )
+        )  # fmt: skip
+        record.computed(row, tensor, digests=[after])
 
 
 def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:

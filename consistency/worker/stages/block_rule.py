@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from msgspec.structs import replace
 
 from consistency.capture.names import COMPUTED_AGAIN, DECISIONS, GIVEN, LIMITS, NOT_RECOMPUTED, OVERFLOWS, WHOLE_MODEL
+from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted
 from consistency.errors import first_line
-from consistency.numerics.chunks import exact_chunks
+from consistency.numerics.chunks import Chunks, exact_chunks
+from consistency.numerics.diagnosis import Diagnosis
+from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.error_spread import ErrorLimits, Spread
 from consistency.numerics.file_tensor import Readable, mapped
+from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError, Rule, passes, ratio
 from consistency.numerics.words import Word
@@ -132,9 +137,8 @@ def record_given(context: Context, stage: str, mode: str, reference: Reference) 
     tensors = [mapped(tensor) for name in names if (tensor := reference.read(name)) is not None]
     digests = [[int(digest(one).value[at : at + 15], 16) for at in (0, 15)] for one in tensors]
     bits = torch.tensor(digests, dtype=torch.int64).view(torch.float64)
-    context.record.computed(
-        stage, WHOLE_MODEL, f"{mode}.{GIVEN}", actual=bits, digests=[digest(bits)], reason=OTHER_HOST
-    )
+    row = TensorRecord(stage, WHOLE_MODEL, f"{mode}.{GIVEN}", rule=Rule.PEER, status="measured", reason=OTHER_HOST)
+    context.record.computed(row, bits)
 
 
 OTHER_HOST = (
@@ -162,108 +166,88 @@ def block_ratio(
 
 def record_block(
     context: Context,
-    stage: str,
-    layer: str,
-    tensor: str,
-    *,
+    row: TensorRecord,
     actual: torch.Tensor,
-    digests: Sequence[TensorDigest],
+    *,
+    digests: Sequence[TensorDigest] = (),
     reference: Reference,
     name: str,
-    exact_name: str,
+    exact_name: str = "",
     named: str = "",
-    reason: str = "",
-    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Record a result by the `block` rule or the user's tolerance; without an exact value by the other workers.
 
     Parameters
     ----------
+    row : TensorRecord
+        With the reason why it cannot be compared with the exact tensor, if there is one.
     actual : torch.Tensor
         On the CPU.
     name, exact_name : str
-        Of what rounding makes, and of the exact tensor, in the reference.
+        Of what rounding makes, and of the exact tensor where that has another name, in the reference.
     named : str
         Added to the name of this device's products.
-    reason : str
-        Why it cannot be compared with the exact tensor.
-    more : mapping, optional
-        Added to the evidence.
     """
-    products = cpu_error.products_on(context.model, context.device)
-    exact = reference.read(exact_name)
-    tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
+    record, products = context.record, cpu_error.products_on(context.model, context.device)
+    exact = reference.read(exact_name or name)
+    tolerance = record.tolerance(stage=row.stage, layer=row.layer, dtype=actual.dtype)
     spread = spread_in(reference, f"{products}{named}", name)
-    evidence = {**({} if products == cpu_error.PLAIN else {"products": products}), **(more or {})}
     if exact is not None and exact.shape == actual.shape and not actual.is_floating_point():
-        _record_whole_numbers(context, stage, layer, tensor, actual, mapped(exact), digests)
+        # ids, positions or a mask, which no rounding changes
+        moved = TensorRecord(
+            *row.key, rule=Rule.BITWISE, status="equal", repeats=tuple(d.value for d in digests[1:])
+        )  # fmt: skip
+        record.moved(moved, actual=actual, expected=mapped(exact).to(actual.dtype))
         return
+    row = replace(row, evidence={**({} if products == cpu_error.PLAIN else {"products": products}), **row.evidence})
     known = exact is not None and exact.shape == actual.shape and actual.dtype in UNIT_ROUNDOFF
-    if not known or reason or (tolerance is None and spread is None):
-        context.record.computed(
-            stage, layer, tensor, actual=actual, digests=digests, chunks=tuple, reason=reason or None, evidence=evidence
-        )
+    if not known or row.reason or (tolerance is None and spread is None):
+        record.computed(row, actual, digests=digests, chunks=tuple)
         return
     assert exact is not None
     truth = mapped(exact)
     if tolerance is not None or spread is None:
-        context.record.computed(
-            stage, layer, tensor, actual=actual, digests=digests, rule=Rule.BLOCK, tolerance=tolerance, exact=truth,
-            found=measure_against_exact(actual, truth, tolerance), evidence=evidence,
-            chunks=lambda: exact_chunks(actual, truth, tolerance),
+        record.computed(
+            row, actual, digests=digests, found=measure_against_exact(actual, truth, tolerance), tolerance=tolerance,
+            chunks=lambda: exact_chunks(actual, truth, tolerance), ingredients={"exact": truth},
         )  # fmt: skip
         return
+    skipped = TensorRecord(*row.key, rule=Rule.BLOCK, status="skipped", dtype=name_of(actual.dtype))
     if why := _overflow(truth, actual.dtype, spread):
-        context.record.absent(
-            stage, layer, tensor, status="skipped", reason=why, rule=Rule.BLOCK, dtype=name_of(actual.dtype)
-        )  # fmt: skip
+        record.write(replace(skipped, reason=why))
         return
     figures = spread.figures(actual, truth)
     is_within = passes(figures.ratio)
     if is_within and float(spread.limits.scale) >= 1 and bool(truth.any()):
         zeros = spread.figures(torch.zeros_like(actual), truth)
         if passes(zeros.ratio):
-            context.record.absent(
-                stage, layer, tensor, status="skipped", reason=ZEROS_PASS, rule=Rule.BLOCK, dtype=name_of(actual.dtype)
-            )  # fmt: skip
+            record.write(replace(skipped, reason=ZEROS_PASS))
             return
     allowed = None if is_within else spread.allowed(truth, actual.dtype)
-    found = figures.stated(measure_against_exact(actual, truth, allowed))
-    context.record.computed(
-        stage, layer, tensor, actual=actual, digests=digests, found=found, rule=Rule.BLOCK,
-        chunks=lambda: exact_chunks(actual, truth, allowed), exact=truth, word=figures.word,
-        ingredients={} if allowed is None else {"allowed": allowed}, evidence=evidence,
-        rounding=RoundingError(
-            largest=spread.limits.largest, samples=rows_of(truth), drawn=spread.limits.drawn
-        ),
-        outside=lambda: {**figures.evidence(), LIMITS: spread.limits.of_figures()},
+
+    def diagnose(found: Measure, chunks: Chunks) -> Diagnosis:
+        cause = Diagnosis(word=figures.word) if figures.word is not None else diagnose_computed(found, chunks)
+        return Diagnosis(
+            word=cause.word, evidence={**cause.evidence, **figures.evidence(), LIMITS: spread.limits.of_figures()}
+        )  # fmt: skip
+
+    rounding = RoundingError(largest=spread.limits.largest, samples=rows_of(truth), drawn=spread.limits.drawn)
+    record.computed(
+        replace(row, rounding=rounding), actual, digests=digests, diagnose=diagnose,
+        found=figures.stated(measure_against_exact(actual, truth, allowed)),
+        chunks=lambda: exact_chunks(actual, truth, allowed), ingredients={"exact": truth, "allowed": allowed},
     )  # fmt: skip
 
 
 def record_missed(context: Context, stage: str, row: tuple[str, str], dtype: torch.dtype, why: str) -> None:
     """Record a result that tells nothing of what this worker is for: of no device more is expected."""
-    context.record.absent(
-        stage, *row, status="skipped", reason=why, rule=Rule.BLOCK, dtype=name_of(dtype), unsupported=True
-    )
+    layer, tensor = row
+    context.record.skipped(
+        stage, why, tensor, layer=layer, rule=Rule.BLOCK, dtype=name_of(dtype), unsupported=True
+    )  # fmt: skip
 
 
 ZEROS_PASS = "its passes with noise have too few independent errors: zeros would pass"
-
-
-def _record_whole_numbers(
-    context: Context,
-    stage: str,
-    layer: str,
-    tensor: str,
-    actual: torch.Tensor,
-    exact: torch.Tensor,
-    digests: Sequence[TensorDigest],
-) -> None:
-    """Record ids, positions or a mask, which no rounding changes."""
-    exact = exact.to(actual.dtype)
-    context.record.moved(
-        stage, layer, tensor, actual=actual, expected=exact, repeats=tuple(d.value for d in digests[1:])
-    )
 
 
 def _overflow(exact: torch.Tensor, dtype: torch.dtype, spread: Spread) -> str:

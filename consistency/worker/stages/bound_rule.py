@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 
+from consistency.capture.records import TensorRecord
 from consistency.numerics.chunks import exact_chunks
+from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.measure import Measure
@@ -23,23 +26,19 @@ def record_bounded(
     *,
     actual: torch.Tensor,
     exact: Bounded,
-    digests: Sequence[TensorDigest],
+    digests: Sequence[TensorDigest] = (),
     in_tf32: Callable[[], Measure] | None = None,
 ) -> None:
     """Record a tensor on the CPU by its exact value's bound, or by the user's tolerance around the same value."""
     tolerance = record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     value, allowed = torch.from_numpy(exact.value), torch.from_numpy(exact.allowed)
     record.computed(
-        stage,
-        layer,
-        tensor,
-        actual=actual,
+        TensorRecord(stage, layer, tensor, rule=Rule.BOUND, status="measured"),
+        actual,
         digests=digests,
         found=measure_against_exact(actual, value, tolerance) if tolerance else measure_tracked(actual, exact),
-        rule=Rule.BOUND,
         tolerance=tolerance,
         chunks=lambda: exact_chunks(actual, value, tolerance or allowed),
-        in_tf32=in_tf32,
-        exact=value,
-        ingredients={} if tolerance else {"allowed": allowed},
+        diagnose=functools.partial(diagnose_computed, in_tf32=None if tolerance else in_tf32),
+        ingredients={"exact": value, "allowed": None if tolerance else allowed},
     )

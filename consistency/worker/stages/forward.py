@@ -27,6 +27,7 @@ from consistency.capture.names import ADAPTER_MERGED as MERGED
 from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END, WHOLE_MODEL
+from consistency.capture.records import TensorRecord
 from consistency.case.inference.request import OUTPUT
 from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
@@ -213,10 +214,13 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
             if why := attention.missed(layer):
                 record_missed(context, "forward", (layer, tensor), result.dtype, why)
             else:
+                row = TensorRecord(
+                    "forward", layer, tensor, rule=Rule.BLOCK, status="measured", reason=reason or None,
+                    evidence={**half_kernels.evidence(kernels), **attention.evidence(layer)},
+                )  # fmt: skip
                 record_block(
-                    context, "forward", layer, tensor, actual=result, digests=digests[name], reference=answer,
-                    name=f"{mode}::{name}", exact_name=f"{_exact(mode)}::{name}", named=_named(mode),
-                    more={**half_kernels.evidence(kernels), **attention.evidence(layer)}, reason=reason,
+                    context, row, result, digests=digests[name], reference=answer, name=f"{mode}::{name}",
+                    exact_name=f"{_exact(mode)}::{name}", named=_named(mode),
                 )  # fmt: skip
 
 
@@ -277,12 +281,12 @@ def _record_ends(context: Context, mode: str, ends: Activations, reference: Refe
             found = measure_against_exact(compared, truth, tolerance)
             chunks = None if tolerance is None else functools.partial(exact_chunks, compared, truth, tolerance)
         is_finite = found is not None and math.isfinite(float(found.max_abs))
-        context.record.computed(
-            "forward", name, f"{mode}.{END_TO_END}", actual=output, digests=[digest(output)], found=found,
-            rule=Rule.BLOCK, status="within" if is_finite else "measured", evidence=evidence, tolerance=tolerance,
-            chunks=chunks,
+        row = TensorRecord(
+            "forward", name, f"{mode}.{END_TO_END}", rule=Rule.BLOCK, status="within" if is_finite else "measured",
+            evidence=evidence,
             reason=reference.tables.failures.get(_exact(mode)) or (NOT_JUDGED if known and not tolerance else None),
         )  # fmt: skip
+        context.record.computed(row, output, found=found, tolerance=tolerance, chunks=chunks)
 
 
 NOT_JUDGED = "shown, not judged: from end to end errors add up, and a trained model amplifies them"

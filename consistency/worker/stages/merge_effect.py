@@ -86,9 +86,7 @@ def record_merge_effect(
     except Skip as skip:
         effect = replace(effect, left_out=str(skip))
     context.record.write(
-        TensorRecord(
-            status="equal", stage=MERGING, layer=WHOLE_MODEL, tensor=effect.output, rule=Rule.LIMIT, merging=effect
-        )
+        TensorRecord(MERGING, WHOLE_MODEL, effect.output, status="equal", rule=Rule.LIMIT, merging=effect)
     )
 
 

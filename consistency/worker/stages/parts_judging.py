@@ -17,6 +17,7 @@ from consistency.capture.names import (
     module_place,
     split_name,
 )
+from consistency.capture.records import TensorRecord
 from consistency.capture.wording import listed, some
 from consistency.case.stages import Stage
 from consistency.numerics.chunks import exact_chunks
@@ -139,7 +140,8 @@ def record_gathered(context: Context, stage: Stage, model: torch.nn.Module, name
         gathered = whole(model.get_parameter(name))
         layer, part = adapter_place(context.expected[name][0])
         expected = context.expected[name][1].to(gathered.dtype)
-        context.record.moved(stage, layer, f"{part}.{GATHERED}", actual=gathered, expected=expected)
+        row = TensorRecord(stage, layer, f"{part}.{GATHERED}", rule=Rule.BITWISE, status="equal")
+        context.record.moved(row, actual=gathered, expected=expected)
 
 
 def record_gradient(
@@ -168,19 +170,17 @@ def record_gradient(
     if not context.record.wants(stage, layer):
         return
     if part.dim is None:
-        record_block(
-            context, stage, layer, place, actual=actual, digests=[digest(actual)], name=name, exact_name=name,
-            reference=reference,
-        )  # fmt: skip
+        row = TensorRecord(stage, layer, place, rule=Rule.BLOCK, status="measured")
+        record_block(context, row, actual, reference=reference, name=name)
         return
     exact, spread = reference.read(name), spread_of(context, reference, name)
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     if 0 in part.shape or exact is None:
         return
     if spread is None and tolerance is None:
-        context.record.absent(
-            stage, layer, place, status="skipped", reason="what rounding makes in it is unknown", rule=Rule.LIMIT
-        )
+        context.record.fact(
+            stage, layer, place, status="skipped", reason="what rounding makes in it is unknown"
+        )  # fmt: skip
         return
     truth = part.of(mapped(exact))
     mine = None if spread is None or tolerance is not None else spread.of_part(part.of, part.whole)

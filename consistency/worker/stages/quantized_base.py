@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from consistency.capture.names import AFTER_A_PASS, DEQUANTIZED, SETTINGS
+from consistency.capture.records import TensorRecord
 from consistency.numerics.chunks import exact_chunks
-from consistency.numerics.digest import digest
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.identity import start_of
 from consistency.numerics.quantized import QuantizedWeight
@@ -91,18 +91,17 @@ def _dequantized(context: Context, name: str, layer: Any) -> None:
     with model_code(context.device, prefix, kinds=_NOT_DEQUANTIZED), torch.no_grad():
         actual = dequantized(layer)
     if weight is None or tuple(actual.shape) != weight.shape:
-        context.record.computed(
-            "base", name, DEQUANTIZED, actual=actual, digests=[digest(actual)],
-            reason=f"no formula for {type(layer.weight).__name__}: its stored bytes alone are compared with the file",
-        )  # fmt: skip
+        reason = f"no formula for {type(layer.weight).__name__}: its stored bytes alone are compared with the file"
+        row = TensorRecord("base", name, DEQUANTIZED, rule=Rule.PEER, status="measured", reason=reason)
+        context.record.computed(row, actual)
         return
     host = actual.to("cpu")
     expected = weight.rounded().to(host.dtype).to(torch.float64)
     allowed = weight.dequantized_allowance(expected)
     context.record.computed(
-        "base", name, DEQUANTIZED, actual=actual, digests=[digest(actual)], rule=Rule.BOUND,
+        TensorRecord("base", name, DEQUANTIZED, rule=Rule.BOUND, status="measured"), actual,
         found=measure_against_exact(host, expected, allowed),
-        chunks=lambda: exact_chunks(host, expected, allowed), exact=expected,
+        chunks=lambda: exact_chunks(host, expected, allowed), ingredients={"exact": expected},
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from consistency.capture.names import WHOLE_MODEL, adapter_place
+from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some
 from consistency.case.stages import Stage
 from consistency.numerics.chunks import Chunk, Chunks, Stretch
@@ -164,7 +165,7 @@ class StepJudge:
         if 0 in kept.shape:  # fewer rows than ranks
             return True
         if why := self._unbounded(name, kept.dtype, given, exact):
-            record.absent(self._stage, layer, tensor, status="skipped", rule=Rule.BOUND, reason=why)
+            record.skipped(self._stage, why, tensor, layer=layer, rule=Rule.BOUND)
             return True
         tolerance = record.tolerance(stage=self._stage, layer=layer, dtype=kept.dtype)
         elements = [self._own.elements(kind, name, step) for step in range(self._steps)]
@@ -200,11 +201,11 @@ class StepJudge:
                 chunks=chunks, evidence=evidence,
             )  # fmt: skip
             return is_within
-        record.computed(
-            self._stage, layer, tensor, actual=steps[step], digests=[digest(steps[step])], rule=Rule.BOUND,
-            tolerance=tolerance, found=found[step], chunks=chunks, evidence=evidence,
+        row = TensorRecord(
+            self._stage, layer, tensor, rule=Rule.BOUND, status="measured", evidence=evidence,
             word=None if is_within else instead(step),
         )  # fmt: skip
+        record.computed(row, steps[step], tolerance=tolerance, found=found[step], chunks=chunks)
         return is_within
 
     def _unbounded(

@@ -17,11 +17,13 @@ import numpy as np
 import torch
 
 from consistency.capture.names import LOADED_AGAIN, SETTINGS_LAYER, adapter_place, module_place
+from consistency.capture.records import TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import as_bytes, digest
 from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import Rule
 from consistency.numerics.same_bytes import same_memory
 from consistency.worker.device_error import is_of_the_device, of_another
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE
@@ -116,18 +118,14 @@ def _look(
             if digest(actual).value == digest(through).value:
                 expected, cast = through, context.base.dtype
         context.record.moved(
-            "adapter",
-            layer,
-            part,
+            TensorRecord("adapter", layer, part, rule=Rule.BITWISE, status="equal", cast=cast, evidence=evidence),
             actual=actual,
             expected=expected,
-            cast=cast,
             known=Known(
                 poison=POISON.get(actual.element_size()),
                 swapped=functools.partial(file_of_another, by_digest, digest(expected).value),
                 stale=functools.partial(stale_bytes, context.base.tensors),
             ),
-            evidence=evidence,
         )
 
 
@@ -264,5 +262,6 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
                 found[name] = Loads(digests=(*before.digests, value), wrong=wrong)
     if context.record.wants("adapter", SETTINGS_LAYER):
         done = torch.ones((), dtype=torch.uint8)
-        context.record.computed("adapter", SETTINGS_LAYER, LOADED_AGAIN, actual=done, digests=[digest(done)])
+        row = TensorRecord("adapter", SETTINGS_LAYER, LOADED_AGAIN, rule=Rule.PEER, status="measured")
+        context.record.computed(row, done)
     return found

@@ -13,20 +13,22 @@ from collections import Counter
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place
+from consistency.capture.records import TensorRecord
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.identity import start_of
 from consistency.numerics.not_finite import count_not_finite
+from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.model.adapter_settings import inactive_layers, other_scalings, rank_and_scaling
 from consistency.worker.model.expected_adapter import is_made_anew
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
 from consistency.worker.quantized.held import is_composite
-from consistency.worker.recorder import PEER_KEEP_BYTES
 from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.effect import effect_of
 from consistency.worker.stages.adapter.load_paths import Loads, file_of_another, reload, stale_bytes
@@ -56,23 +58,17 @@ def run(context: Context) -> None:
         actual = state.get(name)
         if is_made_anew(state, name):
             version = importlib.metadata.version("peft")
-            record.absent(
-                "adapter", layer, part, status="skipped", shape=tensor.shape, dtype=name_of(tensor.dtype),
-                reason=f"PEFT {version} makes this tensor anew and does not load the file's, as PEFT 0.21 does",
-            )  # fmt: skip
+            reason = f"PEFT {version} makes this tensor anew and does not load the file's, as PEFT 0.21 does"
+            record.write(replace(_row(layer, part, tensor), status="skipped", reason=reason))
             continue
         if actual is None:
-            record.absent(
-                "adapter", layer, part, status="unexpected", shape=tensor.shape,
-                dtype=name_of(tensor.dtype), reason="in the file, but the model has no such parameter",
-                evidence={"parameter": name},
-            )  # fmt: skip
+            reason = "in the file, but the model has no such parameter"
+            row = replace(_row(layer, part, tensor), status="unexpected", reason=reason, evidence={"parameter": name})
+            record.write(row)
             continue
         if actual.is_meta:
-            record.absent(
-                "adapter", layer, part, status="missing", shape=actual.shape,
-                dtype=name_of(actual.dtype), reason="on the device meta: its bytes never arrived",
-            )  # fmt: skip
+            reason = "on the device meta: its bytes never arrived"
+            record.write(replace(_row(layer, part, actual), status="missing", reason=reason))
             continue
         expected = tensor.to(actual.dtype)
         own = digest(expected).value
@@ -90,15 +86,23 @@ def run(context: Context) -> None:
                 swapped=functools.partial(file_of_another, by_digest, own),
                 stale=functools.partial(stale_bytes, context.base.tensors),
             )
-        record.moved(
-            "adapter", layer, part, actual=actual, expected=expected, known=known, keep=True, repeats=loads.digests,
-            evidence=evidence, not_finite=count_not_finite(expected) if context.job.makes_reference else 0,
+        not_finite = count_not_finite(expected) if context.job.makes_reference else 0
+        row = replace(
+            _row(layer, part, actual), repeats=loads.digests, evidence=evidence, not_finite=not_finite
         )  # fmt: skip
+        record.moved(row, actual=actual, expected=expected, known=known, keep=True)
     missing = _missing(context, state)
     _made_on_loading(context, state, missing)
     if record.wants("adapter", SETTINGS_LAYER):
         _settings(context)
     load_paths.run(context, by_digest)
+
+
+def _row(layer: str, part: str, tensor: torch.Tensor) -> TensorRecord:
+    return TensorRecord(
+        "adapter", layer, part, rule=Rule.BITWISE, status="equal", shape=tuple(tensor.shape),
+        dtype=name_of(tensor.dtype),
+    )  # fmt: skip
 
 
 def _missing(context: Context, state: dict[str, Any]) -> set[str]:
@@ -118,10 +122,8 @@ def _missing(context: Context, state: dict[str, Any]) -> set[str]:
         found.add(name)
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
         if context.record.wants("adapter", layer):
-            context.record.absent(
-                "adapter", layer, part, status="missing", shape=tensor.shape,
-                dtype=name_of(tensor.dtype), reason="in the model, but not in the adapter's file",
-            )  # fmt: skip
+            reason = "in the model, but not in the adapter's file"
+            context.record.write(replace(_row(layer, part, tensor), status="missing", reason=reason))
     return found
 
 
@@ -142,15 +144,12 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
         if not strided or is_composite(tensor) or start_of(tensor) in known or not record.wants("adapter", layer):
             continue
         record.computed(
-            "adapter",
-            layer,
-            part,
-            actual=tensor,
-            word=Word.RECOMPUTED,
-            digests=[digest(tensor)],
-            keep=tensor.nbytes <= PEER_KEEP_BYTES,
-            evidence={"not_in_file": "computed when the adapter is loaded"},
-        )
+            TensorRecord(
+                "adapter", layer, part, rule=Rule.PEER, status="measured", word=Word.RECOMPUTED,
+                blob=record.keep_small(tensor), evidence={"not_in_file": "computed when the adapter is loaded"},
+            ),
+            tensor,
+        )  # fmt: skip
 
 
 def _settings(context: Context) -> None:
@@ -165,14 +164,13 @@ def _settings(context: Context) -> None:
         why["wanted"] = dict(Counter(f"scaling {one:g}, by adapter_config.json," for one in asked))
     raw = json.dumps(table, sort_keys=True).encode()
     tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    context.record.computed(
+    row = TensorRecord(
         "adapter",
         SETTINGS_LAYER,
         RANK_AND_SCALING,
-        actual=tensor,
+        rule=Rule.PEER,
         status="outside" if inactive or other else "measured",
         word=Word.INACTIVE if inactive else Word.SETTINGS if other else None,
-        digests=[digest(tensor)],
         evidence={
             "layers": len(table),
             "values": _counted(table),
@@ -182,6 +180,7 @@ def _settings(context: Context) -> None:
         },
         effect=effect,
     )
+    context.record.computed(row, tensor)
 
 
 def _counted(table: dict[str, Any]) -> dict[str, int]:

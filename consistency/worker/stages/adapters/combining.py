@@ -178,10 +178,8 @@ def _check_factors(
     record = several.context.record
     for part, actual, exact in _exact(kind, factors, masks):
         if exact is None:
-            record.absent(
-                STAGE, place, f"{kind}.{part}", status="skipped", rule=Rule.BOUND,
-                reason="elements of equal magnitude in too many adapters: any of them may be left out",
-            )  # fmt: skip
+            reason = "elements of equal magnitude in too many adapters: any of them may be left out"
+            record.skipped(STAGE, reason, f"{kind}.{part}", layer=place, rule=Rule.BOUND)
             continue
         record_bounded(
             record, STAGE, place, f"{kind}.{part}", actual=actual.to("cpu"), exact=exact, digests=[digest(actual)]

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from consistency.capture.records import TensorRecord
 from consistency.case.budget.costs import CUT_ELEMENTS, CUT_STEPS
 from consistency.case.stages import Level
 from consistency.numerics.chunks import exact_chunks
@@ -119,11 +120,10 @@ def check_cut(
         tolerance = context.record.tolerance(stage=STAGE, layer=place, dtype=own.dtype)
         limit, measured = tolerance or allowed.contiguous(), measure_against_exact(actual, exact, tolerance)
         context.record.computed(
-            STAGE, place, f"{kind}.{part}", actual=actual, digests=[digest(own)],
+            TensorRecord(STAGE, place, f"{kind}.{part}", rule=Rule.BOUND, status="measured"), actual,
+            digests=[digest(own)], tolerance=tolerance, chunks=functools.partial(exact_chunks, actual, exact, limit),
             found=measured if tolerance else msgspec.structs.replace(measured, ratio=Real(share)),
-            rule=Rule.BOUND, tolerance=tolerance, exact=exact,
-            chunks=functools.partial(exact_chunks, actual, exact, limit),
-            ingredients={} if tolerance else {"allowed": allowed.contiguous()},
+            ingredients={"exact": exact, "allowed": None if tolerance else allowed.contiguous()},
         )  # fmt: skip
     values = {"values": found.values, "exact": found.exact_values, "is_cut_sure": found.is_cut_sure}
     for what, share, reason, evidence in (

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from consistency.capture.names import adapter_place, module_place
+from consistency.capture.records import TensorRecord
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
+from consistency.numerics.rules import Rule
 from consistency.worker.stages.adapters.multi_adapter_model import STAGE, MultiAdapterModel
 
 
@@ -52,8 +54,8 @@ def _check_tensors(several: MultiAdapterModel, first: str, second: str) -> bool:
             same = same and new.shape == actual.shape
             wanted[tuple(slice(0, size) for size in new.shape)] = new.to(actual.dtype)
         record.moved(
-            STAGE, layer, f"hotswap.{part}", actual=actual, expected=wanted,
-            known=Known(stale=lambda tensor: _held_before(old, first, tensor)),
+            TensorRecord(STAGE, layer, f"hotswap.{part}", rule=Rule.BITWISE, status="equal"), actual=actual,
+            expected=wanted, known=Known(stale=lambda tensor: _held_before(old, first, tensor)),
         )  # fmt: skip
     return same
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from consistency.capture.names import module_place
+from consistency.capture.records import TensorRecord
 from consistency.case.stages import Level
 from consistency.numerics.bound import Allowance, cycles_allowance, merged_in_turn_allowance
 from consistency.numerics.chunks import LowRankProduct, LowRankTensor, low_rank_chunks
@@ -137,9 +138,8 @@ def _record(
         if isinstance(allowance, Allowance):
             kept["allowed"] = allowance.around(size, before.to(torch.float64))
     record.computed(
-        STAGE, place, name, actual=merged, digests=[here], found=found, rule=Rule.BOUND,
-        tolerance=tolerance, chunks=lambda: low_rank_chunks(tested, product), exact=kept.pop("exact", None),
-        ingredients=kept,
+        TensorRecord(STAGE, place, name, rule=Rule.BOUND, status="measured"), merged, digests=[here], found=found,
+        tolerance=tolerance, chunks=lambda: low_rank_chunks(tested, product), ingredients=kept,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from consistency.capture.names import module_place
-from consistency.capture.records import RecordStatus
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.numerics.digest import digest
 from consistency.numerics.identity import start_of
 from consistency.numerics.rules import Rule
@@ -69,12 +69,12 @@ class MultiAdapterModel:
         """Record that PEFT took a step, which is then expected of every worker."""
         if self.context.record.wants(STAGE, step):
             taken = torch.ones((), dtype=torch.uint8)
-            self.context.record.computed(STAGE, step, DONE, actual=taken, digests=[digest(taken)])
+            self.context.record.computed(TensorRecord(STAGE, step, DONE, rule=Rule.PEER, status="measured"), taken)
 
     def refused(self, step: str, reason: str) -> None:
         """Record that PEFT did not take a step."""
         if self.context.record.wants(STAGE, step):
-            self.context.record.absent(STAGE, step, DONE, status="skipped", reason=reason, rule=Rule.PEER)
+            self.context.record.skipped(STAGE, reason, DONE, layer=step, rule=Rule.PEER)
 
     def check_bytes(self, step: str, names: Sequence[str] | None = None) -> None:
         """Record whether adapters, and the base, hold the bytes of their files."""

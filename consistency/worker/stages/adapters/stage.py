@@ -16,9 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from consistency.capture.names import WHOLE_MODEL, adapter_place
+from consistency.capture.records import TensorRecord
 from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import Rule
 from consistency.worker.environment import release
 from consistency.worker.model.expected_adapter import expected_adapter, is_made_anew
 from consistency.worker.model.inputs import fixed_inputs
@@ -146,13 +149,14 @@ def _check_loaded(several: MultiAdapterModel) -> None:
             if not record.wants(STAGE, layer):
                 continue
             actual = state.get(parameter)
+            row = TensorRecord(STAGE, layer, f"{name}.{part}", rule=Rule.BITWISE, status="equal")
             if actual is None or actual.is_meta:
-                record.absent(
-                    STAGE, layer, f"{name}.{part}", status="missing", shape=tensor.shape, dtype=name_of(tensor.dtype),
+                record.write(replace(
+                    row, status="missing", shape=tuple(tensor.shape), dtype=name_of(tensor.dtype),
                     reason="in the file, and not in the model beside the other adapters",
-                )  # fmt: skip
+                ))  # fmt: skip
                 continue
-            record.moved(STAGE, layer, f"{name}.{part}", actual=actual, expected=tensor.to(actual.dtype))
+            record.moved(row, actual=actual, expected=tensor.to(actual.dtype))
 
 
 def _switch(several: MultiAdapterModel) -> None:

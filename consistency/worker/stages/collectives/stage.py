@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from consistency.capture.records import RecordStatus
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.capture.wording import some
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stages import Stage
 from consistency.errors import first_line
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
-from consistency.numerics.rules import passes
+from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Sum, measure_tracked
 from consistency.numerics.words import Word
 from consistency.worker.memory.mapped_pages import trim
@@ -134,10 +134,10 @@ class _Trials:
         elif isinstance(expected, Sum):
             record_bounded(record, STAGE, collective.name, name, actual=first, exact=expected, digests=digests[:1])
         else:
-            record.moved(
-                STAGE, collective.name, name, actual=first, expected=expected, known=self._known(given),
-                evidence=self._evidence,
+            row = TensorRecord(
+                STAGE, collective.name, name, rule=Rule.BITWISE, status="equal", evidence=self._evidence
             )  # fmt: skip
+            record.moved(row, actual=first, expected=expected, known=self._known(given))
         if again is not None:
             self._judge_repeat(collective, name, again, expected)
         self._compare(collective, name, digests[0].value)
@@ -148,9 +148,7 @@ class _Trials:
         if self._of_some:  # a fact: of the ranks that are in other groups it is not expected
             record.fact(STAGE, collective.name, tensor, status="skipped", reason=reason)
         else:
-            record.absent(
-                STAGE, collective.name, tensor, status="skipped", reason=reason, rule=SPECS[STAGE].rule
-            )  # fmt: skip
+            record.skipped(STAGE, reason, tensor, layer=collective.name)
 
     def _overlooks_gaps(self) -> bool:
         """Return whether the sum of any rank does: what one skips, all have to skip."""

@@ -15,7 +15,7 @@ import torch
 from consistency.capture.engine_causes import CAUSE, SEVERAL
 from consistency.capture.folder import worker_slug
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, BATCHES
-from consistency.capture.records import WorkerInfo
+from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.capture.writer import write_json
 from consistency.case.engine_file import EngineFile
 from consistency.case.inference.outputs import Outputs, batch_size, check_dtype, read_outputs, refuse
@@ -31,6 +31,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.measure import Measure
+from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError, Rule, judge_relative, passes, relative_allowance
 from consistency.worker.cpu_error import rounding_error
 from consistency.worker.model.inputs import digest_of
@@ -146,27 +147,14 @@ class _Engine:
             drawn = self.forward.drawn.get(ADAPTER_ON)
         if mode not in self.view.outputs.modes or exact is None or drawn is None:
             why = "the engine's file has none" if exact is not None else self.forward.failures.get(_exact(mode), "")
-            self.record.absent(
-                Stage.FORWARD,
-                OUTPUT,
-                mode,
-                status="skipped",
-                rule=Rule.RELATIVE,
-                reason=why or "the model does not run in this mode",
-                unsupported=True,
-            )
+            why = why or "the model does not run in this mode"
+            self.record.skipped(Stage.FORWARD, why, mode, layer=OUTPUT, rule=Rule.RELATIVE, unsupported=True)
             return
         missing = self.view.rows_missing
         if missing:
             rows = f"{'row' if len(missing) == 1 else 'rows'} {', '.join(map(str, missing))}"
-            self.record.absent(
-                Stage.FORWARD,
-                OUTPUT,
-                f"{mode} of {rows}",
-                status="missing",
-                rule=Rule.LIMIT,
-                reason=f"the engine gave no outputs of {rows} of {self.view.shape[0]}",
-            )
+            few = f"the engine gave no outputs of {rows} of {self.view.shape[0]}"
+            self.record.fact(Stage.FORWARD, OUTPUT, f"{mode} of {rows}", status="missing", reason=few)
         actual, truth = self.view.actual(mode), self.view.model(mode, exact)
         rounding = rounding_error([self.view.drawn(mode, one, truth) for one in drawn], truth, independent_rows)
         tolerance = self.record.tolerance(stage=Stage.FORWARD, layer=OUTPUT, dtype=_dtype(about.dtype))
@@ -185,13 +173,15 @@ class _Engine:
                     "which cannot be replayed there"
                 )
         limit = tolerance if tolerance is not None else bound.allowed(float(found.magnitude))
+        if tolerance is None:
+            found = msgspec.structs.replace(found, ratio=Real(share))
+        row = TensorRecord(
+            Stage.FORWARD, OUTPUT, mode, rule=Rule.RELATIVE, status="measured", rounding=rounding, evidence=evidence,
+            reason=reason, dtype=about.dtype,
+        )  # fmt: skip
         self.record.computed(
-            Stage.FORWARD, OUTPUT, mode, actual=actual, digests=[digest(actual)],
-            found=None if reason else found, rule=Rule.RELATIVE, tolerance=tolerance,
-            ratio=None if tolerance is not None else share,
+            row, actual, found=None if reason else found, tolerance=tolerance, ingredients={"exact": truth},
             chunks=None if reason else lambda: exact_chunks(actual, truth, limit),
-            rounding=rounding, exact=truth, evidence=evidence, reason=reason,
-            dtype=about.dtype,
         )  # fmt: skip
 
     def _why(self, mode: str, actual: torch.Tensor, truth: torch.Tensor, bound: _Bound) -> Answer:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from consistency.capture.names import UPDATED
+from consistency.capture.records import TensorRecord
 from consistency.numerics.chunks import Chunk, Stretch
 from consistency.numerics.digest import TensorDigest, block_digests, combine
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
@@ -47,16 +48,14 @@ def record_step(context: Context, name: str, layer: str, tensor: str, found: tor
     unknown = parameter.dtype not in UNIT_ROUNDOFF
     if unknown or not _is_finite(gradient, elements):
         reason = f"no bound is derived in {name_of(parameter.dtype)}" if unknown else "the gradient is NaN or infinite"
-        context.record.absent(
-            "gradient", layer, tensor, status="skipped", rule=Rule.BOUND, reason=f"AdamW step not judged: {reason}"
-        )
+        context.record.skipped(
+            "gradient", f"AdamW step not judged: {reason}", tensor, layer=layer, rule=Rule.BOUND
+        )  # fmt: skip
         return
     flat = parameter.detach().reshape(-1)
     if not _is_bounded(flat, gradient):
-        context.record.absent(
-            "gradient", layer, tensor, status="skipped", rule=Rule.BOUND,
-            reason=f"AdamW's ε is 0 in {name_of(parameter.dtype)}: its step divides small gradients by zero",
-        )  # fmt: skip
+        reason = f"AdamW's ε is 0 in {name_of(parameter.dtype)}: its step divides small gradients by zero"
+        context.record.skipped("gradient", reason, tensor, layer=layer, rule=Rule.BOUND)
         return
     layout = {UPDATED: (parameter.dtype, tuple(parameter.shape))}
     file = TensorFile(context.scratch / f"updated-{os.getpid()}.safetensors", layout)  # the folder is all workers'
@@ -77,8 +76,8 @@ def record_step(context: Context, name: str, layer: str, tensor: str, found: tor
                 yield dataclasses.replace(chunk, base=before(slice(chunk.start, chunk.start + chunk.actual.numel())))
 
         context.record.computed(
-            "gradient", layer, tensor, actual=mapped(actual), digests=digests, rule=Rule.BOUND, tolerance=tolerance,
-            found=measure_stretches(actual, stretches()), chunks=chunks,
+            TensorRecord("gradient", layer, tensor, rule=Rule.BOUND, status="measured"), mapped(actual),
+            digests=digests, tolerance=tolerance, found=measure_stretches(actual, stretches()), chunks=chunks,
         )  # fmt: skip
     finally:
         file.close(remove=True)

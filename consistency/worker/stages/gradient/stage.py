@@ -25,9 +25,11 @@ from consistency.capture.names import (
     WHOLE_MODEL,
     adapter_place,
 )
+from consistency.capture.records import TensorRecord
 from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.rules import Rule
 from consistency.worker import cpu_error
 from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.decisions.replay import Replay
@@ -123,10 +125,11 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
             if why := attention.missed(layer):
                 record_missed(context, "gradient", (layer, tensor), gradient.dtype, why)
                 continue
-            record_block(
-                context, "gradient", layer, tensor, actual=gradient, digests=digests[name], reference=answer, name=name,
-                exact_name=name, more={**half_kernels.evidence(kernels), **attention.evidence(layer)}, reason=reason,
+            row = TensorRecord(
+                "gradient", layer, tensor, rule=Rule.BLOCK, status="measured", reason=reason or None,
+                evidence={**half_kernels.evidence(kernels), **attention.evidence(layer)},
             )  # fmt: skip
+            record_block(context, row, gradient, digests=digests[name], reference=answer, name=name)
     for done, name in enumerate(of.wanted):
         layer, tensor = adapter_place(context.expected[name][0])
         if not context.record.wants("gradient", layer):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from consistency.capture.names import DELTA, SAFE_WEIGHT, WEIGHT
+from consistency.capture.records import TensorRecord
 from consistency.numerics.bound import Allowance
-from consistency.numerics.chunks import Chunk, LowRankProduct, LowRankTensor, exact_chunks, low_rank_chunks
+from consistency.numerics.chunks import Chunk, Chunks, LowRankProduct, LowRankTensor, exact_chunks, low_rank_chunks
+from consistency.numerics.diagnosis import Diagnosis
+from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.error import measure_against_exact, measure_low_rank
 from consistency.numerics.measure import Measure
@@ -92,21 +95,25 @@ def judge(
             found, rounding = known.setdefault(here, (found, rounding))
         lacks = f"the adapter's file has no {one.truth.lacks} of this layer" if one.truth.lacks else ""
         no_form = f"{lacks or 'this method has no closed form of the delta'}: its merged weight is judged"
-        context.record.computed(
+        row = TensorRecord(
             "merged",
             place,
             DELTA if one.safe is None else SAFE_WEIGHT if one.safe else WEIGHT,
-            actual=one.actual,
-            digests=one.digests,
-            found=found,
             rule=one.rule,
-            tolerance=one.tolerance,
             status="skipped" if one.safe is None else "measured",
             reason=no_form if one.safe is None and found is None else None,
             rounding=rounding,
-            **_stored(one, found),
             effect="zero-delta" if one.safe is None and _is_zero(one.actual) else "",
-            **_outside(one),
+        )
+        context.record.computed(
+            row,
+            one.actual,
+            digests=one.digests,
+            found=found,
+            chunks=functools.partial(_chunks, one),
+            diagnose=functools.partial(_diagnose, one),
+            tolerance=one.tolerance,
+            ingredients=_stored(one, found),
         )
 
 
@@ -158,44 +165,39 @@ def _product(truth: Truth) -> LowRankProduct:
     return LowRankProduct(left=low_rank.left, right=low_rank.right, scaling=low_rank.scaling, base=truth.base)
 
 
-def _outside(one: Computed) -> dict[str, Any]:
-    """Return what `Recorder.computed` asks for where a tensor is outside its rule.
+def _chunks(one: Computed) -> Iterator[Chunk]:
+    truth = one.truth
+    if truth.form is not None:
+        return truth.form.chunks(one.by_form)
+    if truth.low_rank is not None:
+        return low_rank_chunks(one.tested, _product(truth))
+    assert truth.exact is not None  # a ratio without factors is one by the user's own tolerance
+    assert one.tolerance is not None
+    return exact_chunks(one.actual.to("cpu"), truth.exact, one.tolerance)
 
-    That is its chunks, its measure as if the products had run in TF32, and how it can be made and judged again.
-    """
-    truth, tolerance, low_rank, form = one.truth, one.tolerance, one.truth.low_rank, one.truth.form
-    if form is not None:
-        return {"chunks": lambda: form.chunks(one.by_form)}
-    if low_rank is None:
 
-        def exact() -> Iterator[Chunk]:
-            assert truth.exact is not None  # a ratio without factors is one by the user's own tolerance
-            assert tolerance is not None
-            return exact_chunks(one.actual.to("cpu"), truth.exact, tolerance)
-
-        return {"chunks": exact}
-    roundings = _roundings(truth, safe=one.safe)
+def _diagnose(one: Computed, found: Measure, chunks: Chunks) -> Diagnosis:
+    """Name what is outside its rule, by its measure as if the products had run in TF32 too, and how it is judged."""
+    truth, low_rank = one.truth, one.truth.low_rank
+    if low_rank is None or truth.form is not None:
+        return diagnose_computed(found, chunks)
 
     def in_tf32() -> Measure:
+        roundings = _roundings(truth, safe=one.safe)
         allowed = allowance_of(low_rank, None, one.actual, roundings=roundings, tf32=True)
         (found,) = measure_low_rank([replace(one.tested, allowance=allowed)], _product(truth))
         return found
 
-    def recipe() -> dict[str, Any]:
-        allowed = one.tested.allowance
-        if not isinstance(allowed, Allowance):
-            return {}
-        figures = {"product": allowed.product, "weight": allowed.weight, "floor": allowed.floor}
-        return {"recipe": {"scaling": low_rank.scaling, "safe": bool(one.safe), "allowance": figures}}
-
-    return {
-        "chunks": lambda: low_rank_chunks(one.tested, _product(truth)),
-        "in_tf32": in_tf32 if low_rank.adapter == torch.float32 else None,
-        "outside": recipe,
-    }
+    allowed = one.tested.allowance
+    if not isinstance(allowed, Allowance):  # the user's tolerance
+        return diagnose_computed(found, chunks)
+    cause = diagnose_computed(found, chunks, in_tf32=in_tf32 if low_rank.adapter == torch.float32 else None)
+    figures = {"product": allowed.product, "weight": allowed.weight, "floor": allowed.floor}
+    recipe = {"scaling": low_rank.scaling, "safe": bool(one.safe), "allowance": figures}
+    return replace(cause, evidence={**cause.evidence, "recipe": recipe})
 
 
-def _stored(one: Computed, found: Measure | None) -> dict[str, Any]:
+def _stored(one: Computed, found: Measure | None) -> dict[str, torch.Tensor | None]:
     """Return what `Recorder.computed` keeps of a tensor outside its rule: what it is made from, or its exact value."""
     truth = one.truth
     if truth.form is not None:
@@ -203,8 +205,7 @@ def _stored(one: Computed, found: Measure | None) -> dict[str, Any]:
         if not fails or 8 * one.actual.numel() > KEEP_BYTES:
             return {}
         exact, allowed = whole(truth.form.chunks(one.by_form), one.actual.shape)
-        return {"exact": exact, "ingredients": {} if one.tolerance is not None else {"allowed": allowed}}
+        return {"exact": exact, "allowed": None if one.tolerance is not None else allowed}
     if truth.low_rank is None:
         return {"exact": truth.exact}
-    factors = {"left": truth.low_rank.left, "right": truth.low_rank.right}
-    return {"ingredients": factors if truth.base is None else {**factors, "base": truth.base}}
+    return {"left": truth.low_rank.left, "right": truth.low_rank.right, "base": truth.base}

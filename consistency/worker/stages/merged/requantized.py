@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from consistency.capture.names import SAFE_WEIGHT, WEIGHT
+from consistency.capture.records import TensorRecord
 from consistency.numerics.bound import Allowance
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
@@ -41,9 +42,8 @@ def record(context: Context, place: str, layer: Any, low_rank: LowRank | None) -
                     digests = [digest(weight)]
                 digests += [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
             if base is None or low_rank is None or not base.shape == tuple(weight.shape) == low_rank.shape:
-                context.record.computed(
-                    "merged", place, tensor, actual=weight, digests=digests, reason=NO_FORMULA, rule=Rule.BOUND
-                )
+                row = TensorRecord("merged", place, tensor, rule=Rule.PEER, status="measured", reason=NO_FORMULA)
+                context.record.computed(row, weight, digests=digests)
                 continue
             exact = exact or _Exact(context, base, low_rank)
             _record(context, place, tensor, weight, digests, exact)
@@ -75,17 +75,12 @@ def _record(
     limit = tolerance or allowed
     steps = (host.double() - exact.value).abs_().div_(step.clamp(min=torch.finfo(torch.float64).tiny))
     changed = host != exact.before.to(host.dtype)
-    context.record.computed(
+    row = TensorRecord(
         "merged",
         place,
         tensor,
-        actual=weight,
-        digests=digests,
         rule=Rule.BOUND,
-        found=measure_against_exact(host, exact.value, limit),
-        tolerance=tolerance,
-        chunks=lambda: exact_chunks(host, exact.value, limit),
-        exact=exact.value,
+        status="measured",
         evidence={
             "requantized": "dequantized, added to, and quantized again",
             "error_in_steps_max": round(float(steps.max()), 4),
@@ -95,6 +90,10 @@ def _record(
             "changed_share": round(float(changed.double().mean()), 6),
         },
     )
+    context.record.computed(
+        row, weight, digests=digests, found=measure_against_exact(host, exact.value, limit), tolerance=tolerance,
+        chunks=lambda: exact_chunks(host, exact.value, limit), ingredients={"exact": exact.value},
+    )  # fmt: skip
 
 
 def _rms(values: torch.Tensor) -> float:

@@ -21,7 +21,6 @@ from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of, named
 from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision
-from consistency.numerics.rules import Rule
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
 from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.device_error import ends_the_worker
@@ -171,7 +170,7 @@ def _composed(device: torch.device, operation: Operation, dtype: str) -> str:
 
 
 def _absent(record: Recorder, operation: Operation, dtype: str, status: RecordStatus, reason: str) -> None:
-    record.absent(
-        _STAGE, operation.name, operation.row(dtype), status=status, reason=reason, rule=Rule.BOUND, dtype=dtype,
+    record.skipped(
+        _STAGE, reason, operation.row(dtype), layer=operation.name, status=status, dtype=dtype,
         unsupported=status == "skipped",
     )  # fmt: skip

@@ -15,9 +15,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from consistency.capture.names import WHOLE_MODEL, adapter_place
+from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted
 from consistency.case.stages import Stage
 from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.ranks.group import Joined
 from consistency.worker.stages.context import Context
@@ -61,9 +63,8 @@ class _Replica:
                 expected = context.expected[name][1].to(parameter.dtype)
                 digests = digest(parameter.detach()), digest(expected)
                 other_start |= digests[0].value != digests[1].value
-                context.record.moved(
-                    STAGE, layer, f"{part}.{START}", actual=parameter.detach(), expected=expected, digests=digests
-                )  # fmt: skip
+                row = TensorRecord(STAGE, layer, f"{part}.{START}", rule=Rule.BITWISE, status="equal")
+                context.record.moved(row, actual=parameter.detach(), expected=expected, digests=digests)
             start = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self._parameters.items()}
             files = stack.enter_context(
                 trained_by(

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
+from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
-from consistency.numerics.digest import digest
 from consistency.numerics.file_tensor import mapped
+from consistency.numerics.rules import Rule
 from consistency.worker.model.block_backward import backward_by_blocks
 from consistency.worker.model.block_pass import ResultPlace, computing_on
 from consistency.worker.model.running import outputs_by, without_gradients
@@ -100,10 +101,10 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
             place = ResultPlace.of(name)
             if name in exact and context.record.wants(STAGE, place.layer):
                 tensor = f"{mode}.{place.part}" if place.part else mode
-                record_block(
-                    context, STAGE, place.layer, f"{tensor}{ranks.of_so_many}", actual=result,
-                    digests=[digest(result)], reference=reference, name=exact[name], exact_name=exact[name],
+                row = TensorRecord(
+                    STAGE, place.layer, f"{tensor}{ranks.of_so_many}", rule=Rule.BLOCK, status="measured"
                 )  # fmt: skip
+                record_block(context, row, result, reference=reference, name=exact[name])
 
 
 def _record_gradients(

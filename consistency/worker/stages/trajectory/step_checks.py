@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
-from consistency.numerics.digest import digest
 from consistency.numerics.file_tensor import mapped
+from consistency.numerics.rules import Rule
 from consistency.numerics.rules import passes as is_within
 from consistency.worker import cpu_error
 from consistency.worker.decisions.replay import Replay
@@ -140,10 +141,11 @@ class StepChecks:
             ratio = block_ratio(context, STAGE, layer, gradient, answer, name)
             if is_last or (ratio is not None and not is_within(ratio)):
                 self._recorded.add(name)
-                record_block(
-                    context, STAGE, layer, tensor, actual=gradient, digests=[digest(gradient)], reference=answer,
-                    name=name, exact_name=name, more={"step": step + 1, **half_kernels.evidence(self._own.kernels)},
+                row = TensorRecord(
+                    STAGE, layer, tensor, rule=Rule.BLOCK, status="measured",
+                    evidence={"step": step + 1, **half_kernels.evidence(self._own.kernels)},
                 )  # fmt: skip
+                record_block(context, row, gradient, reference=answer, name=name)
         return True
 
 

@@ -211,21 +211,22 @@ class Copies:
         self._write(name, kind, [found], {"bytes": [found.payload.bytes]})
 
     def _absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
-        self._record.absent(
-            Stage.TRANSFER, name, kind, status=status, reason=reason, dtype="uint8",
+        row = TensorRecord(
+            Stage.TRANSFER, name, kind, rule=Rule.BITWISE, status=status, reason=reason, dtype="uint8",
             shape=(sum(evidence.get("bytes", ())),), evidence=evidence,
         )  # fmt: skip
+        self._record.write(row)
 
     def _write(self, name: str, kind: str, found: Sequence[Delivery], evidence: dict[str, Any]) -> None:
         """Record the copies of one kind as one tensor, their bytes concatenated."""
         total = sum(evidence["bytes"])
         evidence["read_back"] = next((d.read_back for d in found if d.read_back != BOTH_AGREE), BOTH_AGREE)
         row = TensorRecord(
+            Stage.TRANSFER,
+            name,
+            kind,
             rule=Rule.BITWISE,
             status="equal",
-            stage=Stage.TRANSFER,
-            layer=name,
-            tensor=kind,
             shape=(total,),
             dtype="uint8",
             digest=combine("uint8", (total,), tuple(b for d in found for b in d.seen.blocks)).value,

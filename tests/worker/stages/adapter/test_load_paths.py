@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from msgspec.structs import asdict
 
 from consistency.capture.names import CAST_ON_THE_WAY, LOADED_AGAIN
 from consistency.capture.records import TensorRecord
@@ -165,8 +166,8 @@ class Recorder:
     def on_load_path(self, _: LoadPath) -> Iterator[None]:
         yield
 
-    def absent(self, stage: str, layer: str, tensor: str, **fields: Any) -> None:
-        self.said.append({"stage": stage, "layer": layer, "tensor": tensor, **fields})
+    def write(self, row: TensorRecord) -> None:
+        self.said.append(asdict(row))
 
     def step(self, *_: object) -> None:
         pass

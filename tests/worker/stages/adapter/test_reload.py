@@ -8,9 +8,11 @@ from typing import Any, cast
 import peft
 import pytest
 import torch
+from msgspec.structs import asdict
 from safetensors.torch import load_file
 
 from consistency.capture.names import LOADED_AGAIN
+from consistency.capture.records import TensorRecord
 from consistency.case.case import Case
 from consistency.numerics.digest import digest
 from consistency.worker import recorder
@@ -44,11 +46,11 @@ class Recorder:
     def wants(self, *_: str) -> bool:
         return True
 
-    def absent(self, stage: str, layer: str, tensor: str, **fields: Any) -> None:
-        self.said.append({"stage": stage, "layer": layer, "tensor": tensor, **fields})
+    def write(self, row: TensorRecord) -> None:
+        self.said.append(asdict(row))
 
-    def computed(self, stage: str, layer: str, tensor: str, **fields: Any) -> None:
-        self.absent(stage, layer, tensor, **{"status": "measured", **fields})
+    def computed(self, row: TensorRecord, _: torch.Tensor) -> None:
+        self.write(row)
 
 
 class Made:
