@@ -68,7 +68,7 @@ MANY_FILES = {
 """Names of more than two files."""
 
 MANY_CLASSES = {
-    "Advice": 2, "Answer": 3, "Cell": 3, "Change": 2, "Computed": 2, "Engine": 2, "Judged": 2, "Line": 2,
+    "Advice": 2, "Answer": 3, "Cell": 3, "Change": 2, "Computed": 2, "Engine": 2, "Judged": 2,
     "Part": 2, "Place": 2, "Session": 2, "Source": 3, "Subject": 2, "Tables": 2, "Trial": 2,
     "Verdict": 2, "View": 2,
 }  # fmt: skip

@@ -16,7 +16,7 @@ from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteVerdict
 from consistency.numerics.words import Word
 from consistency.optional import is_there
-from consistency.report.sentences import CellText
+from consistency.report.summary import Group, Row
 
 EXPLAINED = "what this means, what causes it, and what to do"
 """What the command below the findings prints."""
@@ -38,31 +38,6 @@ class Column:
     title: str
     short: str = ""
     is_number: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A row of a table."""
-
-    names: tuple[str, ...]  # workers that are bitwise equal, or the case
-    cells: tuple[CellText, ...]
-    kinds: int = 1  # more than 1 where the row sums up all results without a row of their own
-    folder: str | None = None  # of the case's own report, relative to this one's
-    remark: str = ""  # one sentence on the case
-
-    @property
-    def bad(self) -> bool:
-        """Return whether any cell is a mismatch or has an error finding."""
-        return any(cell.kind in ("outside", "flagged") for cell in self.cells)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Rows below one heading: an architecture and its models; a table of cases has one without a title."""
-
-    rows: tuple[Row, ...]
-    title: str = ""
-    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 import msgspec
@@ -18,31 +18,37 @@ from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, WorkerSummary
 from consistency.comparison.suite import CaseResult, SuiteFinding, SuiteResult, common_findings, worst_first
 from consistency.report import summary
-from consistency.report.document import Column, Document, Entry, Group, ResultTable, Row, Sheet, numbered
+from consistency.report.document import Column, Document, Entry, ResultTable, Sheet, numbered
 from consistency.report.findings import findings_of, reproduce_command
 from consistency.report.formats import View
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.merging import MERGING, MERGING_LEGEND, merging_cell, merging_texts
 from consistency.report.sentences import (
-    CellText,
     agreement_texts,
     alternative_path_texts,
-    cell_text,
     command_text,
     divergence_texts,
     facts,
-    legend,
     not_checked_texts,
     origin_texts,
-    plain_cell,
     profile_texts,
     sentence,
     source_texts,
     time_text,
-    verdict_cell,
     versions_text,
 )
-from consistency.report.summary import Cell, merged
+from consistency.report.summary import (
+    Cell,
+    CellText,
+    Group,
+    Groups,
+    Row,
+    cell_text,
+    legend,
+    merged,
+    plain_cell,
+    verdict_cell,
+)
 
 _LAYERS, _ARCHITECTURES = 3, 8  # rows and columns that a tracker still shows
 _DEVICES = 8
@@ -62,7 +68,6 @@ _VERSIONS = (
 def of_comparison(comparison: Comparison, view: View) -> Document:
     """Return the report of a run, or of captures that were compared."""
     found = summary.all_groups(comparison) if view.groups is None else view.groups
-    lines = [line.cells for some in found.values() for group in some for line in group.lines]
     told = [worker for worker in comparison.workers if worker.environment.get("inputs")]
     inputs = [f"inputs: {_values(told, 'inputs')}"] if told else []
     remarks = [*agreement_texts(comparison, found), *divergence_texts(comparison), *inputs]
@@ -78,7 +83,7 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
         planted=comparison.planted,
         entries=numbered(findings_of(comparison, view.folder)),
         tables=tables(comparison, found),
-        legend=tuple(legend(lines)),
+        legend=tuple(legend(row for groups in found.values() for group in groups for row in group.rows)),
         remarks=(*alternative_path_texts(comparison), *(("", text) for text in remarks)),
         merging=tuple(merging_texts(comparison.merging)),
         not_checked="".join(not_checked_texts(comparison)),
@@ -87,11 +92,10 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
     )
 
 
-def tables(comparison: Comparison, found: Mapping[str, Sequence[summary.Architecture]]) -> tuple[ResultTable, ...]:
+def tables(comparison: Comparison, found: Groups) -> tuple[ResultTable, ...]:
     """Return a table per default load path: the workers of each architecture, and a cell per stage."""
-    names = summary.stages(comparison)
     short = {spec.stage.value: spec.short for spec in SPECS.values()}
-    columns = tuple(Column(title=name, short=short.get(name, "")) for name in names)
+    columns = tuple(Column(title=name, short=short.get(name, "")) for name in summary.stages(comparison))
     mains = {path: groups for path, groups in found.items() if not is_alternative(path)}
     return tuple(
         ResultTable(
@@ -99,19 +103,11 @@ def tables(comparison: Comparison, found: Mapping[str, Sequence[summary.Architec
             heading="architecture",
             title=f"load path: {path}" if len(mains) > 1 else "",
             columns=columns,
-            groups=tuple(_group(group, names) for group in groups),
+            groups=tuple(groups),
             reference=comparison.reference,
         )
         for path, groups in mains.items()
     )
-
-
-def _group(group: summary.Architecture, stages: Sequence[str]) -> Group:
-    rows = (
-        Row(names=line.workers, kinds=line.kinds, cells=tuple(cell_text(name, line.cells.get(name)) for name in stages))
-        for line in group.lines
-    )
-    return Group(title=group.architecture, models=group.models, rows=tuple(rows))
 
 
 def _layers(comparison: Comparison) -> Sheet | None:
@@ -172,7 +168,7 @@ def of_suite(suite: SuiteResult, view: View) -> Document:
     short = {spec.stage.value: spec.short for spec in SPECS.values()}
     columns = [Column(title="verdict"), *(Column(title=name, short=short.get(name, "")) for name in stages)]
     columns += [Column(title=MERGING)] if merges else []
-    explained = legend(_cells(cases) for _, cases in lines)
+    explained = legend(rows)
     table = ResultTable(
         label="case",
         columns=(*columns, Column(title="time", is_number=True)),

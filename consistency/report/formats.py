@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from consistency.report.runs import REPORT, RUN_STATUS, SUITE, SUITE_STATUS
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
     from consistency.comparison.suite import SuiteResult
-    from consistency.report.summary import Architecture
+    from consistency.report.summary import Groups
 
 
 class Chosen(StrEnum):
@@ -36,7 +36,7 @@ class View:
     verbose: bool = False  # every layer, not only those with a mismatch, and every case
     folder: str | None = None  # where the files of the report and the captures are
     # `summary.groups` by load path, where they are known already: computing them visits every row
-    groups: Mapping[str, Sequence[Architecture]] | None = None
+    groups: Groups | None = None
     most_rows: int | None = None  # rows of a table of cases; None is all of them
 
 

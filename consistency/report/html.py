@@ -28,7 +28,7 @@ from consistency.comparison.layers import LayerComparison
 from consistency.comparison.result import BAD, Comparison
 from consistency.comparison.suite import SuiteResult
 from consistency.report.copy_matrix import cell_status, copies
-from consistency.report.document import Group, ResultTable, Row
+from consistency.report.document import ResultTable
 from consistency.report.documents import document_of
 from consistency.report.formats import View
 from consistency.report.layers import summary_lines
@@ -37,7 +37,7 @@ from consistency.report.marks import MARKS, VERDICT_MARKS, letter
 from consistency.report.page import cells, tables, trajectories
 from consistency.report.page.cells import KEY
 from consistency.report.page.rendering import page_environment, part
-from consistency.report.summary import all_groups
+from consistency.report.summary import Group, Row, all_groups
 from consistency.text import one_line
 
 _MOST_FINDINGS = 100  # more than a person reads; `report.json` holds all

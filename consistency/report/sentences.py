@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -19,29 +18,11 @@ from consistency.comparison.by_worker import Coverage, coverage, worst_error
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import names_in
 from consistency.comparison.result import BAD, Comparison, Divergence
-from consistency.comparison.suite import CaseResult, SuiteVerdict
+from consistency.comparison.suite import CaseResult
 from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
-from consistency.report.marks import MARKS, key
 from consistency.report.ranges import folded
-from consistency.report.summary import MOST_COLUMNS, Cell, Groups
+from consistency.report.summary import MOST_COLUMNS, NEARLY_ALL, Groups, ratio_text
 from consistency.text import one_line
-
-_FIGURES = {
-    "within": " (worst error/tolerance; memory: value/limit)",
-    "outside": " (failed/total tensors, or first failing layer)",
-    "blocked": " (such/all tensors)",
-}
-"""What stands beside the mark in a cell."""
-
-LEGEND = (
-    *((kind, mark, meaning + _FIGURES.get(kind, "")) for kind, mark, meaning in key(("equal", "within"))),
-    ("rounding", "≤ 1.00", "correct rounding alone may use the whole tolerance of a half type"),
-    *(
-        (kind, mark, meaning + _FIGURES.get(kind, ""))
-        for kind, mark, meaning in key(("outside", "blocked", "flagged", "elsewhere", "none"))
-    ),
-)
-"""Kind of a cell, its mark, and what it means."""
 
 _NEED_ADAPTER = frozenset(stage.value for stage, spec in SPECS.items() if spec.needs_adapter)
 _MOST_WORDS = 64  # of a command line: the captures of eight hosts of eight devices
@@ -56,76 +37,6 @@ _BASE_ALONE = frozenset({
 })  # fmt: skip
 
 _HALF = frozenset({"float16", "bfloat16"})
-_NEARLY_ALL = 0.9  # of a tolerance
-
-_ALWAYS = ("equal", "within", "outside", "none")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellText:
-    """A cell of the table of groups."""
-
-    kind: str  # of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`
-    text: str
-    spoken: str  # the whole cell in words, for a screen reader
-    place: str = ""  # the layer at which a mismatch begins, where the order of layers matters
-
-    @property
-    def mark(self) -> str:
-        """Return the mark of its kind; a verdict and plain text have none."""
-        return MARKS[self.kind][0] if self.kind in MARKS else ""
-
-    def written(self, *, place: bool = False) -> str:
-        """Return mark and text, or the place in the text's stead."""
-        return f"{self.mark} {(self.place if place else '') or self.text}".strip()
-
-
-def legend(lines: Iterable[Mapping[str, Cell]]) -> list[tuple[str, str, str]]:
-    """Return the rows of `LEGEND` that a table of these lines needs."""
-    cells = [(cell, cell_text(stage, cell).kind) for cells in lines for stage, cell in cells.items()]
-    kinds = {kind for _, kind in cells}
-    if any(kind == "within" and (cell.worst_ratio or 0) > _NEARLY_ALL for cell, kind in cells):
-        kinds.add("rounding")
-    return [row for row in LEGEND if row[0] in kinds or row[0] in _ALWAYS]
-
-
-def cell_text(stage: str, cell: Cell | None) -> CellText:
-    """Return the worst that workers saw in a stage."""
-    if cell is None:
-        return CellText(kind="none", text="", spoken="not checked")
-    if cell.elsewhere and not cell.counts:
-        return CellText(kind="elsewhere", text="", spoken=f"checked in case {one_line(cell.elsewhere)}")
-    if cell.bad:
-        place = f"from {one_line(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
-        spoken = f"mismatch in {cell.bad} of {cell.total} tensors {place}".rstrip()
-        return CellText(kind="outside", text=f"{cell.bad}/{cell.total}", spoken=spoken, place=place)
-    if cell.flag:
-        text = one_line(cell.flag)
-        return CellText(kind="flagged", text=text, spoken=f"within tolerance, but the finding {text}")
-    if "blocked" in cell.counts:
-        text = f"blocked {cell.counts['blocked']}/{cell.total}"
-        return CellText(kind="blocked", text=text, spoken=f"could not be checked: {text} tensors")
-    if "within" in cell.counts and cell.worst_ratio is not None:
-        text = ratio_text(cell.worst_ratio)
-        return CellText(kind="within", text=text, spoken=f"within tolerance, worst error/tolerance {text}")
-    if "equal" in cell.counts or "within" in cell.counts:
-        return CellText(kind="equal", text="", spoken="bitwise equal")
-    return CellText(kind="skipped", text="skipped", spoken="skipped")
-
-
-def verdict_cell(verdict: SuiteVerdict) -> CellText:
-    """Return the verdict of a case as a cell; its kind is the verdict."""
-    return CellText(kind=verdict, text=verdict, spoken=verdict)
-
-
-def plain_cell(text: str) -> CellText:
-    """Return a cell that says nothing of agreement."""
-    return CellText(kind="plain", text=text, spoken=text)
-
-
-def ratio_text(ratio: float) -> str:
-    """Write error/tolerance: the same figure in the verdict and in the table."""
-    return f"{ratio:.2f}"
 
 
 def facts(comparison: Comparison, elapsed_s: float | None = None) -> list[str]:
@@ -337,7 +248,7 @@ def _worst_error(comparison: Comparison) -> str:
     worst = worst_error(comparison)
     if worst is None:
         return ""
-    is_rounding = comparison.dtype in _HALF and _NEARLY_ALL < worst[0] <= 1
+    is_rounding = comparison.dtype in _HALF and NEARLY_ALL < worst[0] <= 1
     why = f", where one rounding to {comparison.dtype} alone may take 1.00" if is_rounding else ""
     return f"the model's worst error/tolerance is {ratio_text(worst[0])} ({worst[1]}{why})"
 
@@ -384,11 +295,11 @@ def agreement_texts(comparison: Comparison, found: Groups) -> Iterator[str]:
             continue
         agree, differ = 0, set()
         for group in groups:
-            largest = max(group.lines, key=lambda line: len(line.workers) if line.kinds == 1 else 0)
-            of = sum(len(line.workers) for line in group.lines)
-            if of > 1 and 2 * len(largest.workers) > of:
-                agree += len(largest.workers)
-                differ |= {name for line in group.lines if line is not largest for name in line.workers}
+            largest = max(group.rows, key=lambda row: len(row.names) if row.kinds == 1 else 0)
+            of = sum(len(row.names) for row in group.rows)
+            if of > 1 and 2 * len(largest.names) > of:
+                agree += len(largest.names)
+                differ |= {name for row in group.rows if row is not largest for name in row.names}
         if agree:
             odd = _in_order(comparison, differ)
             where = f" (load path {load_path})" if load_path != comparison.load_paths[0] else ""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import stage_order
+from consistency.case.stages import Stage, stage_order
 from consistency.comparison.by_worker import worse
 from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.result import BAD, Comparison, TensorComparison
+from consistency.comparison.suite import SuiteVerdict
+from consistency.report.marks import MARKS, key
+from consistency.text import one_line
 
 MOST_LINES = 8
 """Lines of one architecture: a person takes in that many; a fleet may have as many different results as workers."""
@@ -20,6 +24,27 @@ MOST_COLUMNS = 64
 """Workers that a reader can look through one by one: eight hosts of eight devices. Of more, groups are shown."""
 
 _MOST_CLASSES = 4
+
+_FIGURES = {
+    "within": " (worst error/tolerance; memory: value/limit)",
+    "outside": " (failed/total tensors, or first failing layer)",
+    "blocked": " (such/all tensors)",
+}
+"""What stands beside the mark in a cell."""
+
+LEGEND = (
+    *((kind, mark, meaning + _FIGURES.get(kind, "")) for kind, mark, meaning in key(("equal", "within"))),
+    ("rounding", "≤ 1.00", "correct rounding alone may use the whole tolerance of a half type"),
+    *(
+        (kind, mark, meaning + _FIGURES.get(kind, ""))
+        for kind, mark, meaning in key(("outside", "blocked", "flagged", "elsewhere", "none"))
+    ),
+)
+"""Kind of a cell, its mark, and what it means."""
+
+NEARLY_ALL = 0.9  # of a tolerance
+
+_ALWAYS = ("equal", "within", "outside", "none")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,24 +75,51 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """Workers that are bitwise equal in everything, and their cells by stage."""
+class CellText:
+    """A cell of the table of groups."""
 
-    workers: tuple[str, ...]
-    cells: dict[str, Cell]
-    kinds: int = 1  # more than 1 where this line sums up all results without a line of their own
+    kind: str  # of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`
+    text: str
+    spoken: str  # the whole cell in words, for a screen reader
+    place: str = ""  # the layer at which a mismatch begins, where the order of layers matters
+    is_near: bool = False  # nearly all of the tolerance is used
+
+    @property
+    def mark(self) -> str:
+        """Return the mark of its kind; a verdict and plain text have none."""
+        return MARKS[self.kind][0] if self.kind in MARKS else ""
+
+    def written(self, *, place: bool = False) -> str:
+        """Return mark and text, or the place in the text's stead."""
+        return f"{self.mark} {(self.place if place else '') or self.text}".strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """An architecture with one line per kind of behaviour."""
+class Row:
+    """A row of a table."""
 
-    architecture: str
-    models: tuple[str, ...]
-    lines: tuple[Line, ...]
+    names: tuple[str, ...]  # workers that are bitwise equal, or the case
+    cells: tuple[CellText, ...]
+    kinds: int = 1  # more than 1 where the row sums up all results without a row of their own
+    folder: str | None = None  # of the case's own report, relative to this one's
+    remark: str = ""  # one sentence on the case
+
+    @property
+    def bad(self) -> bool:
+        """Return whether any cell is a mismatch or has an error finding."""
+        return any(cell.kind in ("outside", "flagged") for cell in self.cells)
 
 
-Groups = Mapping[str, Sequence[Architecture]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Rows below one heading: an architecture and its models; a table of cases has one without a title."""
+
+    rows: tuple[Row, ...]
+    title: str = ""
+    models: tuple[str, ...] = ()
+
+
+Groups = Mapping[str, Sequence[Group]]
 """By load path."""
 
 
@@ -76,15 +128,16 @@ def stages(comparison: Comparison) -> list[str]:
     return sorted(dict.fromkeys(tensor.stage for tensor in comparison.tensors), key=stage_order)
 
 
-def all_groups(comparison: Comparison) -> dict[str, list[Architecture]]:
+def all_groups(comparison: Comparison) -> dict[str, list[Group]]:
     """Return `groups` by load path."""
     return {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
 
 
-def groups(comparison: Comparison, load_path: str) -> list[Architecture]:
-    """Return the architectures on one load path; workers with the same bits, statuses and errors share a line.
+def groups(comparison: Comparison, load_path: str) -> list[Group]:
+    """Return the architectures on one load path, with a cell per stage.
 
-    Of more than `MOST_LINES` lines the worst are kept, and the others become one.
+    Workers with the same bits, statuses and errors share a row; of more than `MOST_LINES` rows the worst are kept, and
+    the others become one.
     """
     tensors = [tensor for tensor in comparison.tensors if tensor.load_path == load_path]
     signatures = _signatures(tensors)
@@ -104,36 +157,31 @@ def groups(comparison: Comparison, load_path: str) -> list[Architecture]:
         for stage, kind in by_stage.items():
             if stage in cells.get(name, {}):
                 cells[name][stage].flag = kind
+    names = stages(comparison)
     found = []
     for title, lines in same.items():
-        full = [Line(workers=tuple(names), cells=cells.get(names[0], {})) for names in lines.values()]
-        found.append(
-            Architecture(
-                architecture=title,
-                models=tuple(dict.fromkeys(models[title])),
-                lines=_shortened(full, comparison.reference),
-            )
-        )
+        rows = []
+        for members in _shortened(list(lines.values()), cells, comparison.reference):
+            own = merged(cells.get(workers[0], {}) for workers in members)
+            texts = tuple(cell_text(stage, own.get(stage)) for stage in names)
+            rows.append(Row(names=tuple(itertools.chain(*members)), kinds=len(members), cells=texts))
+        found.append(Group(title=title, models=tuple(dict.fromkeys(models[title])), rows=tuple(rows)))
     return found
 
 
-def _shortened(lines: Sequence[Line], reference: str | None) -> tuple[Line, ...]:
-    """Keep the reference worker, mismatches before others, many workers before few; sum up the rest."""
+def _shortened(
+    lines: Sequence[Sequence[str]], cells: Mapping[str, Mapping[str, Cell]], reference: str | None
+) -> list[list[Sequence[str]]]:
+    """Give a row to the reference worker, mismatches before others, many workers before few; the rest share one."""
     if len(lines) <= MOST_LINES:
-        return tuple(lines)
+        return [[workers] for workers in lines]
 
-    def weight(line: Line) -> tuple[bool, int, int]:
-        bad = sum(cell.bad or bool(cell.flag) for cell in line.cells.values())
-        return (reference in line.workers, bad, len(line.workers))
+    def weight(workers: Sequence[str]) -> tuple[bool, int, int]:
+        bad = sum(cell.bad or bool(cell.flag) for cell in cells.get(workers[0], {}).values())
+        return (reference in workers, bad, len(workers))
 
-    ranked = sorted(range(len(lines)), key=lambda i: weight(lines[i]), reverse=True)
-    kept, others = set(ranked[: MOST_LINES - 1]), ranked[MOST_LINES - 1 :]
-    rest = Line(
-        workers=tuple(name for i in sorted(others) for name in lines[i].workers),
-        cells=merged(lines[i].cells for i in sorted(others)),
-        kinds=len(others),
-    )
-    return (*(line for i, line in enumerate(lines) if i in kept), rest)
+    kept = sorted(lines, key=weight, reverse=True)[: MOST_LINES - 1]
+    return [*([workers] for workers in lines if workers in kept), [workers for workers in lines if workers not in kept]]
 
 
 def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
@@ -150,6 +198,53 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
             if cell.first_bad is not None and (into.first_bad is None or cell.first_place < into.first_place):
                 into.first_bad, into.first_place = cell.first_bad, cell.first_place
     return found
+
+
+def legend(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
+    """Return the rows of `LEGEND` that a table of these rows needs."""
+    cells = [cell for row in rows for cell in row.cells]
+    kinds = {*_ALWAYS, *(cell.kind for cell in cells), *(["rounding"] if any(cell.is_near for cell in cells) else [])}
+    return [row for row in LEGEND if row[0] in kinds]
+
+
+def cell_text(stage: str, cell: Cell | None) -> CellText:
+    """Return the worst that workers saw in a stage."""
+    if cell is None:
+        return CellText(kind="none", text="", spoken="not checked")
+    if cell.elsewhere and not cell.counts:
+        return CellText(kind="elsewhere", text="", spoken=f"checked in case {one_line(cell.elsewhere)}")
+    if cell.bad:
+        place = f"from {one_line(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
+        spoken = f"mismatch in {cell.bad} of {cell.total} tensors {place}".rstrip()
+        return CellText(kind="outside", text=f"{cell.bad}/{cell.total}", spoken=spoken, place=place)
+    if cell.flag:
+        text = one_line(cell.flag)
+        return CellText(kind="flagged", text=text, spoken=f"within tolerance, but the finding {text}")
+    if "blocked" in cell.counts:
+        text = f"blocked {cell.counts['blocked']}/{cell.total}"
+        return CellText(kind="blocked", text=text, spoken=f"could not be checked: {text} tensors")
+    if "within" in cell.counts and cell.worst_ratio is not None:
+        text = ratio_text(cell.worst_ratio)
+        spoken = f"within tolerance, worst error/tolerance {text}"
+        return CellText(kind="within", text=text, spoken=spoken, is_near=cell.worst_ratio > NEARLY_ALL)
+    if "equal" in cell.counts or "within" in cell.counts:
+        return CellText(kind="equal", text="", spoken="bitwise equal")
+    return CellText(kind="skipped", text="skipped", spoken="skipped")
+
+
+def verdict_cell(verdict: SuiteVerdict) -> CellText:
+    """Return the verdict of a case as a cell; its kind is the verdict."""
+    return CellText(kind=verdict, text=verdict, spoken=verdict)
+
+
+def plain_cell(text: str) -> CellText:
+    """Return a cell that says nothing of agreement."""
+    return CellText(kind="plain", text=text, spoken=text)
+
+
+def ratio_text(ratio: float) -> str:
+    """Write error/tolerance: the same figure in the verdict and in the table."""
+    return f"{ratio:.2f}"
 
 
 def class_text(classes: Sequence[Sequence[str]]) -> str:

@@ -21,14 +21,14 @@ from consistency.comparison.suite import SuiteResult
 from consistency.devices.seen import FIRST_STEPS, unseen
 from consistency.report.console import Writer, make_console, stripped, without_trailing_blanks
 from consistency.report.copy_matrix import write_matrices
-from consistency.report.document import EXPLAINED, Document, Group, ResultTable, Row
+from consistency.report.document import EXPLAINED, Document, ResultTable
 from consistency.report.documents import document_of, of_comparison, seconds
 from consistency.report.findings import is_command
 from consistency.report.formats import View
 from consistency.report.marks import style_of
-from consistency.report.sentences import CellText, of_merged
+from consistency.report.sentences import of_merged
 from consistency.report.summarize import with_load_path
-from consistency.report.summary import class_text
+from consistency.report.summary import CellText, Group, Row, class_text
 from consistency.text import one_line
 
 MOST_ROWS = 20

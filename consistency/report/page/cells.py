@@ -33,7 +33,7 @@ from consistency.comparison.result import BAD, Comparison, Outcome, TensorCompar
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.marks import key
-from consistency.report.summary import MOST_COLUMNS, Architecture
+from consistency.report.summary import MOST_COLUMNS, Group
 from consistency.text import one_line
 
 KEY = key()
@@ -101,7 +101,7 @@ class Strings:
         return found
 
 
-def columns(comparison: Comparison, load_path: str, groups: Sequence[Architecture]) -> list[MapColumn]:
+def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> list[MapColumn]:
     """Return the columns below the architectures of a load path: its workers, or, of many, the lines of the groups."""
     here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
@@ -116,11 +116,11 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Architectur
         ]
     drawn = []
     for group in groups:
-        for line in group.lines:
-            label = some(line.workers, 2) if line.kinds == 1 else f"{len(line.workers)} others"
-            read = line.workers[:1] if line.kinds == 1 else line.workers
+        for row in group.rows:
+            label = some(row.names, 2) if row.kinds == 1 else f"{len(row.names)} others"
+            read = row.names[:1] if row.kinds == 1 else row.names
             column = MapColumn(
-                label=label, architecture=group.architecture, workers=read, stands_for=len(line.workers)
+                label=label, architecture=group.title, workers=read, stands_for=len(row.names)
             )  # fmt: skip
             drawn.append(column)
     return drawn
