@@ -10,6 +10,7 @@ from a table, the rows of an embedding, is widened after it is selected.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +50,10 @@ class Float64Mode(TorchDispatchMode):
     that they share. Autograd rounds a gradient to the dtype of what it belongs to, so for a backward pass in float64
     the views of the parameters that have gradients pass for float64 (`with_gradients`).
     """
+
+    _lock, _entered = threading.Lock(), 0
+    """Threads may be in such modes at once, as merges of several tensors are."""
+    _registering: Callable[..., Any]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
@@ -104,8 +109,11 @@ class Float64Mode(TorchDispatchMode):
 
     def __enter__(self) -> Float64Mode:
         # PEFT parametrizes expert weights for a pass; torch refuses a parametrization that changes the dtype
-        self._registering = parametrize.register_parametrization
-        parametrize.register_parametrization = functools.partial(self._registering, unsafe=True)
+        with self._lock:
+            if not Float64Mode._entered:
+                Float64Mode._registering = staticmethod(parametrize.register_parametrization)
+                parametrize.register_parametrization = functools.partial(self._registering, unsafe=True)
+            Float64Mode._entered += 1
         self._early.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -113,7 +121,10 @@ class Float64Mode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._early.__exit__(*error)  # type: ignore[no-untyped-call]
-        parametrize.register_parametrization = self._registering
+        with self._lock:
+            Float64Mode._entered -= 1
+            if not Float64Mode._entered:
+                parametrize.register_parametrization = self._registering
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -44,6 +44,7 @@ from consistency.workflows import judging
 from consistency.workflows.reproduce.evidence import find_evidence, find_tensor
 
 NOT_SEEN = "the tensor was not recorded"
+FAILED = "the stage was not run to its end: "
 _JUDGED = frozenset({"equal", "within", "outside"})
 
 
@@ -143,7 +144,7 @@ def bisect(
         repeats = not gone([()])[0]
         if trials[0].detail == NOT_SEEN:
             raise UsageError("the tensor is not recorded when its layer is run alone", where=name)
-        if trials[0].lost:
+        if trials[0].lost or trials[0].detail.startswith(FAILED):
             raise InputError("nothing was tested: the run without a change ended early", where=name,
                              got=trials[0].detail)  # fmt: skip
         explained = smallest(changes, gone) if repeats else ()
@@ -238,26 +239,25 @@ class _Runner:
         change = Change.together(changes)
         run = self._capture_group if self._group else self._capture
         found = run(self._subject.participant, change, target)
-        gone, detail = self._judged(found, change.load_path or LoadPath(self._subject.participant.load_path))
-        lost = any(worker.info.status != "ok" for worker in found.workers)
-        return Trial(changes=tuple(change.name for change in changes), gone=gone, detail=detail, lost=lost)
+        path = change.load_path or LoadPath(self._subject.participant.load_path)
+        lost = next((f"the worker was lost: {one.info.reason}" for one in found.workers if one.info.status != "ok"), "")
+        gone, detail = (False, lost) if lost else self._judged(found, path)
+        return Trial(changes=tuple(change.name for change in changes), gone=gone, detail=detail, lost=bool(lost))
 
     def _judged(self, found: Capture, load_path: LoadPath) -> tuple[bool, str]:
         """Return whether the difference is gone from a trial's capture, and in words what is there."""
-        for worker in found.workers:
-            if worker.info.status != "ok":
-                return False, f"the worker was lost: {worker.info.reason}"
         captures = [found] if self._reference is None else [self._reference, found]
         comparison = judging.compare_captures(captures)
         name = self._subject.participant.info.name
         label = next(one.label for one in reversed(gather(captures)) if one.info.name == name)
-        seen: set[str] = set()
+        seen, failed = set[str](), ""
         for tensor in comparison.tensors:
             row = tensor.outcome(label)
             place = (tensor.stage, tensor.layer, tensor.tensor)
             if row is None or tensor.load_path != load_path or tensor.stage != self._subject.key[0]:
                 continue
             seen.add(row.status)
+            failed = failed or (f"{FAILED}{row.reason}" if row.status == "blocked" else "")
             if place != self._subject.key:
                 continue
             if self._subject.bad:
@@ -267,7 +267,7 @@ class _Runner:
             return same, "bitwise equal" if same else f"differs bitwise, {row.status}"
         if self._subject.is_fact and seen & _JUDGED and not seen & {"blocked", "missing"}:
             return True, "not found"
-        return False, NOT_SEEN
+        return False, failed or NOT_SEEN
 
     def _capture_group(self, who: ComparedWorker, change: Change, target: Path) -> Capture:
         """Run every rank of the group with a change."""

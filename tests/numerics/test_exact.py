@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -263,6 +264,24 @@ def test_a_parametrization_of_the_pass_may_widen_a_weight() -> None:
         parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
     with pytest.raises(ValueError, match="may not change the dtype"):
         parametrize.register_parametrization(layer, "weight", Double())
+
+
+def test_modes_of_two_threads_leave_torch_as_it_was() -> None:
+    """The one that began first ends first; what the other one put back was what the first had put there."""
+    real, (inside, ended) = parametrize.register_parametrization, (threading.Event(), threading.Event())
+
+    def second() -> None:
+        with Float64Mode():
+            inside.set()
+            ended.wait(10)
+
+    with Float64Mode():
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert inside.wait(10)
+    ended.set()
+    thread.join()
+    assert parametrize.register_parametrization is real
 
 
 def test_prelu_takes_operands_of_two_dtypes() -> None:

@@ -19,7 +19,7 @@ from consistency.case.options import Options
 from consistency.case.stages import Level, Stage
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.devices.discovery import discover
-from consistency.errors import UsageError
+from consistency.errors import InputError, UsageError
 from consistency.launch.change import Change
 from consistency.launch.environment import worker_environment
 from consistency.launch.forked import Importer, Importers
@@ -182,6 +182,18 @@ def test_what_is_recorded_only_where_it_is_wrong_is_gone_where_it_is_not_recorde
     answer = bisect(tmp_path / "out", number=1, watch=lambda trial, _: again.append(trial))  # nothing is planted
     assert not answer.repeats
     assert [trial.detail for trial in again] == ["not found"]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(len(KERNELS) < 2, reason="this processor has one kernel variant: there is no group")
+def test_a_stage_that_fails_without_a_change_is_said(tmp_path: Path) -> None:
+    """It was said that the tensor is not recorded alone, as of a tensor that its stage leaves out."""
+    only = ("collectives::broadcast",)
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.COLLECTIVES,), only=only, level=Level.QUICK)
+    done = pipeline.run(pipeline.prepare(options), tmp_path / "out", watch=lambda *_: None)
+    tensor = next(one.name for one in done.comparison.tensors if one.layer.startswith("broadcast"))
+    with pytest.raises(InputError, match=r"(?s)nothing was tested.*IndexError: planted"):
+        bisect(tmp_path / "out", tensor=tensor, worker="cpu@baseline", faults={"cpu@baseline": "rank-raises"})
 
 
 @pytest.fixture(scope="module")
