@@ -282,7 +282,7 @@ def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) ->
             if complete and not residual:
                 return found
             residual = residual and complete
-        except (ConsistencyError, NotImplementedError, *UNUSABLE):
+        except (ConsistencyError, NotImplementedError, *UNUSABLE):  # loaded again below, and raised there
             _note_unmatched(found, files.names(), own.values())
             if found.unmatched and len(found.unmatched) == len(_modules(files.names())):
                 return found

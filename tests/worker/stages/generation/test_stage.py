@@ -13,7 +13,7 @@ import transformers
 
 from consistency.capture.records import TensorRecord
 from consistency.worker.faults import generation as faults
-from consistency.worker.model.ways import Way
+from consistency.worker.model.ways import Sequences, Way
 from consistency.worker.stages.generation import text
 from consistency.worker.stages.generation.stage import MORE_WAYS, WAYS
 from tests.worker.conftest import Look
@@ -289,6 +289,29 @@ def test_a_decoder_that_reads_an_encoder_is_judged_in_every_way(
         assert {last, "logits"} <= {one.layer for one in found if one.tensor == way}, way
     assert not [one.layer for one in found if "encoder" in one.layer.split(".")], "it reads a text once in every way"
     assert {one.layer for one in found if one.tensor == "text"} == {"model", *(f"prompt {i}" for i in range(4))}
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_decoder_gets_what_is_given_of_the_encoder(tmp_path: Path, kind: str) -> None:
+    """T5 norms what its last block left; of BART that is what the decoder reads."""
+    base, _ = reader(kind, tmp_path)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(base).eval()
+    ids, encoder = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 16, dtype=torch.long)
+    beside = {"input_ids": encoder, "attention_mask": encoder}
+    read: list[torch.Tensor] = []
+    attends = (
+        model.decoder.block[0].layer[1].EncDecAttention if kind == "t5" else model.model.decoder.layers[0].encoder_attn
+    )
+    attends.register_forward_pre_hook(lambda _, __, given: read.append(given["key_value_states"]), with_kwargs=True)
+    whole = torch.full((2, 16, 32), 0.5)
+    last = {"t5": "input.encoder_hidden_states", "bart": "model.encoder.layers.1::"}[kind]
+    sequences = Sequences(ids=ids, prompt=4, beside=beside, has_encoder=True)
+    way = Way(model=model, sequences=sequences, given=lambda name: whole if last in name else None, shapes={})
+    for run in (way.alone, way.cached, way.padded):
+        read.clear()
+        run()
+        assert read
+        assert all(bool((one[:, :16] == 0.5).all()) for one in read)
 
 
 def _read_again(cache: Any, layer: int) -> None:
