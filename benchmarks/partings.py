@@ -4,7 +4,7 @@
 
 Each prompt is continued alone; beside others of the same length, which is another shape; and alone by other kernels, in
 a process of its own: three healthy ways. Printed are the partings from the first text, and what its exact logits
-predict. Ways that share most of their operations bit for bit part later than that.
+predict.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations
 from consistency.worker.model.ways import LOGITS, generated
 from consistency.worker.stages.block_rule import LEAST_PASSES
-from consistency.worker.stages.generation.text import _gaps, _two_largest, chance_to_part
+from consistency.worker.stages.generation.text import _gaps, _two_largest, chance_to_part, share_unlike
 
 _LENGTH, _BATCH = 8, 8
 
@@ -41,9 +41,16 @@ def whole_inputs(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-def texts_of(model: Any, prompts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return what a model writes after each prompt by itself."""
-    return torch.cat([generated(model, whole_inputs(one[None]), tokens) for one in prompts])
+def texts_of(model: Any, prompts: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a model writes after each prompt by itself, and its logits, `(prompts, tokens, words)`."""
+    steps: list[torch.Tensor] = []
+
+    def see(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        steps.append(scores)
+        return scores
+
+    texts = torch.cat([generated(model, whole_inputs(one[None]), tokens, choosing=see) for one in prompts])
+    return texts, torch.cat(steps).reshape(*texts.shape, -1)
 
 
 def prompts_for(model: Any, prompts: int) -> torch.Tensor:
@@ -63,24 +70,27 @@ def by_other_kernels() -> torch.Tensor:
         return torch.from_numpy(np.load(file))
 
 
-def chances_of(model: Any, prompts: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+def chances_of(model: Any, prompts: torch.Tensor, texts: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """Return the predicted chance of a parting at each token, `(prompts, tokens)`."""
-    found = []
-    for some, alone in zip(prompts.split(_BATCH), texts.split(_BATCH), strict=True):
-        whole = torch.cat([some, alone[:, :-1]], 1)
-        inputs = {"input_ids": whole, "attention_mask": torch.ones_like(whole)}
+    found, unlike = [], []
+    for some, alone, by_steps in zip(prompts.split(_BATCH), texts.split(_BATCH), steps.split(_BATCH), strict=True):
+        inputs = whole_inputs(torch.cat([some, alone[:, :-1]], 1))
+
+        def logits(inputs: dict[str, torch.Tensor] = inputs) -> torch.Tensor:
+            return activations(model, inputs)[LOGITS][:, _LENGTH - 1 :]
+
         with torch.no_grad(), Float64Mode():
-            exact = activations(model, inputs)[LOGITS][:, _LENGTH - 1 :].to(torch.float64)
+            exact = logits().to(torch.float64)
         pairs, drawn = _two_largest(exact), []
         for seed in range(LEAST_PASSES):
             with with_noise(Products(), seed):
-                logits = activations(model, inputs)[LOGITS][:, _LENGTH - 1 :]
-            drawn.append(_gaps(logits, pairs).to(torch.float32))
+                drawn.append(_gaps(logits(), pairs).to(torch.float32))
         gap = _gaps(exact, pairs)
         spread = Spread.of(drawn, gap)
         deviation = (spread.rows * spread.columns).sqrt().reshape(-1)
         found.append(chance_to_part(gap.reshape(-1), deviation).reshape(alone.shape))
-    return torch.cat(found)
+        unlike.append(share_unlike(logits(), by_steps, pairs))
+    return torch.cat(found) * sum(unlike) / len(unlike)
 
 
 def line(name: str, texts: torch.Tensor, other: torch.Tensor, chances: torch.Tensor) -> str:
@@ -107,11 +117,11 @@ def main() -> None:
     case = Case(name="partings", base=str(given.base), adapter=str(given.adapter), dtype=given.dtype)
     model = load_model(case, "cpu")
     prompts = prompts_for(model, given.prompts)
-    texts = texts_of(model, prompts, given.tokens)
+    texts, steps = texts_of(model, prompts, given.tokens)
     if given.write is not None:
         np.save(given.write, texts.numpy())
         return
-    chances = chances_of(model, prompts, texts)
+    chances = chances_of(model, prompts, texts, steps)
     beside = torch.cat([generated(model, whole_inputs(some), given.tokens) for some in prompts.split(_BATCH)])
     print(line("beside others", texts, beside, chances))
     print(line("other kernels", texts, by_other_kernels(), chances))

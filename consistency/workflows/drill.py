@@ -167,8 +167,9 @@ def prepare_trials(
     names = tuple(info.spec.name for info in devices)
     accelerated = [info for info in devices if not info.spec.is_cpu]
     healthy: Comparison | None = None
-    if is_own(options):
-        plan = pipeline.prepare(without_fault(faults, dataclasses.replace(options, devices=names), several))
+    own = without_fault(faults, dataclasses.replace(options, devices=names), several)
+    if is_own(options) and own.stages:
+        plan = pipeline.prepare(own)
         plan = dataclasses.replace(plan, case=msgspec.structs.replace(plan.case, load_paths=_load_paths(faults, plan)))
         watched = None if out is None else out / HEALTHY
         healthy = pipeline.run(plan, watched, watch=watch, replace=replace).comparison

@@ -30,6 +30,7 @@ from consistency.worker.faults.catalogue import Fault, Need
 
 JUDGED = frozenset({"equal", "within", "outside"})
 _PLAIN_INIT = frozenset({None, True, "gaussian"})  # with these PEFT starts lora_B at zero
+_COUNTED = frozenset({"rope_parameters", "rope_theta", "max_position_embeddings", "n_positions"})
 _ON_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
@@ -199,6 +200,12 @@ def _tokens(subject: Subject) -> str:
     return "" if reads else "the base answers no token ids with token ids"
 
 
+def _positions(subject: Subject) -> str:
+    config = {**subject.base_config, **(subject.base_config.get("text_config") or {})}
+    counts = not config.get("is_encoder_decoder") and not config.get("alibi") and not _COUNTED.isdisjoint(config)
+    return "" if counts else "`generate` gives this base no positions of the tokens"
+
+
 def _plan(subject: Subject) -> str:
     if subject.judged is None or any(name.startswith(f"{Stage.TENSOR_PARALLEL}::") for name in subject.judged):
         return ""
@@ -238,6 +245,7 @@ _REASONS: dict[Need, Callable[[Subject], str]] = {
     Need.LORA_LINEAR: _lora_linear,
     Need.LORA_LINEAR_OR_FLOAT32: lambda subject: _lora_linear(subject) and _float32_model(subject),
     Need.TOKENS: _tokens,
+    Need.POSITIONS: _positions,
     Need.QUANTIZED: lambda subject: (
         "" if subject.base_config.get("quantization_config") else "the base is not quantized"
     ),

@@ -97,6 +97,13 @@ def test_a_warning_of_the_case_itself_is_no_sign_of_a_fault() -> None:
     assert not _row(trial, comparison(warning)).passed
 
 
+def test_a_fault_in_a_base_of_the_drill_itself_is_refused_with_the_reason(cli_here: Cli) -> None:
+    done = cli_here("drill", "--base", "builtin:gpt2", "--only", "router-flipped")
+    assert done.returncode == 2
+    assert "none of these faults can be planted in this case" in done.stderr
+    assert "a base that the drill makes itself" in done.stderr
+
+
 def test_unknown_fault(cli_here: Cli) -> None:
     with pytest.raises(UsageError, match="unknown fault: rain"):
         choose(["rain"])

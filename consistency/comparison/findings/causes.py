@@ -23,6 +23,7 @@ from consistency.comparison.findings.load_paths import (
     load_paths_taken,
 )
 from consistency.comparison.judge import NO_RECORD
+from consistency.comparison.layers import block_of
 from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.result import Consequence, Finding, Outcome, TensorComparison
 from consistency.numerics.rules import Rule
@@ -255,7 +256,10 @@ def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counte
 
 
 def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]:
-    """Return what was computed with wrong bytes, on every worker and load path, by the first cause of these."""
+    """Return what was computed with wrong bytes, on every worker and load path, by the first cause of these.
+
+    And choices in a block of which other results are wrong: these were computed with the reference's choices.
+    """
     moved = {cause: group for cause, group in groups.items() if cause.stage in MOVES_WEIGHTS}
     every = {place for group in moved.values() for place in group.places}
     found: dict[_Cause, list[_Cause]] = {}
@@ -263,6 +267,16 @@ def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]
         if cause.stage in COMPUTES_WITH_WEIGHTS and every.issuperset(group.places):
             first = next(c for c, of in moved.items() if not of.places.keys().isdisjoint(group.places))
             found.setdefault(first, []).append(cause)
+    caused = {cause for of in found.values() for cause in of}
+    for cause, group in groups.items():
+        if cause.word == Word.DECISION_FLIPPED and cause not in caused:
+            others = [
+                c for c in groups if (c.stage, c.workers) == (cause.stage, cause.workers) and c.word != cause.word
+            ]
+            blocks = {other: {block_of(tensor.layer) for tensor in groups[other].tensors} for other in others}
+            own = {block_of(tensor.layer) for tensor in group.tensors}
+            if own <= set[str]().union(*blocks.values()):
+                found.setdefault(next(other for other in others if own & blocks[other]), []).append(cause)
     return found
 
 

@@ -37,6 +37,7 @@ class Need(enum.Enum):
     LORA_LINEAR = enum.auto()
     LORA_LINEAR_OR_FLOAT32 = enum.auto()
     TOKENS = enum.auto()
+    POSITIONS = enum.auto()
     QUANTIZED = enum.auto()
 
 
@@ -337,7 +338,7 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="padding-counted", plant="generation:positions_of_padding", expected="padding-changes-the-model",
-        stages=_GENERATION, shows_in=".padded",
+        stages=_GENERATION, shows_in=".padded", needs=(Need.POSITIONS,),
     ),
     Fault(
         name="adapter-off-in-steps", plant="generation:off_in_steps", expected="wrong-with-cache",

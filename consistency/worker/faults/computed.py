@@ -20,7 +20,7 @@ from consistency.worker.faults.planting import (
     together,
 )
 from consistency.worker.model.merging import weight_name
-from consistency.worker.model.structure import blocks_of
+from consistency.worker.model.structure import blocks_of, parts_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -191,8 +191,7 @@ def layer_zero(real: Callable[..., Tensors], model: torch.nn.Module, *given: Any
     """Let the first part of one layer return zeros for all rows but the first."""
     blocks = [*blocks_of(model).values()]
     block = blocks[len(blocks) // 2] if blocks else model
-    norm = ("norm", "ln_")
-    parts = [part for name, part in block.named_children() if [*part.parameters()] and not any(n in name for n in norm)]
+    parts = [part for name, part in parts_of(block).items() if not any(norm in name for norm in ("norm", "ln_"))]
 
     def zero(_: Any, __: Any, found: Any) -> Any:
         first = found[0] if isinstance(found, tuple) else found

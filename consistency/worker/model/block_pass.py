@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from consistency.capture.names import module_place
 from consistency.numerics.decision import is_real
 from consistency.worker.model.running import Activations, outputs, without_gradients
-from consistency.worker.model.structure import blocks_of
+from consistency.worker.model.structure import blocks_of, parts_of
 
 
 class ResultPlace(NamedTuple):
@@ -108,9 +108,8 @@ class BlockPass:
 
     def _follow_children(self, name: str, block: torch.nn.Module, hooks: ExitStack) -> None:
         """Watch the modules in a block."""
-        for part, child in block.named_children():
-            if any(True for _ in child.parameters()):
-                hooks.callback(child.register_forward_hook(self._inside(name, f"{name}.{part}")).remove)
+        for part, child in parts_of(block).items():
+            hooks.callback(child.register_forward_hook(self._inside(name, f"{name}.{part}")).remove)
 
     def _begin(
         self,

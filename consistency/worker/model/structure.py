@@ -114,5 +114,16 @@ def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return found
 
 
+def parts_of(block: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules in a block that hold parameters, by name: attention, MLP, norms; of a list, each in it."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, child in block.named_children():
+        if _holds_alone(child):
+            found.update((f"{name}.{part}", module) for part, module in parts_of(child).items())
+        elif any(True for _ in child.parameters()):
+            found[name] = child
+    return found
+
+
 def _holds_alone(block: torch.nn.Module) -> bool:
     return isinstance(block, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.ParameterList)

@@ -90,6 +90,9 @@ class Rows:
 Found = dict[str, list[Rows]]
 """By the names of the places."""
 
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Return the scores, `(batch, words)`, by which the next token is chosen, of the ids so far and the model's own."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Columns:
@@ -221,7 +224,7 @@ class Way:
             inputs = sequences.inputs(prompt.to(device), mask.to(device))
             generated(self.model, inputs, length - width + 1, choosing=self._choose(pads), **more)
 
-    def _choose(self, pads: list[int]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def _choose(self, pads: list[int]) -> Choose:
         """Return a logits processor by which the next tokens are those of the sequences."""
 
         def choose(before: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -284,12 +287,7 @@ class Way:
 
 
 def generated(
-    model: Any,
-    inputs: Activations,
-    tokens: int,
-    *,
-    choosing: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-    **more: Any,
+    model: Any, inputs: Activations, tokens: int, *, choosing: Choose | None = None, **more: Any
 ) -> torch.Tensor:
     """Return the greedy continuation by the model's own `generate`, `(batch, tokens)`: no end of the text ends it."""
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList

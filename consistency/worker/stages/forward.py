@@ -195,7 +195,6 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
         for _ in range(1, case.repeat):
             for name, result in _in_mode(context, model, inputs, mode, run)[0].items():
                 digests[name].append(digest(result))
-    record_flips(context, "forward", replay.flips, mode=mode)
     if mode != MERGED and context.record.wants("forward", WHOLE_MODEL):
         record_given(context, "forward", mode, answer)
     reason = "" if replay.was_complete(_exact(mode)) else NOT_REPLAYED
@@ -222,6 +221,7 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
                     context, row, result, digests=digests[name], reference=answer, name=f"{mode}::{name}",
                     exact_name=f"{_exact(mode)}::{name}", named=_named(mode),
                 )  # fmt: skip
+    record_flips(context, "forward", replay.flips, mode=mode)
 
 
 def by_blocks(

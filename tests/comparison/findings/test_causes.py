@@ -134,6 +134,22 @@ def test_what_follows_from_wrong_bytes_is_told_below_them() -> None:
     assert (other.kind, other.workers) == ("differs", ("cuda:1",))
 
 
+def test_choices_after_a_wrong_result_of_their_block_are_its_consequence() -> None:
+    def flipped(layer: str) -> TensorComparison:
+        name = f"layers.{layer}.mlp.gate"
+        return tensor(name, "topk.decisions", "cuda:0", word=Word.DECISION_FLIPPED, stage="forward", rule="limit")
+
+    attention = tensor("layers.1.attn", "on", "cuda:0", word=Word.DIFFERS, stage="forward", rule="block")
+    (wrong,) = causes(flipped("1"), attention)
+    assert (wrong.kind, [led_to.tensors for led_to in wrong.consequences]) == (
+        "differs", [("forward::layers.1.mlp.gate.topk.decisions",)],
+    )  # fmt: skip
+    elsewhere = causes(flipped("2"), attention)
+    on_another = causes(flipped("1"), tensor("layers.1.attn", "on", "cuda:1", word=Word.DIFFERS, stage="forward"))
+    for found in (elsewhere, on_another):
+        assert [finding.kind for finding in found] == ["decision-flipped", "differs"]
+
+
 def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:
     """It takes no load path on which other devices are visible: wrong there as well says nothing of it."""
     workers = ("cpu", "cuda:1")

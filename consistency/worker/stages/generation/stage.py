@@ -287,7 +287,7 @@ def _judge(context: Context, name: str, exact: _Exact, title: str) -> None:
         left_out = exact.left_out(layer)
         context.record.fact(
             STAGE, layer, f"{title}.{part}" if part else title, status=status, share=ratio,
-            word=word if place in wrong else None,
+            word=_word(word, found[place]) if place in wrong else None,
             evidence={
                 "rows": sum(len(one.index) for one in found[place]), "bits_of_whole_sequences": is_same,
                 "undecided_rows": int(sum(left_out[one.index].sum() for one in found[place]) if len(left_out) else 0),
@@ -297,6 +297,11 @@ def _judge(context: Context, name: str, exact: _Exact, title: str) -> None:
         layer, part = ResultPlace.of(place)
         if not part and context.record.wants(STAGE, layer):
             _skip(context, layer, f"{title}.shape", f"it has no row for each token in this way: {list(shape)}")
+
+
+def _word(word: Word | None, rows: list[Rows]) -> Word | None:
+    """Return what is said of wrong rows: of NaN that, as a half type whose range the model's code leaves has it."""
+    return word if all(bool(one.values.isfinite().all()) for one in rows) else Word.NON_FINITE
 
 
 def _run(model: torch.nn.Module, name: str, exact: _Exact) -> Way:

@@ -103,7 +103,6 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
         found = found or again
         for name, gradient in again.items():
             digests.setdefault(name, []).append(digest(gradient))
-    record_flips(context, "gradient", replay.flips)
     if not answer.tables.failures and context.record.wants("gradient", WHOLE_MODEL):
         record_given(context, "gradient", GRADIENT, answer)
     reason = answer.tables.failures.get(ADAPTER_ON, "" if replay.is_complete() else NOT_REPLAYED)
@@ -130,6 +129,7 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
                 evidence={**half_kernels.evidence(kernels), **attention.evidence(layer)},
             )  # fmt: skip
             record_block(context, row, gradient, digests=digests[name], reference=answer, name=name)
+    record_flips(context, "gradient", replay.flips)
     for done, name in enumerate(of.wanted):
         layer, tensor = adapter_place(context.expected[name][0])
         if not context.record.wants("gradient", layer):

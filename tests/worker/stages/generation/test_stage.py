@@ -132,14 +132,25 @@ def test_partings_come_as_soon_as_they_are_said_to() -> None:
     generator = torch.Generator().manual_seed(0)
     gap = torch.rand(2000, generator=generator, dtype=torch.float64) * 20
     deviation = torch.full_like(gap, 0.5)
-    said = text._tokens_to_part(gap, deviation, torch.bfloat16, torch.bfloat16)
+    said = text.tokens_to_part(gap, deviation, 1)
     errors = torch.randn(2, 400, 2000, generator=generator, dtype=torch.float64) * deviation
     of_text = gap[torch.randint(2000, (400, 2000), generator=generator)]
     first = ((errors[0] > of_text) != (errors[1] > of_text)).to(torch.int8).argmax(1).to(torch.float64)
     assert said == pytest.approx(float(first.median()), rel=0.25)
-    assert text._tokens_to_part(gap, deviation, torch.bfloat16, torch.float32) is None or (
-        text._tokens_to_part(gap, deviation, torch.bfloat16, torch.float32) or 0
+    assert text.tokens_to_part(gap, deviation, 0.25) == pytest.approx(4 * (said or 0), rel=0.01)
+    assert text.tokens_to_part(gap, deviation / 1e5, 1) is None or (
+        text.tokens_to_part(gap, deviation / 1e5, 1) or 0
     ) > 100 * (said or 0)
+
+
+def test_gaps_of_the_same_bits_are_counted() -> None:
+    """One of four, and one more of each: a share of none would promise that no text ever parts."""
+    one = torch.tensor([[[3.0, 2, 1], [3, 2, 1], [1, 3, 2], [1, 3, 2]]])
+    other = one.clone()
+    other[0, 0, 0], other[0, 1, 2] = 3.5, 0.5
+    pairs = text._two_largest(one)
+    assert text.share_unlike(one, other, pairs) == 2 / 5
+    assert text.share_unlike(one, one, pairs) == 1 / 5
 
 
 def test_model_code_that_is_wrong_in_a_way_is_named_as_what_it_is(look: Look, tmp_path: Path) -> None:
@@ -154,6 +165,20 @@ def test_model_code_that_is_wrong_in_a_way_is_named_as_what_it_is(look: Look, tm
     skipped = {one.tensor: str(one.reason) for one in found if one.status == "skipped"}
     assert skipped["static_cache"] == "the model does not run in this way: it has a cache of its own"
     assert "[4, 4, 32]" in skipped["cache.shape"], "as the bug is: a batch by a batch"
+
+
+def test_padding_that_is_nan_in_a_half_type_is_no_fault_of_a_device(look: Look, tmp_path: Path) -> None:
+    """LongT5's code masks with -1e10, which is infinite in float16."""
+    config = transformers.LongT5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_decoder_layers=1, num_heads=4, local_radius=8,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    base = saved(transformers.LongT5ForConditionalGeneration(config), tmp_path / "longt5")
+    wrong = {
+        d: [one for one in generate(look, base, dtype=d) if one.status == "outside"] for d in ("bfloat16", "float16")
+    }
+    assert {(one.tensor, str(one.word)) for one in wrong["float16"]} == {("padded", "non-finite")}
+    assert wrong["bfloat16"] == []
 
 
 def test_a_pass_over_other_tokens_is_not_judged(look: Look, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
