@@ -44,12 +44,20 @@ class Sequences:
         With a row for each sequence: images, or the text that an encoder reads.
     has_encoder : bool
         The ids are those of a decoder.
+    virtual : int
+        Rows before those of the tokens, that an adapter puts there.
     """
 
     ids: torch.Tensor
     prompt: int
     beside: Activations = field(default_factory=dict)
     has_encoder: bool = False
+    virtual: int = 0
+
+    @property
+    def length(self) -> int:
+        """Of each in rows."""
+        return self.virtual + self.ids.shape[1]
 
     @property
     def name(self) -> str:
@@ -100,13 +108,16 @@ class _Columns:
 
     Attributes
     ----------
+    length, virtual : int
+        Of a sequence, in rows, and how many of these are no tokens.
     sequences, pads : torch.Tensor
-        Of each row of the batch: its sequence, and the columns before it.
+        Of each row of the batch: its sequence, and the columns before its tokens.
     seen, now : int
         Columns of the calls before, and of this one.
     """
 
     length: int
+    virtual: int
     sequences: torch.Tensor
     pads: torch.Tensor
     seen: int = 0
@@ -116,14 +127,16 @@ class _Columns:
         self.seen, self.now = self.seen + self.now, columns
 
     def positions(self, last: int | None = None) -> torch.Tensor:
-        """Return the position of each column of this call, or of the last ones, `(batch, columns)`."""
+        """Return the position of each column of this call, or of the last ones, `(batch, columns)`; -1 of padding."""
         columns = torch.arange(self.seen, self.seen + self.now)
-        return (columns if last is None else columns[-last:]) - self.pads[:, None]
+        columns = (columns if last is None else columns[-last:]).expand(len(self.pads), -1)
+        of_tokens = columns - self.pads[:, None]
+        return torch.where(columns < self.virtual, columns, of_tokens.masked_fill(of_tokens < self.virtual, -1))
 
     def has(self, ids: torch.Tensor, of_sequences: torch.Tensor) -> bool:
         """Return whether the ids of this call are those of the sequences."""
         positions = self.positions()
-        wanted = of_sequences[self.sequences[:, None], positions.clamp(0, self.length - 1)]
+        wanted = of_sequences[self.sequences[:, None], (positions - self.virtual).clamp(0, of_sequences.shape[1] - 1)]
         real = (positions >= 0) & (positions < self.length)
         return ids.shape == wanted.shape and bool((ids == wanted)[real].all())
 
@@ -243,7 +256,9 @@ class Way:
         The calls of `generate` are those of the base; others PEFT may pass by its hooks.
         """
         whole = self.sequences
-        columns = _Columns(length=whole.ids.shape[1], sequences=torch.tensor(sequences), pads=torch.tensor(pads))
+        columns = _Columns(
+            length=whole.length, virtual=whole.virtual, sequences=torch.tensor(sequences), pads=torch.tensor(pads)
+        )
 
         def take(place: ResultPlace, result: torch.Tensor, last: int | None = None) -> None:
             name = str(place)
@@ -263,8 +278,10 @@ class Way:
 
         def begin(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids = kwargs.get(whole.name, args[0] if args else None)
-            columns.begin(0 if ids is None else ids.shape[1])
-            if ids is None or not columns.has(ids.to("cpu"), whole.ids):
+            embedded = kwargs.get("inputs_embeds") if ids is None and whole.virtual else None
+            rows = ids if embedded is None else embedded
+            columns.begin(0 if rows is None else rows.shape[1])
+            if embedded is None and (ids is None or not columns.has(ids.to("cpu"), whole.ids)):
                 raise ValueError("it computes other tokens, or the same ones again")
             blocks.begin_again()
 
@@ -275,7 +292,7 @@ class Way:
 
         base, hooks = base_of(self.model), []
         if at_once:
-            columns.begin(whole.ids.shape[1])
+            columns.begin(whole.length)
         else:
             hooks = [base.register_forward_pre_hook(begin, with_kwargs=True), base.register_forward_hook(end)]
         try:

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,17 @@ from consistency.worker.model.loading import load_model
 from consistency.worker.model.merging import disabled
 from consistency.worker.model.running import base_of, model_code, tokens_of
 from consistency.worker.model.structure import blocks_of
-from consistency.worker.model.ways import DECODER_IDS, PADS, Rows, Sequences, Way, by_rows, in_place, place_of_encoder
+from consistency.worker.model.ways import (
+    DECODER_IDS,
+    LOGITS,
+    PADS,
+    Rows,
+    Sequences,
+    Way,
+    by_rows,
+    in_place,
+    place_of_encoder,
+)
 from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
@@ -113,7 +123,7 @@ class _Exact:
         found = self.reference.read(f"{self.mode}::{name}")
         assert found is not None
         exact, layer = mapped(found), ResultPlace.of(name).layer
-        flat = by_rows(exact, self.sequences.ids.shape[1])
+        flat = by_rows(exact, self.sequences.length)
         assert flat is not None
         ratios = []
         for sequence in {some.sequence for some in rows}:
@@ -166,8 +176,6 @@ def _inputs(context: Context) -> tuple[Sequences | None, str]:
         return None, "the stage forward, whose float64 results judge it, is not run"
     if not getattr(base_of(model), "can_generate", lambda: False)():
         return None, "the model generates no text"
-    if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-        return None, "the adapter puts tokens of its own before the text"
     of_base = set(base_of(model).modules())
     if any(block not in of_base for block in blocks_of(model).values()):
         return None, "the adapter has blocks of its own, which it calls by itself"
@@ -175,6 +183,8 @@ def _inputs(context: Context) -> tuple[Sequences | None, str]:
     if inputs is None:
         return None, reason
     has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    if has_encoder and any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        return None, "the adapter puts tokens of its own before what the encoder reads"
     name, other = (DECODER_IDS, "input_ids") if has_encoder else ("input_ids", "pixel_values")
     ids, mask = inputs.get(name), inputs.get("attention_mask")
     if ids is None or ids.dim() != 2 or set(inputs) - {name, "attention_mask", other}:
@@ -195,7 +205,10 @@ def _inputs(context: Context) -> tuple[Sequences | None, str]:
 
 def _exact(context: Context, sequences: Sequences, mode: str, reference: Reference) -> _Exact:
     """Run whole sequences once more, and note where what is decided there may turn."""
-    inputs, length = sequences.inputs(sequences.ids), sequences.ids.shape[1]
+    inputs = sequences.inputs(sequences.ids)
+    logits = reference.read(f"{mode}::{ResultPlace(LOGITS)}")
+    if logits is not None and len(logits.shape) == 3:
+        sequences = replace(sequences, virtual=logits.shape[1] - sequences.ids.shape[1])
     names = [name for name in reference.tables.names if name.startswith(f"{mode}::")]
     if sequences.has_encoder:  # which reads the whole text at once in every way
         own = place_of_encoder(context.model)
@@ -209,7 +222,7 @@ def _exact(context: Context, sequences: Sequences, mode: str, reference: Referen
         decided.append(places.now)
 
     def take(place: ResultPlace, result: torch.Tensor) -> None:
-        rows = by_rows(result.detach().to(CPU), length) if result.is_floating_point() else None
+        rows = by_rows(result.detach().to(CPU), sequences.length) if result.is_floating_point() else None
         if rows is not None and f"{mode}::{place}" in names:
             whole[str(place)] = rows
 
@@ -224,7 +237,7 @@ def _exact(context: Context, sequences: Sequences, mode: str, reference: Referen
         shapes[name] = torch.Size(found.shape)
     return _Exact(
         context=context, mode=mode, reference=reference, sequences=sequences.part(_SOME), shapes=shapes, whole=whole,
-        undecided=_undecided(context, table, decided, sequences.ids.numel()),
+        undecided=_undecided(context, table, decided, len(sequences.ids) * sequences.length),
     )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def _make(context: Context, model: Any, sequences: Sequences) -> Reference | str
 
             def logits(_: str = "") -> torch.Tensor:
                 found = activations(model, sequences.inputs(whole))[LOGITS]
-                return found[:, sequences.prompt - 1 :].contiguous()
+                return found[:, -path.shape[1] :].contiguous()  # an adapter may put tokens of its own before all
 
             with exact_layers(model), Float64Mode():
                 exact = logits().to(torch.float64)

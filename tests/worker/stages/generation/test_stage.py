@@ -167,6 +167,27 @@ def test_model_code_that_is_wrong_in_a_way_is_named_as_what_it_is(look: Look, tm
     assert "[4, 4, 32]" in skipped["cache.shape"], "as the bug is: a batch by a batch"
 
 
+@pytest.mark.filterwarnings("ignore:Position ids are not supported for parameter efficient tuning")
+@pytest.mark.parametrize(
+    ("prompt", "wrong"),
+    [
+        (peft.PromptTuningConfig, {("padded", "padding-changes-the-model")}),
+        (peft.PrefixTuningConfig, set()),
+    ],
+    ids=["before the text", "in the cache"],
+)  # fmt: skip
+def test_what_an_adapter_puts_before_the_text_is_followed(
+    look: Look, base: Path, prompt: type[peft.PromptLearningConfig], wrong: set[tuple[str, str]]
+) -> None:
+    """Prompt tuning puts its tokens before the padding, which the positions then count: peft#1093."""
+    found = generate(look, base, on_llama(base, prompt(task_type="CAUSAL_LM", num_virtual_tokens=3)))
+    assert {(one.tensor, str(one.word)) for one in found if one.status == "outside"} == wrong
+    right = [one for one in found if one.tensor == "cache" and one.status in {"equal", "within"}]
+    assert {f"layers.{i}.self_attn" for i in range(LAYERS)} | {"logits"} <= {one.layer for one in right}
+    virtual = 0 if not wrong else 3
+    assert max(one.evidence["rows"] for one in right) == 4 * (16 + virtual)
+
+
 def test_padding_that_is_nan_in_a_half_type_is_no_fault_of_a_device(look: Look, tmp_path: Path) -> None:
     """LongT5's code masks with -1e10, which is infinite in float16."""
     config = transformers.LongT5Config(
