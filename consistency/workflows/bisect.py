@@ -44,17 +44,16 @@ from consistency.workflows import judging
 from consistency.workflows.reproduce.evidence import find_evidence, find_tensor
 
 NOT_SEEN = "the tensor was not recorded"
-FAILED = "the stage was not run to its end: "
 _JUDGED = frozenset({"equal", "within", "outside"})
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a set of changes: whether the difference is `gone` with them, or the worker was `lost`."""
+    """The outcome of a set of changes: whether the difference is `gone` with them, or it was not tested."""
 
     changes: tuple[str, ...]
     gone: bool
     detail: str
-    lost: bool = False
+    lost: bool = False  # its worker, or its stage
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +143,7 @@ def bisect(
         repeats = not gone([()])[0]
         if trials[0].detail == NOT_SEEN:
             raise UsageError("the tensor is not recorded when its layer is run alone", where=name)
-        if trials[0].lost or trials[0].detail.startswith(FAILED):
+        if trials[0].lost:
             raise InputError("nothing was tested: the run without a change ended early", where=name,
                              got=trials[0].detail)  # fmt: skip
         explained = smallest(changes, gone) if repeats else ()
@@ -241,11 +240,11 @@ class _Runner:
         found = run(self._subject.participant, change, target)
         path = change.load_path or LoadPath(self._subject.participant.load_path)
         lost = next((f"the worker was lost: {one.info.reason}" for one in found.workers if one.info.status != "ok"), "")
-        gone, detail = (False, lost) if lost else self._judged(found, path)
-        return Trial(changes=tuple(change.name for change in changes), gone=gone, detail=detail, lost=bool(lost))
+        gone, detail, failed = (False, lost, True) if lost else self._judged(found, path)
+        return Trial(changes=tuple(change.name for change in changes), gone=gone, detail=detail, lost=failed)
 
-    def _judged(self, found: Capture, load_path: LoadPath) -> tuple[bool, str]:
-        """Return whether the difference is gone from a trial's capture, and in words what is there."""
+    def _judged(self, found: Capture, load_path: LoadPath) -> tuple[bool, str, bool]:
+        """Return whether the difference is gone from a trial's capture, in words what is there, and if that failed."""
         captures = [found] if self._reference is None else [self._reference, found]
         comparison = judging.compare_captures(captures)
         name = self._subject.participant.info.name
@@ -257,17 +256,17 @@ class _Runner:
             if row is None or tensor.load_path != load_path or tensor.stage != self._subject.key[0]:
                 continue
             seen.add(row.status)
-            failed = failed or (f"{FAILED}{row.reason}" if row.status == "blocked" else "")
+            failed = failed or (f"the stage was not run to its end: {row.reason}" if row.status == "blocked" else "")
             if place != self._subject.key:
                 continue
             if self._subject.bad:
                 ratio = "" if row.ratio is None else f", {float(row.ratio):.3g} of the bound"
-                return row.status in _JUDGED - BAD, f"{row.status}{ratio}"
+                return row.status in _JUDGED - BAD, f"{row.status}{ratio}", False
             same = len(tensor.classes) == 1
-            return same, "bitwise equal" if same else f"differs bitwise, {row.status}"
+            return same, "bitwise equal" if same else f"differs bitwise, {row.status}", False
         if self._subject.is_fact and seen & _JUDGED and not seen & {"blocked", "missing"}:
-            return True, "not found"
-        return False, failed or NOT_SEEN
+            return True, "not found", False
+        return False, failed or NOT_SEEN, bool(failed)
 
     def _capture_group(self, who: ComparedWorker, change: Change, target: Path) -> Capture:
         """Run every rank of the group with a change."""
