@@ -129,6 +129,7 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
         "reference": comparison.reference,
         "several_paths": sum(not is_alternative(path) for path in comparison.load_paths) > 1,
         "shortened": any(column.stands_for != 1 for some in by_load_path.values() for column in some),
+        "texts": tables.texts(comparison.tensors),
         "trainings": trajectories.trainings(comparison.tensors),
         "ways_left_out": ways_left_out,
         "workers": tables.workers(comparison),

@@ -143,6 +143,8 @@ class Redaction:
             return self.given[value]
         if key == "host" and isinstance(value, str) and value and value.lower() not in _EVERYBODYS:
             return self.names.get(value, "<host>")
+        if key == "written" and isinstance(value, list):  # what a model makes of somebody's prompt
+            return ["…" for _ in value]
         return self.value(value)
 
     def _word(self, word: str) -> str:

@@ -67,7 +67,7 @@ def trainings(tensors: Sequence[TensorComparison]) -> Trainings | None:
     found.sort(key=lambda row: not any(worker in left for worker in row.workers))
     shown = found[:MOST_LINES]
     curves = [row.evidence for row in shown]
-    steps = max(len(_numbers(curve, "loss")) for curve in curves)
+    steps = max(len(numbers(curve, "loss")) for curve in curves)
     at = [next((left[worker] for worker in row.workers if worker in left), None) for row in shown]
     charts = [_chart("Loss", curves, "loss", steps, at, exact="float64_loss")]
     if any(_is_known(curve, "distance") for curve in curves):
@@ -84,7 +84,7 @@ def trainings(tensors: Sequence[TensorComparison]) -> Trainings | None:
     )
 
 
-def _numbers(curve: Mapping[str, Any], figure: str) -> list[float | None]:
+def numbers(curve: Mapping[str, Any], figure: str) -> list[float | None]:
     """Return a figure of every step; what is no finite number is None, for a capture may come from a stranger."""
     values = curve.get(figure)
     if not isinstance(values, (list, tuple)):
@@ -93,7 +93,7 @@ def _numbers(curve: Mapping[str, Any], figure: str) -> list[float | None]:
 
 
 def _is_known(curve: Mapping[str, Any], figure: str) -> bool:
-    return any(value is not None for value in _numbers(curve, figure))
+    return any(value is not None for value in numbers(curve, figure))
 
 
 def _chart(
@@ -106,9 +106,9 @@ def _chart(
     exact: str = "",
     logarithmic: bool = False,
 ) -> Chart:
-    lines = [_numbers(curve, figure) for curve in curves]
-    known = _numbers(curves[0], exact) if exact else []
-    least, most = (_numbers(curves[0], f"noise_{which}_{figure}") for which in ("least", "most"))
+    lines = [numbers(curve, figure) for curve in curves]
+    known = numbers(curves[0], exact) if exact else []
+    least, most = (numbers(curves[0], f"noise_{which}_{figure}") for which in ("least", "most"))
     every = [value for values in (*lines, known, least, most) for value in values if value is not None]
     scale = _Scale(every, logarithmic=logarithmic)
 
@@ -180,7 +180,7 @@ class _Scale:
 
 def _row(curves: Sequence[Mapping[str, Any]], step: int) -> tuple[str, ...]:
     def at(curve: Mapping[str, Any], figure: str) -> str:
-        values = _numbers(curve, figure)
+        values = numbers(curve, figure)
         return _short(values[step]) if step < len(values) else "–"
 
     own = [at(curve, figure) for curve in curves for figure in ("loss", "distance")]

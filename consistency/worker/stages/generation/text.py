@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +196,8 @@ def _record_prompt(context: Context, number: int, own: torch.Tensor, path: torch
         ratio(*limits.of(number, step, int(best[step]), int(own[step]))) if best[step] != own[step] else 0.0
         for step in range(known)
     ]
+    near = [limit / max(gap, 1e-9) for gap, limit in (limits.of(number, i, *map(int, pair))
+            for i, pair in enumerate(limits.pairs[number]))]  # fmt: skip
     worst = max(range(known), key=shares.__getitem__)
     is_wrong = shares[worst] > 1
     step = worst if is_wrong else known - 1
@@ -212,7 +215,8 @@ def _record_prompt(context: Context, number: int, own: torch.Tensor, path: torch
     context.record.fact(
         Stage.GENERATION, f"prompt {number}", TEXT,
         status="outside" if is_wrong else "within" if reason else "equal", word=Word.OTHER_TOKEN if is_wrong else None,
-        share=max(shares), reason=reason, evidence={"tokens": len(own), **evidence},
+        share=max(shares), reason=reason,
+        evidence={"tokens": len(own), "written": _pieces(context, own.tolist()), "near": near, **evidence},
     )  # fmt: skip
 
 
@@ -277,9 +281,15 @@ def _some(tokens: float | None) -> str:
 
 def _words(context: Context, *ids: int) -> list[str]:
     """Return tokens as text, where the base has a tokenizer, and by their ids."""
+    pieces = _pieces(context, ids)
+    return [f"id {one}" if text == f" {one}" else f"{text!r} (id {one})" for one, text in zip(ids, pieces, strict=True)]
+
+
+def _pieces(context: Context, ids: Sequence[int]) -> list[str]:
+    """Return tokens as text, or as their ids where the base has no tokenizer."""
     case = context.job.case
     read = None if case.factory is not None or not has_tokenizer(Path(case.base)) else _tokenizer(case.base)
-    return [f"id {one}" if read is None else f"{read.decode([one])!r} (id {one})" for one in ids]
+    return [f" {one}" if read is None else read.decode([one]) for one in ids]
 
 
 @functools.lru_cache(maxsize=2)
