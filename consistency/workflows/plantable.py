@@ -31,6 +31,7 @@ from consistency.worker.faults.catalogue import Fault, Need
 JUDGED = frozenset({"equal", "within", "outside"})
 _PLAIN_INIT = frozenset({None, True, "gaussian"})  # with these PEFT starts lora_B at zero
 _COUNTED = frozenset({"rope_parameters", "rope_theta", "max_position_embeddings", "n_positions"})
+_HEADS = frozenset({"num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"})
 _ON_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
@@ -206,6 +207,13 @@ def _positions(subject: Subject) -> str:
     return "" if counts else "`generate` gives this base no positions of the tokens"
 
 
+def _keys(subject: Subject) -> str:
+    config = {**subject.base_config, **(subject.base_config.get("text_config") or {})}
+    if "state_size" not in config and not _HEADS.isdisjoint(config):  # Mamba's heads have states
+        return ""
+    return "the base keeps no keys of its tokens"
+
+
 def _plan(subject: Subject) -> str:
     if subject.judged is None or any(name.startswith(f"{Stage.TENSOR_PARALLEL}::") for name in subject.judged):
         return ""
@@ -246,6 +254,7 @@ _REASONS: dict[Need, Callable[[Subject], str]] = {
     Need.LORA_LINEAR_OR_FLOAT32: lambda subject: _lora_linear(subject) and _float32_model(subject),
     Need.TOKENS: _tokens,
     Need.POSITIONS: _positions,
+    Need.KEYS: _keys,
     Need.QUANTIZED: lambda subject: (
         "" if subject.base_config.get("quantization_config") else "the base is not quantized"
     ),

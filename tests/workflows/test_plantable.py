@@ -30,7 +30,7 @@ HEALTHY: dict[str, Any] = {
     "workers": 2,
     "config": {"peft_type": "LORA", "target_modules": ["q_proj"]},
     "tensors": LORA,
-    "base_config": {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "rope_theta": 1e4},
+    "base_config": {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "rope_theta": 1e4, "n_head": 4},
     "file_dtypes": frozenset({"F32"}),
 }
 NO_ADAPTER = {"has_adapter": False, "config": {}, "tensors": {}}
@@ -99,6 +99,10 @@ def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
         (
             "padding-counted", {"base_config": {"is_encoder_decoder": True, "max_position_embeddings": 512}},
             "`generate` gives this base no positions of the tokens",
+        ),
+        (  # Mamba
+            "cache-key-not-written", {"base_config": {"num_heads": 8, "state_size": 16}},
+            "the base keeps no keys of its tokens",
         ),
         (  # Bloom
             "padding-counted", {"base_config": {"vocab_size": 512}},

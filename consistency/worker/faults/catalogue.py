@@ -38,6 +38,7 @@ class Need(enum.Enum):
     LORA_LINEAR_OR_FLOAT32 = enum.auto()
     TOKENS = enum.auto()
     POSITIONS = enum.auto()
+    KEYS = enum.auto()
     QUANTIZED = enum.auto()
 
 
@@ -318,23 +319,23 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="cache-key-not-written", plant="generation:last_key_not_written", expected="wrong-with-cache",
-        stages=_GENERATION, shows_in=".cache",
+        stages=_GENERATION, shows_in=".cache", needs=(Need.KEYS,),
     ),
     Fault(
         name="cache-rows-exchanged", plant="generation:rows_exchanged", expected="wrong-with-cache",
-        stages=_GENERATION, shows_in=".cache",
+        stages=_GENERATION, shows_in=".cache", needs=(Need.KEYS,),
     ),
     Fault(
         name="cache-keys-in-float8", plant="generation:keys_in_float8", expected="wrong-with-cache",
-        stages=_GENERATION, shows_in=".cache",
+        stages=_GENERATION, shows_in=".cache", needs=(Need.KEYS,),
     ),
     Fault(
         name="cache-stale-keys", plant="generation:stale_keys", expected="wrong-with-cache", stages=_GENERATION,
-        shows_in=".static_cache",
+        shows_in=".static_cache", needs=(Need.KEYS,),
     ),
     Fault(
         name="padding-not-masked", plant="generation:padding_is_seen", expected="padding-changes-the-model",
-        stages=_GENERATION, shows_in=".padded",
+        stages=_GENERATION, shows_in=".padded", needs=(Need.KEYS,),
     ),
     Fault(
         name="padding-counted", plant="generation:positions_of_padding", expected="padding-changes-the-model",

@@ -9,19 +9,21 @@ import torch
 
 from consistency.worker.faults.planting import Install, changing, instead
 
-_LAYER = 1
-
 Keys = torch.Tensor
 
 
 def _keys(change: Callable[[Any, Keys], Keys]) -> Install:
-    """Change the keys that a cache gives back for one new token, in one layer, but of a float64 pass."""
+    """Change the keys that a cache gives back for one new token, but of a float64 pass.
+
+    In the second layer that has any: of a hybrid others keep a state.
+    """
 
     @instead("transformers.cache_utils:Cache.update")
     def update(real: Callable[..., tuple[Keys, Keys]], cache: Any, key: Keys, value: Keys, layer: int, *rest: Any,
                **more: Any) -> tuple[Keys, Keys]:  # fmt: skip
         keys, values = real(cache, key, value, layer, *rest, **more)
-        if layer == _LAYER and key.shape[-2] == 1 and key.dtype != torch.float64:
+        own = [number for number, one in enumerate(cache.layers) if getattr(one, "keys", None) is not None]
+        if layer == own[:2][-1] and key.shape[-2] == 1 and key.dtype != torch.float64:
             keys = change(cache, keys.clone())
         return keys, values
 
