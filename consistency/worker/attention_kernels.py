@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from consistency.capture.names import module_place
 from consistency.devices.backends import FUSED_ATTENTION
 from consistency.worker import determinism
 from consistency.worker.model.structure import blocks_of
@@ -67,7 +66,7 @@ class AttentionKernels(TorchFunctionMode):
 
         with ExitStack() as hooks:
             for name, block in blocks_of(model).items():
-                here = functools.partial(enter, module_place(name))
+                here = functools.partial(enter, name)
                 hooks.callback(block.register_forward_pre_hook(here).remove)
                 hooks.callback(block.register_forward_hook(functools.partial(enter, "")).remove)
             with self:

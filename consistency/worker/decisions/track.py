@@ -34,8 +34,7 @@ from consistency.numerics.independent_errors import independent_rows
 from consistency.numerics.real import Real
 from consistency.numerics.rules import UNIT_ROUNDOFF, RoundingError, relative_allowance
 from consistency.worker.decisions.array_file import ArrayFile, Part
-
-_OF_PEFT = "base_model.model."
+from consistency.worker.model.structure import prefix_of_base
 
 
 class Places(AbstractContextManager["Places"]):
@@ -48,7 +47,8 @@ class Places(AbstractContextManager["Places"]):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._names = {id(module): name.removeprefix(_OF_PEFT) for name, module in model.named_modules()}
+        start = prefix_of_base(model)
+        self._names = {id(module): name.removeprefix(start) for name, module in model.named_modules()}
         self._stack: list[str] = []
         self._hooks = ExitStack()
 

@@ -18,7 +18,6 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from consistency.capture.names import module_place
 from consistency.numerics.decision import is_real
 from consistency.worker.model.running import Activations, outputs, without_gradients
 from consistency.worker.model.structure import blocks_of, parts_of
@@ -82,7 +81,7 @@ class BlockPass:
         """Follow the blocks of a model."""
         with ExitStack() as hooks:
             for name, block in blocks_of(model).items():
-                self._follow(module_place(name), block, hooks)
+                self._follow(name, block, hooks)
             yield
 
     def _follow(self, name: str, block: torch.nn.Module, hooks: ExitStack) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from consistency.capture.names import CALLS, CUT, module_place
+from consistency.capture.names import CALLS, CUT
 from consistency.devices.products import Products
 from consistency.numerics.aten_calls import (
     MOST_CALLS,
@@ -38,7 +38,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.identity import storage_of
 from consistency.numerics.precision import partial_sums_error
 from consistency.numerics.widening import each_tensor
-from consistency.worker.model.structure import blocks_of
+from consistency.worker.model.structure import blocks_of, parts_of
 
 MOST_BYTES = 8 * 2**20
 """Of what the calls take: with 1 MiB of results a reproducer stays under 10 MB, which issue trackers accept."""
@@ -218,8 +218,8 @@ def trace_module(
     ------
     NotTracedError
     """
-    blocks = {module_place(path): block for path, block in blocks_of(model).items()}
-    parts = {f"{path}.{part}": child for path, block in blocks.items() for part, child in block.named_children()}
+    blocks = blocks_of(model)
+    parts = {f"{path}.{part}": child for path, block in blocks.items() for part, child in parts_of(block).items()}
     is_part = name == f"{layer}::" and layer in parts
     holder = layer if is_part else next((path for path in blocks if f"{layer}.".startswith(f"{path}.")), None)
     if holder is None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from consistency.numerics.identity import storage_of
+from consistency.worker.model.running import base_of
 from consistency.worker.quantized.held import is_composite
 
 _CONTAINERS = (dict, OrderedDict, list, set)  # these alone: a registry of a library is nobody's to empty
@@ -100,18 +101,25 @@ def _sharing(tensors: Iterable[torch.Tensor]) -> set[frozenset[int]]:
 
 
 def blocks_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the modules of the outermost lists of modules, by name: decoder layers, stages, blocks."""
+    """Return the modules of the outermost lists of modules, by name in the base: decoder layers, stages, blocks."""
     found: dict[str, torch.nn.Module] = {}
-    left = [("", model)]
+    left, start = [("", model)], prefix_of_base(model)
     while left:
         prefix, module = left.pop(0)
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
             if isinstance(child, torch.nn.ModuleList):
-                found.update((f"{path}.{i}", block) for i, block in child.named_children() if not _holds_alone(block))
+                place = path.removeprefix(start)
+                found.update((f"{place}.{i}", block) for i, block in child.named_children() if not _holds_alone(block))
             else:
                 left.append((path, child))
     return found
+
+
+def prefix_of_base(model: torch.nn.Module) -> str:
+    """Return how the names of the base's modules begin in an adapted model, which depends on the method; else empty."""
+    name = next(name for name, module in model.named_modules() if module is base_of(model))
+    return name and f"{name}."
 
 
 def parts_of(block: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import module_place
 from consistency.worker.model.block_pass import BlockPass, ResultPlace, Take
 from consistency.worker.model.running import Activations, base_of, device_of, outputs, without_gradients
 
@@ -332,8 +331,8 @@ def generated(
 
 def place_of_encoder(model: Any) -> tuple[str, str]:
     """Return how the names of the places in a model's encoder begin."""
-    encoder = base_of(model).get_encoder()
-    name = module_place(next(name for name, module in model.named_modules() if module is encoder))
+    base = base_of(model)
+    name = next(name for name, module in base.named_modules() if module is base.get_encoder())
     return f"{name}.", f"{name}::"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, WHOLE_MODEL, module_place
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, WHOLE_MODEL
 from consistency.capture.records import RecordStatus
 from consistency.case.stages import Level, Stage
 from consistency.devices.backends import CPU
@@ -243,7 +243,7 @@ def _exact(context: Context, sequences: Sequences, mode: str, reference: Referen
 
 def _undecided(context: Context, table: tuple[Settled, ...], places: list[str], count: int) -> dict[str, torch.Tensor]:
     """Return the rows in which a decision may turn by rounding, by the block that decides."""
-    blocks = [module_place(name) for name in blocks_of(context.model)]
+    blocks = blocks_of(context.model)
     title = cpu_error.products_on(context.model, context.device)
     file, found = ArrayFile(_decisions(context)), dict[str, torch.Tensor]()
     for number, settled in enumerate(table):

@@ -183,7 +183,7 @@ def test_what_an_adapter_puts_before_the_text_is_followed(
     found = generate(look, base, on_llama(base, prompt(task_type="CAUSAL_LM", num_virtual_tokens=3)))
     assert {(one.tensor, str(one.word)) for one in found if one.status == "outside"} == wrong
     right = [one for one in found if one.tensor == "cache" and one.status in {"equal", "within"}]
-    assert {f"layers.{i}.self_attn" for i in range(LAYERS)} | {"logits"} <= {one.layer for one in right}
+    assert {f"model.layers.{i}.self_attn" for i in range(LAYERS)} | {"logits"} <= {one.layer for one in right}
     virtual = 0 if not wrong else 3
     assert max(one.evidence["rows"] for one in right) == 4 * (16 + virtual)
 
