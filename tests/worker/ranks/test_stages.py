@@ -84,6 +84,24 @@ def test_a_mixture_of_experts_is_split_by_both_plans(tmp_path: Path, run: Run) -
     assert reasons == {"the model makes decisions, and those of a model in parts are not followed"}
 
 
+def test_a_prompt_is_trained_in_parts_and_what_peft_cannot_do_with_it_is_said(tmp_path: Path, run: Run) -> None:
+    """PEFT saves none of a model in parts, and reads the base's embedding before its pass."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    peft.get_peft_model(model, prompt).save_pretrained(tmp_path / "adapter")
+    found = run("--base", "base", "--adapter", "adapter", "--stages", "shards")
+    assert found["verdict"] == "consistent"
+    assert statuses(found, "shards", "updated") == {"within"}
+    reasons = {row["tensor"]: row["reason"] for row in found["outcomes"] if row["status"] == "skipped"}
+    assert reasons["saved"].startswith("PEFT does not save it from a model in parts: ")
+    assert "where fully_shard has it in parts" in reasons["adapter added after fully_shard"]
+
+
 def test_a_rank_that_divides_no_heads_is_apart(tmp_path: Path, run: Run) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

@@ -14,7 +14,9 @@ from consistency.case.stages import Stage
 from consistency.numerics.diagnosis_moved import diagnose_moved, diagnose_structure
 from consistency.numerics.distance import measure
 from consistency.numerics.words import Word
+from consistency.worker.model.running import model_code
 from consistency.worker.ranks.group import Joined
+from consistency.worker.recorder import Skip
 from consistency.worker.stages.context import Context
 
 SAVED = "saved"
@@ -34,10 +36,14 @@ def record_saved(
     with ranks.calling("saving the adapter"):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         state: dict[str, Any] = get_model_state_dict(model, options=options)
-        if ranks.rank == 0:
+    if ranks.rank != 0:
+        return
+    try:
+        with model_code(model, "PEFT does not save it from a model in parts: "):
             adapted: Any = model
             adapted.save_pretrained(str(folder), state_dict=state)
-    if ranks.rank != 0:
+    except Skip as why:  # the other ranks go on
+        context.record.skipped(stage, str(why), SAVED)
         return
     in_file = load_peft_weights(str(folder), device="cpu")
     for name, tensor in gathered.items():
