@@ -15,7 +15,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -273,7 +273,8 @@ def _by_zero(
 
 def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> None:
     """Train with an adapter that is added once the base is sharded, and record whether the ranks train the same."""
-    case, config = context.job.case, context.model.peft_config[ADAPTER_NAME]
+    case, before = context.job.case, cast("PeftModel", context.model)
+    config = before.peft_config[ADAPTER_NAME]
     if config.is_prompt_learning and config.peft_type != "PREFIX_TUNING":
         raise Skip("PEFT reads the base's embedding outside of its pass, where fully_shard has it in parts")
     model = load_base(case, str(context.device)).model
