@@ -45,6 +45,9 @@ _SYSTEM = re.compile(r"/(?:usr|lib|lib32|lib64|bin|sbin|proc|sys|dev|etc)(?:/|\Z
 _PUBLIC_PART = re.compile(r"/(?:(?:(?:site|dist)-packages|lib/python3[\d.]*)/.+|consistency/[\w/]+\.py)\Z")
 """The part of a path that is the same wherever a package is installed."""
 
+_OTHER_BASE = re.compile(r"names another base: (\S+), this one is ")
+"""What the adapter's config calls the base: a folder's name, which is in the report without its path."""
+
 _IS_URL = re.compile(r"\A[A-Za-z][\w+.-]+://")
 
 _FIELD = re.compile(r"[a-z][a-z0-9_]*\Z")
@@ -102,7 +105,11 @@ class Redaction:
 
     def __post_init__(self) -> None:
         self._folders = Replacements(self.folders, r"(?<![\w./~-])", r"(?![\w-])")
-        said = {word: instead for word, instead in self.given.items() if word.lower() not in _VOCABULARY}
+        said = {
+            word: instead
+            for word, instead in self.given.items()
+            if len(word) > _SHORTEST and word.lower() not in _VOCABULARY
+        }
         self._given = Replacements(said, r"(?<![\w./~<-])", r"(?![\w>-])")
         self._names = Replacements(self.names, "(?<![A-Za-z0-9])", "(?![A-Za-z0-9])")
         self._exact = Replacements(self.exact, r"(?<![\w./-])", r"(?![\w/-]|\.\w)")
@@ -207,6 +214,8 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
     hosts = dict.fromkeys(name for host in [*_hosts(report), platform.node()] for name in (host, host.split(".")[0]))
     devices = dict.fromkeys(_uuids(report))
     names = {name: f"<device-{number}>" for number, name in enumerate(devices, start=1)}
+    others = dict.fromkeys(match.group(1) for text in texts for match in _OTHER_BASE.finditer(text))
+    names |= {name: "<other-base>" for name in others if len(name) > _SHORTEST and name.lower() not in _VOCABULARY}
     for kind, some in (("host", hosts), ("user", users)):
         chosen = [name for name in some if _names_somebody(name)]
         first: dict[str, int] = {}

@@ -183,7 +183,7 @@ def test_hosts_whose_float64_passes_rounded_otherwise_are_told_so(make_capture: 
     assert found.verdict == "consistent"
     (row,) = (t.outcomes[1] for t in found.tensors if t.tensor.endswith(GIVEN))
     assert row.status == "skipped"
-    assert "float64 rounds otherwise on this host" in (row.reason or "")
+    assert "float64 that rounds otherwise on this host" in (row.reason or "")
     same = compared(*(make_capture(host, {"cpu": [given("x"), moved()]}) for host in ("c", "d")))
     assert {outcome.status for t in same.tensors for outcome in t.outcomes} == {"equal"}
 

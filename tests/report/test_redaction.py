@@ -207,6 +207,15 @@ def test_a_home_folder_is_named_and_may_have_a_space(monkeypatch: pytest.MonkeyP
     assert redaction.text("in /scratch/Bob Smith/runs/x and /scratch/Bob Smith") == "in <home>/<path-1> and <home>"
 
 
+def test_the_base_that_an_adapter_names_is_taken_out_and_short_words_stay() -> None:
+    """`a` is a folder that a command names, and a word of every sentence."""
+    said = "adapter_config.json names another base: acme-secret-model, this one is llama; a second run"
+    report = {"command": ["consistency", "run", "--adapter", "../cp/a"], "findings": [{"message": said}]}
+    assert redaction_of(report).value(report)["findings"][0]["message"] == said.replace(
+        "acme-secret-model", "<other-base>"
+    )
+
+
 def test_what_names_nobody_stays() -> None:
     plain = comparison([tensor([["cpu"]])], host="localhost", base="meta-llama/Llama-3.1-8B", case="Llama-3.1-8B",
                        command=("consistency", "run", "--base", "meta-llama/Llama-3.1-8B"))  # fmt: skip

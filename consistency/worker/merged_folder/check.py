@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
 import math
 import threading
 from collections import Counter
@@ -15,9 +14,11 @@ from typing import Literal
 import torch
 
 from consistency.capture.merge_causes import MergeCause
+from consistency.capture.wording import counted
 from consistency.case.case import Case
 from consistency.devices.cores import available_cores
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
+from consistency.numerics.typed import HALF_TYPES
 from consistency.worker.merged_folder import names
 from consistency.worker.merged_folder.adapter import (
     Adapter,
@@ -34,7 +35,14 @@ from consistency.worker.merged_folder.difference import Difference, difference
 from consistency.worker.merged_folder.explain import Explanations, MergeQuestion, explain
 from consistency.worker.merged_folder.folder import Folder, Problem, Stored
 from consistency.worker.merged_folder.formats import open_weights
-from consistency.worker.merged_folder.orders import Effect, MergeWriter, Order, OutsideElements, same_bits
+from consistency.worker.merged_folder.orders import (
+    Effect,
+    MergeWriter,
+    Order,
+    OutsideElements,
+    rounded_through,
+    same_bits,
+)
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped"]
 
@@ -195,8 +203,17 @@ class _Walk:
         if empty and len(empty) == len(adapter.targets):
             text = f"a factor of each of its {len(empty)} layers is zero"
             self._note(MergeCause.EMPTY_ADAPTER, text, empty, "warning")
-        if absent := [name for name in adapter.targets if name not in self._base and name not in self._merged]:
-            self._note(MergeCause.KEYS, f"{len(absent)} tensors, such as {absent[0]}", absent)
+        nowhere = [name for name in adapter.targets if name not in self._base and name not in self._merged]
+        if absent := [name for name in nowhere if not self._is_tied_head(name)]:
+            self._note(MergeCause.KEYS, f"{counted(len(absent), 'tensor')}, such as {absent[0]}", absent)
+
+    def _is_tied_head(self, name: str) -> bool:
+        """Report whether a tensor that the adapter has whole is a head that is tied to an embedding, saved twice."""
+        targets = self._adapter.targets
+        own, ties = targets[name], self._before.ties or self._after.ties
+        return ties and _names_head(name) and isinstance(own, Replaced) and any(
+            isinstance(one, Replaced) and other != name and one.value.equal(own.value) for other, one in targets.items()
+        )  # fmt: skip
 
     def _extra(self, name: str, stored: Stored) -> None:
         """Judge a tensor that the base does not have on disk: the adapter does, it is a head that is tied, or extra."""
@@ -282,6 +299,8 @@ class _Walk:
         )  # fmt: skip
 
     def _low_rank(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget) -> None:
+        if (half := rounded_through(actual)) is not None and not torch.equal(actual, before.to(actual.dtype)):
+            actual, state.reason = actual.to(half), f"rounded through {name_of(half)}"
         question = self._question(actual, before, target)
         wrong: list[tuple[int, OutsideElements]] = []
         effect, used = Effect(), Counter[Order]()
@@ -309,7 +328,7 @@ class _Walk:
 
     def _untouched(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor) -> None:
         state.status = "equal" if actual.dtype == before.dtype else "within"
-        if _is_cast(actual, before):
+        if self._is_cast_of(state, actual, before):
             return
         wanted = before.to(actual.dtype)
         differ = (actual != wanted) & ~(actual.isnan() & wanted.isnan())
@@ -331,10 +350,17 @@ class _Walk:
         if target.rows is not None:
             assert before is not None
             value = before.to(value.dtype).index_copy(0, target.rows, value)
-        if not _is_cast(actual, value):
+        if not self._is_cast_of(state, actual, value):
             state.wrong(actual.numel(), f"the adapter's file has it whole, {tuple(value.shape)}")
-            if before is not None and _is_cast(actual, before):
+            if before is not None and _way_of_cast(actual, before) is not None:
                 state.causes = {MergeCause.SAVED_DROPPED: ""}
+
+    def _is_cast_of(self, state: TensorState, actual: torch.Tensor, value: torch.Tensor) -> bool:
+        """Report whether a tensor holds a value in its own dtype; one that went by way of a half type is noted."""
+        way = _way_of_cast(actual, value)
+        if way:
+            state.status, state.reason = "within", f"rounded through {way}"
+        return way is not None
 
     def _resized(self, state: TensorState, base: Stored, here: Stored, target: Target | None) -> None:
         """Judge the first rows of a tensor that has more, or fewer, than the base's."""
@@ -393,6 +419,10 @@ class _Walk:
         if not self._alone and _matrices(changed) > _matrices(same):
             for one in [*changed, *(one for one in wrong if not one.causes)]:
                 one.causes = {MergeCause.OTHER_BASE: ""}
+        through = [one for one in self.found.tensors if (one.reason or "").startswith("rounded through ")]
+        if through:
+            text = f"{counted(len(through), 'tensor')}, such as {through[0].name}, {through[0].reason}"
+            self._note(MergeCause.LOSS, text, [one.name for one in through], "warning")
         alone = [one for one in wrong if set(one.causes) == {MergeCause.NOT_MERGED}]
         right = [one.name for one in adapted if one not in alone]
         if not alone or not right:
@@ -443,11 +473,13 @@ def _tower(alone: list[str], right: list[str]) -> str:
     return ""
 
 
-def _is_cast(actual: torch.Tensor, base: torch.Tensor) -> bool:
-    """Report whether a tensor is another one cast to its dtype, maybe by way of a half type."""
-    halves = (half for half in (torch.bfloat16, torch.float16) if half not in (actual.dtype, base.dtype))
-    ways = itertools.chain((base,), (base.to(half) for half in halves))
-    return actual.shape == base.shape and any(same_bits(actual, one.to(actual.dtype)) for one in ways)
+def _way_of_cast(actual: torch.Tensor, base: torch.Tensor) -> str | None:
+    """Return by way of which half type a tensor is another one cast to its dtype: empty of none, None if it is not."""
+    if actual.shape == base.shape:
+        for half in (None, *(one for one in HALF_TYPES if one not in (actual.dtype, base.dtype))):
+            if same_bits(actual, (base if half is None else base.to(half)).to(actual.dtype)):
+                return "" if half is None else name_of(half)
+    return None
 
 
 def _state(name: str, stored: Stored, target: Target | None) -> TensorState:

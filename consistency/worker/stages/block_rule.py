@@ -142,8 +142,8 @@ def record_given(context: Context, stage: str, mode: str, reference: Reference) 
 
 
 OTHER_HOST = (
-    "float64 rounds otherwise on this host: what its blocks are given has other bits, and so may have what a healthy "
-    "device of the same kind computes"
+    "what its blocks are given has other bits, of other weights, another config or inputs, or of float64 that rounds "
+    "otherwise on this host; and so may have what a healthy device of the same kind computes"
 )
 
 

@@ -216,6 +216,55 @@ def test_keys_that_match_nothing(tmp_path: Path) -> None:
     assert "with model. in the place of nothing they would" in message(found, MergeCause.KEYS)
 
 
+@pytest.mark.parametrize("factor", [1.01, 1.001, 1.0004])
+def test_a_scaling_that_is_a_little_off_is_no_product_in_tf32(tmp_path: Path, factor: float) -> None:
+    """Each element is within what products in TF32 may be off, but all are off the same way."""
+    case = llama(tmp_path)
+    assert kinds(checked(case, tmp_path, {**case.right(), Q: case.with_delta(Q, factor)})) == [MergeCause.OFF]
+
+
+def test_products_in_tf32_are(tmp_path: Path) -> None:
+    """Cut as a tensor core cuts them, and rounded."""
+    case, bits = llama(tmp_path), ~((1 << 13) - 1)
+    for more in (0, 1 << 12):
+        merged = dict(case.tensors)
+        for name, (scaling, b, a) in case.deltas.items():
+            cut = [((one.view(torch.int32) + more) & bits).view(torch.float32).double() for one in (b, a)]
+            merged[name] = (case.tensors[name].double() + scaling * (cut[0] @ cut[1])).float()
+        found = checked(case, tmp_path, merged)
+        assert kinds(found) == []
+        assert any("products in TF32 (14 matrices)" in one.message for one in found.findings)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_values_that_went_through_a_half_type_are_told(tmp_path: Path, half: torch.dtype) -> None:
+    case = llama(tmp_path)
+    through = {name: tensor.to(half).float() for name, tensor in case.right().items()}
+    for name in (Q, "lm_head.weight"):
+        found = checked(case, tmp_path, {**case.right(), name: through[name]})
+        assert (found.verdict, kinds(found)) == ("consistent", [MergeCause.LOSS])
+        assert f"1 tensor, such as {name}, rounded through" in message(found, MergeCause.LOSS)
+
+
+def test_a_tied_head_that_peft_has_saved_beside_its_embedding(tmp_path: Path) -> None:
+    """As `modules_to_save` with `ensure_weight_tying` leaves it; one that differs has no place."""
+    case = llama(tmp_path)
+    settings = {**json.loads((case.base / "config.json").read_text()), "tie_word_embeddings": True}
+    case = save(
+        tmp_path / "tied", {n: t for n, t in case.tensors.items() if n != "lm_head.weight"}, settings, [*case.deltas]
+    )
+    table, names = torch.ones(64, 32), ("lm_head", "model.embed_tokens")
+    saved = {f"{PREFIX}{name}.weight": table.clone() for name in names}
+    modules = sorted({name.split(".")[-2] for name in case.deltas})
+    change_adapter(
+        case, lambda t: t.update(saved), target_modules=modules, modules_to_save=["lm_head", "embed_tokens"]
+    )  # PEFT reads it: the head is in no file of the base
+    right = {**case.right(), "model.embed_tokens.weight": table}
+    assert kinds(checked(case, tmp_path, right, settings)) == []
+    change_adapter(case, lambda t: t.update({f"{PREFIX}lm_head.weight": table + 1}))
+    assert kinds(checked(case, tmp_path, right, settings)) == [MergeCause.KEYS]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_that_differs_from_its_embedding(tmp_path: Path, tied: bool) -> None:
     case = llama(tmp_path)

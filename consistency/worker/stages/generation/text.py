@@ -247,7 +247,7 @@ def _record_partings(
     context.record.fact(
         Stage.GENERATION, WHOLE_MODEL, TEXT, status="within",
         reason=f"{tied} of {len(gap)} tokens are nearly tied: two healthy devices write the same text for some {own}"
-        + (f" (at least {', '.join(rest)})" if rest else ""),
+        + (f" (in others at least: {', '.join(rest)})" if rest else ""),
         evidence={
             "nearly_tied": tied, "steps": len(gap), "unlike": unlike, "tokens": {n: c for n, c in tokens.items() if c},
         },
@@ -276,7 +276,7 @@ def share_unlike(one: torch.Tensor, other: torch.Tensor, pairs: torch.Tensor) ->
 
 
 def _some(tokens: float | None) -> str:
-    return "a million tokens" if tokens is None else counted(max(1, round(tokens)), "token")
+    return "1,000,000 tokens" if tokens is None else counted(max(1, round(tokens)), "token")
 
 
 def _words(context: Context, *ids: int) -> list[str]:
