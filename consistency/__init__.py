@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from consistency.case.options import Options
     from consistency.case.tolerance import Override
     from consistency.errors import ConsistencyError
-    from consistency.worker.text_check import TextReport, check_text
+    from consistency.worker.text_check import Text, TextReport, check_text
     from consistency.worker.wrapper_check import WrapperReport, check_wrapped
     from consistency.workflows.api import (
         Comparison,
@@ -38,6 +38,7 @@ __all__ = [
     "Override",
     "Report",
     "SuiteResult",
+    "Text",
     "TextReport",
     "WrapperReport",
     "__version__",
@@ -69,6 +70,7 @@ _HOMES = {
     "run": "consistency.workflows.api",
     "run_suite": "consistency.workflows.api",
     # these import torch when they are used
+    "Text": "consistency.worker.text_check",
     "TextReport": "consistency.worker.text_check",
     "check_text": "consistency.worker.text_check",
     "WrapperReport": "consistency.worker.wrapper_check",

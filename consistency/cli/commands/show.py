@@ -58,12 +58,13 @@ def _show(parsed: argparse.Namespace) -> int:
     found = read_suite(parsed.report)
     if found is not None:
         return _show_suite(parsed, *found)
+    folder: str | None
     if parsed.redact:
         comparison, redaction = read_redacted(parsed.report)
         folder = redaction.text(str(parsed.report.resolve()))
     else:
         comparison, read = read_comparison(parsed.report)
-        folder = str(read)
+        folder = None if parsed.report.suffix == ".zip" else str(read)  # which has no captures to go on with
     if parsed.out is not None:
         if chosen := _chosen(parsed):
             got = " and ".join(chosen)
@@ -105,7 +106,7 @@ def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) ->
     return 0
 
 
-def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: str) -> int:
+def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: str | None) -> int:
     from consistency.report import terminal
     from consistency.report.findings import findings_of
 

@@ -175,7 +175,7 @@ def _inputs(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             severity="error",
             message=f"forward · {some(workers)} had different inputs than {some(first)}: outputs cannot be compared",
             workers=workers,
-            next="give the same --inputs, --level and base to every capture",
+            next="give the same --inputs, --level, base and tokenizer to every capture",
         )
 
 

@@ -88,6 +88,7 @@ def diff(actual: Path, expected: Path, *, allow_pickle: bool = False) -> Compari
         *find_causes(tensors, next_step=lambda _: _what_is_in_it(actual, expected)),
         *not_finite,
         *find_settings(actual, expected, labels),
+        *find_files_of_text(actual, expected, labels),
         *rounded,
         *_renamed(a, e, labels),
     )
@@ -314,6 +315,7 @@ def _summary(label: str) -> WorkerSummary:
 
 
 _FILES = ("adapter_config.json", "config.json")
+_OF_TEXT = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 # origin, versions and intended use: no value of a forward pass depends on these
 _HARMLESS = frozenset((
@@ -348,6 +350,16 @@ def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iter
                 texts = [f"{key} is {got.get(key)!r}, was {wanted.get(key)!r}" for key in chosen[:_MOST_KEYS]]
                 text = "; ".join(filter(None, [*texts, and_more(len(chosen) - _MOST_KEYS)]))
                 yield _finding(severity, f"{name} of {labels[0]} differs: {text}", labels)
+
+
+def find_files_of_text(actual: Path, expected: Path, labels: tuple[str, str]) -> Iterator[Finding]:
+    """Yield a note for each file on how text is read and written, where both folders have it with other bytes."""
+    for name in _OF_TEXT:
+        files = [folder / name for folder in (actual, expected)]
+        if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
+            yield _finding(
+                "note", f"{name} of {labels[0]} differs: the same text may be read or written otherwise", labels
+            )
 
 
 def _finding(severity: Severity, message: str, labels: tuple[str, str]) -> Finding:

@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from consistency.worker.text_check.check import check_text
 from consistency.worker.text_check.report import TextReport, TextResult, TokenGap
+from consistency.worker.text_check.texts import Text
 
-__all__ = ["TextReport", "TextResult", "TokenGap", "check_text"]
+__all__ = ["Text", "TextReport", "TextResult", "TokenGap", "check_text"]

@@ -47,8 +47,6 @@ from consistency.worker.stages.block_rule import LEAST_PASSES, draw, limits_of, 
 from consistency.worker.stages.context import Context
 
 TEXT = "text"
-"""The name of the fact."""
-
 _PATH, _GAP, _UNLIKE = "path", "gap", "unlike"
 _DOES_NOT = "the model does not generate: "
 
