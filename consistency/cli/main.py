@@ -104,7 +104,9 @@ def _answer(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        _complain(str(ConsistencyError(error.strerror or str(error), where=error.filename or "this host")))
+        _complain(
+            str(ConsistencyError(error.strerror or str(error), where=error.filename or "--out, or a temporary file"))
+        )
         return 2
     except Exception as error:
         if _NO_THREAD in str(error):

@@ -100,7 +100,8 @@ def _loaded(context: Context) -> MultiAdapterModel:
     state, expected = model.state_dict(keep_vars=True), {}
     for one in case.adapters:
         files = WeightFiles.of_adapter(one.path, allow_pickle=case.allow_pickle)
-        every = expected_adapter(model, files, one.name)
+        with model_code(context.device, f"PEFT does not load {one.name} again beside the others: ", kinds=(KeyError,)):
+            every = expected_adapter(model, files, one.name)
         expected[one.name] = {name: its for name, its in every.items() if not is_made_anew(state, name, one.name)}
     return MultiAdapterModel(context=context, model=model, expected=expected, inputs=inputs, alone=alone, off=off)
 
@@ -118,10 +119,9 @@ def _load_again(context: Context, model: Any) -> None:
         set_peft_model_state_dict(model, weights, adapter_name=one.name)
     half = sorted({name_of(p.dtype) for p in context.base.model.parameters() if p.dtype in _WIDENED})
     if half and context.job.autocast_adapter_dtype:
-        version = importlib.metadata.version("peft")
         reason = (
-            f"PEFT {version} rounds an adapter that it loads beside another to {half[0]}, the dtype of the base, which "
-            "PEFT 0.19 does not: the files were loaded again before they were compared"
+            f"PEFT {importlib.metadata.version('peft')} rounds an adapter that it loads beside another to {half[0]}, "
+            "the dtype of the base, which PEFT 0.19 does not: the files were loaded again before they were compared"
         )
         context.record.fact(STAGE, "load_adapter", "values", status="skipped", reason=reason)
 
