@@ -220,7 +220,7 @@ def trace_module(
     """
     blocks = blocks_of(model)
     parts = {f"{path}.{part}": child for path, block in blocks.items() for part, child in parts_of(block).items()}
-    is_part = name == f"{layer}::" and layer in parts
+    is_part = name.partition("@")[0] == f"{layer}::" and layer in parts
     holder = layer if is_part else next((path for path in blocks if f"{layer}.".startswith(f"{path}.")), None)
     if holder is None:
         raise NotTracedError("it is made outside of the blocks")
