@@ -104,9 +104,7 @@ def _answer(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        _complain(
-            str(ConsistencyError(error.strerror or str(error), where=error.filename or "--out, or a temporary file"))
-        )
+        _complain(str(ConsistencyError(error.strerror or str(error), where=error.filename or "this host")))
         return 2
     except Exception as error:
         if _NO_THREAD in str(error):

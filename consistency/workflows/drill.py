@@ -167,9 +167,8 @@ def prepare_trials(
     names = tuple(info.spec.name for info in devices)
     accelerated = [info for info in devices if not info.spec.is_cpu]
     healthy: Comparison | None = None
-    own = without_fault(faults, dataclasses.replace(options, devices=names), several)
-    if is_own(options) and own.stages:
-        plan = pipeline.prepare(own)
+    if is_own(options) and (own := without_fault(faults, options, several)).stages:
+        plan = pipeline.prepare(dataclasses.replace(own, devices=names))
         plan = dataclasses.replace(plan, case=msgspec.structs.replace(plan.case, load_paths=_load_paths(faults, plan)))
         watched = None if out is None else out / HEALTHY
         healthy = pipeline.run(plan, watched, watch=watch, replace=replace).comparison

@@ -55,6 +55,11 @@ class Subject:
     has_form: bool = True  # whether merged weights have a closed form
     splits: bool = True  # whether ranks that hold one model by a plan hold parts of the adapter's tensors
 
+    @property
+    def of_text(self) -> Mapping[str, Any]:
+        """Return the base's config, with what a model of images and text has of the text."""
+        return {**self.base_config, **(self.base_config.get("text_config") or {})}
+
     def of_lora(self, part: str) -> list[str]:
         """Return the layers whose tensor of this part (`lora_A`, `lora_B`) the adapter's file holds."""
         return [name.partition(f".{part}")[0].removeprefix("base_model.model.") for name in self.tensors
@@ -202,16 +207,16 @@ def _tokens(subject: Subject) -> str:
 
 
 def _positions(subject: Subject) -> str:
-    config = {**subject.base_config, **(subject.base_config.get("text_config") or {})}
+    config = subject.of_text
     counts = not config.get("is_encoder_decoder") and not config.get("alibi") and not _COUNTED.isdisjoint(config)
     return "" if counts else "`generate` gives this base no positions of the tokens"
 
 
 def _keys(subject: Subject) -> str:
-    config = {**subject.base_config, **(subject.base_config.get("text_config") or {})}
-    if "state_size" not in config and not _HEADS.isdisjoint(config):  # Mamba's heads have states
-        return ""
-    return "the base keeps no keys of its tokens"
+    has_keys = "state_size" not in subject.of_text and not _HEADS.isdisjoint(
+        subject.of_text
+    )  # Mamba's heads have states
+    return "" if has_keys else "the base keeps no keys of its tokens"
 
 
 def _plan(subject: Subject) -> str:

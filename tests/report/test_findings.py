@@ -10,10 +10,12 @@ from consistency.capture.records import TensorRecord
 from consistency.case.stages import Stage, stages_of
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Finding
+from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.report.findings import findings_of
 from tests.comparison.made_records import computed, digest, moved
 from tests.conftest import MakeCapture
+from tests.report.made_comparisons import faulty
 
 
 @pytest.mark.parametrize("stage", stages_of(lambda spec: spec.together))
@@ -63,6 +65,17 @@ def test_bytes_that_were_not_stored_are_bisected(make_capture: MakeCapture) -> N
     lost = moved(held="b", stage="base", measure=None, word=Word.DIFFERS)
     finding = shown(make_capture, lost, WRONG, right=(moved(stage="base"), computed(layer="layers.1.q")))
     assert finding.next == "consistency bisect out --finding 1 --base base --adapter adapter"
+
+
+@pytest.mark.parametrize(("rule", "shown"), [("peer", "run"), ("bitwise", "reproduce")])
+def test_what_workers_are_compared_in_with_each_other_is_not_reproduced(rule: Rule, shown: str) -> None:
+    """`reproduce` had no tensor of a projection that each worker makes anew, and named itself as the way out."""
+    plain = faulty()
+    tensors = tuple(msgspec.structs.replace(one, rule=rule) for one in plain.tensors)
+    (finding, *_) = findings_of(msgspec.structs.replace(plain, tensors=tensors), "out")
+    assert str(finding.next).startswith(
+        ("consistency run", "consistency bisect") if shown == "run" else f"consistency {shown}"
+    )
 
 
 def test_a_bisection_is_allowed_what_the_case_names(make_capture: MakeCapture) -> None:

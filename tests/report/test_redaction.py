@@ -210,10 +210,10 @@ def test_a_home_folder_is_named_and_may_have_a_space(monkeypatch: pytest.MonkeyP
 def test_the_base_that_an_adapter_names_is_taken_out_and_short_words_stay() -> None:
     """`a` is a folder that a command names, and a word of every sentence."""
     said = "adapter_config.json names another base: acme-secret-model, this one is llama; a second run"
-    report = {"command": ["consistency", "run", "--adapter", "../cp/a"], "findings": [{"message": said}]}
-    assert redaction_of(report).value(report)["findings"][0]["message"] == said.replace(
-        "acme-secret-model", "<other-base>"
-    )
+    command = ["consistency", "run", "--base", "../cp/llama", "--adapter", "../cp/a"]
+    report = {"command": command, "base": "/cp/llama", "adapter": "/cp/a", "findings": [{"message": said}]}
+    found = redaction_of(report).value(report)["findings"][0]["message"]
+    assert found == "adapter_config.json names another base: <other-base>, this one is <base>; a second run"
 
 
 def test_what_names_nobody_stays() -> None:

@@ -53,7 +53,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _show(parsed: argparse.Namespace) -> int:
     from consistency.report import json, terminal
-    from consistency.workflows.report_folder import read_comparison, read_redacted, read_suite
+    from consistency.workflows.report_folder import CAPTURES, read_comparison, read_redacted, read_suite
 
     found = read_suite(parsed.report)
     if found is not None:
@@ -64,7 +64,8 @@ def _show(parsed: argparse.Namespace) -> int:
         folder = redaction.text(str(parsed.report.resolve()))
     else:
         comparison, read = read_comparison(parsed.report)
-        folder = None if parsed.report.suffix == ".zip" else str(read)  # which has no captures to go on with
+        is_whole = comparison.captures or (read / CAPTURES).exists()  # else no command could go on with it
+        folder = str(read) if is_whole else None
     if parsed.out is not None:
         if chosen := _chosen(parsed):
             got = " and ".join(chosen)

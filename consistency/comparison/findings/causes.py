@@ -258,7 +258,8 @@ def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counte
 def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]:
     """Return what was computed with wrong bytes, on every worker and load path, by the first cause of these.
 
-    And choices in a block of which other results are wrong: these were computed with the reference's choices.
+    And choices in a block of which a result is wrong that is not of a module that holds the chooser: all results were
+    computed with the reference's choices.
     """
     moved = {cause: group for cause, group in groups.items() if cause.stage in MOVES_WEIGHTS}
     every = {place for group in moved.values() for place in group.places}
@@ -273,11 +274,15 @@ def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]
             others = [
                 c for c in groups if (c.stage, c.workers) == (cause.stage, cause.workers) and c.word != cause.word
             ]
-            blocks = {other: {block_of(tensor.layer) for tensor in groups[other].tensors} for other in others}
-            own = {block_of(tensor.layer) for tensor in group.tensors}
-            if own <= set[str]().union(*blocks.values()):
-                found.setdefault(next(other for other in others if own & blocks[other]), []).append(cause)
+            of = [next((c for c in others if _leads_to(groups[c], tensor)), None) for tensor in group.tensors]
+            if of[0] is not None and None not in of:
+                found.setdefault(of[0], []).append(cause)
     return found
+
+
+def _leads_to(group: _Group, chosen: TensorComparison) -> bool:
+    block, chooser = block_of(chosen.layer), f"{chosen.layer}."
+    return any(block_of(t.layer) == block and not chooser.startswith(f"{t.layer}.") for t in group.tensors)
 
 
 def _is_of_the_file(cause: _Cause, group: _Group) -> bool:

@@ -35,14 +35,7 @@ from consistency.worker.merged_folder.difference import Difference, difference
 from consistency.worker.merged_folder.explain import Explanations, MergeQuestion, explain
 from consistency.worker.merged_folder.folder import Folder, Problem, Stored
 from consistency.worker.merged_folder.formats import open_weights
-from consistency.worker.merged_folder.orders import (
-    Effect,
-    MergeWriter,
-    Order,
-    OutsideElements,
-    rounded_through,
-    same_bits,
-)
+from consistency.worker.merged_folder.orders import Effect, MergeWriter, Order, OutsideElements, half_of, same_bits
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped"]
 
@@ -143,6 +136,7 @@ class _Walk:
         self.found = MergedFolder(problems=list(after.problems))
         self._writer, self._counting = MergeWriter(), threading.Lock()
         self._in_vain = 0
+        self._through: dict[str, str] = {}  # tensors whose values went through a half type, and its name
         self._base, self._merged = before.tensors, after.tensors
         self._alone = case.adapter is None
         by_names: Adapter | None = Adapter()
@@ -299,8 +293,8 @@ class _Walk:
         )  # fmt: skip
 
     def _low_rank(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget) -> None:
-        if (half := rounded_through(actual)) is not None and not torch.equal(actual, before.to(actual.dtype)):
-            actual, state.reason = actual.to(half), f"rounded through {name_of(half)}"
+        if (half := half_of(actual)) is not None and not torch.equal(actual, before.to(actual.dtype)):
+            actual, self._through[state.name] = actual.to(half), name_of(half)
         question = self._question(actual, before, target)
         wrong: list[tuple[int, OutsideElements]] = []
         effect, used = Effect(), Counter[Order]()
@@ -359,7 +353,7 @@ class _Walk:
         """Report whether a tensor holds a value in its own dtype; one that went by way of a half type is noted."""
         way = _way_of_cast(actual, value)
         if way:
-            state.status, state.reason = "within", f"rounded through {way}"
+            state.status, self._through[state.name] = "within", way
         return way is not None
 
     def _resized(self, state: TensorState, base: Stored, here: Stored, target: Target | None) -> None:
@@ -419,10 +413,11 @@ class _Walk:
         if not self._alone and _matrices(changed) > _matrices(same):
             for one in [*changed, *(one for one in wrong if not one.causes)]:
                 one.causes = {MergeCause.OTHER_BASE: ""}
-        through = [one for one in self.found.tensors if (one.reason or "").startswith("rounded through ")]
-        if through:
-            text = f"{counted(len(through), 'tensor')}, such as {through[0].name}, {through[0].reason}"
-            self._note(MergeCause.LOSS, text, [one.name for one in through], "warning")
+        if through := sorted(self._through):
+            text = (
+                f"{counted(len(through), 'tensor')}, such as {through[0]}, rounded through {self._through[through[0]]}"
+            )
+            self._note(MergeCause.LOSS, text, through, "warning")
         alone = [one for one in wrong if set(one.causes) == {MergeCause.NOT_MERGED}]
         right = [one.name for one in adapted if one not in alone]
         if not alone or not right:

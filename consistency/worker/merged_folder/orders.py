@@ -311,7 +311,7 @@ class MergeWriter:
             if order.tf32 and order is not self._last and best is not None and best.share < _least_in_tf32(actual, of):
                 continue
             found = judge(actual, of, order)
-            if order.tf32 and not found.outside and not _is_like_tf32(actual, of):
+            if order.tf32 and not found.outside and not _is_like_tf32(actual, of, order):
                 continue
             if best is None or found.share < best.share:
                 best = found
@@ -351,18 +351,20 @@ def _least_in_tf32(actual: torch.Tensor, of: LowRankSum) -> float:
     return min(moved, 1.0) / 8
 
 
-def rounded_through(actual: torch.Tensor) -> torch.dtype | None:
+def half_of(actual: torch.Tensor) -> torch.dtype | None:
     """Return the half type whose numbers all elements of a float32 tensor are, None where there is none."""
     halves = (torch.bfloat16, torch.float16) if actual.dtype == torch.float32 else ()  # which has more digits
-    return next((half for half in halves if same_bits(actual, rounded(actual, half))), None)
+    parts = (actual[:1], actual)  # most tensors are not, which one row shows
+    return next((half for half in halves if all(same_bits(one, rounded(one, half)) for one in parts)), None)
 
 
-def _is_like_tf32(actual: torch.Tensor, of: LowRankSum) -> bool:
+def _is_like_tf32(actual: torch.Tensor, of: LowRankSum, order: Order) -> bool:
     r"""Report whether a tensor differs along its delta by no more than products in TF32 make: they are no other scale.
 
     An operand that is rounded is off by at most 2⁻¹¹ either way, so the mean of n of them by
-    :math:`2^{-11} / \sqrt{3n}`. One that is cut is smaller by 0.72 · 2⁻¹¹ in the mean, two of them by less than 2⁻¹⁰.
-    Rounding the sum adds its own.
+    :math:`2^{-11} / \sqrt{3n}`: n is a third of that for normal values, whose squares are their weights, and
+    `_DEVIATIONS` leaves room for it. One that is cut is smaller by 0.72 · 2⁻¹¹ in the mean, since its fraction is
+    between 1 and 2, and two of them by less than 2⁻¹⁰. Base, delta and sum are rounded to the widest unit of the order.
     """
     rows = of.sample
     delta = of.delta(rows)
@@ -372,7 +374,9 @@ def _is_like_tf32(actual: torch.Tensor, of: LowRankSum) -> bool:
     exact = of.base[rows].double() + delta
     off = float(torch.dot((actual[rows].double() - exact).reshape(-1), delta.reshape(-1))) / square
     of_operands = math.sqrt(1 / of.left[rows].numel() + 1 / of.right.numel()) * 2**-11
-    of_sum = UNIT_ROUNDOFF.get(actual.dtype, 1.0) * math.sqrt(_square(exact) / square / exact.numel())
+    steps = (actual.dtype, order.product, order.delta, order.total)
+    unit = max(UNIT_ROUNDOFF.get(one, 1.0) for one in steps if one is not None)
+    of_sum = unit * math.sqrt((_square(exact) + square) / square / exact.numel())
     chance = _DEVIATIONS * (of_operands + of_sum) / math.sqrt(3)
     return -(2**-10) - chance <= off <= chance
 

@@ -225,8 +225,9 @@ class _BackwardPass(BlockPass):
         needs = any(boundary.given.requires_grad for _, boundary in call.inputs)
         needs = needs or any(parameter.requires_grad for parameter in call.block.parameters())
         for result, boundary, before in zip(own, made, passed, strict=True):
-            call.outputs.append(boundary if before is None else None)
-            if before is None:
+            is_new = before is None and id(result) in self._boundaries  # a block may return a result twice
+            call.outputs.append(boundary if is_new else None)
+            if is_new:
                 boundary.given.requires_grad_(result.requires_grad if keeps else needs)
                 self._left.append(boundary)
                 del self._boundaries[id(result)]  # which holds all that it was computed from

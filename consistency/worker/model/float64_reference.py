@@ -74,6 +74,12 @@ class Reference:
             return self.made[name]
         return read_tensor(self.path, name) if name in self.tables.names else None
 
+    def known(self, name: str) -> torch.Tensor:
+        """Return an exact tensor that the reference has, mapped from its file."""
+        value = self.read(name)
+        assert value is not None, name
+        return mapped(value)
+
     def given(self, mode: str, name: str, own: torch.Tensor) -> torch.Tensor:
         """Return what enters or leaves a block in the exact pass of a mode, as a device has it; else its own value."""
         value = self.incoming(mode, name, own)

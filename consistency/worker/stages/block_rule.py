@@ -120,10 +120,8 @@ def spread_in(reference: Reference, title: str, name: str) -> Spread | None:
     limits = reference.tables.limits.get(title, {}).get(name)
     if limits is None:
         return None
-    rows, columns = (reference.read(f"{title}|{kind}|{name}") for kind in ("rows", "columns"))
-    assert rows is not None
-    assert columns is not None
-    return Spread(rows=mapped(rows), columns=mapped(columns), limits=limits)
+    rows, columns = (reference.known(f"{title}|{kind}|{name}") for kind in ("rows", "columns"))
+    return Spread(rows=rows, columns=columns, limits=limits)
 
 
 def spread_of(context: Context, reference: Reference, name: str) -> Spread | None:

@@ -145,8 +145,11 @@ def test_choices_after_a_wrong_result_of_their_block_are_its_consequence() -> No
         "differs", [("forward::layers.1.mlp.gate.topk.decisions",)],
     )  # fmt: skip
     elsewhere = causes(flipped("2"), attention)
+    of_the_chooser = causes(
+        flipped("1"), tensor("layers.1.mlp", "on", "cuda:0", word=Word.DIFFERS, stage="forward", rule="block")
+    )
     on_another = causes(flipped("1"), tensor("layers.1.attn", "on", "cuda:1", word=Word.DIFFERS, stage="forward"))
-    for found in (elsewhere, on_another):
+    for found in (elsewhere, of_the_chooser, on_another):
         assert [finding.kind for finding in found] == ["decision-flipped", "differs"]
 
 

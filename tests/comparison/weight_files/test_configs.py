@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from consistency.comparison.result import Finding
-from consistency.comparison.weight_files.diff import find_settings
+from consistency.comparison.weight_files.diff import diff, find_settings
 
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 
@@ -59,3 +61,16 @@ def test_files_have_no_settings(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         (tmp_path / name).touch()
     assert list(find_settings(tmp_path / "b.safetensors", tmp_path / "a.safetensors", ("b", "a"))) == []
+
+
+def test_another_tokenizer_is_noted(tmp_path: Path) -> None:
+    """Equal weights that read another text were equal, without a word."""
+    for name, ids in (("a", "{}"), ("b", "[]")):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file({"x": np.zeros(2, np.float32)}, folder / "model.safetensors")
+        (folder / "tokenizer.json").write_text(ids)
+        (folder / "generation_config.json").write_text("{}")
+    found = diff(tmp_path / "b", tmp_path / "a")
+    (note,) = (one for one in found.findings if "tokenizer" in one.message)
+    assert (found.verdict, note.severity) == ("consistent", "note")

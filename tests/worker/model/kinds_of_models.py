@@ -39,6 +39,14 @@ def clip() -> Any:
     return transformers.CLIPVisionModel(config)
 
 
+def swin() -> Any:
+    """Its last stage returns what it makes twice, as the result and as what it was before it is made smaller."""
+    config = transformers.Swinv2Config(
+        image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4
+    )
+    return transformers.Swinv2ForImageClassification(config)
+
+
 def llava() -> Any:
     """Its language model takes hidden states of the vision tower, which transformers collects by hooks of its own."""
     vision = {**SMALL, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}
@@ -72,6 +80,7 @@ GIVEN: dict[Callable[[], Any], Tensors] = {
         "input_ids": torch.cat([torch.full((2, 4), 63), IDS], 1),
         "pixel_values": torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8),
     },
+    swin: {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)},
     clip: {"pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).reshape(2, 3, 16, 16)},
     mamba: {"input_ids": IDS},
     mixtral: {"input_ids": IDS},

@@ -120,9 +120,7 @@ class _Exact:
 
     def ratio(self, name: str, rows: list[Rows], dtype: torch.dtype) -> float | None:
         """Return the figures of a way's rows over their limits; None where they are not judged."""
-        found = self.reference.read(f"{self.mode}::{name}")
-        assert found is not None
-        exact, layer = mapped(found), ResultPlace.of(name).layer
+        exact, layer = self.reference.known(f"{self.mode}::{name}"), ResultPlace.of(name).layer
         flat = by_rows(exact, self.sequences.length)
         assert flat is not None
         ratios = []
@@ -230,11 +228,7 @@ def _exact(context: Context, sequences: Sequences, mode: str, reference: Referen
     watch = deciding(note if table else None, gradient=False, places=places)
     with half_kernels.computing(kernels), _in(context.model, mode), watch:
         run_by_blocks(context.model, inputs, functools.partial(reference.given, mode), take)
-    shapes = {}
-    for name in whole:
-        found = reference.read(f"{mode}::{name}")
-        assert found is not None
-        shapes[name] = torch.Size(found.shape)
+    shapes = {name: reference.known(f"{mode}::{name}").shape for name in whole}
     return _Exact(
         context=context, mode=mode, reference=reference, sequences=sequences.part(_SOME), shapes=shapes, whole=whole,
         undecided=_undecided(context, table, decided, len(sequences.ids) * sequences.length),

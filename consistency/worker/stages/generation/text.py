@@ -24,13 +24,13 @@ import torch
 
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.wording import counted
+from consistency.case.case import Case
 from consistency.case.recognition import has_tokenizer
 from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error_spread import Spread
 from consistency.numerics.exact import Float64Mode
-from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import ratio
 from consistency.numerics.words import Word
 from consistency.worker import cpu_error
@@ -81,7 +81,7 @@ def record_text(context: Context, sequences: Sequences) -> None:
             Stage.GENERATION, WHOLE_MODEL, TEXT, status="blocked" if is_lost else "skipped", reason=failure
         )
         return
-    path, exact, unlike = (mapped(_read(answer, name)) for name in (_PATH, LOGITS, _UNLIKE))
+    path, exact, unlike = (answer.known(name) for name in (_PATH, LOGITS, _UNLIKE))
     products = cpu_error.products_on(context.model, context.device)
     dtype = next(p.dtype for p in context.model.parameters() if p.dtype in UNIT_ROUNDOFF)
     spread, of_gap = spread_in(answer, products, LOGITS), spread_in(answer, products, _GAP)
@@ -99,12 +99,6 @@ def record_text(context: Context, sequences: Sequences) -> None:
         _record_prompt(context, number, own[number], path[number], limits)
     deviation = (of_gap.rows * of_gap.columns).sqrt()[:, 0]
     _record_partings(context, gaps[:, 0], deviation, dtype, unlike=float(unlike))
-
-
-def _read(reference: Reference, name: str) -> Any:
-    found = reference.read(name)
-    assert found is not None
-    return found
 
 
 def _written(model: Any, sequences: Sequences, see: Choose | None = None) -> torch.Tensor:
@@ -126,7 +120,7 @@ def _make(context: Context, model: Any, sequences: Sequences) -> Reference | str
     steps: list[torch.Tensor] = []
 
     def see(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        steps.append(scores.to(next(model.parameters()).dtype))
+        steps.append(scores.to(CPU))
         return scores
 
     try:
@@ -143,7 +137,7 @@ def _make(context: Context, model: Any, sequences: Sequences) -> Reference | str
             with half_kernels.computing(half_kernels.replacement(model, whole.numel())):
                 drawn, plain = draw(context, model, logits, LEAST_PASSES), logits()
             pairs = _two_largest(exact)
-            unlike = share_unlike(plain, torch.cat(steps).reshape(plain.shape), pairs)
+            unlike = share_unlike(plain, torch.cat(steps).reshape(plain.shape).to(plain.dtype), pairs)
             found = {
                 title: {
                     LOGITS: Spread.of(passes, exact),
@@ -194,8 +188,8 @@ def _record_prompt(context: Context, number: int, own: torch.Tensor, path: torch
         ratio(*limits.of(number, step, int(best[step]), int(own[step]))) if best[step] != own[step] else 0.0
         for step in range(known)
     ]
-    near = [limit / max(gap, 1e-9) for gap, limit in (limits.of(number, i, *map(int, pair))
-            for i, pair in enumerate(limits.pairs[number]))]  # fmt: skip
+    pairs = enumerate(limits.pairs[number].tolist())
+    near = [1 / max(1.0, ratio(*limits.of(number, at, *pair))) for at, pair in pairs]
     worst = max(range(known), key=shares.__getitem__)
     is_wrong = shares[worst] > 1
     step = worst if is_wrong else known - 1
@@ -244,8 +238,8 @@ def _record_partings(
     own, *rest = (f"{_some(count)} in {name}" for name, count in tokens.items())
     context.record.fact(
         Stage.GENERATION, WHOLE_MODEL, TEXT, status="within",
-        reason=f"{tied} of {len(gap)} tokens are nearly tied: two healthy devices write the same text for some {own}"
-        + (f" (in others at least: {', '.join(rest)})" if rest else ""),
+        reason=f"{tied} of {len(gap)} tokens are nearly tied: two healthy devices write the same text for {own}"
+        + (f"; in others at the earliest after {', '.join(rest)}" if rest else ""),
         evidence={
             "nearly_tied": tied, "steps": len(gap), "unlike": unlike, "tokens": {n: c for n, c in tokens.items() if c},
         },
@@ -274,20 +268,23 @@ def share_unlike(one: torch.Tensor, other: torch.Tensor, pairs: torch.Tensor) ->
 
 
 def _some(tokens: float | None) -> str:
-    return "1,000,000 tokens" if tokens is None else counted(max(1, round(tokens)), "token")
+    return "more than a million tokens" if tokens is None else f"some {counted(max(1, round(tokens)), 'token')}"
 
 
 def _words(context: Context, *ids: int) -> list[str]:
     """Return tokens as text, where the base has a tokenizer, and by their ids."""
-    pieces = _pieces(context, ids)
-    return [f"id {one}" if text == f" {one}" else f"{text!r} (id {one})" for one, text in zip(ids, pieces, strict=True)]
+    read = _reader(context.job.case)
+    return [f"id {one}" if read is None else f"{read.decode([one])!r} (id {one})" for one in ids]
 
 
 def _pieces(context: Context, ids: Sequence[int]) -> list[str]:
-    """Return tokens as text, or as their ids where the base has no tokenizer."""
-    case = context.job.case
-    read = None if case.factory is not None or not has_tokenizer(Path(case.base)) else _tokenizer(case.base)
+    """Return the parts of a text, or the ids of its tokens where the base has no tokenizer."""
+    read = _reader(context.job.case)
     return [f" {one}" if read is None else read.decode([one]) for one in ids]
+
+
+def _reader(case: Case) -> Any:
+    return None if case.factory is not None or not has_tokenizer(Path(case.base)) else _tokenizer(case.base)
 
 
 @functools.lru_cache(maxsize=2)

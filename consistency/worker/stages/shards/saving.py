@@ -36,15 +36,15 @@ def record_saved(
     with ranks.calling("saving the adapter"):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         state: dict[str, Any] = get_model_state_dict(model, options=options)
-    if ranks.rank != 0:
-        return
-    try:
-        with model_code(model, "PEFT does not save it from a model in parts: "):
-            adapted: Any = model
-            adapted.save_pretrained(str(folder), state_dict=state)
-    except Skip as why:  # the other ranks go on
-        context.record.skipped(stage, str(why), SAVED)
-        return
+        if ranks.rank != 0:
+            return
+        try:
+            with model_code(model, "PEFT does not save it from a model in parts: "):
+                adapted: Any = model
+                adapted.save_pretrained(str(folder), state_dict=state)
+        except Skip as why:  # the other ranks go on
+            context.record.skipped(stage, str(why), SAVED)
+            return
     in_file = load_peft_weights(str(folder), device="cpu")
     for name, tensor in gathered.items():
         key = context.expected[name][0]

@@ -275,7 +275,7 @@ def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> No
     """Train with an adapter that is added once the base is sharded, and record whether the ranks train the same."""
     case, before = context.job.case, cast("PeftModel", context.model)
     config = before.peft_config[ADAPTER_NAME]
-    if config.is_prompt_learning and config.peft_type != "PREFIX_TUNING":
+    if config.is_prompt_learning and config.peft_type not in {"PREFIX_TUNING", "CARTRIDGE"}:
         raise Skip("PEFT reads the base's embedding outside of its pass, where fully_shard has it in parts")
     model = load_base(case, str(context.device)).model
     with ranks.calling("fully_shard, and the adapter afterwards"):

@@ -203,6 +203,14 @@ def test_adapters_that_peft_does_not_load_together(several: Several) -> None:
     assert only.startswith("PEFT does not load two beside one")
 
 
+def test_an_adapter_that_peft_does_not_load_again_beside_others(several: Several) -> None:
+    """It asks the file of each for the trained tokens that another one has."""
+    tokens = lora(trainable_token_indices={"embed_tokens": [1, 2]})
+    found = several(one=lora(), two=tokens)
+    (only,) = skipped(found).values()
+    assert only.startswith("PEFT does not load one again beside the others: KeyError: ")
+
+
 def test_hotswap_that_clears_another_adapter_is_found_once(several: Several) -> None:
     """PEFT 0.21 takes every tensor whose name contains the adapter's name for one of it."""
     found = several(first=lora(), first_b=lora())
