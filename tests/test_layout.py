@@ -81,13 +81,6 @@ MANY_PARAMETERS = {
 """Functions with more than eight parameters."""
 
 
-LINES = {
-    "capture": 2600, "case": 4800, "cli": 2800, "comparison": 8100, "devices": 2900, "launch": 1900, "numerics": 7100,
-    "pytest_plugin": 1600, "report": 6800, "testing": 850, "worker": 28650, "workflows": 5100,
-}  # fmt: skip
-"""Lines of each package, blank ones and docstrings too: figures that only fall."""
-
-
 @functools.cache
 def sources() -> tuple[tuple[str, ast.Module], ...]:
     """Return the modules of the package, by their place in it."""
@@ -102,18 +95,6 @@ def sources() -> tuple[tuple[str, ast.Module], ...]:
 def test_a_file_is_found_by_its_name() -> None:
     names = Counter(place.rpartition("/")[2] for place, _ in sources())
     assert {name: count for name, count in names.items() if count > 2 and name != "__init__.py"} == MANY_FILES
-
-
-def test_no_package_grows() -> None:
-    """More code is paid for by less elsewhere in its package; where a package lost many lines, its figure falls too."""
-    found = {
-        package.name: sum(len(path.read_text(encoding="utf-8").splitlines()) for path in package.rglob("*.py"))
-        for package in PACKAGE.iterdir() if package.name in LINES
-    }  # fmt: skip
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"fixtures", "__pycache__"}
-    assert folders == found.keys() == LINES.keys()
-    off = {name: lines for name, lines in found.items() if not LINES[name] - 300 < lines <= LINES[name]}
-    assert off == {}, "above its figure: take as many lines away elsewhere in the package; far below: lower the figure"
 
 
 def test_a_class_is_found_by_its_name() -> None:
