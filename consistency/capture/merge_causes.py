@@ -43,6 +43,10 @@ class MergeCause(Explanation):
         "delta-of-another-part", "rows of a fused weight hold the delta of other rows in {}",
         "check the order in which the merge takes the parts of a fused weight: one after the other, or row by row",
     )  # fmt: skip
+    OTHER_LAYER = (
+        "delta-of-another-layer", "{} hold base + the delta of another layer",
+        "compare how the merge numbers and orders the blocks, and names their layers, with the keys of the adapter",
+    )  # fmt: skip
     EXPERT_ORDER = (
         "expert-order", "{} hold base + the factors of experts read in another order",
         "PEFT packs lora_B with the expert as the faster index, (out, rank, expert): read it so",
@@ -85,6 +89,14 @@ class MergeCause(Explanation):
         "delta-quantized-away", "quantizing after the merge took the adapter's effect: {}",
         "keep the merged weights in 16 bits, or quantize to more bits",
     )  # fmt: skip
+    OVERFLOW = (
+        "merge-overflow", "{} hold NaN or infinity, and base + adapter is finite there",
+        "merge in float32, and save in bfloat16 or float32, which have the range",
+    )  # fmt: skip
+    ADAPTER_NOT_FINITE = (
+        "adapter-not-finite", "the adapter itself holds NaN or infinity: {}",
+        "take an earlier checkpoint of the adapter: its training diverged, or its file was damaged",
+    )  # fmt: skip
     EMPTY_ADAPTER = (
         "empty-adapter", "the adapter changes nothing: {}",
         "was it trained, and saved from gathered weights? A rank of ZeRO-3 or FSDP has its part alone",
@@ -100,6 +112,10 @@ class MergeCause(Explanation):
     TIED = (
         "tied-weights", "embedding and head are tied by config.json: {}",
         "set tie_word_embeddings to false and save both, or train with ensure_weight_tying",
+    )  # fmt: skip
+    OTHER_HEAD = (
+        "another-head", "{}",
+        "nothing: a classifier has a head of its own, which is in the adapter's file",
     )  # fmt: skip
     RESIZED = (
         "resized", "{}",

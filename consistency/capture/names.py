@@ -102,8 +102,9 @@ CUT = "cut."
 MERGED_FOLDER = "merged_folder"
 """Stage and load path of the rows of `consistency check-merged`: the tensors of a folder that anybody's writer made."""
 
-ROLE, CAUSES = "role", "causes"
-"""Evidence of such a row: whether the adapter changes the tensor, has it whole or leaves it alone; what explains it."""
+ROLE, CAUSES, ZERO_DELTA = "role", "causes", "zero_delta"
+"""Evidence of such a row: whether the adapter changes the tensor, has it whole or leaves it alone; what explains it;
+that what the adapter adds is zero."""
 
 _TO = "->"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 MOST_NAMES = 6
 
@@ -37,6 +38,23 @@ def some(names: Sequence[str], most: int = MOST_NAMES) -> str:
     names = tuple(dict.fromkeys(names))
     texts = shortened(names, most)
     return ", ".join(texts) if len(names) <= most else f"{', '.join(texts[:-1])} {texts[-1]}"
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Write whole numbers as ranges: `0-3, 7`."""
+    ordered = sorted(set(numbers))
+    runs = itertools.groupby(enumerate(ordered), key=lambda placed: placed[1] - placed[0])
+    ends = [[number for _, number in run] for _, run in runs]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
+
+
+def layers_text(names: Iterable[str], most: int = 8) -> str:
+    """Write layers by their last part and the numbers of their blocks: `o_proj, q_proj in layers 0-3, 7`."""
+    names = list(names)
+    kinds = some([name.rpartition(".")[2] for name in names], most)
+    blocks = [next((int(part) for part in name.split(".") if part.isdigit()), None) for name in names]
+    numbers = numbers_text(number for number in blocks if number is not None)
+    return f"{kinds} in {'layer' if numbers.isdigit() else 'layers'} {numbers}" if numbers else kinds
 
 
 def size(count: int) -> str:

@@ -102,6 +102,26 @@ class Parser(argparse.ArgumentParser):
         return f"`{self.prog} --help` lists what it takes"
 
 
+class Once(argparse.Action):
+    """Take a value once: argparse lets the last of several win, and nobody sees what became of the others.
+
+    `instead` is what to do who has several.
+    """
+
+    def __init__(self, *args: Any, instead: str | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._instead = instead
+
+    def __call__(
+        self, _: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """Store the value; raise `UsageError` where one was given before."""
+        earlier = getattr(namespace, self.dest)
+        if earlier is not None:
+            raise UsageError(f"{option} was given twice", got=f"{earlier} and {values}", hint=self._instead)
+        setattr(namespace, self.dest, values)
+
+
 def layout(examples: Sequence[Example], statuses: Mapping[int, str]) -> dict[str, Any]:
     """Return what every parser is made with; its help ends with the meaning of its exit statuses and the examples."""
     lines = [f"  # {what}\n  {line}" for what, line in examples]

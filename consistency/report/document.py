@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from consistency.capture.adapter_remarks import AdapterFlaw
 from consistency.capture.engine_causes import Cause
 from consistency.capture.merge_causes import MergeCause
 from consistency.comparison.kinds import FindingKind
@@ -23,7 +24,7 @@ EXPLAINED = "what this means, what causes it, and what to do"
 
 _EXPLAIN = "consistency.cli.commands.explain"
 _EXPLAINED: frozenset[str] = frozenset(
-    {*Word, *FindingKind, *Cause, *MergeCause}
+    {*Word, *FindingKind, *Cause, *MergeCause, *AdapterFlaw}
 )  # a stranger's report may have other kinds
 _MOST_EXPLAINED = 5
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 import msgspec
 
 from consistency.capture.merge_causes import MergeCause
-from consistency.capture.names import CAUSES, MERGED_FOLDER, ROLE
+from consistency.capture.names import CAUSES, MERGED_FOLDER, ROLE, ZERO_DELTA
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, listed, some, time_of
 from consistency.case.duration import duration_text
@@ -144,13 +144,19 @@ def of_merged(comparison: Comparison) -> tuple[str, str]:
     rows = [tensor.outcomes[-1] for tensor in comparison.tensors]
     adapted = [row for row in rows if row.evidence.get(ROLE) in ("adapted", "saved")]
     right = sum(row.status in ("equal", "within") for row in adapted)
+    unchanged = sum(row.status in ("equal", "within") and ZERO_DELTA in row.evidence for row in adapted)
     wrong = [set(row.evidence.get(CAUSES, ())) for row in adapted if row.status == "outside"]
     alone = sum(bool(causes) and causes <= _BASE_ALONE for causes in wrong)
-    parts = [f"{right} of {counted(len(adapted), 'adapted tensor')} hold{'s' if right == 1 else ''} base + adapter"]
+    merged = right - unchanged
+    parts = [f"{merged} of {counted(len(adapted), 'adapted tensor')} hold{'s' if merged == 1 else ''} base + adapter"]
+    if unchanged:
+        parts.append(f"{unchanged} hold{'s' if unchanged == 1 else ''} the base, to which the adapter adds nothing")
+    if broken := sum(causes == {MergeCause.ADAPTER_NOT_FINITE} for causes in wrong):
+        parts.append(f"{broken} cannot be judged, since the adapter is not finite there")
     parts += [f"{alone} hold{'s' if alone == 1 else ''} the base alone"] if alone else []
     missing = sum(row.status == "missing" for row in adapted)
     parts += [f"{missing} {'is' if missing == 1 else 'are'} missing"] if missing else []
-    others = len(adapted) - right - alone - missing - sum(row.status == "skipped" for row in adapted)
+    others = len(adapted) - right - alone - missing - broken - sum(row.status == "skipped" for row in adapted)
     parts += [f"{others} {'is' if others == 1 else 'are'} something else"] if others else []
     left = [row for row in rows if row.evidence.get(ROLE) == "untouched"]
     changed = sum(row.status in BAD for row in left)
@@ -164,6 +170,12 @@ def of_merged(comparison: Comparison) -> tuple[str, str]:
         return "COMPARED", f"{changed} of {counted(len(left), 'tensor')} differ from the base"
     if comparison.verdict != "inconsistent":
         what = "MERGED" if comparison.verdict == "consistent" else "NOT ALL JUDGED"
+        if unchanged and unchanged == len(adapted):
+            what = "NOTHING TO MERGE"
+    elif broken and right + broken == len(adapted) and not changed:
+        what = "BROKEN ADAPTER"
+    elif skipped and right + sum(row.status == "skipped" for row in adapted) == len(adapted) and not changed:
+        what = "NOT ALL JUDGED"
     elif not adapted or alone == len(adapted):
         what = "NOT MERGED"
     elif right + alone + missing == len(adapted):

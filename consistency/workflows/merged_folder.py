@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
+from consistency.capture.adapter_remarks import AdapterRemark
 from consistency.capture.merge_causes import MergeCause
-from consistency.capture.names import CAUSES, MERGED_FOLDER, ROLE, split_name
-from consistency.capture.wording import and_more, counted, some
+from consistency.capture.names import CAUSES, MERGED_FOLDER, ROLE, ZERO_DELTA, split_name
+from consistency.capture.wording import and_more, counted, layers_text, some
 from consistency.case import recognition
 from consistency.case.case import Case
 from consistency.comparison.kinds import FindingKind
@@ -29,7 +30,6 @@ from consistency.comparison.result import (
     with_provenance,
 )
 from consistency.numerics.real import Real
-from consistency.report.ranges import ranges
 from consistency.worker.merged_folder.check import MergedFolder, TensorState, check
 from consistency.worker.merged_folder.folder import Problem
 from consistency.workflows.report_folder import output, refuse_among_weights, write_reports
@@ -71,7 +71,9 @@ def check_merged(
 def as_comparison(found: MergedFolder, case: Case, label: str) -> Comparison:
     """Return what was found as a comparison of the folder with base + adapter."""
     wrong = _wrong(found) if case.adapter is not None else _differences(found)
-    findings = in_order([*_problems(found.problems), *wrong, *_missing(found), *_notes(found)])
+    findings = in_order(
+        [*_problems(found.problems), *_remarks(found.remarks), *wrong, *_missing(found), *_notes(found)]
+    )
     skipped = any(state.status == "skipped" for state in found.tensors)
     is_wrong = any(finding.severity == "error" for finding in findings)
     names = (_REFERENCE, label)
@@ -99,6 +101,8 @@ def _row(state: TensorState, label: str) -> TensorComparison:
     evidence: dict[str, Any] = {ROLE: state.role}
     if state.causes:
         evidence[CAUSES] = {str(cause): text for cause, text in state.causes.items()}
+    if state.is_delta_zero:
+        evidence[ZERO_DELTA] = True
     if state.keys:
         evidence["names_in_folder"] = list(state.keys)
     row = Outcome(
@@ -132,18 +136,32 @@ def _problems(problems: Sequence[Problem]) -> Iterator[Finding]:
     for cause in dict.fromkeys(problem.cause for problem in problems):
         of = [problem for problem in problems if problem.cause is cause]
         texts = [*(one.text for one in of[:_MOST]), and_more(len(of) - _MOST)]
+        severity = min((problem.severity for problem in of), key=get_args(Severity).index)
         yield Finding(
             kind=cause,
-            severity="error" if any(one.severity == "error" for one in of) else "warning",
+            severity=severity,
             message=cause.sentence("; ".join(filter(None, texts))),
             tensors=tuple(name for one in of for name in one.tensors),
-            next=cause.todo,
+            next=None if severity == "note" else cause.todo,
+        )
+
+
+def _remarks(remarks: Sequence[AdapterRemark]) -> Iterator[Finding]:
+    """Yield a finding per flaw of the adapter itself."""
+    for remark in remarks:
+        yield Finding(
+            kind=remark.flaw, severity=remark.severity, message=f"the adapter: {remark.text}", next=remark.flaw.todo
         )
 
 
 def _wrong(found: MergedFolder) -> Iterator[Finding]:
     """Yield one finding where one explanation holds for all wrong tensors, else one per explanation."""
-    wrong = [state for state in found.tensors if state.status == "outside"]
+    said = {(problem.cause, name) for problem in found.problems for name in problem.tensors}
+    wrong = [
+        state
+        for state in found.tensors
+        if state.status == "outside" and not any((cause, state.name) in said for cause in state.causes)
+    ]
     common = set.intersection(*(set(state.causes) for state in wrong)) if wrong else set()
     groups: dict[tuple[MergeCause, ...], list[TensorState]] = {}
     for state in wrong:
@@ -161,6 +179,10 @@ def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], found:
     roles = {state.role for state in states}
     role = f"{next(iter(roles))} " if len(roles) == 1 else ""
     what = f"{len(states)} of {counted(sum(one.role in roles for one in found.tensors), f'{role}tensor')}"
+    shown = [] if states[0].causes and (shared or not any(texts.values())) else states
+    layer = split_name(states[0].name)[0]
+    if len(states) == 1 and not shown and layer not in texts[states[0].name]:
+        what = f"{what} ({states[0].name})"
     said: list[str] = []
     for cause in causes:
         text = cause.sentence("they" if said else what)
@@ -168,7 +190,6 @@ def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], found:
         own = states[0].causes.get(cause, "") if shared else ""
         said.append(f"{text}: {own}" if own else text)
     message, first = "; or ".join(said), causes[0]
-    shown = [] if states[0].causes and (shared or not any(texts.values())) else states
     return Finding(
         kind=first,
         severity="error",
@@ -192,23 +213,14 @@ def _differences(found: MergedFolder) -> Iterator[Finding]:
         assert state.difference is not None
         ranks.setdefault(state.difference.rank, []).append(state)
     for rank, of in sorted(ranks.items(), key=lambda item: -len(item[1])):
+        layers = [split_name(state.name)[0] for state in of]
         shares = [one.difference.share for one in of if one.difference is not None]
-        kinds = dict.fromkeys(split_name(state.name)[0].rpartition(".")[2] for state in of)
-        layers = ranged([state.name for state in of])
         size = f"{min(shares):.2%} to {max(shares):.2%} of the base's norm"
-        where = f" in layers {layers}" if layers else ""
         what = "full rank" if rank is None else f"rank {rank}, as a LoRA of that rank leaves"
         yield Finding(
             kind=FindingKind.DIFFERENCE, severity="note", tensors=_names(of),
-            message=f"{counted(len(of), 'tensor')} by {what}: {some(list(kinds), 8)}{where}; {size}",
+            message=f"{counted(len(of), 'tensor')} by {what}: {layers_text(layers)}; {size}",
         )  # fmt: skip
-
-
-def ranged(names: Iterable[str]) -> str:
-    """Return the numbers of the blocks that tensors are in, as ranges: `0-3, 7`."""
-    first = (next((int(part) for part in name.split(".") if part.isdigit()), None) for name in names)
-    numbers = sorted({number for number in first if number is not None})
-    return ", ".join(ranges(list(map(str, numbers)))) if numbers else ""
 
 
 def _detail(state: TensorState, text: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from consistency.capture.wording import and_more, counted, listed, shortened, size, some
+from consistency.capture.wording import and_more, counted, layers_text, listed, numbers_text, shortened, size, some
 
 
 @pytest.mark.parametrize("number", range(1, 30))
@@ -64,3 +64,19 @@ def test_counts_take_the_plural() -> None:
 )
 def test_sizes(count: int, text: str) -> None:
     assert size(count) == text
+
+
+@given(st.sets(st.integers(0, 40)))
+def test_ranges_stand_for_the_same_numbers(numbers: set[int]) -> None:
+    text = numbers_text(numbers)
+    unfolded: list[int] = []
+    for part in text.split(", ") if text else []:
+        first, _, last = part.partition("-")
+        unfolded += range(int(first), int(last or first) + 1)
+    assert unfolded == sorted(numbers)
+
+
+def test_layers_by_kind_and_block() -> None:
+    names = [f"model.layers.{n}.mlp.{kind}" for n in (0, 1, 2, 5, 7, 8) for kind in ("up_proj", "down_proj")]
+    assert layers_text(names) == "up_proj, down_proj in layers 0-2, 5, 7-8"
+    assert layers_text(["lm_head"]) == "lm_head"

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from consistency.capture.adapter_remarks import AdapterFlaw
 from consistency.capture.engine_causes import Cause
 from consistency.capture.merge_causes import MergeCause
 from consistency.capture.records import RecordStatus, WorkerStatus
@@ -29,6 +30,7 @@ WORDS: dict[str, Iterable[str]] = {
     "kind of finding": FindingKind,
     "mistake of an inference engine": Cause,
     "mistake of a merge": MergeCause,
+    "flaw of an adapter": AdapterFlaw,
     "verdict": {*get_args(Verdict), *get_args(SuiteVerdict)},
     "severity of a finding": get_args(Severity),
     "status of a row": {*get_args(Status), *get_args(RecordStatus)},
@@ -94,6 +96,11 @@ def test_a_mistake_of_a_merge_has_its_sentence_and_its_advice(cause: MergeCause)
     entry = entry_of("mistake of a merge", cause)
     assert cause.phrase == "{}" or entry.summary == cause.sentence("tensors")
     assert entry.action == f"{cause.todo[0].upper()}{cause.todo[1:]}."
+
+
+@pytest.mark.parametrize("flaw", AdapterFlaw)
+def test_a_flaw_of_an_adapter_has_its_advice(flaw: AdapterFlaw) -> None:
+    assert entry_of("flaw of an adapter", flaw).action == f"{flaw.todo[0].upper()}{flaw.todo[1:]}."
 
 
 @pytest.mark.parametrize("stage", SPECS)

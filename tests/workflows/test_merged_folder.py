@@ -7,13 +7,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import consistency
 from consistency.capture.merge_causes import MergeCause
 from consistency.cli.main import main
 from consistency.errors import UsageError
-from tests.worker.merged_folder.made_merges import Case, llama, write
+from tests.worker.merged_folder.made_merges import Case, change_adapter, llama, write
 
 
 @pytest.fixture
@@ -109,3 +110,56 @@ def test_diff_names_the_command(case: Case, capsys: pytest.CaptureFixture[str]) 
     folder = merged(case, right=True)
     assert main(["diff", str(case.base), str(folder)]) == 1
     assert f"next: consistency check-merged --base {case.base} {folder}" in capsys.readouterr().out
+
+
+def test_a_second_adapter_is_refused(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last of two would win, and the right folder of both would be called wrong."""
+    folder = merged(case, right=True)
+    assert main(command(case, folder, "--adapter", "another")) == 2
+    said = capsys.readouterr().err
+    assert "--adapter was given twice" in said
+    assert f"{case.adapter} and another" in said
+    assert "check the last one alone" in said
+
+
+def test_layers_without_a_delta_are_counted_apart(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    def untrain(tensors: dict[str, torch.Tensor]) -> None:
+        for key in tensors:
+            if "lora_B" in key and "layers.1." in key:
+                tensors[key] = torch.zeros_like(tensors[key])
+
+    change_adapter(case, untrain)
+    for name in case.deltas:
+        if "layers.1." in name:
+            case.deltas[name][1].zero_()
+    assert main(command(case, merged(case, right=True))) == 0
+    shown = capsys.readouterr().out
+    assert "MERGED   7 of 14 adapted tensors hold base + adapter; 7 hold the base, to which the adapter adds" in shown
+    assert "warning: the adapter: 7 of 14 adapted layers add nothing, since lora_B is zero there" in shown
+    assert "in layer 1" in shown
+
+
+def test_one_share_of_an_adapter_is_a_warning(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        for key in tensors:
+            if "lora_B" in key:
+                tensors[key][len(tensors[key]) // 4 :] = 0
+
+    change_adapter(case, cut)
+    for name in case.deltas:
+        factor = case.deltas[name][1]
+        factor[len(factor) // 4 :] = 0
+    assert main(command(case, merged(case, right=True))) == 0
+    shown = capsys.readouterr().out
+    assert "MERGED   14 of 14" in shown
+    assert "in 14 of 14 adapted layers all but the first of 4 equal parts of the rows of lora_B is zero" in shown
+
+
+def test_an_adapter_that_is_not_finite_is_no_fault_of_the_folder(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = merged(case, right=True)
+    change_adapter(case, lambda tensors: next(iter(tensors.values())).fill_(torch.nan))
+    assert main(command(case, folder)) == 1
+    shown = capsys.readouterr().out
+    assert "BROKEN ADAPTER   13 of 14 adapted tensors hold base + adapter; 1 cannot be judged" in shown

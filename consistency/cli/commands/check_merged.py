@@ -10,10 +10,15 @@ from pathlib import Path
 
 from consistency.case.options import Edge, add_options
 from consistency.cli.output import add_report_options, show_weights
+from consistency.cli.parser import Once
 
 EXAMPLES = (
     ("did my merge work?", "consistency check-merged --base ./llama --adapter ./my-lora ./merged"),
     ("what is in this folder?", "consistency check-merged --base ./llama ./merged"),
+)
+
+_ONE_AFTER_THE_OTHER = (
+    "of adapters that were merged one after the other, check the last one alone, with the base that holds all before it"
 )
 
 
@@ -23,10 +28,11 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "check-merged", _check, "check that a merged folder, by whatever writer, holds base + adapter", EXAMPLES
     )
     parser.add_argument("merged", type=Path, metavar="MERGED", help="folder of merged weights, or a file of them")
-    parser.add_argument("--base", type=Path, required=True, metavar="DIR", help="folder of the base")
+    parser.add_argument("--base", type=Path, action=Once, required=True, metavar="DIR", help="folder of the base")
     parser.add_argument(
-        "--adapter", type=Path, metavar="DIR", help="folder of the adapter; without it, what differs from the base"
-    )
+        "--adapter", type=Path, action=Once, instead=_ONE_AFTER_THE_OTHER, metavar="DIR",
+        help="folder of the adapter; without it, what differs from the base",
+    )  # fmt: skip
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=("allow_pickle", "trust_remote_code"))

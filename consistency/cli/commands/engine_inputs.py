@@ -8,6 +8,7 @@ from pathlib import Path
 
 from consistency.case.options import OPTIONS, Edge, add_options
 from consistency.cli.output import print_json
+from consistency.cli.parser import Once
 from consistency.errors import CaptureError
 from consistency.worker.engines import ENGINES
 
@@ -66,8 +67,10 @@ def _add_engine(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("inputs", type=Path, metavar="INPUTS", help="file that `consistency inputs` wrote")
     parser.add_argument("outputs", type=Path, metavar="OUTPUTS", help="file to write")
     parser.add_argument("--device", default="cpu", help="device that the engine runs on (default: cpu)")
-    parser.add_argument("--base", metavar="DIR", help="the base, where it is not in the folder that INPUTS names")
-    parser.add_argument("--adapter", metavar="DIR", help="the adapter, likewise")
+    parser.add_argument(
+        "--base", action=Once, metavar="DIR", help="the base, where it is not in the folder that INPUTS names"
+    )
+    parser.add_argument("--adapter", action=Once, metavar="DIR", help="the adapter, likewise")
     parser.add_argument("--force", action="store_true", help="replace OUTPUTS")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from consistency.capture.adapter_remarks import AdapterRemark, remarks_in
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import (
     DIGEST_FAULT,
@@ -72,6 +73,7 @@ def find_configs(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     bases: dict[str, dict[str, None]] = {}
     fields: dict[str, dict[str, None]] = {}
     layouts: dict[str, dict[str, None]] = {}
+    remarks: dict[AdapterRemark, dict[str, None]] = {}
     for p in compared:
         settings = p.records.get((Stage.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
         evidence = {} if settings is None else settings.evidence
@@ -81,6 +83,13 @@ def find_configs(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
             fields.setdefault(some(list(map(str, evidence[IGNORED_FIELDS]))), {})[p.label] = None
         if evidence.get(OLDER_LAYOUT):
             layouts.setdefault(str(evidence[OLDER_LAYOUT]), {})[p.label] = None
+        for remark in remarks_in(evidence):
+            remarks.setdefault(remark, {})[p.label] = None
+    for remark, labels in remarks.items():
+        yield Finding(
+            kind=remark.flaw, severity=remark.severity, workers=tuple(labels), message=f"adapter · {remark.text}",
+            next=remark.flaw.todo,
+        )  # fmt: skip
     for text, labels in bases.items():
         yield Finding(
             kind=FindingKind.OTHER_BASE, severity="note", workers=tuple(labels),

@@ -20,13 +20,16 @@ from typing import Any
 import msgspec
 import torch
 
+from consistency.capture.adapter_remarks import AdapterRemark
 from consistency.capture.names import module_place
 from consistency.case.adapter_fit import PLAIN, read_adapter
 from consistency.case.case import Case
 from consistency.errors import ConsistencyError
 from consistency.numerics.exact import Float64Mode
+from consistency.worker import determinism
 from consistency.worker.merged_folder.folder import Stored
 from consistency.worker.merged_folder.names import common_prefix
+from consistency.worker.model.drawn_on_loading import remark_on_draws
 from consistency.worker.model.expected_adapter import expected_adapter
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE, load_adapter, load_base
 from consistency.worker.model.merging import NO_MERGE, adapted_layers
@@ -67,6 +70,10 @@ class LowRankTarget:
     rank: int = 0
     flat: tuple[torch.Tensor, ...] = ()
     is_bias: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.left.shape[0], self.left.shape[1], self.right.shape[2]
 
     @property
     def is_zero(self) -> bool:
@@ -152,6 +159,8 @@ class Adapter:
         What takes the place of the base's tensors before they are adapted.
     shared : dict of str to int
         How many adapted modules have a tensor in common.
+    drawn : AdapterRemark or None
+        That loading it draws at random, so that no two loads merge to the same.
     """
 
     targets: dict[str, Target] = field(default_factory=dict)
@@ -159,6 +168,7 @@ class Adapter:
     renaming: str = ""
     bases: dict[str, torch.Tensor] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
+    drawn: AdapterRemark | None = None
 
     def add(self, target: Target) -> None:
         """Add a target; one that is saved whole, after what adapts it, is the base of that."""
@@ -291,7 +301,7 @@ def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) ->
 
 def _loaded(case: Case, stored: str, plain: Mapping[str, Target]) -> Adapter:
     """Load base and adapter, for methods that PEFT has to merge, or that take what they began as out of the base."""
-    found = Adapter()
+    found = Adapter(drawn=remark_on_draws(case))
     layers: dict[tuple[str, str], tuple[Any, ...]] = {}
     of_base = ""
     for dtype in ("auto", stored):
@@ -302,7 +312,8 @@ def _loaded(case: Case, stored: str, plain: Mapping[str, Target]) -> Adapter:
         origins: dict[str, str] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = load_adapter(loaded, case, origins=origins)  # in float32, as autocast_adapter_dtype has it
+            with determinism.seeded():  # every call says the same
+                model = load_adapter(loaded, case, origins=origins)  # in float32, as autocast_adapter_dtype has it
         taken: set[tuple[str, str]] = set()
         for name, layer in adapted_layers(model):
             for part, _ in layer.get_base_layer().named_parameters():

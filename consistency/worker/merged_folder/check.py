@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from consistency.capture.adapter_remarks import AdapterRemark
 from consistency.capture.merge_causes import MergeCause
-from consistency.capture.wording import counted
+from consistency.capture.names import split_name
+from consistency.capture.wording import and_more, counted, some
 from consistency.case.case import Case
 from consistency.devices.cores import available_cores
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
@@ -33,9 +35,17 @@ from consistency.worker.merged_folder.adapter import (
 from consistency.worker.merged_folder.by_method import judge_by_method
 from consistency.worker.merged_folder.difference import Difference, difference
 from consistency.worker.merged_folder.explain import Explanations, MergeQuestion, explain
-from consistency.worker.merged_folder.folder import Folder, Problem, Stored
+from consistency.worker.merged_folder.folder import Folder, Problem, Severity, Stored
 from consistency.worker.merged_folder.formats import open_weights
+from consistency.worker.merged_folder.non_finite import (
+    NonFiniteElements,
+    broken_tensors,
+    is_target_finite,
+    non_finite_elements,
+)
 from consistency.worker.merged_folder.orders import Effect, MergeWriter, Order, OutsideElements, half_of, same_bits
+from consistency.worker.model.trained_parts import remarks_on
+from consistency.worker.model.weight_files import WeightFiles
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped"]
 
@@ -44,6 +54,9 @@ _MOST_QUANTIZED = 1 << 27
 
 _MOST_IN_VAIN = 8
 """Tensors of which no mistake is found, until all others are only looked at for those that are quick to try."""
+
+_MOST_BROKEN = 4
+"""Tensors of the adapter that are not finite and are named."""
 
 _LEAST_LEFT = 0.5
 """Share of a delta that has to be left after quantizing; less is said."""
@@ -67,6 +80,8 @@ class TensorState:
         Index of one of these, its value, and the ends between which it should be.
     causes : dict of MergeCause to str
         What explains it, each with what it is about.
+    is_delta_zero : bool
+        Whether the adapter has something for it that adds nothing: a factor of zeros.
     """
 
     name: str
@@ -78,6 +93,7 @@ class TensorState:
     outside: int = 0
     worst: tuple[tuple[int, ...], float, float, float] | None = None
     causes: Explanations = field(default_factory=dict)
+    is_delta_zero: bool = False
     reason: str = ""
     keys: tuple[str, ...] = ()
     difference: Difference | None = None
@@ -98,10 +114,13 @@ class MergedFolder:
         Tensors by the order of roundings that explains them.
     effect : Effect
         What rounding took of the adapter's effect.
+    remarks : list of AdapterRemark
+        What is wrong with the adapter itself.
     """
 
     tensors: list[TensorState] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    remarks: list[AdapterRemark] = field(default_factory=list)
     mapping: list[str] = field(default_factory=list)
     orders: Counter[Order] = field(default_factory=Counter)
     effect: Effect = field(default_factory=Effect)
@@ -132,16 +151,21 @@ class _Walk:
     """The tensors of two folders, by the same names."""
 
     def __init__(self, case: Case, before: Folder, after: Folder) -> None:
-        self._before, self._after = before, after
+        self._case, self._before, self._after = case, before, after
+        self._model: Any = None  # transformers', without weights, where names had to be matched by it
         self.found = MergedFolder(problems=list(after.problems))
         self._writer, self._counting = MergeWriter(), threading.Lock()
         self._in_vain = 0
+        self._broken: list[tuple[str, str]] = []  # tensors of the adapter's file that are not finite, and where
         self._through: dict[str, str] = {}  # tensors whose values went through a half type, and its name
         self._base, self._merged = before.tensors, after.tensors
         self._alone = case.adapter is None
         by_names: Adapter | None = Adapter()
         if case.adapter is not None:
             by_names = open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle)
+            files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
+            self._broken = list(broken_tensors(files))
+            self.found.remarks += remarks_on((name, files.read(name)) for name in files.names())
         merged, how = names.renamed(self._merged, self._base)
         wanted = self._base if self._alone or by_names is None else by_names.targets
         if by_names is None or (merged.keys() - self._base.keys() and wanted.keys() - merged.keys()):
@@ -149,12 +173,14 @@ class _Walk:
             merged, how = names.renamed(self._merged, self._base)
         self._merged, self._adapter = merged, by_names
         self.found.mapping += how
+        if by_names.drawn is not None:
+            self.found.remarks.append(by_names.drawn)
         self.found.dtype = _most(self._merged.values())
         self._factors = [one for one in self._adapter.targets.values() if isinstance(one, LowRankTarget)]
 
     def _on_model(self, case: Case, by_names: Adapter | None) -> Adapter:
         """Bring base, folder and adapter to the names of transformers' model."""
-        model = names.model_of(case)
+        model = self._model = names.model_of(case)
         if model is not None:
             self._base, self._merged = (names.in_model(one, model) for one in (self._before, self._after))
             self.found.mapping.append(f"by transformers' names of {type(model).__name__}")
@@ -167,7 +193,7 @@ class _Walk:
         self._about_adapter()
         with concurrent.futures.ThreadPoolExecutor(max(1, available_cores() // torch.get_num_threads())) as pool:
             states = list(pool.map(self._one, self._base.items()))
-        self.found.tensors += [state for state in states if state is not None]
+        self.found.tensors += self._but_for_another_head([state for state in states if state is not None])
         for name in [one for one in self._merged if one not in self._base]:
             self._extra(name, self._merged[name])
         self._summed_up()
@@ -185,7 +211,26 @@ class _Walk:
         state.status, state.reason = ("skipped", unread) if unread else ("missing", "the folder does not have it")
         return state
 
-    def _note(self, cause: MergeCause, text: str, tensors: Iterable[str], severity: str = "error") -> None:
+    def _but_for_another_head(self, states: list[TensorState]) -> list[TensorState]:
+        """Leave out what the folder lacks because the adapter is for another class than the base: its own head.
+
+        A classifier that was trained on a base for text has no `lm_head`. The class is the adapter's, and the folder's
+        config has to name it too: a folder that loads as the base's class needs all of the base.
+        """
+        absent = {state.name for state in states if state.status == "missing"}
+        if self._alone or not absent:
+            return states
+        model = self._model or names.model_of(self._case)
+        if model is None or self._after.config.get("architectures", [type(model).__name__]) != [type(model).__name__]:
+            return states
+        left_out = absent & names.without_place(self._before, model)
+        if left_out:
+            lost = some(sorted(left_out))
+            text = f"the adapter is for {type(model).__name__}, which has no {lost}: the folder needs none"
+            self._note(MergeCause.OTHER_HEAD, text, (), "note")
+        return [state for state in states if state.name not in left_out]
+
+    def _note(self, cause: MergeCause, text: str, tensors: Iterable[str], severity: Severity = "error") -> None:
         self.found.problems.append(Problem(cause=cause, text=text, tensors=tuple(tensors), severity=severity))
 
     def _about_adapter(self) -> None:
@@ -200,6 +245,16 @@ class _Walk:
         nowhere = [name for name in adapter.targets if name not in self._base and name not in self._merged]
         if absent := [name for name in nowhere if not self._is_tied_head(name)]:
             self._note(MergeCause.KEYS, f"{counted(len(absent), 'tensor')}, such as {absent[0]}", absent)
+
+    def _about_broken_adapter(self) -> None:
+        """Name the adapter's tensors that are not finite, and how much of the folder cannot be judged for it."""
+        texts = [f"{name}: {where}" for name, where in self._broken[:_MOST_BROKEN]]
+        texts += filter(None, [and_more(len(self._broken) - _MOST_BROKEN, "tensor")])
+        unjudged = [one.name for one in self.found.tensors if MergeCause.ADAPTER_NOT_FINITE in one.causes]
+        if unjudged:
+            adapted = [one for one in self.found.tensors if one.role in ("adapted", "saved")]
+            texts.append(f"{len(unjudged)} of {counted(len(adapted), 'adapted tensor')} cannot be judged for it")
+        self._note(MergeCause.ADAPTER_NOT_FINITE, "; ".join(texts), unjudged)
 
     def _is_tied_head(self, name: str) -> bool:
         """Report whether a tensor that the adapter has whole is a head that is tied to an embedding, saved twice."""
@@ -233,6 +288,10 @@ class _Walk:
 
     def _judge(self, name: str, base: Stored, here: Stored, target: Target | None) -> TensorState:
         state = _state(name, here, target)
+        if target is not None and not is_target_finite(target):
+            state.wrong(state.elements)
+            state.causes = {MergeCause.ADAPTER_NOT_FINITE: ""}
+            return state
         if here.step is not None or here.dtype not in UNIT_ROUNDOFF or base.dtype not in UNIT_ROUNDOFF:
             self._quantized(state, base, here, target)
         elif isinstance(target, Replaced):
@@ -256,16 +315,35 @@ class _Walk:
     def _unquantized(
         self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, target: Target | None
     ) -> None:
+        made = non_finite_elements(actual, before, target)
         if target is None:
-            self._untouched(state, actual, before)
+            self._untouched(state, _without(made, actual, before), before)
         elif isinstance(target, LowRankTarget):
             self._low_rank(state, actual, before, target)
         elif not isinstance(target, Replaced):
             self._by_method(state, actual, before, target)
+            if made is not None:  # whether anything else is wrong its measure does not tell
+                state.status = "within"
+        if made is not None:
+            self._mark_non_finite(state, made)
+
+    def _mark_non_finite(self, state: TensorState, made: NonFiniteElements) -> None:
+        """Say what the merge made NaN or infinite, beside what else is wrong with the tensor."""
+        if self._alone or state.status == "outside":
+            self._note(MergeCause.OVERFLOW, f"{state.name}: {made.text}", [state.name])
+            state.wrong(state.outside + made.count, state.reason)
+        else:
+            state.wrong(made.count)
+            state.causes = {MergeCause.OVERFLOW: made.text}
+        if state.worst is None:
+            state.worst = (made.index, made.actual, made.exact, made.exact)
 
     def _by_method(
         self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, target: ByForm | ByPeft
     ) -> None:
+        if self._adapter.drawn is not None:
+            state.status, state.reason = "skipped", "no two loads of the adapter merge to the same"
+            return
         found = judge_by_method(actual, before, target)
         if found is None:
             state.status, state.reason = "skipped", "PEFT does not merge it by itself, and it has no closed form"
@@ -285,10 +363,10 @@ class _Walk:
                 state.causes = {MergeCause.MAGNITUDE if isinstance(target, ByForm) else MergeCause.RESIDUAL_BASE: ""}
 
     def _question(self, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget) -> MergeQuestion:
-        shape = (target.left.shape[0], target.left.shape[1], target.right.shape[2])
         return MergeQuestion(
-            actual=actual.reshape(shape), base=before.reshape(shape), target=target, writer=self._writer,
+            actual=actual.reshape(target.shape), base=before.reshape(target.shape), target=target, writer=self._writer,
             others=sorted({one.scaling for one in self._factors} - {target.scaling}),
+            layers=[one for one in self._factors if one.shape == target.shape and one.name != target.name],
             briefly=self._in_vain >= _MOST_IN_VAIN,
         )  # fmt: skip
 
@@ -344,10 +422,13 @@ class _Walk:
         if target.rows is not None:
             assert before is not None
             value = before.to(value.dtype).index_copy(0, target.rows, value)
-        if not self._is_cast_of(state, actual, value):
+        made = non_finite_elements(actual, None, replace(target, value=value, rows=None))
+        if not self._is_cast_of(state, _without(made, actual, value), value):
             state.wrong(actual.numel(), f"the adapter's file has it whole, {tuple(value.shape)}")
             if before is not None and _way_of_cast(actual, before) is not None:
                 state.causes = {MergeCause.SAVED_DROPPED: ""}
+        if made is not None:
+            self._mark_non_finite(state, made)
 
     def _is_cast_of(self, state: TensorState, actual: torch.Tensor, value: torch.Tensor) -> bool:
         """Report whether a tensor holds a value in its own dtype; one that went by way of a half type is noted."""
@@ -413,11 +494,14 @@ class _Walk:
         if not self._alone and _matrices(changed) > _matrices(same):
             for one in [*changed, *(one for one in wrong if not one.causes)]:
                 one.causes = {MergeCause.OTHER_BASE: ""}
+        if self._broken:
+            self._about_broken_adapter()
         if through := sorted(self._through):
             text = (
                 f"{counted(len(through), 'tensor')}, such as {through[0]}, rounded through {self._through[through[0]]}"
             )
             self._note(MergeCause.LOSS, text, through, "warning")
+        _name_exchanged_layers(wrong)
         alone = [one for one in wrong if set(one.causes) == {MergeCause.NOT_MERGED}]
         right = [one.name for one in adapted if one not in alone]
         if not alone or not right:
@@ -431,6 +515,34 @@ class _Walk:
             return
         for one in alone:
             one.causes = {cause: part}
+
+
+def _name_exchanged_layers(wrong: list[TensorState]) -> None:
+    """Say of each tensor with another layer's delta whose it is, or that two have each other's.
+
+    The explanation holds the other layer's name until then. Both tensors of a pair get the same text, so that a report
+    says it once.
+    """
+    holds = {split_name(state.name): state.causes.get(MergeCause.OTHER_LAYER, "") for state in wrong}
+    order = [layer for layer, _ in holds]
+    for state in wrong:
+        layer, tensor = split_name(state.name)
+        other = holds[layer, tensor]
+        if not other:
+            continue
+        if holds.get((other, tensor)) == layer:
+            first, second = sorted((layer, other), key=order.index)
+            text = f"{first} and {second} have each other's"
+        else:
+            text = f"{layer} has that of {other}"
+        state.causes[MergeCause.OTHER_LAYER] = text
+
+
+def _without(made: NonFiniteElements | None, actual: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the right values in the place of those that the merge made NaN or infinite."""
+    if made is None or actual.shape != value.shape:
+        return actual
+    return torch.where(made.places, value.to(actual.dtype), actual)
 
 
 def _matrices(states: list[TensorState]) -> int:
@@ -447,7 +559,7 @@ def _delta(target: LowRankTarget | None, shape: torch.Size) -> torch.Tensor:
 def _near_codes(codes: torch.Tensor, wanted: torch.Tensor) -> bool:
     """Report whether codes are the nearest numbers of their dtype to these values, but for some that are cut."""
     step = torch.finfo(codes.dtype).eps * wanted.abs().clamp(min=float(torch.finfo(codes.dtype).smallest_normal))
-    return float(((codes.double() - wanted).abs() > step).double().mean()) < 0.01
+    return float((~((codes.double() - wanted).abs() <= step)).double().mean()) < 0.01
 
 
 def _names_head(name: str) -> bool:
@@ -482,6 +594,7 @@ def _state(name: str, stored: Stored, target: Target | None) -> TensorState:
         name=name, role="untouched" if target is None else "adapted", status="within", shape=stored.shape,
         dtype=name_of(stored.dtype), elements=math.prod(stored.shape),
         keys=stored.keys if stored.keys != (name,) else (),
+        is_delta_zero=isinstance(target, LowRankTarget) and target.is_zero,
     )  # fmt: skip
 
 

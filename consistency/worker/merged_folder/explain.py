@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from consistency.capture.merge_causes import MergeCause
+from consistency.capture.names import split_name
 from consistency.capture.wording import and_more
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.worker.merged_folder.adapter import LowRankTarget
@@ -29,6 +30,9 @@ _LEAST_SIZE = 1e-3
 
 _FEW = 64
 """The same for a fit that only has to tell whether more is to be computed."""
+
+_FEWER = 8
+"""And for one that tells whether the delta is another layer's, of which there may be hundreds."""
 
 _NEAR = 0.05
 """How near a fitted scaling has to be to one that is then computed: a fit of a half type's rounding is not exact."""
@@ -55,8 +59,8 @@ Explanations = dict[MergeCause, str]
 class MergeQuestion:
     """A tensor that is not what it should be: `(stack, rows, columns)`, with the weight before and its target.
 
-    `others` are the scalings of other modules of the adapter. `briefly`: look for a scaling alone, since of other
-    tensors all else was in vain.
+    `others` are the scalings of other modules of the adapter, `layers` those of them whose delta has this one's shape.
+    `briefly`: look for a scaling alone, since of other tensors all else was in vain.
     """
 
     actual: torch.Tensor
@@ -64,6 +68,7 @@ class MergeQuestion:
     target: LowRankTarget
     writer: MergeWriter
     others: Sequence[float] = ()
+    layers: Sequence[LowRankTarget] = ()
     briefly: bool = False
 
     def sums(
@@ -112,6 +117,8 @@ def explain(question: MergeQuestion) -> Explanations:
         near = rest < _FITS and _near(factor, target.scaling)
         if near and question.holds(left, right, target.scaling):
             found[cause] = text
+    if not found and (layers := list(_other_layers(question))):
+        found[MergeCause.OTHER_LAYER] = " or ".join(layers)
     if not found and target.left.shape[0] == 1:
         found |= _by_rows(question)
     if not found and target.left.shape[0] > 1:
@@ -124,7 +131,7 @@ def explain(question: MergeQuestion) -> Explanations:
 def _scalings(question: MergeQuestion) -> Iterator[tuple[MergeCause, str]]:
     target = question.target
     fitted, rest = question.fit(target.left, target.right)
-    if rest >= _FITS:
+    if not rest < _FITS:
         return
     named = {**target.scalings, **{f"that of another module ({one:g})": one for one in question.others}}
     if target.is_bias and _near(fitted, 1.0) and question.holds(target.left, target.right, 1.0):
@@ -179,6 +186,15 @@ def _rearranged(question: MergeQuestion) -> Iterator[tuple[MergeCause, str, torc
             )
     if len(target.flat) == 2 and stack > 1:
         yield from _other_packing(target, stack)
+
+
+def _other_layers(question: MergeQuestion) -> Iterator[str]:
+    """Yield the layers whose delta the tensor holds, with their scaling or its own."""
+    for one in question.layers:
+        factor, rest = question.fit(one.left, one.right, rows=_FEWER)
+        scalings = {one.scaling, question.target.scaling} if rest < _FITS else ()
+        if any(_near(factor, scaling) and question.holds(one.left, one.right, scaling) for scaling in scalings):
+            yield split_name(one.name)[0]
 
 
 def _other_packing(target: LowRankTarget, stack: int) -> Iterator[tuple[MergeCause, str, torch.Tensor, torch.Tensor]]:
@@ -291,6 +307,6 @@ def _on_four_bits(question: MergeQuestion) -> bool:
         before = (one[rows].double() - delta).reshape(-1, 64)
         scale = (before * levels).sum(dim=1, keepdim=True) / levels.square().sum(dim=1, keepdim=True).clamp(min=1e-300)
         size = (one[rows].double().abs() + delta.abs()).reshape(-1, 64) + (levels * scale).abs()
-        if bool(((before - levels * scale).abs() > 3 * u * size.amax(dim=1, keepdim=True)).any()):
+        if not bool(((before - levels * scale).abs() <= 3 * u * size.amax(dim=1, keepdim=True)).all()):
             return False
     return bool(question.actual.numel())

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -18,6 +19,8 @@ from consistency.worker.model.weight_files import WeightFiles
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST = 4
+
+Severity = Literal["error", "warning", "note"]
 
 _READING = threading.Lock()
 
@@ -50,7 +53,7 @@ class Problem:
     cause: MergeCause
     text: str
     tensors: tuple[str, ...] = ()
-    severity: str = "error"
+    severity: Severity = "error"
 
 
 @dataclass(slots=True, kw_only=True)

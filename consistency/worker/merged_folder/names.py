@@ -86,6 +86,13 @@ def in_model(folder: Folder, model: Any) -> dict[str, Stored]:
     return found
 
 
+def without_place(folder: Folder, model: Any) -> set[str]:
+    """Return the names of a folder's tensors that a model of transformers has no place for."""
+    known = model.state_dict()
+    placed = {key for name, stored in in_model(folder, model).items() if name in known for key in stored.keys}
+    return {name for name, stored in folder.tensors.items() if not placed & set(stored.keys)}
+
+
 def _converted(name: str, converter: Any, parts: list[tuple[str, Stored]], model: Any) -> Iterator[tuple[str, Stored]]:
     def convert(tensor: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
         own = copy.deepcopy(converter)

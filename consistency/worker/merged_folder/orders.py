@@ -275,7 +275,8 @@ def _look_again(
     values = here[row, column]
     both = torch.stack((ends.to(values.dtype), ends.float().to(values.dtype)))
     low, high = both[:, 0].amin(dim=0), both[:, 1].amax(dim=0)
-    wrong = ~((values >= low) & (values <= high)) & ~(values.isnan() & low.isnan())
+    # what is not finite is judged apart (`non_finite.py`): two values that overflowed are equal, and prove nothing
+    wrong = ~((values >= low) & (values <= high)) & values.isfinite()
     if bool(wrong.any()):
         found.add((row[wrong] + part.start, column[wrong]), values[wrong], torch.stack((low, high))[:, wrong])
 
@@ -334,7 +335,7 @@ def _hopeless(actual: torch.Tensor, of: LowRankSum) -> bool:
     delta, base = of.delta(rows), of.base[rows].double()
     unit = max(UNIT_ROUNDOFF.get(one, 1.0) for one in (actual.dtype, of.base.dtype, of.left.dtype, torch.float16))
     size = of.left[rows].double().norm(dim=1, keepdim=True) * of.right.double().norm(dim=0) * abs(of.scaling)
-    far = (actual[rows].double() - base - delta).abs() > 8 * unit * (base.abs() + size)
+    far = ~((actual[rows].double() - base - delta).abs() <= 8 * unit * (base.abs() + size))
     return float(far.double().mean()) > _GIVE_UP
 
 

@@ -14,7 +14,7 @@ from consistency.capture.merge_causes import MergeCause
 from consistency.comparison.result import Comparison
 from consistency.errors import InputError
 from consistency.worker.merged_folder.difference import difference
-from consistency.workflows.merged_folder import check_merged, ranged
+from consistency.workflows.merged_folder import check_merged
 from tests.worker.merged_folder.made_merges import Case, Tensors, checked, kinds, llama, message, random
 
 
@@ -171,7 +171,3 @@ def test_ranks_and_full_differences() -> None:
         assert difference((base.float() + made["b"] @ made["a"]).to(dtype), base).rank == 7
         assert difference((base.float() + made["full"]).to(dtype), base).rank is None
     assert difference(made["w"][0] + 1, made["w"][0]).rank is None
-
-
-def test_blocks_as_ranges() -> None:
-    assert ranged([f"model.layers.{n}.q.weight" for n in (0, 1, 2, 5, 7, 8)]) == "0-2, 5, 7-8"

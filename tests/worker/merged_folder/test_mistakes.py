@@ -89,6 +89,85 @@ def test_transposed(tmp_path: Path, dtype: torch.dtype) -> None:
     assert kinds(checked(case, tmp_path, tensors)) == [MergeCause.TRANSPOSED]
 
 
+def with_deltas_of(case: Case, others: dict[str, str], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Return a merge in which some tensors have the delta of another one."""
+    wrong = {name: (case.tensors[name].double() + case.delta(other)).to(dtype) for name, other in others.items()}
+    return {**case.right(dtype), **wrong}
+
+
+FIRST_Q = Q.replace("layers.1", "layers.0")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_layers_are_exchanged(tmp_path: Path, dtype: torch.dtype) -> None:
+    case = llama(tmp_path)
+    found = checked(case, tmp_path, with_deltas_of(case, {Q: FIRST_Q, FIRST_Q: Q}, dtype))
+    assert kinds(found) == [MergeCause.OTHER_LAYER]
+    said = message(found, MergeCause.OTHER_LAYER)
+    assert said.startswith("2 of 14 adapted tensors hold base + the delta of another layer: ")
+    assert said.endswith("model.layers.0.self_attn.q_proj and model.layers.1.self_attn.q_proj have each other's")
+
+
+def test_one_layer_has_the_delta_of_another(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    found = checked(case, tmp_path, with_deltas_of(case, {Q: FIRST_Q}))
+    assert kinds(found) == [MergeCause.OTHER_LAYER]
+    said = message(found, MergeCause.OTHER_LAYER)
+    assert said.startswith("1 of 14 adapted tensors holds base + the delta of another layer: ")
+    assert said.endswith("model.layers.1.self_attn.q_proj has that of model.layers.0.self_attn.q_proj")
+
+
+def test_several_pairs_are_exchanged(tmp_path: Path) -> None:
+    """The blocks of a model in another order, and keys for values, which have the same shape."""
+    case = llama(tmp_path)
+    keys = [name for name in case.deltas if "k_proj" in name]
+    values = [name.replace("k_proj", "v_proj") for name in keys]
+    both = dict(zip([*keys, *values], [*values, *keys], strict=True))
+    found = checked(case, tmp_path, with_deltas_of(case, {Q: FIRST_Q, FIRST_Q: Q, **both}))
+    assert kinds(found) == [MergeCause.OTHER_LAYER]
+    said = message(found, MergeCause.OTHER_LAYER)
+    assert "6 of 14 adapted tensors hold base + the delta of another layer" in said
+    for n in range(2):
+        attention = f"model.layers.{n}.self_attn"
+        assert f"{attention}.k_proj and {attention}.v_proj have each other's" in said
+
+
+def test_the_delta_of_another_layer_has_that_layers_scaling(tmp_path: Path) -> None:
+    case = llama(tmp_path, config={"alpha_pattern": {"layers.0.self_attn.q_proj": 20}})
+    tensors = case.right()
+    tensors[FIRST_Q] = case.with_delta(FIRST_Q, 5 / 4)
+    for times in (1.0, 5 / 4):
+        tensors[Q] = (case.tensors[Q].double() + times * case.delta(FIRST_Q)).float()
+        found = checked(case, tmp_path, tensors)
+        assert kinds(found) == [MergeCause.OTHER_LAYER]
+    tensors[Q] = (case.tensors[Q].double() + 1.1 * case.delta(FIRST_Q)).float()
+    assert kinds(checked(case, tmp_path, tensors)) == [MergeCause.OFF]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_element_beside_the_delta_of_another_layer_is_unexplained(tmp_path: Path, dtype: torch.dtype) -> None:
+    case = llama(tmp_path)
+    tensors = with_deltas_of(case, {Q: FIRST_Q}, dtype)
+    tensors[Q][3, 4] += 0.25
+    assert kinds(checked(case, tmp_path, tensors)) == [MergeCause.OFF]
+
+
+def test_every_layer_with_the_same_delta_is_named(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    first, other = (f"model.layers.0.self_attn.{name}_proj" for name in ("k", "v"))
+
+    def alike(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("lora_A", "lora_B"):
+            tensors[f"{PREFIX}{other}.{part}.weight"] = tensors[f"{PREFIX}{first}.{part}.weight"].clone()
+
+    change_adapter(case, alike)
+    last = "model.layers.1.self_attn.k_proj.weight"
+    tensors = with_deltas_of(case, {f"{other}.weight": f"{first}.weight", last: f"{first}.weight"})
+    assert f"{last.removesuffix('.weight')} has that of {first} or {other}" in message(
+        checked(case, tmp_path, tensors), MergeCause.OTHER_LAYER
+    )
+
+
 GATE_UP = "model.layers.1.mlp.gate_up_proj.weight"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from benchmarks import zoo
@@ -135,6 +136,28 @@ def test_a_residual_base_is_needed(tmp_path: Path) -> None:
             tensors[name] = base[name] + 2.0 * (factors[key.replace("lora_A", "lora_B")] @ factors[key])
 
     assert kinds(made.changed(plain)) == [MergeCause.RESIDUAL_BASE]
+
+
+# --- a class of its own -----------------------------------------------------------------------------------------------
+
+
+def test_a_classifier_on_a_base_for_text_needs_no_head_of_the_base(tmp_path: Path) -> None:
+    made = zoo.save_model("llama", tmp_path / "base")
+    classes = transformers.AutoModelForSequenceClassification
+    base = classes.from_pretrained(tmp_path / "base", num_labels=3, pad_token_id=0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="SEQ_CLS", init_lora_weights=False)
+    adapted = peft.get_peft_model(base, config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert (type(made).__name__, type(base).__name__) == ("LlamaForCausalLM", "LlamaForSequenceClassification")
+    found = check_merged(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", None)
+    assert (found.verdict, kinds(found)) == ("consistent", [])
+    assert "LlamaForSequenceClassification, which has no lm_head.weight" in message(found, MergeCause.OTHER_HEAD)
+
+    settings = tmp_path / "merged" / "config.json"
+    settings.write_text(settings.read_text().replace("ForSequenceClassification", "ForCausalLM"))
+    loaded_as_text = check_merged(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", None)
+    assert kinds(loaded_as_text) == [MergeCause.FILES], "what loads as the base's class needs the base's head"
 
 
 # --- a mixture of experts --------------------------------------------------------------------------------------------

@@ -125,8 +125,10 @@ def test_infinities_and_nan() -> None:
     b[2], a[:, 2] = 100.0, 100.0
     merged = in_float64(w, b, a, 2.0)
     assert MergeWriter().judge(merged, LowRankSum(w, b, a, 2.0)).outside == 0
-    merged[5, 5] = torch.nan
-    assert MergeWriter().judge(merged, LowRankSum(w, b, a, 2.0)).outside == 1
+    finite = merged.isfinite()
+    assert not finite.all()
+    merged[finite] += 1.0
+    assert MergeWriter().judge(merged, LowRankSum(w, b, a, 2.0)).outside > 0, "and the others are judged"
 
 
 def test_the_order_is_told() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from consistency.capture.adapter_remarks import REMARKS
 from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place
 from consistency.capture.records import TensorRecord
 from consistency.numerics.diagnosis_moved import Known
@@ -25,9 +26,11 @@ from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.model.adapter_settings import inactive_layers, other_scalings, rank_and_scaling
+from consistency.worker.model.drawn_on_loading import remark_on_draws
 from consistency.worker.model.expected_adapter import is_made_anew
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
+from consistency.worker.model.trained_parts import remarks_on
 from consistency.worker.quantized.held import is_composite
 from consistency.worker.stages.adapter import load_paths
 from consistency.worker.stages.adapter.effect import effect_of
@@ -92,9 +95,9 @@ def run(context: Context) -> None:
         )  # fmt: skip
         record.moved(row, actual=actual, expected=expected, known=known, keep=True)
     missing = _missing(context, state)
-    _made_on_loading(context, state, missing)
+    computed = _made_on_loading(context, state, missing)
     if record.wants("adapter", SETTINGS_LAYER):
-        _settings(context)
+        _settings(context, computed)
     load_paths.run(context, by_digest)
 
 
@@ -127,12 +130,13 @@ def _missing(context: Context, state: dict[str, Any]) -> set[str]:
     return found
 
 
-def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str]) -> None:
+def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str]) -> list[str]:
     """Record the method's tensors that are in no file: projections and tables that are computed when it is loaded.
 
     Devices are compared with one another. Where these tensors differ, so do the models, and results differ by more than
-    rounding explains.
+    rounding explains. Return their names.
     """
+    computed = []
     model, record = context.model, context.record
     known = context.base.addresses()
     known |= {start_of(state[name]) for name in (*context.expected, *missing) if name in state}
@@ -141,7 +145,10 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
         strided = tensor.layout is torch.strided and tensor.numel() > 0
         if tensor.is_meta and context.base.offload is not None:
             continue  # a weight of the base, which is on the host
-        if not strided or is_composite(tensor) or start_of(tensor) in known or not record.wants("adapter", layer):
+        if not strided or is_composite(tensor) or start_of(tensor) in known:
+            continue
+        computed.append(name)
+        if not record.wants("adapter", layer):
             continue
         record.computed(
             TensorRecord(
@@ -150,9 +157,22 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
             ),
             tensor,
         )  # fmt: skip
+    return computed
 
 
-def _settings(context: Context) -> None:
+def _remarks(context: Context, computed: list[str]) -> dict[str, Any]:
+    """Return what is wrong with the adapter itself, as evidence: of the worker that computes references alone."""
+    if not context.job.makes_reference:
+        return {}
+    remarks = remarks_on(context.expected.values())
+    # the weights of the base that loading changes have another name in the adapted model
+    computed += [name for name, own in context.origins.items() if own in context.rewritten]
+    if computed and (drawn := remark_on_draws(context.job.case, computed)) is not None:
+        remarks.append(drawn)
+    return {REMARKS: [remark.as_table() for remark in remarks]} if remarks else {}
+
+
+def _settings(context: Context, computed: list[str]) -> None:
     """Record rank, scaling and active adapters, which are no tensors but change every result."""
     table = rank_and_scaling(context.model)
     inactive = inactive_layers(context.model)
@@ -176,6 +196,7 @@ def _settings(context: Context) -> None:
             "values": _counted(table),
             **why,
             **stated(context),
+            **_remarks(context, computed),
             **({"inactive": inactive[:8]} if inactive else {}),
         },
         effect=effect,
