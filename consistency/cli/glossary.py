@@ -16,7 +16,8 @@ from consistency.capture.wording import some
 from consistency.errors import InputError, UsageError, did_you_mean
 
 FAMILIES = (
-    "word of a diagnosis", "kind of finding", "mistake of an inference engine", "mistake of a merge", "flaw of an adapter",
+    "word of a diagnosis", "kind of finding", "mistake of an inference engine", "mistake of a merge",
+    "flaw of an adapter",
     "verdict",
     "severity of a finding", "status of a row", "outcome of a worker", "stage", "rule", "level", "load path",
     "change in a history", "exit status",
