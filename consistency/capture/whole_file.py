@@ -71,6 +71,13 @@ def remove_leftovers(folder: Path) -> None:
             remove_abandoned(path)
 
 
+def write_fully(descriptor: int, content: bytes) -> None:
+    """Write all of some bytes to an open file: the system may take a part of them, where a disk is nearly full."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
 def put_in_place(made: Path, target: Path) -> None:
     """Rename a file or folder, made beside its place, to it; what is there is removed after that.
 

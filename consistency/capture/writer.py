@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -16,12 +19,21 @@ from consistency.capture.seal import files_of, sealed
 from consistency.capture.whole_file import put_in_place, restore, write_whole
 from consistency.errors import CaptureError
 
+_RESERVE = ".reserve"
+_RESERVE_BYTES = 2 << 20
+"""Room for what a capture is worthless without: its manifest, and a table of 50 KiB for each of some 30 workers."""
+
+T = TypeVar("T")
+
 
 class CaptureWriter:
     """A capture in the making.
 
     Use as a context manager: what is not committed is removed, and the folder around it that was made for it alone. The
     place is claimed meanwhile; what a killed process left of a capture for it is removed.
+
+    Tensors and records of hours may fill a disk. `reserve` keeps some room until then, for the few tables without which
+    nothing that was recorded could be compared.
     """
 
     def __init__(self, target: Path, *, replace: bool = False) -> None:
@@ -71,8 +83,28 @@ class CaptureWriter:
             raise cannot_write(self.target, error) from None
         return folder
 
+    @property
+    def _reserve(self) -> Path:
+        return self.folder / _RESERVE
+
+    def reserve(self) -> None:
+        """Keep room on the disk by a file of random bytes, which no file system stores in less."""
+        with suppress(OSError):  # a disk that is full already is met by the first tensor
+            if not self._reserve.exists():
+                self._reserve.write_bytes(os.urandom(_RESERVE_BYTES))
+
+    def _in_reserved_room(self, write: Callable[[], T]) -> T:
+        """Write, and where the disk is full write again in the room that was reserved for it."""
+        try:
+            return write()
+        except (OSError, CaptureError):
+            if not self._reserve.exists():
+                raise
+            self._reserve.unlink()
+            return write()
+
     def write_worker(self, slug: str, info: WorkerInfo) -> None:
-        write_json(self.worker_folder(slug) / "worker.json", info)
+        self._in_reserved_room(lambda: write_json(self.worker_folder(slug) / "worker.json", info))
 
     def commit(self, manifest: CaptureManifest) -> Path:
         """Write the manifest and move the capture to its place; return that place."""
@@ -80,7 +112,9 @@ class CaptureWriter:
             for leftover in self.blobs.glob("*.tmp"):
                 leftover.unlink()
             files = {slug: files_of(self.folder / "workers" / slug) for slug in manifest.workers}
-            write_whole(self.folder / MANIFEST, [sealed(msgspec.structs.replace(manifest, files=files, sha256=""))])
+            content = sealed(msgspec.structs.replace(manifest, files=files, sha256=""))
+            self._in_reserved_room(lambda: write_whole(self.folder / MANIFEST, [content]))
+            self._reserve.unlink(missing_ok=True)
             self._check_place()
             put_in_place(self.folder, self.target)
         except OSError as error:

@@ -51,7 +51,7 @@ class Ended:
     meaning: str = ""
     """What the reason means and what to do, where the reason is a device's own words."""
     error: ConsistencyError | None = None
-    """It concerns more than the worker: the files are wrong, the disk is full."""
+    """It concerns more than the worker: the files are wrong."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,8 +150,7 @@ class Assignment:
         if status == 0 and self.done:
             return Ended(status="ok")
         if status == CANNOT_WRITE:
-            full = CaptureError("cannot write the capture: is the disk full?", where=self.folder)
-            return Ended(status="failed", reason=full.what, error=full)
+            return self.lost("could not write its capture: is the disk full?")
         if self.failure is not None:
             return self._failed(self.failure)
         if status < 0:
@@ -199,7 +198,10 @@ class Assignment:
         return (self._read("stack.txt") if self.failure is None else self.failure.get("trace")) or None
 
     def _failed(self, error: dict[str, Any]) -> Ended:
-        for kind in (InputError, UsageError, CaptureError):
+        if error["kind"] == CaptureError.__name__:
+            # what it recorded before is compared: the verdict of hours is not lost for want of room
+            return self.lost(": ".join(filter(None, (error["what"], error.get("got")))))
+        for kind in (InputError, UsageError):
             if error["kind"] == kind.__name__:
                 facts = {name: error.get(name) for name in ("where", "got", "wanted", "hint")}
                 found = kind(error["what"], **facts)

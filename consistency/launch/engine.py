@@ -82,7 +82,7 @@ class Engine(Protocol):
         Raises
         ------
         CaptureError
-            A capture cannot be written: no other case could be either.
+            The tables of a capture cannot be written, although room was kept for them: no other case's could be either.
         """
         ...
 

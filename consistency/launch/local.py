@@ -29,7 +29,7 @@ from consistency.case.engine_file import EngineFile
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import SPECS, Stage, stages_of
 from consistency.devices.host import HostFacts, read_host, since
-from consistency.errors import CaptureError, ConsistencyError
+from consistency.errors import ConsistencyError
 from consistency.launch.assignment import Assignment, Ended
 from consistency.launch.engine import Captured, CaseTask, Limits, Task, Watcher
 from consistency.launch.environment import shared_out, worker_threads
@@ -265,7 +265,9 @@ class _Run:
             return
         one = worker.assignments[0]
         case = self._cases[one.number]
-        case.before = case.before or self._host
+        if case.before is None:
+            case.before = self._host
+            case.writer.reserve()
         if len(self._cases) > 1:
             turn = Event(
                 at=time.time(), kind="case", message=one.case.name, done=one.number, total=len(self._cases)
@@ -278,8 +280,6 @@ class _Run:
         case.end(one, ended)
         if ended.status != "ok":
             self._watch(one.plan.label, Event(at=time.time(), kind="failed", message=ended.reason or ""))
-        if isinstance(ended.error, CaptureError):
-            raise ended.error
         if case.left and (case.error is None or len(self._cases) > 1):
             return None
         self._host = read_host(self._devices)

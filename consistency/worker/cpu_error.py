@@ -120,7 +120,7 @@ def _with_bound(model: torch.nn.Module, kind: str, products: Products) -> Produc
 
 def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
     """Return, by name, the products with which the workers of a run compute, and those in float32."""
-    settings, variables = determinism.did_you_mean()
+    settings, variables = determinism.settings_to_judge_by()
     of_workers = [Products(), products_of(torch.device(CPU))]
     for peer in job.peers:
         of_peer = permitted(peer.type, {**settings, **with_implied(peer.settings)}, variables)

@@ -34,7 +34,7 @@ _requests: list[_Request] = []
 """What `deterministic` was asked for, the innermost last."""
 
 
-def did_you_mean() -> tuple[dict[str, Any], Mapping[str, str]]:
+def settings_to_judge_by() -> tuple[dict[str, Any], Mapping[str, str]]:
     """Return the settings and variables that results are to be judged by.
 
     What was asked for is that, even where a library has changed it since: TF32 that nobody requested is a fault. What

@@ -26,7 +26,7 @@ _AMPERE = (8, 0)
 
 def products_of(device: torch.device) -> Products:
     """Return how products may be computed on a device of this process, by its settings."""
-    found = permitted(device.type, *determinism.did_you_mean())
+    found = permitted(device.type, *determinism.settings_to_judge_by())
     if device.type == CPU:
         return _on_cpu(found)
     return _on_cuda(found, device) if device.type == "cuda" else found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ import msgspec
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import SettingChange, StageMemory
 from consistency.capture.soak import Soak
-from consistency.capture.whole_file import write_whole
+from consistency.capture.whole_file import write_fully, write_whole
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
@@ -242,7 +241,7 @@ class EventLog:
         self._write(Event(at=time.time(), kind="failed", stage=self._stage, error=dict(error)))
 
     def _write(self, event: Event) -> None:
-        os.write(self._file.fileno(), encode_json(event) + b"\n")
+        write_fully(self._file.fileno(), encode_json(event) + b"\n")
 
 
 class EventReader:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from consistency.capture.folder import blob_key
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import IN_EVIDENCE, TensorRecord
-from consistency.capture.whole_file import as_readable_as_its_folder
+from consistency.capture.whole_file import as_readable_as_its_folder, write_fully
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
 from consistency.numerics.digest import as_bytes
@@ -96,7 +96,7 @@ class RecordStore:
             word=Word(record.status) if record.status in ("missing", "unexpected") else record.word,
         )  # fmt: skip
         try:
-            os.write(self._file.fileno(), encode_json(whole) + b"\n")
+            write_fully(self._file.fileno(), encode_json(whole) + b"\n")
         except OSError as error:
             raise CaptureError("cannot write the records", where=self._file.name, got=error) from error
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from consistency.capture.json_codec import encode_json
 from consistency.capture.reader import read_capture
 from consistency.capture.records import SettingChange, TensorRecord, WorkerInfo
 from consistency.capture.seal import files_of
+from consistency.capture.whole_file import write_fully
 from consistency.capture.writer import CaptureWriter, write_json
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
@@ -238,6 +241,55 @@ def test_until_it_is_committed_nothing_is_in_its_place(tmp_path: Path) -> None:
         writer.commit(make_manifest(SLUG))
         assert (target / MANIFEST).exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Return a function that fills a disk: a file is written only where some of its room was freed since."""
+
+    def fill(folder: Path) -> None:
+        held = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+        def write(path: Path, parts: Iterable[bytes]) -> None:
+            content = b"".join(parts)
+            now = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            if now + len(content) > held:
+                raise CaptureError("cannot write", where=path, got="No space left on device")
+            path.write_bytes(content)
+
+        monkeypatch.setattr("consistency.capture.writer.write_whole", write)
+
+    return fill
+
+
+def test_a_full_disk_has_room_for_what_was_recorded_until_then(
+    tmp_path: Path, full_disk: Callable[[Path], None]
+) -> None:
+    with CaptureWriter(tmp_path / "c") as writer:
+        writer.reserve()
+        full_disk(tmp_path)
+        writer.write_worker(SLUG, make_info())
+        writer.commit(make_manifest(SLUG))
+    assert len(read_capture(tmp_path / "c").workers) == 1
+    assert not (tmp_path / "c" / ".reserve").exists()
+
+
+def test_the_reserved_room_is_no_part_of_a_capture(tmp_path: Path) -> None:
+    with CaptureWriter(tmp_path / "c") as writer:
+        writer.reserve()
+        writer.commit(make_manifest())
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["blobs", MANIFEST, "workers"]
+
+
+def test_all_of_some_bytes_is_written_where_the_system_takes_a_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last write before a disk is full may be a short one: half a line of JSON, and no error."""
+    real = os.write
+    monkeypatch.setattr("os.write", lambda descriptor, content: real(descriptor, content[:3]))
+    with (tmp_path / "file").open("wb", buffering=0) as file:
+        write_fully(file.fileno(), b"0123456789")
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
 
 
 def test_half_written_tensors_are_no_part_of_it(tmp_path: Path) -> None:

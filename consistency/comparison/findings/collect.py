@@ -107,7 +107,10 @@ def find(
     return in_order([*found, *find_unexplained(tensors, found)])
 
 
+_MAKE_ROOM = "make room on the disk of --out, or give another --out: what was recorded before is compared here"
 _AFTER_LOSS = (
+    ("is the disk full?", _MAKE_ROOM),
+    ("No space left on device", _MAKE_ROOM),
     ("killed by SIGKILL", "look for the kernel's out-of-memory killer: dmesg -T | grep -i 'killed process'"),
     ("exceeded --timeout", "give it more time with --timeout, or look at the stack above for what it waits for"),
     ("gave no sign of life", "look at the stack above for what it waits for, and at the device's log (dmesg)"),

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
 from consistency.case.stages import Stage
+from consistency.errors import CaptureError
 from consistency.numerics.error_spread import ErrorLimits
 from consistency.numerics.file_tensor import Readable, mapped, read_tensor
 from consistency.worker.protocol import (
@@ -99,7 +101,10 @@ def given_name(mode: str, name: str) -> str:
 def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables, file: str = REFERENCE_FILE) -> None:
     """Write exact tensors and their tables, so that a worker that finds the file of the tensors can read both."""
     partial = scratch / f"{file}.tmp"
-    save_file({name: t.contiguous() for name, t in exact.items()}, partial)
+    try:
+        save_file({name: t.contiguous() for name, t in exact.items()}, partial)
+    except (OSError, SafetensorError) as error:
+        raise CaptureError("cannot write a scratch file", where=partial, got=error) from error
     publish_file(partial, scratch / file, tables)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from consistency.case.case import Case
-from consistency.errors import InputError, first_line
+from consistency.errors import ConsistencyError, InputError, first_line
 from consistency.worker.device_error import is_of_the_device
 from consistency.worker.quantized.exact import as_loaded
 from consistency.worker.recorder import Skip
 
 Activations = dict[str, torch.Tensor]
+
+_PYTHONS_OWN = Path(sysconfig.get_path("stdlib")).parts
 
 TASKS = "task_ids"
 """PEFT's name for the input that some methods ask for besides the model's own: which task a sequence belongs to."""
@@ -59,14 +63,43 @@ def model_code(
 
 
 def _is_ours(error: Exception) -> bool:
-    """Report whether an error is a mistake in this package: code of torch that a mode of ours calls is another's."""
+    """Report whether this package raises an error amid the model's code: by a mistake, or for a file that it writes.
+
+    Hooks of ours run inside of the model's passes. What they cannot write, on a full disk for example, says nothing of
+    the model.
+    """
+    if isinstance(error, ConsistencyError):
+        return True
     frames = traceback.extract_tb(error.__traceback__)
-    return (
-        isinstance(error, NameError | TypeError | AssertionError)
-        and bool(frames)
-        and _is_in("consistency", Path(frames[-1].filename).parts)
-        and not frames[-1].name.startswith("__torch_")
-    )
+    if isinstance(error, OSError | SafetensorError):
+        return _is_called_by_us(frames)
+    is_mistake = isinstance(error, NameError | TypeError | AssertionError)
+    # code of torch that a mode of ours calls is another's
+    is_here = bool(frames) and _is_in("consistency", _path(frames[-1])) and not frames[-1].name.startswith("__torch_")
+    return is_mistake and is_here
+
+
+def _is_called_by_us(frames: traceback.StackSummary) -> bool:
+    """Report whether the code that called a library to read or write is ours, and not the model's."""
+    for frame in reversed(frames):
+        if _is_in("consistency", _path(frame)):
+            return True
+        if not _is_of_a_library(frame):
+            return False
+    return False
+
+
+def _is_of_a_library(frame: traceback.FrameSummary) -> bool:
+    """Report whether a frame is of Python's own library, or of one that writes files for whoever calls it."""
+    path = _path(frame)
+    is_pythons = frame.filename.startswith("<frozen") or path[: len(_PYTHONS_OWN)] == _PYTHONS_OWN
+    if is_pythons and "site-packages" not in path:
+        return True
+    return any(_is_in(name, path) for name in ("torch", "numpy", "safetensors", "msgspec"))
+
+
+def _path(frame: traceback.FrameSummary) -> tuple[str, ...]:
+    return Path(frame.filename).parts
 
 
 def base_of(model: Any) -> Any:
@@ -108,7 +141,7 @@ def _is_of_replaced_layer(error: Exception) -> bool:
 
 def _is_of_peft(error: Exception) -> bool:
     """Report whether PEFT's own code raises an error, or asks torch for what it cannot do, rather than the model."""
-    frames = [Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [_path(frame) for frame in traceback.extract_tb(error.__traceback__)]
     outside = [parts for parts in frames if not _is_in("torch", parts) and not _is_in("consistency", parts)]
     return bool(outside) and _is_in("peft", outside[-1])
 

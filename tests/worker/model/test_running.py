@@ -9,12 +9,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
+from consistency.errors import CaptureError
 from consistency.worker import device_error
 from consistency.worker.model import running
 from consistency.worker.model.merging import disabled
@@ -103,6 +105,40 @@ def test_a_mistake_of_ours_is_not_the_models(mistake: str) -> None:
         written_here("def mistaken(model): model()")(lambda: not_defined)  # type: ignore[name-defined]  # noqa: F821
     with pytest.raises(Skip, match="TypeError"), model_code(layer):  # what torch says of the model's arguments
         written_here("class Mode:\n    def __torch_dispatch__(self): len(3)\nmistaken = Mode().__torch_dispatch__")()
+
+
+def a_hook_writes(error: type[Exception]) -> Callable[[Any], None]:
+    """Return a hook of this package that fails to write a file, as on a full disk: the error is of a library below."""
+    source = "def mistaken(*_):\n    from pathlib import Path\n    Path('/no/such/folder/x').write_bytes(b'')"
+    if error is SafetensorError:
+        source = (
+            "def mistaken(*_):\n    from safetensors.torch import save_file\n    save_file({}, '/no/such/folder/x')"
+        )
+    if error is CaptureError:
+        source = "def mistaken(*_):\n    from consistency.errors import CaptureError\n    raise CaptureError('full')"
+    return written_here(source)
+
+
+@pytest.mark.parametrize("error", [OSError, SafetensorError, CaptureError])
+def test_what_a_hook_of_ours_cannot_write_is_not_the_models(error: type[Exception]) -> None:
+    layer = torch.nn.Linear(1, 1)
+    layer.register_forward_hook(a_hook_writes(error))
+    with pytest.raises(error), model_code(layer, "the pass of this model fails: "):
+        layer(torch.ones(1))
+
+
+def test_a_file_that_the_model_cannot_read_is_the_models() -> None:
+    class Reads(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Path("/no/such/folder/table").read_bytes()
+            return x
+
+    wrapped = torch.nn.Sequential(Reads(), torch.nn.Linear(1, 1))
+    with pytest.raises(Skip, match="FileNotFoundError"), model_code(wrapped):
+        wrapped(torch.ones(1))
+    # and where a hook of ours calls the model
+    with pytest.raises(Skip, match="FileNotFoundError"), model_code(wrapped):
+        written_here("def mistaken(model, x): model(x)")(wrapped, torch.ones(1))
 
 
 @pytest.mark.slow
