@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -179,20 +180,27 @@ class FunctionCall:
         ends = [one for one in found.values() if _has_gradient(one)]
         if not ends or not wanted:
             return {}
-        upstream = [self._upstream(one, seed) for seed, one in enumerate(ends)]
-        gradients = torch.autograd.grad(ends, wanted, upstream, allow_unused=True)
+        incoming = [self._incoming_gradient(result, number) for number, result in enumerate(ends)]
+        gradients = torch.autograd.grad(ends, wanted, incoming, allow_unused=True)
         zeros = (torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, gradients, strict=True))
         return {f"{GRADIENT}{name}": _finished(one) for name, one in zip(names, zeros, strict=True)}
 
-    def _upstream(self, like: torch.Tensor, seed: int) -> torch.Tensor:
-        """Return normal deviates of few bits, which every dtype has: drawn once, as that takes as long as a pass."""
-        shape = (*like.shape, 2) if like.is_complex() else like.shape
+    def _incoming_gradient(self, result: torch.Tensor, number: int) -> torch.Tensor:
+        """Return normal deviates of few bits, which every dtype has: drawn once, as that takes as long as a pass.
+
+        They have seeds of their own. From those that tests take by habit they would be the numbers that the test's
+        inputs were drawn as, and with a gradient that is x itself the gradient of a weight, x.T @ x, is its transpose.
+        """
+        shape = (*result.shape, 2) if result.is_complex() else result.shape
         with _disable_current_modes():
-            if (seed, shape) not in self._drawn:
-                drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-                self._drawn[seed, shape] = drawn.to(torch.bfloat16).to(torch.float16).to(torch.float64)
-            drawn = self._drawn[seed, shape]
-            return (torch.view_as_complex(drawn) if like.is_complex() else drawn).to(like.device, like.dtype)
+            if (number, shape) not in self._drawn:
+                generator = torch.Generator().manual_seed(zlib.crc32(f"incoming gradient {number}".encode()))
+                deviates = torch.randn(shape, generator=generator)
+                self._drawn[number, shape] = deviates.to(torch.bfloat16).to(torch.float16).to(torch.float64)
+            deviates = self._drawn[number, shape]
+            if result.is_complex():
+                deviates = torch.view_as_complex(deviates)
+            return deviates.to(result.device, result.dtype)
 
 
 class _SameDraws(TorchDispatchMode):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import unittest
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,42 @@ def test_random_numbers_are_the_same_in_each_pass() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     generator = torch.Generator().manual_seed(3)
     assert within_rounding(lambda x, g: x * torch.rand(x.shape, generator=g), drawn(8, 8), generator)
+
+
+class TransposedWeightGradient(torch.autograd.Function):
+    """A product whose backward pass returns the gradient of the weight transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return incoming[0] @ weight.T, (x.T @ incoming[0]).T
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42])
+def test_incoming_gradients_are_not_what_the_inputs_were_drawn_as(seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(64, 64), torch.randn(64, 64)
+    wrong = within_rounding(TransposedWeightGradient.apply, x, weight, reference=torch.matmul, dtype=torch.bfloat16)
+    assert [result.name for result in wrong.results if result.status == "outside"] == ["gradient of input 1"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42])
+def test_random_numbers_are_not_what_the_inputs_were_drawn_as(seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(64, 64)
+
+    def with_other_noise(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    def with_noise(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.randn(x.shape)
+
+    assert within_rounding(with_other_noise, x, reference=with_noise, gradients=False).status == "outside"
 
 
 def test_whole_numbers_are_equal_where_rounding_decides_nothing() -> None:
