@@ -35,6 +35,10 @@ _COPIED = 1
 _LARGE = 1 << 14
 """Elements of an input that are not compared after each pass: that takes as long as the pass."""
 
+_OFFSETS = 256
+"""Elements. Of the offset of an input, a copy keeps what is beyond a multiple of it, by which its memory is aligned,
+and one such multiple: so a part of a large tensor is copied without the memory before it."""
+
 _TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
 
 
@@ -170,7 +174,11 @@ class FunctionCall:
         dtype = leaf.dtype
         if wide and differentiable:
             dtype = torch.complex128 if leaf.is_complex() else torch.float64
-        leaf = leaf.detach().to(device, dtype)
+        leaf = leaf.detach()
+        if wide:
+            leaf = leaf.to(device, dtype)  # torch's own operations follow any strides
+        elif leaf.device != device:
+            leaf = _laid_out(leaf, device=device)
         return leaf.requires_grad_(has_gradient and differentiable)
 
     def _backward(self, found: Mapping[str, Any], leaves: Sequence[Any]) -> Computed:
@@ -275,19 +283,39 @@ def _named(part: int, path: Sequence[Any]) -> str:
 def _rounded(leaf: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(leaf, torch.Tensor) or dtype is None or not (leaf.is_floating_point() or leaf.is_complex()):
         return leaf
-    return leaf.to(torch.complex64 if leaf.is_complex() else dtype)
+    if leaf.is_complex():
+        dtype = torch.complex64
+    return leaf if leaf.dtype == dtype else _laid_out(leaf.detach(), dtype=dtype)
 
 
-def _copied(value: Any, device: torch.device | None = None, *, keeps_graph: bool = False) -> Any:
-    """Copy a tensor with its strides, which a kernel may depend on; a new leaf unless it `keeps_graph`."""
+def _copied(value: Any, *, keeps_graph: bool = False) -> Any:
+    """Copy a tensor with its place in memory; a new leaf unless it `keeps_graph`."""
     if not isinstance(value, torch.Tensor):
         return value
-    device, source = device or value.device, value if keeps_graph else value.detach()
-    if value.layout is not torch.strided or any(stride == 0 for stride in value.stride()):
-        found = source.to(device, copy=True)
-    else:
-        found = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(source)
-    return found if keeps_graph else found.requires_grad_(value.requires_grad)
+    if keeps_graph:
+        return _laid_out(value)
+    return _laid_out(value.detach()).requires_grad_(value.requires_grad)
+
+
+def _laid_out(
+    tensor: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    """Copy a tensor with its strides and its offset in memory, which a kernel may depend on.
+
+    A tensor with several elements in one place, as `expand` makes, is copied as torch does it.
+    """
+    dtype, device = dtype or tensor.dtype, device or tensor.device
+    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    if tensor.layout is not torch.strided or 0 in strides:
+        return tensor.to(device, dtype, copy=True)
+    if not offset or not tensor.numel():
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(tensor)
+    if offset >= _OFFSETS:
+        offset = _OFFSETS + offset % _OFFSETS
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = torch.empty(last + 1, dtype=dtype, device=device).untyped_storage()
+    # not a view of the memory, which autograd would follow when the function writes to it
+    return torch.empty(0, dtype=dtype, device=device).set_(memory, offset, shape, strides).copy_(tensor)
 
 
 def _same(before: Any, after: Any, *, by_torch: bool) -> bool:

@@ -108,6 +108,53 @@ def test_random_numbers_are_not_what_the_inputs_were_drawn_as(seed: int) -> None
     assert within_rounding(with_other_noise, x, reference=with_noise, gradients=False).status == "outside"
 
 
+def read_in_order(x: torch.Tensor, *, offset: int | None = None) -> torch.Tensor:
+    """Return a tensor's elements as a kernel reads them that assumes it to be contiguous."""
+    strides = torch.empty(x.shape, device="meta").stride()
+    return torch.as_strided(x, x.shape, strides, offset)
+
+
+class ReadsGradientInOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, *incoming: torch.Tensor) -> torch.Tensor:
+        return read_in_order(incoming[0]) * 2
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_result_that_is_transposed_brings_the_kernel_a_gradient_that_is_not_contiguous() -> None:
+    wrong = within_rounding(lambda x: ReadsGradientInOrder.apply(x).T, drawn(8, 8), reference=lambda x: twice(x).T)
+    assert [result.name for result in wrong.results if result.status == "outside"] == ["gradient of input 0"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_inputs_have_their_strides(dtype: torch.dtype) -> None:
+    columns = drawn(16, 32)[:, ::2]
+    wrong = within_rounding(lambda x: read_in_order(x) * 2, columns, reference=twice, dtype=dtype, gradients=False)
+    assert wrong.status == "outside"
+    assert within_rounding(twice, columns, dtype=dtype)
+
+
+@pytest.mark.parametrize("first", [1, 40])
+def test_copies_of_inputs_do_not_start_where_their_memory_does(first: int) -> None:
+    rows = drawn(64, 16)[first : first + 16]
+
+    def from_the_start(x: torch.Tensor) -> torch.Tensor:
+        return read_in_order(x, offset=0) * 2
+
+    assert within_rounding(from_the_start, rows, reference=twice, gradients=False).status == "outside"
+    places: list[int] = []
+    assert within_rounding(lambda x: (places.append(x.storage_offset()), x * 2)[1], rows, reference=twice)
+    assert [place % 256 for place in places] == [first * 16 % 256]
+    assert places[0] < 512
+
+
 def test_whole_numbers_are_equal_where_rounding_decides_nothing() -> None:
     x = drawn(64, 32)
     assert within_rounding(lambda x: (x @ x.T).argmax(-1), x)
