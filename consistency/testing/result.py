@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from consistency.errors import UsageError
-from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error_spread import Spread
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.real import Real
@@ -102,17 +102,22 @@ def allowance(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
     ))  # fmt: skip
 
 
-def judged(name: str, actual: Any, exact: Any, drawn: Sequence[Any], undecided: Undecided) -> ResultError:
-    """Judge one result.
+def judged(
+    name: str, actual: Any, exact: Any, drawn: Sequence[Any], undecided: Undecided, *, any_dtype: bool = False
+) -> ResultError:
+    """Judge one result: first its shape and its dtype, then its values.
 
     Parameters
     ----------
     actual, exact : torch.Tensor or other
         On the CPU; a tensor that is not of floating-point numbers, and anything else, is to be equal.
     drawn : sequence
-        The same of each pass with noise.
+        The same of each pass with noise, which has the same inputs as the function under test: of the dtype that the
+        reference returns for them.
     undecided : callable
         Tell of discrete results where another one is right too.
+    any_dtype : bool
+        A tensor may have another dtype than the reference's; it is judged as what it is.
     """
     if not isinstance(actual, torch.Tensor) or not isinstance(exact, torch.Tensor):
         if isinstance(actual, float) and isinstance(exact, float):
@@ -123,6 +128,12 @@ def judged(name: str, actual: Any, exact: Any, drawn: Sequence[Any], undecided: 
         )
     if actual.shape != exact.shape:
         return _outside(name, f"its shape is {tuple(actual.shape)}, the reference's {tuple(exact.shape)}")
+    if actual.dtype != drawn[0].dtype and not any_dtype:
+        return _outside(
+            name,
+            f"its dtype is {name_of(actual.dtype)}, the reference's {name_of(drawn[0].dtype)}"
+            " for the same inputs: allow=Allow(dtype=True) accepts another",
+        )
     if actual.is_complex():
         actual, exact, *drawn = (_parts_of(one) for one in (actual, exact, *drawn))
     if not actual.is_floating_point():

@@ -129,7 +129,8 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_result_that_is_transposed_brings_the_kernel_a_gradient_that_is_not_contiguous() -> None:
-    wrong = within_rounding(lambda x: ReadsGradientInOrder.apply(x).T, drawn(8, 8), reference=lambda x: twice(x).T)
+    doubled: Callable[[torch.Tensor], torch.Tensor] = ReadsGradientInOrder.apply
+    wrong = within_rounding(lambda x: doubled(x).T, drawn(8, 8), reference=lambda x: twice(x).T)
     assert [result.name for result in wrong.results if result.status == "outside"] == ["gradient of input 0"]
 
 
@@ -150,7 +151,12 @@ def test_copies_of_inputs_do_not_start_where_their_memory_does(first: int) -> No
 
     assert within_rounding(from_the_start, rows, reference=twice, gradients=False).status == "outside"
     places: list[int] = []
-    assert within_rounding(lambda x: (places.append(x.storage_offset()), x * 2)[1], rows, reference=twice)
+
+    def noting_where(x: torch.Tensor) -> torch.Tensor:
+        places.append(x.storage_offset())
+        return x * 2
+
+    assert within_rounding(noting_where, rows, reference=twice)
     assert [place % 256 for place in places] == [first * 16 % 256]
     assert places[0] < 512
 
@@ -313,6 +319,63 @@ def test_a_missing_gradient_is_outside_and_values_alone_can_be_asked_for() -> No
 def test_a_wrong_shape_is_outside() -> None:
     found = within_rounding(lambda x: x.T, drawn(4, 6), reference=lambda x: x * 1.0, gradients=False)
     assert "its shape is (6, 4), the reference's (4, 6)" in str(found)
+
+
+def narrowed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x @ weight).to(torch.bfloat16)
+
+
+def test_a_result_of_another_dtype_than_the_references_is_outside() -> None:
+    operands = drawn(16, 32), drawn(32, 8, seed=1)
+    narrow = within_rounding(narrowed_product, *operands, reference=torch.matmul)
+    assert [result.name for result in narrow.results if result.status == "outside"] == ["result"]
+    assert "its dtype is bfloat16, the reference's float32 for the same inputs: allow=Allow(dtype=True)" in str(narrow)
+    assert within_rounding(narrowed_product, *operands, reference=torch.matmul, allow=Allow(dtype=True))
+    assert within_rounding(narrowed_product, *operands, reference=narrowed_product)
+
+
+def test_a_reference_in_float32_of_a_kernel_in_a_half_type_is_said_to_be_one() -> None:
+    def in_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.float() @ weight.float()
+
+    def stored(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return in_float32(x, weight).to(x.dtype)
+
+    operands = drawn(16, 32), drawn(32, 8, seed=1)
+    wide = within_rounding(torch.matmul, *operands, reference=in_float32, dtype=torch.bfloat16)
+    assert "its dtype is bfloat16, the reference's float32" in str(wide)
+    assert within_rounding(torch.matmul, *operands, reference=in_float32, dtype=torch.bfloat16, allow=Allow(dtype=True))
+    assert within_rounding(torch.matmul, *operands, reference=stored, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert within_rounding(torch.matmul, *operands, reference=torch.matmul)
+
+
+def test_whole_numbers_of_another_dtype_are_outside_before_they_wrap_around() -> None:
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1000).round().to(torch.int64)
+
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        return counted(x).to(torch.int8)
+
+    x = drawn(16, 16)
+    assert "its dtype is int8, the reference's int64" in str(within_rounding(wrapped, x, reference=counted))
+
+
+class NarrowGradient(torch.autograd.Function):
+    """A function whose backward pass computes in bfloat16: autograd widens what it returns."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, *incoming: torch.Tensor) -> torch.Tensor:
+        return incoming[0].to(torch.bfloat16) * 1.3
+
+
+def test_a_gradient_in_a_narrower_dtype_is_outside_by_its_values() -> None:
+    wrong = within_rounding(NarrowGradient.apply, drawn(16, 16), reference=lambda x: x * 1.3 + x.detach() * 0.7)
+    assert [result.name for result in wrong.results if result.status == "outside"] == ["gradient of input 0"]
 
 
 def test_the_message_has_element_error_and_allowance() -> None:
