@@ -39,7 +39,8 @@ _OFFSETS = 256
 """Elements. Of the offset of an input, a copy keeps what is beyond a multiple of it, by which its memory is aligned,
 and one such multiple: so a part of a large tensor is copied without the memory before it."""
 
-_TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
+TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
+"""What inputs may be rounded to."""
 
 
 class FunctionCall:
@@ -74,6 +75,8 @@ class FunctionCall:
             if reference is not None and not isinstance(reference, torch.nn.Module):
                 raise UsageError("a module needs a module as its reference", got=type(reference).__name__,
                                  hint="or give functions that take the parameters among their inputs")  # fmt: skip
+            if isinstance(reference, torch.nn.Module):
+                _check_parameters(function, reference)
         self._function, self._reference = function, function if reference is None else reference
         placed, self._spec = tree_flatten_with_path((tuple(inputs), state))
         self._names = [_named(_part(path), path[1:]) for path, _ in placed]
@@ -84,10 +87,10 @@ class FunctionCall:
         asked = any(_has_gradient(leaf) for _, leaf in placed)
         self._with_gradient = [_has_gradient(leaf) if asked or _part(path) else gradients for path, leaf in placed]
         real = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-        tested = [leaf.dtype for leaf in real if leaf.dtype in _TESTED]
+        tested = [leaf.dtype for leaf in real if leaf.dtype in TESTED]
         if real and not tested:
             raise UsageError("no input has a dtype whose rounding is known", got=real[0].dtype,
-                             wanted=", ".join(sorted(map(str, _TESTED))), hint="dtype= rounds the inputs")  # fmt: skip
+                             wanted=", ".join(sorted(map(str, TESTED))), hint="dtype= rounds the inputs")  # fmt: skip
         self.dtype: torch.dtype = max(tested, key=UNIT_ROUNDOFF.__getitem__, default=torch.float32)
         """The one whose rounding is the largest."""
         self.device: torch.device = next(
@@ -170,7 +173,7 @@ class FunctionCall:
             return leaf.clone_state()
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        differentiable = leaf.dtype in _TESTED or leaf.is_complex()
+        differentiable = leaf.dtype in TESTED or leaf.is_complex()
         dtype = leaf.dtype
         if wide and differentiable:
             dtype = torch.complex128 if leaf.is_complex() else torch.float64
@@ -238,7 +241,22 @@ class _SameDraws(TorchDispatchMode):
                 for value, drawn in narrow:
                     value.copy_(drawn)
             written = {id(drawn): value for value, drawn in narrow}
-            return each_tensor(lambda one: written.get(id(one), one.double() if one.dtype in _TESTED else one), found)
+            return each_tensor(lambda one: written.get(id(one), one.double() if one.dtype in TESTED else one), found)
+
+
+def _check_parameters(module: torch.nn.Module, reference: torch.nn.Module) -> None:
+    """Raise an error unless every parameter of one is one of the other: the reference computes with the module's."""
+    names = {name for name, _ in module.named_parameters()}
+    of_reference = {name for name, _ in reference.named_parameters()}
+    if names == of_reference:
+        return
+    raise UsageError(
+        "the reference has parameters of other names than the module",
+        where="reference=",
+        got=", ".join(sorted(of_reference - names)) or "no others",
+        wanted=", ".join(sorted(names - of_reference)) or "no others",
+        hint="or give functions that take the parameters among their inputs",
+    )
 
 
 def _noting(found: list[Decision]) -> DecisionMode:

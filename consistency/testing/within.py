@@ -6,15 +6,15 @@ import math
 import unittest
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from consistency.devices.products import Products
 from consistency.errors import UsageError
 from consistency.numerics.decision import Decision, gaps
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.testing.calls import GRADIENT, Computed, FunctionCall, Noise
+from consistency.testing.options import Allow, check_options
 from consistency.testing.result import ResultError, Status, allowance, judged
 from consistency.worker.cpu_error import by_formula, with_noise
 from consistency.worker.precision import products_of
@@ -25,33 +25,6 @@ PASSES = 8
 _MOST = 4
 """Times as many are computed at most, where few elements leave a result inconclusive: of one row the limit is 19 times
 the largest figure of 8 passes, 4.2 times that of 32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allow:
-    """What an implementation may do that rounding to nearest in float32 does not explain.
-
-    Attributes
-    ----------
-    products : Products, optional
-        How products may be computed, as in TF32 or with partial sums in a half type; as torch's settings in force
-        permit on the device by default.
-    toward_zero : bool
-        Sums of float32 may be truncated: an error of K units where rounding to nearest makes one of their root.
-    nan : bool
-        The reference may be NaN; what is judged then has it in the same places.
-    dtype : bool
-        A result may have another dtype than the reference returns for the same inputs, as of a kernel in a half type
-        whose reference is computed in float32. It is judged by the rounding of its own dtype.
-    inconclusive : {"fail", "skip", "pass"}
-        What a test does whose results are within what rounding may do, where that is more than a tenth of the values.
-    """
-
-    products: Products | None = None
-    toward_zero: bool = False
-    nan: bool = False
-    dtype: bool = False
-    inconclusive: Literal["fail", "skip", "pass"] = "fail"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +119,9 @@ def within_rounding(
     allow: Allow | None = None,
 ) -> WithinRounding:
     """Judge a function; the parameters are those of `assert_within_rounding`, and a mismatch is returned."""
+    check_options(
+        function, reference=reference, device=device, dtype=dtype, gradients=gradients, passes=passes, allow=allow
+    )
     call = FunctionCall(function, reference, inputs, dtype=dtype, gradients=gradients)
     place = call.device if device is None else torch.device(device)
     allow = allow or Allow()
@@ -227,7 +203,8 @@ def assert_within_rounding(
     unittest.SkipTest
         Where it is inconclusive and `allow` says so.
     consistency.ConsistencyError
-        There is nothing to compare with: the reference cannot be computed, or is NaN.
+        There is nothing to compare with: the reference cannot be computed, or is NaN; or an option has a value that
+        it cannot have.
 
     Notes
     -----
@@ -271,6 +248,7 @@ def rounding_tolerance(
     RoundingTolerance
         `rtol` and `atol` for all results of the function, and what each element may be off by.
     """
+    check_options(function, device=device, dtype=dtype, passes=passes, allow=allow)
     call = FunctionCall(function, None, inputs, dtype=dtype, gradients=False)
     noise = _noise(allow or Allow(), call.device if device is None else torch.device(device))
     with by_formula():

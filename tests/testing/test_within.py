@@ -153,7 +153,7 @@ def test_copies_of_inputs_do_not_start_where_their_memory_does(first: int) -> No
     places: list[int] = []
 
     def noting_where(x: torch.Tensor) -> torch.Tensor:
-        places.append(x.storage_offset())
+        places.append(int(x.storage_offset()))
         return x * 2
 
     assert within_rounding(noting_where, rows, reference=twice)
@@ -248,6 +248,9 @@ def test_a_module_is_a_function_of_its_parameters() -> None:
     assert within_rounding(layer, drawn(32, 16), reference=other).status == "outside"
     with pytest.raises(UsageError, match="a module needs a module"):
         within_rounding(layer, drawn(32, 16), reference=torch.relu)
+    with pytest.raises(UsageError, match="parameters of other names") as raised:
+        within_rounding(layer, drawn(32, 16), reference=torch.nn.Sequential(layer))
+    assert "0.0.weight" in str(raised.value)
 
 
 def test_autocast_rounds_in_the_passes_too() -> None:
@@ -403,6 +406,61 @@ def test_the_caller_chooses_what_inconclusive_means() -> None:
     with pytest.raises(unittest.SkipTest):
         assert_within_rounding(cancels, x, dtype=torch.bfloat16, gradients=False, allow=Allow(inconclusive="skip"))
     assert_within_rounding(cancels, x, dtype=torch.bfloat16, gradients=False, allow=Allow(inconclusive="pass"))
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ({"inconclusive": "Fail"}, "fail, skip, pass"),
+        ({"inconclusive": True}, "fail, skip, pass"),
+        ({"products": "tf32"}, "consistency.testing.Products"),
+        ({"products": Products(matmul="tf32")}, "consistency.testing.Precision"),  # type: ignore[arg-type]
+        ({"products": Products(partial_terms={"bf16": 32})}, "float16, bfloat16"),
+        ({"products": Products(partial_terms={"bfloat16": 0})}, "1 or more"),
+        ({"toward_zero": "yes"}, "True or False"),
+        ({"nan": 1}, "True or False"),
+        ({"dtype": torch.bfloat16}, "True or False"),
+    ],
+)
+def test_what_is_allowed_has_only_values_that_can_be_used(option: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        Allow(**option)
+    assert raised.value.where == f"Allow({next(iter(option))}=)"
+    assert wanted in str(raised.value.wanted)
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ({"dtype": torch.int32}, "torch.bfloat16"),
+        ({"dtype": torch.float64}, "torch.bfloat16"),
+        ({"dtype": "bfloat16"}, "torch.bfloat16"),
+        ({"allow": "skip"}, "consistency.testing.Allow"),
+        ({"passes": 1}, "2 or more"),
+        ({"passes": 2.5}, "2 or more"),
+        ({"passes": True}, "2 or more"),
+        ({"gradients": "no"}, "True or False"),
+        ({"device": "cuad"}, "torch.device"),
+        ({"reference": 3}, "a function or a module"),
+    ],
+)
+def test_options_have_only_values_that_can_be_used(option: dict[str, Any], wanted: str) -> None:
+    name = next(iter(option))
+    callers: list[Callable[..., object]] = [within_rounding, assert_within_rounding]
+    if name not in ("gradients", "reference"):
+        callers.append(rounding_tolerance)
+    for caller in callers:
+        with pytest.raises(UsageError) as raised:
+            caller(torch.exp, drawn(4, 4), **option)
+        assert raised.value.where == f"{name}="
+        assert raised.value.got is not None
+        assert wanted in str(raised.value.wanted)
+
+
+def test_what_is_tested_is_a_function() -> None:
+    with pytest.raises(UsageError) as raised:
+        within_rounding(drawn(4, 4))  # type: ignore[arg-type]
+    assert (raised.value.where, raised.value.got) == ("function", "<class 'torch.Tensor'>")
 
 
 def cut(values: torch.Tensor) -> torch.Tensor:
