@@ -170,6 +170,18 @@ def test_whole_numbers_are_equal_where_rounding_decides_nothing() -> None:
     assert not within_rounding(lambda x: x > 0.5, x, reference=lambda x: x > 0.4)
 
 
+def test_a_cast_of_what_is_whole_already_decides_nothing() -> None:
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1000).round().to(torch.int64)
+
+    x = drawn(16, 16)
+    for offset in (1, 5):
+        wrong = within_rounding(lambda x, by=offset: counted(x) + by, x, reference=counted, gradients=False)
+        assert wrong.status == "outside"
+    near = torch.tensor([[0.5, 1.5, 2.5]] * 4) / 1000  # where rounding decides
+    assert within_rounding(lambda x: (x * 1000 + 1e-6).round().to(torch.int64), near, reference=counted)
+
+
 def nearly_tied() -> tuple[torch.Tensor, torch.Tensor]:
     """Return operands of which two columns of the product differ by what few of the passes with noise are off by."""
     x, weight = drawn(256, 512), drawn(512, 8, seed=1)
@@ -362,6 +374,11 @@ def test_whole_numbers_of_another_dtype_are_outside_before_they_wrap_around() ->
 
     x = drawn(16, 16)
     assert "its dtype is int8, the reference's int64" in str(within_rounding(wrapped, x, reference=counted))
+    allow = Allow(dtype=True)
+    assert within_rounding(wrapped, x, reference=counted, allow=allow).status == "outside"
+    assert within_rounding(wrapped, x / 100, reference=counted, allow=allow)
+    kinds = within_rounding(counted, x, reference=lambda x: x * 1000, allow=allow, gradients=False)
+    assert str(kinds).endswith("its dtype is int64, the reference's float32 for the same inputs")
 
 
 class NarrowGradient(torch.autograd.Function):
@@ -506,6 +523,55 @@ def test_a_tolerance_covers_two_healthy_results_and_no_fault() -> None:
         assert bool((2 * allowed <= tolerance["atol"] + tolerance["rtol"] * exact.abs() + 1e-12).all())
         with pytest.raises(AssertionError):
             torch.testing.assert_close(rms_norm(*low) * 1.2, exact.to(dtype), **tolerance)
+
+
+def test_a_tolerance_of_complex_numbers_covers_two_healthy_results_and_no_fault() -> None:
+    x = torch.complex(drawn(16, 64), drawn(16, 64, seed=1))
+
+    def spectrum(x: torch.Tensor) -> torch.Tensor:
+        transformed: torch.Tensor = torch.fft.fft(x)
+        return transformed * x.conj()
+
+    tolerance = rounding_tolerance(spectrum, x)
+    exact = spectrum(x.to(torch.complex128)).to(x.dtype)
+    torch.testing.assert_close(spectrum(x), exact, **tolerance)
+    for wrong in (spectrum(x) * 1.0001, spectrum(x).conj()):
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(wrong, exact, **tolerance)
+    allowed = tolerance.allowed["result"]
+    assert allowed.shape == x.shape
+    assert bool((2 * allowed <= tolerance["atol"] + tolerance["rtol"] * exact.abs().double() + 1e-9).all())
+    assert bool(((spectrum(x) - exact).abs() <= allowed).all())
+
+
+def test_python_numbers_have_a_tolerance_and_are_judged() -> None:
+    def total(x: torch.Tensor) -> float:
+        return float((x * x).detach().sum())
+
+    def both_totals(x: torch.Tensor) -> complex:
+        return complex(total(x), total(x * 3))
+
+    x = drawn(64, 64)
+    for function in (total, both_totals):
+        tolerance = rounding_tolerance(function, x)
+        assert 0 < tolerance["atol"] + tolerance["rtol"] < 1e-3 * abs(function(x))
+        torch.testing.assert_close(function(x), function(x.double()), **tolerance)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(function(x) * 1.001, function(x.double()), **tolerance)
+        reversed_order = within_rounding(lambda x, of=function: of(x.flip(0, 1)), x, reference=function)
+        assert reversed_order.status == "within"
+        wrong = within_rounding(lambda x, of=function: of(x) * 1.001, x, reference=function)
+        assert wrong.status == "outside"
+
+
+def test_what_has_no_tolerance_is_refused_in_words() -> None:
+    x = drawn(8, 8)
+    for function in (lambda x: int(x.sum()), lambda x: x.argmax(), lambda x: x > 0, lambda _: "text"):
+        with pytest.raises(UsageError, match="no result has floating-point numbers"):
+            rounding_tolerance(function, x)
+    with pytest.raises(UsageError, match="a dtype whose rounding is not known"):
+        rounding_tolerance(lambda x: x.to(torch.float8_e5m2), x)
+    assert rounding_tolerance(lambda x: (x @ x).max(-1), x)["atol"] > 0
 
 
 def test_a_gradient_that_cancels_is_inconclusive() -> None:
