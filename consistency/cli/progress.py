@@ -90,6 +90,8 @@ class Eta:
                 if name in names[course.number :]:
                     course.number = names.index(name, course.number)
                 course.within = 0.0
+            case "step" if event.share is not None:
+                course.within = event.share
             case "step" if event.total:
                 course.within = event.done / event.total
             case "done" | "failed":
@@ -244,7 +246,10 @@ class _Plain(Display):
             self._running[label] = (now, event.stage)
         elif event.kind == "step":
             steps = f" ({event.done + 1} of {event.total})" if event.total else ""
-            self._running[label] = (self._running.get(label, (now, ""))[0], f"{event.stage}, {event.layer}{steps}")
+            where = f"{event.stage}, {event.layer}{steps}"
+            if event.block_text:
+                where = f"{where}, {event.block_text}"
+            self._running[label] = (self._running.get(label, (now, ""))[0], where)
         elif event.kind == "wait":
             self._running[label] = (self._running.get(label, (now, ""))[0], f"waits {event.message}")
 
@@ -310,8 +315,11 @@ class _Moving(Display):
             case "stage":
                 update(task, description=f"{of}{number}{event.stage}", completed=0, total=None)
             case "step":
-                text = of + number + one_line(f"{event.stage}  {event.layer}")
-                update(task, description=text, completed=event.done, total=event.total or None)
+                text = of + number + one_line(f"{event.stage}  {event.layer}  {event.block_text}".rstrip())
+                done, total = event.done, event.total
+                if event.blocks:
+                    done, total = event.block - 1, event.blocks
+                update(task, description=text, completed=done, total=total or None)
             case "wait":
                 update(task, description=f"{of}waits {event.message}")
             case "done":

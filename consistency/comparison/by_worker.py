@@ -62,9 +62,16 @@ def _ratios(comparison: Comparison) -> Iterator[tuple[str, Workers, float]]:
                 yield tensor.stage, outcome.workers, ratio
 
 
+def is_larger(ratio: float, other: float) -> bool:
+    """Report whether a ratio is larger than another; NaN is larger than any number."""
+    if math.isnan(other):
+        return False
+    return math.isnan(ratio) or ratio > other
+
+
 def worse(ratio: float, known: float | None) -> float:
     """Return the larger of two ratios; NaN is larger than any number."""
-    return ratio if known is None or math.isnan(ratio) or ratio > known else known
+    return ratio if known is None or is_larger(ratio, known) else known
 
 
 _NOT_JUDGED = frozenset({"skipped", "blocked"})

@@ -50,6 +50,9 @@ class DecisionMode(TorchDispatchMode):
         return found if wanted is None else decision.force(wanted)
 
 
+TO_INTEGER = "to integer"
+"""The name of a cast that cuts off what is behind the point."""
+
 _aten = torch.ops.aten
 
 
@@ -247,7 +250,7 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[
     if not is_real(x) or dtype is None or dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return found, None
     return found, Decision(
-        name="to integer", operand=x, decided=found, margins=_FROM_BOUNDARY["trunc"],
+        name=TO_INTEGER, operand=x, decided=found, margins=_FROM_BOUNDARY["trunc"],
         force=lambda wanted: wanted.to(found.dtype),
     )  # fmt: skip
 
@@ -258,7 +261,7 @@ def _copied(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     if not is_real(x) or found.is_floating_point() or found.is_complex() or found.dtype is torch.bool:
         return found, None
     return found, Decision(
-        name="to integer", operand=x.expand(found.shape), decided=found.clone(), margins=_FROM_BOUNDARY["trunc"],
+        name=TO_INTEGER, operand=x.expand(found.shape), decided=found.clone(), margins=_FROM_BOUNDARY["trunc"],
         force=lambda wanted: found.copy_(wanted),
     )  # fmt: skip
 

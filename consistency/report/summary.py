@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from consistency.capture.wording import counted, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage, stage_order
-from consistency.comparison.by_worker import worse
+from consistency.comparison.by_worker import is_larger
 from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.result import BAD, Comparison, TensorComparison
 from consistency.comparison.suite import SuiteVerdict
@@ -53,6 +53,7 @@ class Cell:
 
     counts: dict[str, int] = field(default_factory=dict)  # tensors by status
     worst_ratio: float | None = None  # largest `ratio`; NaN is larger than any number
+    worst_layer: str = ""  # the first layer with that ratio
     first_bad: str | None = None  # layer of the first tensor with a mismatch
     first_place: int = 0  # place of that tensor among all
     # kind of an error that is about the stage of this worker although no tensor has a mismatch: `drift`, …
@@ -68,10 +69,12 @@ class Cell:
     def bad(self) -> int:
         return sum(n for status, n in self.counts.items() if status in BAD)
 
-    def take_ratio(self, ratio: float | None) -> None:
-        """Note a `ratio`, if it is the largest so far."""
-        if ratio is not None:
-            self.worst_ratio = worse(float(ratio), self.worst_ratio)
+    def take_ratio(self, ratio: float | None, layer: str) -> None:
+        """Note a `ratio` and its layer, if it is the largest so far."""
+        if ratio is None:
+            return
+        if self.worst_ratio is None or is_larger(ratio, self.worst_ratio):
+            self.worst_ratio, self.worst_layer = float(ratio), layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,7 @@ class CellText:
     text: str
     spoken: str  # the whole cell in words, for a screen reader
     place: str = ""  # the layer at which a mismatch begins, where the order of layers matters
+    worst_layer: str = ""  # the layer of the ratio in the text, of a stage whose layers are judged each by itself
     is_near: bool = False  # nearly all of the tolerance is used
 
     @property
@@ -89,9 +93,12 @@ class CellText:
         """Return the mark of its kind; a verdict and plain text have none."""
         return MARKS[self.kind][0] if self.kind in MARKS else ""
 
-    def written(self, *, place: bool = False) -> str:
-        """Return mark and text, or the place in the text's stead."""
-        return f"{self.mark} {(self.place if place else '') or self.text}".strip()
+    def written(self, *, place: bool = False, worst_layer: bool = False) -> str:
+        """Return mark and text, or the place in the text's stead, and the layer of the ratio behind it if asked for."""
+        parts = [self.mark, self.place if place and self.place else self.text]
+        if worst_layer:
+            parts.append(self.worst_layer)
+        return " ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +201,7 @@ def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
                 into.counts[status] = into.counts.get(status, 0) + count
             into.flag = into.flag or cell.flag
             into.elsewhere = into.elsewhere or cell.elsewhere
-            into.take_ratio(cell.worst_ratio)
+            into.take_ratio(cell.worst_ratio, cell.worst_layer)
             if cell.first_bad is not None and (into.first_bad is None or cell.first_place < into.first_place):
                 into.first_bad, into.first_place = cell.first_bad, cell.first_place
     return found
@@ -226,7 +233,9 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
     if "within" in cell.counts and cell.worst_ratio is not None:
         text = ratio_text(cell.worst_ratio)
         spoken = f"within tolerance, worst error/tolerance {text}"
-        return CellText(kind="within", text=text, spoken=spoken, is_near=cell.worst_ratio > NEARLY_ALL)
+        worst_layer = one_line(cell.worst_layer) if stage == Stage.MERGED else ""
+        is_near = cell.worst_ratio > NEARLY_ALL
+        return CellText(kind="within", text=text, spoken=spoken, worst_layer=worst_layer, is_near=is_near)
     if "equal" in cell.counts or "within" in cell.counts:
         return CellText(kind="equal", text="", spoken="bitwise equal")
     return CellText(kind="skipped", text="skipped", spoken="skipped")
@@ -308,7 +317,7 @@ def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, 
         for row, worker in ((one, worker) for one in tensor.outcomes for worker in wanted(one.workers)):
             cell = found.setdefault(worker, {}).setdefault(tensor.stage, Cell())
             cell.counts[row.status] = cell.counts.get(row.status, 0) + 1
-            cell.take_ratio(row.share)
+            cell.take_ratio(row.share, tensor.layer)
             if row.status in BAD and cell.first_bad is None:
                 cell.first_bad, cell.first_place = tensor.layer, place
     return found

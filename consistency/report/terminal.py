@@ -71,7 +71,7 @@ def render_finding(finding: Finding, number: int) -> Iterator[bytes]:
 def _write(write: Writer, document: Document, view: View, found: Comparison | SuiteResult) -> None:
     write_head(write, document)
     write.findings((entry.finding for entry in document.to_act_on), most=None if view.verbose else _MOST_FINDINGS)
-    write_tables(write, document)
+    write_tables(write, document, verbose=view.verbose)
     if isinstance(found, Comparison):
         write_matrices(write, found.tensors)
     if document.remarks:
@@ -127,13 +127,13 @@ def write_head(write: Writer, document: Document, *, title: str = "consistency",
     write.verdict(document.verdict, document.sentence, words=verdict)
 
 
-def write_tables(write: Writer, document: Document) -> None:
+def write_tables(write: Writer, document: Document, *, verbose: bool = False) -> None:
     """Write the tables, and what their marks mean.
 
     Where a table does not fit, cells lose the layer of a mismatch, then titles are abbreviated, then each stage of a
-    run has a line of its own.
+    run has a line of its own. With `verbose` cells keep that layer, and name that of the worst ratio of a merge too.
     """
-    abbreviated = [_write_table(write, table) for table in document.tables]
+    abbreviated = [_write_table(write, table, verbose=verbose) for table in document.tables]
     columns = {column.title: column for table in document.tables for column in table.columns}.values()
     explained = [f"{mark} {meaning}".strip() for _, mark, meaning in document.legend]
     explained += [f"{column.short} {column.title}" for column in columns if any(abbreviated) and column.short]
@@ -143,26 +143,30 @@ def write_tables(write: Writer, document: Document) -> None:
     write.console.print()
 
 
-def _write_table(write: Writer, table: ResultTable) -> bool:
+def _write_table(write: Writer, table: ResultTable, *, verbose: bool) -> bool:
     """Write a table; return whether its titles are abbreviated."""
     if table.title:
         write.line(table.title, style="bold")
     corner = write.text("" if table.heading else table.label, "bold")
-    for short, places in ((False, True), (False, False), (True, False)):
+    # whether titles are abbreviated, and cells name the layer of a mismatch: in turn, until the table fits
+    attempts = [(False, True), (False, False), (True, False)]
+    if verbose:
+        attempts = [(False, True), (True, True)]
+    for short, places in attempts:
         titles = [write.text((column.short if short else "") or column.title, "bold") for column in table.columns]
-        rows = _grid_rows(write, table, places=places)
+        rows = _grid_rows(write, table, places=places, worst_layers=verbose)
         if write.grid_fits(titles, rows) or (short and not table.heading):
             write.grid(titles, rows, corner=corner)
             break
     else:
         short = False
-        _write_turned(write, table)
+        _write_turned(write, table, verbose=verbose)
     if table.title:
         write.console.print()
     return short
 
 
-def _grid_rows(write: Writer, table: ResultTable, *, places: bool) -> list[tuple[Text, list[Text]]]:
+def _grid_rows(write: Writer, table: ResultTable, *, places: bool, worst_layers: bool) -> list[tuple[Text, list[Text]]]:
     """Return a heading per group, and a line per row; names that fill the line have one of their own."""
     rows: list[tuple[Text, list[Text]]] = []
     for group in table.groups:
@@ -175,20 +179,20 @@ def _grid_rows(write: Writer, table: ResultTable, *, places: bool) -> list[tuple
             if name is None:
                 name = f"these {len(row.names)}"
                 rows.append((write.text(f"{indent}{'  '.join(_some_names(row, table))}"), []))
-            cells = [_cell(write, cell, places=places) for cell in row.cells]
+            cells = [_cell(write, cell, places=places, worst_layer=worst_layers) for cell in row.cells]
             rows.append((write.text(f"{indent}{name}"), cells))
     return rows
 
 
-def _write_turned(write: Writer, table: ResultTable) -> None:
+def _write_turned(write: Writer, table: ResultTable, *, verbose: bool) -> None:
     """Write a line per column, with a column per row of the table; a list per row where not even that fits."""
     every = [row for _, row in table.rows]
     names = [_name(row, table, write.console.width // 2) for row in every]
     titles = [write.text((name or "").replace("  ", ", "), "bold") for name in names]
-    rows = [
-        (write.text(column.title), [_cell(write, row.cells[place], places=False) for row in every])
-        for place, column in enumerate(table.columns)
-    ]
+    rows = []
+    for place, column in enumerate(table.columns):
+        cells = [_cell(write, row.cells[place], places=verbose, worst_layer=verbose) for row in every]
+        rows.append((write.text(column.title), cells))
     side_by_side = all(names) and write.grid_fits(titles, rows)
     for group in table.groups:
         write.folded(_heading(write, group), indent=2)
@@ -198,8 +202,8 @@ def _write_turned(write: Writer, table: ResultTable) -> None:
                 continue
             width = max(len(column.title) for column in table.columns) + 2
             for column, cell in zip(table.columns, row.cells, strict=True):
-                text = write.text(column.title.ljust(width)).append_text(_cell(write, cell, places=True))
-                write.folded(text, indent=7, hang=0)
+                written = _cell(write, cell, places=True, worst_layer=verbose)
+                write.folded(write.text(column.title.ljust(width)).append_text(written), indent=7, hang=0)
     if side_by_side:
         write.grid(titles, rows)
 
@@ -229,8 +233,8 @@ def _names(row: Row, table: ResultTable) -> list[str]:
     return [f"{name}{_REFERENCE}" if name == table.reference else name for name in row.names]
 
 
-def _cell(write: Writer, cell: CellText, *, places: bool) -> Text:
-    return write.text(cell.written(place=places), style_of(cell.kind))
+def _cell(write: Writer, cell: CellText, *, places: bool, worst_layer: bool) -> Text:
+    return write.text(cell.written(place=places, worst_layer=worst_layer), style_of(cell.kind))
 
 
 def _tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:

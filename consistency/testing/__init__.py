@@ -6,9 +6,9 @@ rounded once. What these passes are off by is what a healthy implementation may 
 
 from consistency.devices.products import Products
 from consistency.numerics.precision import Precision
+from consistency.testing.options import Allow
 from consistency.testing.result import ResultError
 from consistency.testing.within import (
-    Allow,
     RoundingTolerance,
     WithinRounding,
     assert_within_rounding,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -34,7 +35,12 @@ _COPIED = 1
 _LARGE = 1 << 14
 """Elements of an input that are not compared after each pass: that takes as long as the pass."""
 
-_TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
+_OFFSETS = 256
+"""Elements. Of the offset of an input, a copy keeps what is beyond a multiple of it, by which its memory is aligned,
+and one such multiple: so a part of a large tensor is copied without the memory before it."""
+
+TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
+"""What inputs may be rounded to."""
 
 
 class FunctionCall:
@@ -69,6 +75,8 @@ class FunctionCall:
             if reference is not None and not isinstance(reference, torch.nn.Module):
                 raise UsageError("a module needs a module as its reference", got=type(reference).__name__,
                                  hint="or give functions that take the parameters among their inputs")  # fmt: skip
+            if isinstance(reference, torch.nn.Module):
+                _check_parameters(function, reference)
         self._function, self._reference = function, function if reference is None else reference
         placed, self._spec = tree_flatten_with_path((tuple(inputs), state))
         self._names = [_named(_part(path), path[1:]) for path, _ in placed]
@@ -79,10 +87,10 @@ class FunctionCall:
         asked = any(_has_gradient(leaf) for _, leaf in placed)
         self._with_gradient = [_has_gradient(leaf) if asked or _part(path) else gradients for path, leaf in placed]
         real = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-        tested = [leaf.dtype for leaf in real if leaf.dtype in _TESTED]
+        tested = [leaf.dtype for leaf in real if leaf.dtype in TESTED]
         if real and not tested:
             raise UsageError("no input has a dtype whose rounding is known", got=real[0].dtype,
-                             wanted=", ".join(sorted(map(str, _TESTED))), hint="dtype= rounds the inputs")  # fmt: skip
+                             wanted=", ".join(sorted(map(str, TESTED))), hint="dtype= rounds the inputs")  # fmt: skip
         self.dtype: torch.dtype = max(tested, key=UNIT_ROUNDOFF.__getitem__, default=torch.float32)
         """The one whose rounding is the largest."""
         self.device: torch.device = next(
@@ -165,11 +173,15 @@ class FunctionCall:
             return leaf.clone_state()
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        differentiable = leaf.dtype in _TESTED or leaf.is_complex()
+        differentiable = leaf.dtype in TESTED or leaf.is_complex()
         dtype = leaf.dtype
         if wide and differentiable:
             dtype = torch.complex128 if leaf.is_complex() else torch.float64
-        leaf = leaf.detach().to(device, dtype)
+        leaf = leaf.detach()
+        if wide:
+            leaf = leaf.to(device, dtype)  # torch's own operations follow any strides
+        elif leaf.device != device:
+            leaf = _laid_out(leaf, device=device)
         return leaf.requires_grad_(has_gradient and differentiable)
 
     def _backward(self, found: Mapping[str, Any], leaves: Sequence[Any]) -> Computed:
@@ -179,20 +191,27 @@ class FunctionCall:
         ends = [one for one in found.values() if _has_gradient(one)]
         if not ends or not wanted:
             return {}
-        upstream = [self._upstream(one, seed) for seed, one in enumerate(ends)]
-        gradients = torch.autograd.grad(ends, wanted, upstream, allow_unused=True)
+        incoming = [self._incoming_gradient(result, number) for number, result in enumerate(ends)]
+        gradients = torch.autograd.grad(ends, wanted, incoming, allow_unused=True)
         zeros = (torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, gradients, strict=True))
         return {f"{GRADIENT}{name}": _finished(one) for name, one in zip(names, zeros, strict=True)}
 
-    def _upstream(self, like: torch.Tensor, seed: int) -> torch.Tensor:
-        """Return normal deviates of few bits, which every dtype has: drawn once, as that takes as long as a pass."""
-        shape = (*like.shape, 2) if like.is_complex() else like.shape
+    def _incoming_gradient(self, result: torch.Tensor, number: int) -> torch.Tensor:
+        """Return normal deviates of few bits, which every dtype has: drawn once, as that takes as long as a pass.
+
+        They have seeds of their own. From those that tests take by habit they would be the numbers that the test's
+        inputs were drawn as, and with a gradient that is x itself the gradient of a weight, x.T @ x, is its transpose.
+        """
+        shape = (*result.shape, 2) if result.is_complex() else result.shape
         with _disable_current_modes():
-            if (seed, shape) not in self._drawn:
-                drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-                self._drawn[seed, shape] = drawn.to(torch.bfloat16).to(torch.float16).to(torch.float64)
-            drawn = self._drawn[seed, shape]
-            return (torch.view_as_complex(drawn) if like.is_complex() else drawn).to(like.device, like.dtype)
+            if (number, shape) not in self._drawn:
+                generator = torch.Generator().manual_seed(zlib.crc32(f"incoming gradient {number}".encode()))
+                deviates = torch.randn(shape, generator=generator)
+                self._drawn[number, shape] = deviates.to(torch.bfloat16).to(torch.float16).to(torch.float64)
+            deviates = self._drawn[number, shape]
+            if result.is_complex():
+                deviates = torch.view_as_complex(deviates)
+            return deviates.to(result.device, result.dtype)
 
 
 class _SameDraws(TorchDispatchMode):
@@ -222,7 +241,22 @@ class _SameDraws(TorchDispatchMode):
                 for value, drawn in narrow:
                     value.copy_(drawn)
             written = {id(drawn): value for value, drawn in narrow}
-            return each_tensor(lambda one: written.get(id(one), one.double() if one.dtype in _TESTED else one), found)
+            return each_tensor(lambda one: written.get(id(one), one.double() if one.dtype in TESTED else one), found)
+
+
+def _check_parameters(module: torch.nn.Module, reference: torch.nn.Module) -> None:
+    """Raise an error unless every parameter of one is one of the other: the reference computes with the module's."""
+    names = {name for name, _ in module.named_parameters()}
+    of_reference = {name for name, _ in reference.named_parameters()}
+    if names == of_reference:
+        return
+    raise UsageError(
+        "the reference has parameters of other names than the module",
+        where="reference=",
+        got=", ".join(sorted(of_reference - names)) or "no others",
+        wanted=", ".join(sorted(names - of_reference)) or "no others",
+        hint="or give functions that take the parameters among their inputs",
+    )
 
 
 def _noting(found: list[Decision]) -> DecisionMode:
@@ -267,19 +301,39 @@ def _named(part: int, path: Sequence[Any]) -> str:
 def _rounded(leaf: Any, dtype: torch.dtype | None) -> Any:
     if not isinstance(leaf, torch.Tensor) or dtype is None or not (leaf.is_floating_point() or leaf.is_complex()):
         return leaf
-    return leaf.to(torch.complex64 if leaf.is_complex() else dtype)
+    if leaf.is_complex():
+        dtype = torch.complex64
+    return leaf if leaf.dtype == dtype else _laid_out(leaf.detach(), dtype=dtype)
 
 
-def _copied(value: Any, device: torch.device | None = None, *, keeps_graph: bool = False) -> Any:
-    """Copy a tensor with its strides, which a kernel may depend on; a new leaf unless it `keeps_graph`."""
+def _copied(value: Any, *, keeps_graph: bool = False) -> Any:
+    """Copy a tensor with its place in memory; a new leaf unless it `keeps_graph`."""
     if not isinstance(value, torch.Tensor):
         return value
-    device, source = device or value.device, value if keeps_graph else value.detach()
-    if value.layout is not torch.strided or any(stride == 0 for stride in value.stride()):
-        found = source.to(device, copy=True)
-    else:
-        found = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device).copy_(source)
-    return found if keeps_graph else found.requires_grad_(value.requires_grad)
+    if keeps_graph:
+        return _laid_out(value)
+    return _laid_out(value.detach()).requires_grad_(value.requires_grad)
+
+
+def _laid_out(
+    tensor: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> torch.Tensor:
+    """Copy a tensor with its strides and its offset in memory, which a kernel may depend on.
+
+    A tensor with several elements in one place, as `expand` makes, is copied as torch does it.
+    """
+    dtype, device = dtype or tensor.dtype, device or tensor.device
+    shape, strides, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    if tensor.layout is not torch.strided or 0 in strides:
+        return tensor.to(device, dtype, copy=True)
+    if not offset or not tensor.numel():
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(tensor)
+    if offset >= _OFFSETS:
+        offset = _OFFSETS + offset % _OFFSETS
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    memory = torch.empty(last + 1, dtype=dtype, device=device).untyped_storage()
+    # not a view of the memory, which autograd would follow when the function writes to it
+    return torch.empty(0, dtype=dtype, device=device).set_(memory, offset, shape, strides).copy_(tensor)
 
 
 def _same(before: Any, after: Any, *, by_torch: bool) -> bool:

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from consistency.errors import UsageError
-from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error_spread import Spread
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.real import Real
@@ -102,40 +102,51 @@ def allowance(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
     ))  # fmt: skip
 
 
-def judged(name: str, actual: Any, exact: Any, drawn: Sequence[Any], undecided: Undecided) -> ResultError:
-    """Judge one result.
+def judged(
+    name: str, actual: Any, exact: Any, drawn: Sequence[Any], undecided: Undecided, *, any_dtype: bool = False
+) -> ResultError:
+    """Judge one result: first its shape and its dtype, then its values.
 
     Parameters
     ----------
     actual, exact : torch.Tensor or other
         On the CPU; a tensor that is not of floating-point numbers, and anything else, is to be equal.
     drawn : sequence
-        The same of each pass with noise.
+        The same of each pass with noise, which has the same inputs as the function under test: of the dtype that the
+        reference returns for them.
     undecided : callable
         Tell of discrete results where another one is right too.
+    any_dtype : bool
+        A tensor may have another dtype of the same kind (floating-point, complex, whole) than the reference's; it is
+        judged as what it is.
     """
     if not isinstance(actual, torch.Tensor) or not isinstance(exact, torch.Tensor):
-        if isinstance(actual, float) and isinstance(exact, float):
-            numbers = [torch.tensor(one, dtype=torch.float32) for one in (actual, *drawn)]
-            return judged(name, numbers[0], torch.tensor(exact, dtype=torch.float64), numbers[1:], undecided)
+        if type(actual) is type(exact) and isinstance(actual, float | complex):
+            actual, *drawn = (as_tensor(number) for number in (actual, *drawn))
+            return judged(name, actual, as_tensor(exact, wide=True), drawn, undecided)
         return _equal(
             name, type(actual) is type(exact) and actual == exact, f"got {actual!r}, the reference has {exact!r}"
         )
     if actual.shape != exact.shape:
         return _outside(name, f"its shape is {tuple(actual.shape)}, the reference's {tuple(exact.shape)}")
+    wanted = drawn[0].dtype
+    is_of_the_kind = (actual.is_complex(), actual.is_floating_point()) == (wanted.is_complex, wanted.is_floating_point)
+    if actual.dtype != wanted and not (any_dtype and is_of_the_kind):
+        reason = f"its dtype is {name_of(actual.dtype)}, the reference's {name_of(wanted)} for the same inputs"
+        if is_of_the_kind:
+            reason = f"{reason}: allow=Allow(dtype=True) accepts another"
+        return _outside(name, reason)
     if actual.is_complex():
-        actual, exact, *drawn = (_parts_of(one) for one in (actual, exact, *drawn))
+        actual, exact, *drawn = (parts_of(one) for one in (actual, exact, *drawn))
     if not actual.is_floating_point():
-        differs = actual != exact.to(actual.dtype)
+        differs = actual != exact
         wrong = int((differs & ~undecided(actual, exact, drawn)).sum()) if bool(differs.any()) else 0
         return _equal(name, not wrong, f"{wrong} of {actual.numel()} elements differ where rounding decides nothing")
     if not actual.numel():
         return ResultError(name=name, status="within")
     if actual.dtype == torch.float64:
         actual = actual.to(drawn[0].dtype if drawn[0].dtype in UNIT_ROUNDOFF else torch.float32)
-    if actual.dtype not in UNIT_ROUNDOFF:
-        raise UsageError(f"{name} has a dtype whose rounding is not known", got=actual.dtype,
-                         hint="return the values before they are cast to it")  # fmt: skip
+    check_dtype(name, actual.dtype)
     return _of_numbers(name, actual, exact.to(torch.float64), [one.to(actual.dtype) for one in drawn])
 
 
@@ -183,12 +194,24 @@ def _outside(name: str, reason: str) -> ResultError:
     return ResultError(name=name, status="outside", reason=reason, ratio=math.inf)
 
 
-def _parts_of(value: torch.Tensor) -> torch.Tensor:
+def as_tensor(number: float | complex, *, wide: bool = False) -> torch.Tensor:
+    """Return a Python number as a tensor, in float32 unless `wide`: what made it was a tensor of that or narrower."""
+    if isinstance(number, complex):
+        return torch.tensor(number, dtype=torch.complex128 if wide else torch.complex64)
+    return torch.tensor(number, dtype=torch.float64 if wide else torch.float32)
+
+
+def parts_of(value: torch.Tensor) -> torch.Tensor:
     """Return the real and the imaginary parts, one after the other."""
     value = value.resolve_conj()
-    return (
-        torch.stack([value.real, value.imag]) if value.is_complex() else torch.stack([value, torch.zeros_like(value)])
-    )
+    return torch.stack([value.real, value.imag])
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise an error unless it is known how numbers of a dtype are rounded."""
+    if dtype not in UNIT_ROUNDOFF:
+        raise UsageError(f"{name} has a dtype whose rounding is not known", got=dtype,
+                         hint="return the values before they are cast to it")  # fmt: skip
 
 
 def _index(values: torch.Tensor) -> tuple[int, ...]:

@@ -6,16 +6,25 @@ import math
 import unittest
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from consistency.devices.products import Products
 from consistency.errors import UsageError
 from consistency.numerics.decision import Decision, gaps
+from consistency.numerics.decisions import TO_INTEGER
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.testing.calls import GRADIENT, Computed, FunctionCall, Noise
-from consistency.testing.result import ResultError, Status, allowance, judged
+from consistency.testing.options import Allow, check_options
+from consistency.testing.result import (
+    ResultError,
+    Status,
+    allowance,
+    as_tensor,
+    check_dtype,
+    judged,
+    parts_of,
+)
 from consistency.worker.cpu_error import by_formula, with_noise
 from consistency.worker.precision import products_of
 
@@ -25,29 +34,6 @@ PASSES = 8
 _MOST = 4
 """Times as many are computed at most, where few elements leave a result inconclusive: of one row the limit is 19 times
 the largest figure of 8 passes, 4.2 times that of 32."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Allow:
-    """What an implementation may do that rounding to nearest in float32 does not explain.
-
-    Attributes
-    ----------
-    products : Products, optional
-        How products may be computed, as in TF32 or with partial sums in a half type; as torch's settings in force
-        permit on the device by default.
-    toward_zero : bool
-        Sums of float32 may be truncated: an error of K units where rounding to nearest makes one of their root.
-    nan : bool
-        The reference may be NaN; what is judged then has it in the same places.
-    inconclusive : {"fail", "skip", "pass"}
-        What a test does whose results are within what rounding may do, where that is more than a tenth of the values.
-    """
-
-    products: Products | None = None
-    toward_zero: bool = False
-    nan: bool = False
-    inconclusive: Literal["fail", "skip", "pass"] = "fail"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +110,11 @@ def _may_differ(
         return nothing
     allowed = allowance(operands, operand).allowed(operand, operands[0].dtype)
     if decision.dim is None:
-        return (decision.margins(operand) <= decision.scores * allowed).reshape(truth.shape)
+        is_close = decision.margins(operand) <= decision.scores * allowed
+        if decision.name == TO_INTEGER:
+            # what an earlier rounding made whole is at the edge of a cast, and yet the cast decides nothing
+            is_close &= ~torch.stack([one == one.round() for one in (operand, *operands)]).all(0)
+        return is_close.reshape(truth.shape)
     other = got.reshape(chosen.shape).long().clamp(0, operand.shape[decision.dim] - 1)
     together = allowed.gather(decision.dim, chosen) + allowed.gather(decision.dim, other)
     is_close = gaps(operand, decision.dim, chosen, other) <= together
@@ -142,10 +132,15 @@ def within_rounding(
     allow: Allow | None = None,
 ) -> WithinRounding:
     """Judge a function; the parameters are those of `assert_within_rounding`, and a mismatch is returned."""
+    check_options(
+        function, reference=reference, device=device, dtype=dtype, gradients=gradients, passes=passes, allow=allow
+    )
     call = FunctionCall(function, reference, inputs, dtype=dtype, gradients=gradients)
     place = call.device if device is None else torch.device(device)
     allow = allow or Allow()
     noise = _noise(allow, place)
+    # autocast has other operations in float32 on a device than on the CPU, where the passes with noise are
+    any_dtype = allow.dtype or (place.type != "cpu" and torch.is_autocast_enabled(place.type))
     actual, exact = call.on(place), call.exact()
     name = getattr(function, "__name__", type(function).__name__)
     for result, value in exact.items():
@@ -167,7 +162,7 @@ def within_rounding(
         for result, value in exact.items():
             if result in actual and (result not in results or results[result].status == "inconclusive"):
                 passed = [one[result] for one in drawn]
-                results[result] = judged(result, actual[result], value, passed, undecided)
+                results[result] = judged(result, actual[result], value, passed, undecided, any_dtype=any_dtype)
     missing = [
         ResultError(name=one, status="outside", ratio=math.inf, reason=_missing(one, is_of_actual=one in actual))
         for one in {**actual, **exact}
@@ -221,7 +216,8 @@ def assert_within_rounding(
     unittest.SkipTest
         Where it is inconclusive and `allow` says so.
     consistency.ConsistencyError
-        There is nothing to compare with: the reference cannot be computed, or is NaN.
+        There is nothing to compare with: the reference cannot be computed, or is NaN; or an option has a value that
+        it cannot have.
 
     Notes
     -----
@@ -263,22 +259,52 @@ def rounding_tolerance(
     Returns
     -------
     RoundingTolerance
-        `rtol` and `atol` for all results of the function, and what each element may be off by.
+        `rtol` and `atol` for all results of the function, and what each element may be off by. A complex number may be
+        off by what its parts may be off by together; a Python number is taken for one of float32. Whole numbers and
+        truth values beside these have no tolerance.
+
+    Raises
+    ------
+    consistency.ConsistencyError
+        No result has floating-point numbers, or one has a dtype whose rounding is not known; or an option has a value
+        that it cannot have.
     """
+    check_options(function, device=device, dtype=dtype, passes=passes, allow=allow)
     call = FunctionCall(function, None, inputs, dtype=dtype, gradients=False)
     noise = _noise(allow or Allow(), call.device if device is None else torch.device(device))
     with by_formula():
         drawn = call.with_noise(range(passes), noise)
-    relative, allowed, values = 0.0, {}, {}
+    relative = 0.0
+    allowed: dict[str, torch.Tensor] = {}
+    sizes: dict[str, torch.Tensor] = {}
+    has_numbers = False
     for name, exact in call.exact().items():
-        passed = [one[name] for one in drawn]
-        if not isinstance(exact, torch.Tensor) or passed[0].dtype not in UNIT_ROUNDOFF or not exact.numel():
+        passed = [computed[name] for computed in drawn]
+        if isinstance(exact, float | complex):
+            exact, passed = as_tensor(exact, wide=True), [as_tensor(number) for number in passed]
+        if not isinstance(exact, torch.Tensor) or not (exact.is_floating_point() or exact.is_complex()):
             continue
+        has_numbers = True
+        if not exact.numel():
+            continue
+        is_complex = exact.is_complex()
+        if is_complex:
+            exact, passed = parts_of(exact), [parts_of(values) for values in passed]
+        check_dtype(name, passed[0].dtype)
         places = torch.stack([exact, *passed]).isfinite().all(0)
-        truth, *finite = (one.masked_fill(~places, 0) for one in (exact, *passed))
+        truth, *finite = (values.masked_fill(~places, 0) for values in (exact, *passed))
         spread = allowance(finite, truth)
-        allowed[name] = spread.allowed(truth, finite[0].dtype)
+        allowed[name], sizes[name] = spread.allowed(truth, finite[0].dtype), truth.abs()
+        if is_complex:
+            # a distance in the plane: where each part is off by at most a + r |part|, both are by |a, a'| + r |number|
+            allowed[name] = torch.linalg.vector_norm(allowed[name], dim=0)
+            sizes[name] = torch.linalg.vector_norm(sizes[name], dim=0)
         relative = max(relative, 2 * float(spread.limits.element) * UNIT_ROUNDOFF[finite[0].dtype] / math.sqrt(3))
-        values[name] = truth.abs()
-    absolute = max((float((2 * allowed[name] - relative * x).max()) for name, x in values.items()), default=0.0)
+    if not has_numbers:
+        raise UsageError(
+            "no result has floating-point numbers: others have no tolerance",
+            where="rounding_tolerance",
+            hint="compare for equality, or by assert_within_rounding, which knows where a choice is open",
+        )
+    absolute = max((float((2 * allowed[name] - relative * size).max()) for name, size in sizes.items()), default=0.0)
     return RoundingTolerance(rtol=relative, atol=absolute, allowed=allowed)

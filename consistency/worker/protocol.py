@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -172,6 +173,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         A case, a stage or a step of one begins; the worker waits, is alive, is done, or failed.
     done, total : int
         Steps of the stage that are done, and that there are.
+    block, blocks : int
+        Block of the model that a pass begins, from 1, and how many there are; 0 where a step has none.
+    share : float or None
+        Share of the stage that is done; None where `done` of `total` is all that is known.
     message : str
         What it does, in words.
     error : dict or None
@@ -184,12 +189,33 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     layer: str = ""
     done: int = 0
     total: int = 0
+    block: int = 0
+    blocks: int = 0
+    share: float | None = None
     message: str = ""
     error: dict[str, Any] | None = None
 
     def __str__(self) -> str:
-        place = " · ".join(part for part in (self.stage, self.layer, self.message) if part)
+        place = " · ".join(part for part in (self.stage, self.layer, self.block_text, self.message) if part)
         return place or self.kind
+
+    @property
+    def block_text(self) -> str:
+        """Return `block 3 of 24`; empty where it is of none."""
+        return f"block {self.block} of {self.blocks}" if self.blocks else ""
+
+
+_WHOLE_STAGE = (0.0, 1.0)
+"""A part of a stage: from which share of its work to which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A step of a stage, whose blocks are told later."""
+
+    layer: str = ""
+    done: int = 0
+    total: int = 0
 
 
 class EventLog:
@@ -204,6 +230,8 @@ class EventLog:
     def __init__(self, path: Path, *, is_on_cpu: bool = False) -> None:
         self._file = path.open("ab", buffering=0)
         self._stage = ""
+        self._step = _Step()
+        self._part = _WHOLE_STAGE
         self.is_on_cpu = is_on_cpu
 
     def __enter__(self) -> EventLog:
@@ -213,11 +241,33 @@ class EventLog:
         self._file.close()
 
     def stage(self, name: str) -> None:
-        self._stage = name
+        self._stage, self._step, self._part = name, _Step(), _WHOLE_STAGE
         self._write(Event(at=time.time(), kind="stage", stage=name))
 
     def step(self, layer: str, done: int, total: int) -> None:
-        self._write(Event(at=time.time(), kind="step", stage=self._stage, layer=layer, done=done, total=total))
+        self._step = _Step(layer=layer, done=done, total=total)
+        self._write_step(share=None if self._part == _WHOLE_STAGE else self._share_of_stage(0.0))
+
+    def block(self, number: int, count: int, share_of_step: float | None = None) -> None:
+        """Note a block of the model that begins, from 1, and which share of the step is done where that is known."""
+        share = None if share_of_step is None else self._share_of_stage(share_of_step)
+        self._write_step(block=number, blocks=count, share=share)
+
+    @contextmanager
+    def part_of_stage(self, first: float, last: float) -> Iterator[None]:
+        """Count the steps of this context as a part of the stage, or of the part that is counted already.
+
+        Parameters
+        ----------
+        first, last : float
+            Which share of the stage is done before and after.
+        """
+        before = start, end = self._part
+        self._part = (start + (end - start) * first, start + (end - start) * last)
+        try:
+            yield
+        finally:
+            self._part = before
 
     def wait(self, message: str) -> None:
         self._write(Event(at=time.time(), kind="wait", stage=self._stage, message=message))
@@ -239,6 +289,22 @@ class EventLog:
 
     def failed(self, error: Mapping[str, Any]) -> None:
         self._write(Event(at=time.time(), kind="failed", stage=self._stage, error=dict(error)))
+
+    def _share_of_stage(self, share_of_step: float) -> float | None:
+        """Return which share of the stage is done, by that of the step; None where the number of steps is unknown."""
+        if not self._step.total:
+            return None
+        start, end = self._part
+        share_of_part = min(1.0, (self._step.done + share_of_step) / self._step.total)
+        return round(start + (end - start) * share_of_part, 6)
+
+    def _write_step(self, *, block: int = 0, blocks: int = 0, share: float | None) -> None:
+        step = self._step
+        event = Event(
+            at=time.time(), kind="step", stage=self._stage, layer=step.layer, done=step.done, total=step.total,
+            block=block, blocks=blocks, share=share,
+        )  # fmt: skip
+        self._write(event)
 
     def _write(self, event: Event) -> None:
         write_fully(self._file.fileno(), encode_json(event) + b"\n")

@@ -37,6 +37,13 @@ def test_a_worker_is_in_one_of_its_stages() -> None:
     assert (outlook.share, outlook.place("cpu")) == (1.0, None)
 
 
+def test_a_block_is_a_part_of_its_step() -> None:
+    outlook = Eta({"a": {"cpu": STAGES}})
+    outlook.take("cpu", event("stage", "merged"))
+    outlook.take("cpu", event("step", "merged", done=0, total=1, block=3, blocks=4, share=0.5))
+    assert outlook.share == pytest.approx(0.4 + 0.6 / 2)
+
+
 def test_the_share_never_goes_back() -> None:
     outlook = Eta({"a": {"cpu": STAGES}})
     outlook.take("cpu", event("stage", "base"))

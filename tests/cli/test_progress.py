@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -20,10 +21,8 @@ def plan(device: str = "cpu", load_path: LoadPath = LoadPath.ISOLATED) -> Worker
     return WorkerPlan(info=info, load_path=load_path)
 
 
-def event(
-    kind: EventKind, stage: str = "", layer: str = "", *, done: int = 0, total: int = 0, message: str = ""
-) -> Event:
-    return Event(at=0.0, kind=kind, stage=stage, layer=layer, done=done, total=total, message=message)
+def event(kind: EventKind, stage: str = "", layer: str = "", **fields: Any) -> Event:
+    return Event(at=0.0, kind=kind, stage=stage, layer=layer, **fields)
 
 
 def shown(*events: tuple[WorkerPlan, Event], terminal: bool) -> str:
@@ -79,20 +78,24 @@ def test_a_pipe_gets_no_line_per_stage_where_there_are_many_runs() -> None:
     assert file.getvalue() == "case bit-flip (2 of 4)\n"
 
 
-def test_a_pipe_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("block", "where"),
+    [({}, "merged, layers.7 (2 of 4) for"), ({"block": 3, "blocks": 9}, "merged, layers.7 (2 of 4), block 3 of 9 for")],
+)
+def test_a_pipe_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch, block: dict[str, int], where: str) -> None:
     monkeypatch.setattr("consistency.cli.progress.SILENT_S", 0.05)
     file = io.StringIO()
     spoken = threading.Event()
 
     class Heard(io.StringIO):
         def write(self, text: str) -> int:
-            if text.startswith("still running: cpu merged, layers.7 (2 of 4)"):
+            if text.startswith(f"still running: cpu {where}"):
                 spoken.set()
             return file.write(text)
 
     with progress(Console(file=Heard())) as watch:
         watch("cpu", event("stage", "merged"))
-        watch("cpu", event("step", "merged", "layers.7", done=1, total=4))
+        watch("cpu", event("step", "merged", "layers.7", done=1, total=4, **block))
         assert spoken.wait(30), file.getvalue()
     assert not any(thread.name == "consistency-progress" for thread in threading.enumerate())
 
@@ -141,6 +144,7 @@ def test_a_terminal_names_the_case_of_a_worker() -> None:
     [
         (event("stage", "merged"), "merged"),
         (event("step", "merged", "layers.7", done=1, total=4), "merged  layers.7"),
+        (event("step", "gradient", "backward", total=1, block=3, blocks=9), "gradient  backward  block 3 of 9"),
         (event("wait", message="for the reference"), "for the reference"),
         (event("done"), "done"),
         (event("failed", message="was killed by SIGKILL"), "was killed by SIGKILL"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 
 import msgspec
@@ -14,6 +15,7 @@ from consistency.capture.records import StageMemory
 from consistency.case.stages import Stage
 from consistency.comparison.result import (
     ArchitectureGroup,
+    Comparison,
     Divergence,
     Finding,
     Status,
@@ -32,6 +34,51 @@ def test_verbose_shows_every_layer() -> None:
     assert "layers.7" not in printed(found)
     text = printed(found, verbose=True)
     assert all(f"layers.{i}" in text for i in range(30))
+
+
+WITHIN: dict[str, Status] = dict.fromkeys(ALL, "within")
+
+
+def within_tolerance(*ratios: float, stages: tuple[str, ...] = ("merged",)) -> Comparison:
+    """Return a run in which each stage has a layer per ratio."""
+    return comparison([
+        tensor([ALL], stage=stage, layer=f"model.layers.{number}.q_proj", ratio=ratio, statuses=WITHIN)
+        for stage in stages for number, ratio in enumerate(ratios)
+    ])  # fmt: skip
+
+
+def table_of(text: str) -> str:
+    """Return all that stands before the legend, on one line."""
+    return " ".join(text.partition("\n  =")[0].split())
+
+
+def test_verbose_shows_the_layer_of_the_worst_ratio_of_a_merge() -> None:
+    found = within_tolerance(0.1, 0.42, 0.3)
+    assert "model.layers" not in table_of(printed(found))
+    table = table_of(printed(found, verbose=True))
+    assert "≤ 0.42 model.layers.1.q_proj" in table
+    assert not re.search(r"model\.layers\.[02]", table)
+    assert "model.layers" not in table_of(printed(within_tolerance(0.1, 0.42, stages=("base",)), verbose=True))
+
+
+def test_a_ratio_that_is_not_a_number_is_the_worst_and_the_first_layer_with_it_is_named() -> None:
+    table = table_of(printed(within_tolerance(0.9, math.nan, math.nan, 0.95), verbose=True))
+    assert "≤ nan model.layers.1.q_proj" in table
+    assert "≤ 0.90 model.layers.0.q_proj" in table_of(printed(within_tolerance(0.9, 0.9), verbose=True))
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 160])
+def test_no_width_takes_the_layer_of_the_worst_ratio_away(width: int) -> None:
+    found = within_tolerance(0.1, 0.42, stages=("base", "adapter", "forward", "merged", "gradient", "trajectory"))
+    assert "≤ 0.42 model.layers.1.q_proj" in table_of(printed(found, verbose=True, width=width))
+
+
+@pytest.mark.parametrize("width", [60, 160])
+def test_verbose_keeps_the_layer_of_a_mismatch(width: int) -> None:
+    wrong = tensor([ALL], stage="forward", layer="model.layers.7.mlp", statuses=dict.fromkeys(ALL, "outside"))
+    found = within_tolerance(0.42, stages=("base", "adapter", "merged", "gradient", "trajectory"))
+    both = msgspec.structs.replace(found, tensors=(*found.tensors, wrong), verdict="inconsistent")
+    assert "from model.layers.7.mlp" in table_of(printed(both, verbose=True, width=width))
 
 
 def test_verbose_shows_what_stages_took() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import unittest
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,95 @@ def test_random_numbers_are_the_same_in_each_pass() -> None:
     assert within_rounding(lambda x, g: x * torch.rand(x.shape, generator=g), drawn(8, 8), generator)
 
 
+class TransposedWeightGradient(torch.autograd.Function):
+    """A product whose backward pass returns the gradient of the weight transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return incoming[0] @ weight.T, (x.T @ incoming[0]).T
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42])
+def test_incoming_gradients_are_not_what_the_inputs_were_drawn_as(seed: int) -> None:
+    torch.manual_seed(seed)
+    x, weight = torch.randn(64, 64), torch.randn(64, 64)
+    wrong = within_rounding(TransposedWeightGradient.apply, x, weight, reference=torch.matmul, dtype=torch.bfloat16)
+    assert [result.name for result in wrong.results if result.status == "outside"] == ["gradient of input 1"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 42])
+def test_random_numbers_are_not_what_the_inputs_were_drawn_as(seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(64, 64)
+
+    def with_other_noise(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    def with_noise(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.randn(x.shape)
+
+    assert within_rounding(with_other_noise, x, reference=with_noise, gradients=False).status == "outside"
+
+
+def read_in_order(x: torch.Tensor, *, offset: int | None = None) -> torch.Tensor:
+    """Return a tensor's elements as a kernel reads them that assumes it to be contiguous."""
+    strides = torch.empty(x.shape, device="meta").stride()
+    return torch.as_strided(x, x.shape, strides, offset)
+
+
+class ReadsGradientInOrder(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, *incoming: torch.Tensor) -> torch.Tensor:
+        return read_in_order(incoming[0]) * 2
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_result_that_is_transposed_brings_the_kernel_a_gradient_that_is_not_contiguous() -> None:
+    doubled: Callable[[torch.Tensor], torch.Tensor] = ReadsGradientInOrder.apply
+    wrong = within_rounding(lambda x: doubled(x).T, drawn(8, 8), reference=lambda x: twice(x).T)
+    assert [result.name for result in wrong.results if result.status == "outside"] == ["gradient of input 0"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_inputs_have_their_strides(dtype: torch.dtype) -> None:
+    columns = drawn(16, 32)[:, ::2]
+    wrong = within_rounding(lambda x: read_in_order(x) * 2, columns, reference=twice, dtype=dtype, gradients=False)
+    assert wrong.status == "outside"
+    assert within_rounding(twice, columns, dtype=dtype)
+
+
+@pytest.mark.parametrize("first", [1, 40])
+def test_copies_of_inputs_do_not_start_where_their_memory_does(first: int) -> None:
+    rows = drawn(64, 16)[first : first + 16]
+
+    def from_the_start(x: torch.Tensor) -> torch.Tensor:
+        return read_in_order(x, offset=0) * 2
+
+    assert within_rounding(from_the_start, rows, reference=twice, gradients=False).status == "outside"
+    places: list[int] = []
+
+    def noting_where(x: torch.Tensor) -> torch.Tensor:
+        places.append(int(x.storage_offset()))
+        return x * 2
+
+    assert within_rounding(noting_where, rows, reference=twice)
+    assert [place % 256 for place in places] == [first * 16 % 256]
+    assert places[0] < 512
+
+
 def test_whole_numbers_are_equal_where_rounding_decides_nothing() -> None:
     x = drawn(64, 32)
     assert within_rounding(lambda x: (x @ x.T).argmax(-1), x)
@@ -78,6 +168,18 @@ def test_whole_numbers_are_equal_where_rounding_decides_nothing() -> None:
     assert wrong.status == "outside"
     assert within_rounding(lambda x: x > 0.5, x, reference=lambda x: x >= 0.5)
     assert not within_rounding(lambda x: x > 0.5, x, reference=lambda x: x > 0.4)
+
+
+def test_a_cast_of_what_is_whole_already_decides_nothing() -> None:
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1000).round().to(torch.int64)
+
+    x = drawn(16, 16)
+    for offset in (1, 5):
+        wrong = within_rounding(lambda x, by=offset: counted(x) + by, x, reference=counted, gradients=False)
+        assert wrong.status == "outside"
+    near = torch.tensor([[0.5, 1.5, 2.5]] * 4) / 1000  # where rounding decides
+    assert within_rounding(lambda x: (x * 1000 + 1e-6).round().to(torch.int64), near, reference=counted)
 
 
 def nearly_tied() -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,6 +260,9 @@ def test_a_module_is_a_function_of_its_parameters() -> None:
     assert within_rounding(layer, drawn(32, 16), reference=other).status == "outside"
     with pytest.raises(UsageError, match="a module needs a module"):
         within_rounding(layer, drawn(32, 16), reference=torch.relu)
+    with pytest.raises(UsageError, match="parameters of other names") as raised:
+        within_rounding(layer, drawn(32, 16), reference=torch.nn.Sequential(layer))
+    assert "0.0.weight" in str(raised.value)
 
 
 def test_autocast_rounds_in_the_passes_too() -> None:
@@ -231,6 +336,68 @@ def test_a_wrong_shape_is_outside() -> None:
     assert "its shape is (6, 4), the reference's (4, 6)" in str(found)
 
 
+def narrowed_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (x @ weight).to(torch.bfloat16)
+
+
+def test_a_result_of_another_dtype_than_the_references_is_outside() -> None:
+    operands = drawn(16, 32), drawn(32, 8, seed=1)
+    narrow = within_rounding(narrowed_product, *operands, reference=torch.matmul)
+    assert [result.name for result in narrow.results if result.status == "outside"] == ["result"]
+    assert "its dtype is bfloat16, the reference's float32 for the same inputs: allow=Allow(dtype=True)" in str(narrow)
+    assert within_rounding(narrowed_product, *operands, reference=torch.matmul, allow=Allow(dtype=True))
+    assert within_rounding(narrowed_product, *operands, reference=narrowed_product)
+
+
+def test_a_reference_in_float32_of_a_kernel_in_a_half_type_is_said_to_be_one() -> None:
+    def in_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.float() @ weight.float()
+
+    def stored(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return in_float32(x, weight).to(x.dtype)
+
+    operands = drawn(16, 32), drawn(32, 8, seed=1)
+    wide = within_rounding(torch.matmul, *operands, reference=in_float32, dtype=torch.bfloat16)
+    assert "its dtype is bfloat16, the reference's float32" in str(wide)
+    assert within_rounding(torch.matmul, *operands, reference=in_float32, dtype=torch.bfloat16, allow=Allow(dtype=True))
+    assert within_rounding(torch.matmul, *operands, reference=stored, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert within_rounding(torch.matmul, *operands, reference=torch.matmul)
+
+
+def test_whole_numbers_of_another_dtype_are_outside_before_they_wrap_around() -> None:
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        return (x * 1000).round().to(torch.int64)
+
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        return counted(x).to(torch.int8)
+
+    x = drawn(16, 16)
+    assert "its dtype is int8, the reference's int64" in str(within_rounding(wrapped, x, reference=counted))
+    allow = Allow(dtype=True)
+    assert within_rounding(wrapped, x, reference=counted, allow=allow).status == "outside"
+    assert within_rounding(wrapped, x / 100, reference=counted, allow=allow)
+    kinds = within_rounding(counted, x, reference=lambda x: x * 1000, allow=allow, gradients=False)
+    assert str(kinds).endswith("its dtype is int64, the reference's float32 for the same inputs")
+
+
+class NarrowGradient(torch.autograd.Function):
+    """A function whose backward pass computes in bfloat16: autograd widens what it returns."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(_: Any, *incoming: torch.Tensor) -> torch.Tensor:
+        return incoming[0].to(torch.bfloat16) * 1.3
+
+
+def test_a_gradient_in_a_narrower_dtype_is_outside_by_its_values() -> None:
+    wrong = within_rounding(NarrowGradient.apply, drawn(16, 16), reference=lambda x: x * 1.3 + x.detach() * 0.7)
+    assert [result.name for result in wrong.results if result.status == "outside"] == ["gradient of input 0"]
+
+
 def test_the_message_has_element_error_and_allowance() -> None:
     def wrong(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         found = rms_norm(x, weight)
@@ -256,6 +423,61 @@ def test_the_caller_chooses_what_inconclusive_means() -> None:
     with pytest.raises(unittest.SkipTest):
         assert_within_rounding(cancels, x, dtype=torch.bfloat16, gradients=False, allow=Allow(inconclusive="skip"))
     assert_within_rounding(cancels, x, dtype=torch.bfloat16, gradients=False, allow=Allow(inconclusive="pass"))
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ({"inconclusive": "Fail"}, "fail, skip, pass"),
+        ({"inconclusive": True}, "fail, skip, pass"),
+        ({"products": "tf32"}, "consistency.testing.Products"),
+        ({"products": Products(matmul="tf32")}, "consistency.testing.Precision"),  # type: ignore[arg-type]
+        ({"products": Products(partial_terms={"bf16": 32})}, "float16, bfloat16"),
+        ({"products": Products(partial_terms={"bfloat16": 0})}, "1 or more"),
+        ({"toward_zero": "yes"}, "True or False"),
+        ({"nan": 1}, "True or False"),
+        ({"dtype": torch.bfloat16}, "True or False"),
+    ],
+)
+def test_what_is_allowed_has_only_values_that_can_be_used(option: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        Allow(**option)
+    assert raised.value.where == f"Allow({next(iter(option))}=)"
+    assert wanted in str(raised.value.wanted)
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        ({"dtype": torch.int32}, "torch.bfloat16"),
+        ({"dtype": torch.float64}, "torch.bfloat16"),
+        ({"dtype": "bfloat16"}, "torch.bfloat16"),
+        ({"allow": "skip"}, "consistency.testing.Allow"),
+        ({"passes": 1}, "2 or more"),
+        ({"passes": 2.5}, "2 or more"),
+        ({"passes": True}, "2 or more"),
+        ({"gradients": "no"}, "True or False"),
+        ({"device": "cuad"}, "torch.device"),
+        ({"reference": 3}, "a function or a module"),
+    ],
+)
+def test_options_have_only_values_that_can_be_used(option: dict[str, Any], wanted: str) -> None:
+    name = next(iter(option))
+    callers: list[Callable[..., object]] = [within_rounding, assert_within_rounding]
+    if name not in ("gradients", "reference"):
+        callers.append(rounding_tolerance)
+    for caller in callers:
+        with pytest.raises(UsageError) as raised:
+            caller(torch.exp, drawn(4, 4), **option)
+        assert raised.value.where == f"{name}="
+        assert raised.value.got is not None
+        assert wanted in str(raised.value.wanted)
+
+
+def test_what_is_tested_is_a_function() -> None:
+    with pytest.raises(UsageError) as raised:
+        within_rounding(drawn(4, 4))  # type: ignore[arg-type]
+    assert (raised.value.where, raised.value.got) == ("function", "<class 'torch.Tensor'>")
 
 
 def cut(values: torch.Tensor) -> torch.Tensor:
@@ -301,6 +523,55 @@ def test_a_tolerance_covers_two_healthy_results_and_no_fault() -> None:
         assert bool((2 * allowed <= tolerance["atol"] + tolerance["rtol"] * exact.abs() + 1e-12).all())
         with pytest.raises(AssertionError):
             torch.testing.assert_close(rms_norm(*low) * 1.2, exact.to(dtype), **tolerance)
+
+
+def test_a_tolerance_of_complex_numbers_covers_two_healthy_results_and_no_fault() -> None:
+    x = torch.complex(drawn(16, 64), drawn(16, 64, seed=1))
+
+    def spectrum(x: torch.Tensor) -> torch.Tensor:
+        transformed: torch.Tensor = torch.fft.fft(x)
+        return transformed * x.conj()
+
+    tolerance = rounding_tolerance(spectrum, x)
+    exact = spectrum(x.to(torch.complex128)).to(x.dtype)
+    torch.testing.assert_close(spectrum(x), exact, **tolerance)
+    for wrong in (spectrum(x) * 1.0001, spectrum(x).conj()):
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(wrong, exact, **tolerance)
+    allowed = tolerance.allowed["result"]
+    assert allowed.shape == x.shape
+    assert bool((2 * allowed <= tolerance["atol"] + tolerance["rtol"] * exact.abs().double() + 1e-9).all())
+    assert bool(((spectrum(x) - exact).abs() <= allowed).all())
+
+
+def test_python_numbers_have_a_tolerance_and_are_judged() -> None:
+    def total(x: torch.Tensor) -> float:
+        return float((x * x).detach().sum())
+
+    def both_totals(x: torch.Tensor) -> complex:
+        return complex(total(x), total(x * 3))
+
+    x = drawn(64, 64)
+    for function in (total, both_totals):
+        tolerance = rounding_tolerance(function, x)
+        assert 0 < tolerance["atol"] + tolerance["rtol"] < 1e-3 * abs(function(x))
+        torch.testing.assert_close(function(x), function(x.double()), **tolerance)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(function(x) * 1.001, function(x.double()), **tolerance)
+        reversed_order = within_rounding(lambda x, of=function: of(x.flip(0, 1)), x, reference=function)
+        assert reversed_order.status == "within"
+        wrong = within_rounding(lambda x, of=function: of(x) * 1.001, x, reference=function)
+        assert wrong.status == "outside"
+
+
+def test_what_has_no_tolerance_is_refused_in_words() -> None:
+    x = drawn(8, 8)
+    for function in (lambda x: int(x.sum()), lambda x: x.argmax(), lambda x: x > 0, lambda _: "text"):
+        with pytest.raises(UsageError, match="no result has floating-point numbers"):
+            rounding_tolerance(function, x)
+    with pytest.raises(UsageError, match="a dtype whose rounding is not known"):
+        rounding_tolerance(lambda x: x.to(torch.float8_e5m2), x)
+    assert rounding_tolerance(lambda x: (x @ x).max(-1), x)["atol"] > 0
 
 
 def test_a_gradient_that_cancels_is_inconclusive() -> None:

@@ -14,7 +14,7 @@ import transformers
 from consistency.capture.records import TensorRecord
 from consistency.capture.writer import CaptureWriter
 from consistency.worker import determinism
-from consistency.worker.protocol import EventLog
+from consistency.worker.protocol import Event, EventLog
 from consistency.worker.session import Session
 from tests.capture.whole import read_records
 from tests.worker.made_jobs import job_in
@@ -37,6 +37,20 @@ def llama(tmp_path: Path) -> Path:
 @pytest.fixture
 def masked_bert(tmp_path: Path) -> Path:
     return saved(transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)), tmp_path / "bert")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """Return a list that gets the events of the worker's sessions: their file goes with the capture."""
+    events: list[Event] = []
+    write = EventLog._write
+
+    def write_and_keep(log: EventLog, event: Event) -> None:
+        events.append(event)
+        write(log, event)
+
+    monkeypatch.setattr(EventLog, "_write", write_and_keep)
+    return events
 
 
 @pytest.fixture

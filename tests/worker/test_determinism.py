@@ -347,6 +347,13 @@ def test_every_generator_is_seeded() -> None:
     assert all(a != b for a, b in zip(first, other, strict=True))
 
 
+def test_the_seed_is_none_that_models_and_inputs_are_drawn_from() -> None:
+    with deterministic():
+        drawn = torch.randn(8)
+    for habitual in (*range(1000), 1234, 1337, 2024, 2025, 2026, 3407, 12345):
+        assert not torch.equal(drawn, torch.randn(8, generator=torch.Generator().manual_seed(habitual)))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_state_of_every_generator_is_put_back(fails: bool) -> None:
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002

@@ -23,6 +23,23 @@ def test_events_come_once_and_in_order(tmp_path: Path) -> None:
     assert reader.new() == []
 
 
+def test_a_block_is_of_the_step_before_and_of_its_part_of_the_stage(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.stage("gradient")
+        with log.part_of_stage(0.0, 0.5), log.part_of_stage(0.5, 1.0):
+            log.step("with noise", 1, 2)
+            log.block(3, 4, 0.5)
+            log.block(4, 4)
+        log.step("lm_head", 1, 2)
+    _, step, block, block_alone, last = EventReader(tmp_path / "events.jsonl").new()
+    assert (step.block_text, step.share) == ("", 0.375)
+    assert (block.layer, block.done, block.total, block.block_text) == ("with noise", 1, 2, "block 3 of 4")
+    assert block.share == 0.4375
+    assert str(block) == "gradient · with noise · block 3 of 4"
+    assert (block_alone.block_text, block_alone.share) == ("block 4 of 4", None)
+    assert last.share is None, "what says nothing of parts is counted by its steps"
+
+
 def test_events_of_a_kind_are_dropped_and_the_others_stay_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     reader = written(path)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from consistency.capture.names import GRADIENT
 from consistency.numerics.decision import Decision, is_real
 from consistency.numerics.decisions import Watch
-from consistency.worker.model.block_pass import BlockPass, Given, ResultPlace
+from consistency.worker.model.block_pass import BlockBegan, BlockPass, Given, ResultPlace, no_listener
 from consistency.worker.model.running import Activations, model_code, outputs, parameters_kept
 from consistency.worker.quantized.exact import as_loaded
 from consistency.worker.recorder import Skip
@@ -78,6 +78,11 @@ class Sections:
             yield
         finally:
             self._now = before
+
+
+_SHARE_OF_FORWARD = 0.25
+"""Of a pass whose blocks go back one after the other: each runs forward, later forward again, and back, which takes
+two of these."""
 
 
 class NoGradientError(Exception):
@@ -137,6 +142,7 @@ class Backward:
     """By name, the only parameters that require a gradient."""
     inputs: Activations
     loss: Loss
+    began: BlockBegan = no_listener
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +178,9 @@ class _BackwardPass(BlockPass):
     def __init__(
         self, of: Backward, crossing: Crossing, take: TakeGradient, sections: Sections, *, again: bool
     ) -> None:
-        super().__init__(crossing.given, lambda *_: None)
+        super().__init__(crossing.given, lambda *_: None, began=of.began)
+        if crossing.incoming is None:
+            self.share_of_forward = _SHARE_OF_FORWARD
         self._of = of
         self._wanted = of.wanted
         self._take_gradient = take
@@ -289,8 +297,11 @@ class _BackwardPass(BlockPass):
 
     def _go_back_from(self, terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._go_back_outside(terms)
-        for call in reversed(self._made):
+        count = len(self._made)
+        for done, call in enumerate(reversed(self._made)):
             if self._incoming is None:
+                share = self.share_of_forward + (1 - self.share_of_forward) * done / count
+                self._began(count - done, count, share)
                 self._go_back(call)
             for boundary in reversed(call.first):
                 assert boundary.own is not None

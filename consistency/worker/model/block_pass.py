@@ -47,10 +47,24 @@ _COLLECTING = "transformers.utils.output_capturing"
 
 Take = Callable[[ResultPlace, torch.Tensor], None]
 
+BlockBegan = Callable[[int, int, float], None]
+"""Called when a block begins: with its number from 1, how many there are, and which share of the pass is done.
 
-def run_by_blocks(model: torch.nn.Module, inputs: Activations, given: Given, take: Take) -> None:
+A pass that goes back counts down. A block that is called several times, as ALBERT's only one, has a number for each
+call.
+"""
+
+
+def no_listener(number: int, count: int, share: float) -> None:
+    """Tell nobody which block a pass is in."""
+
+
+def run_by_blocks(
+    model: torch.nn.Module, inputs: Activations, given: Given, take: Take, *, began: BlockBegan = no_listener
+) -> None:
     """Run a model on inputs, each block on what is given, and hand over every result, on its device."""
-    with torch.no_grad(), without_gradients(model), computing_on(model, given, take):
+    blocks = BlockPass(given, take, began=began)
+    with torch.no_grad(), without_gradients(model), blocks.following(model):
         for name, output in outputs(model, inputs).items():
             take(ResultPlace(name), output)
 
@@ -65,9 +79,15 @@ def computing_on(model: torch.nn.Module, given: Given, take: Take) -> Iterator[N
 class BlockPass:
     """A pass in which hooks replace what enters and leaves each block, and hand over every result."""
 
-    def __init__(self, given: Given, take: Take) -> None:
+    share_of_forward = 1.0
+    """Which share of the pass runs forward."""
+
+    def __init__(self, given: Given, take: Take, *, began: BlockBegan = no_listener) -> None:
         self._given = given
         self._take = take
+        self._began = began
+        self._blocks = 0
+        self._blocks_begun = 0
         self._calls: dict[str, int] = {}
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -79,8 +99,10 @@ class BlockPass:
     @contextmanager
     def following(self, model: torch.nn.Module) -> Iterator[None]:
         """Follow the blocks of a model."""
+        blocks = blocks_of(model)
+        self._blocks = len(blocks)
         with ExitStack() as hooks:
-            for name, block in blocks_of(model).items():
+            for name, block in blocks.items():
                 self._follow(name, block, hooks)
             yield
 
@@ -118,6 +140,10 @@ class BlockPass:
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return what a block gets in place of its arguments."""
+        done = self._blocks_begun
+        self._blocks_begun += 1
+        count = max(self._blocks, self._blocks_begun)
+        self._began(self._blocks_begun, count, self.share_of_forward * done / count)
         self._calls[name] = self._calls.get(name, 0) + 1
         new = [self._entering(name, key, value) for key, value in args]
         return tuple(new), {key: self._entering(name, key, value) for key, value in kwargs.items()}

@@ -68,12 +68,15 @@ def draw(
 ) -> dict[str, list[T]]:
     """Compute passes with noise, by the name of the products of each worker's, with `named` added."""
     found: dict[str, list[T]] = {}
-    for products_name, products in cpu_error.products_of_run(context.job, model).items():
+    products_of_run = cpu_error.products_of_run(context.job, model)
+    count = len(products_of_run)
+    for number, (products_name, products) in enumerate(products_of_run.items()):
         title = f"{products_name}{named}"
-        for seed in range(passes):
-            context.events.step(f"with noise, {title}", seed, passes)
-            with cpu_error.with_noise(products, seed):
-                found.setdefault(title, []).append(compute(title))
+        with context.events.part_of_stage(number / count, (number + 1) / count):
+            for seed in range(passes):
+                context.events.step(f"with noise, {title}", seed, passes)
+                with cpu_error.with_noise(products, seed):
+                    found.setdefault(title, []).append(compute(title))
     return found
 
 

@@ -43,7 +43,15 @@ from consistency.worker.attention_kernels import AttentionKernels
 from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
-from consistency.worker.model.block_pass import Given, ResultPlace, as_exact, rounded, run_by_blocks
+from consistency.worker.model.block_pass import (
+    BlockBegan,
+    Given,
+    ResultPlace,
+    as_exact,
+    no_listener,
+    rounded,
+    run_by_blocks,
+)
 from consistency.worker.model.call_trace import Saw
 from consistency.worker.model.float64_reference import Reference, Tables, given_name, publish, wait_for
 from consistency.worker.model.id_checks import KernelAssertedError, asserted, context_is_lost
@@ -169,14 +177,14 @@ def _judge_all(context: Context, inputs: Activations, ends: dict[str, Activation
                 _judge(context, inputs, mode, answer)
 
 
-def results_of(model: torch.nn.Module, inputs: Activations, given: Given) -> Results:
+def results_of(model: torch.nn.Module, inputs: Activations, given: Given, began: BlockBegan = no_listener) -> Results:
     """Return the results of the device that is checked on what is given, on the CPU: where faults are planted."""
     found: Results = {}
 
     def take(place: ResultPlace, result: torch.Tensor) -> None:
         found[str(place)] = result.detach().to(CPU, copy=True)
 
-    run_by_blocks(model, inputs, given, take)
+    run_by_blocks(model, inputs, given, take, began=began)
     return found
 
 
@@ -234,10 +242,17 @@ def by_blocks(
     model = context.model
     replay = Replay(_decisions(context), model, f"{cpu_error.products_on(model, context.device)}{_named(mode)}")
     given = functools.partial(answer.given, _exact(mode))
+
+    def given_and_seen(name: str, own: torch.Tensor) -> torch.Tensor:
+        return given(name, own if saw is None else saw(name, own))
+
     with deciding(replay.watch_if_any(_exact(mode)), gradient=False, places=replay.places):
-        return results_of(
-            model, inputs, given if saw is None else lambda name, own: given(name, saw(name, own))
-        ), replay
+        return results_of(model, inputs, given_and_seen, _told(context)), replay
+
+
+def _told(context: Context) -> BlockBegan:
+    """Return what tells in which block a pass is; how much of the stage is done, the steps tell."""
+    return lambda number, count, _: context.events.block(number, count)
 
 
 def row_of(mode: str, name: str) -> tuple[str, str]:
@@ -306,7 +321,8 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
             with model_code(model):  # which may insist on its own dtype
                 if mode != MERGED:
                     context.events.step(f"{mode}, float64", done, len(modes))
-                    _in_float64(model, inputs, mode, exact, by_blocks=is_compared, of_ends=of_ends)
+                    began = _told(context)
+                    _in_float64(model, inputs, mode, exact, by_blocks=is_compared, of_ends=of_ends, began=began)
                 if not is_compared or _exact(mode) in exact.failures:
                     continue
                 drawn = _draw(context, model, inputs, mode, exact)
@@ -333,7 +349,14 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
 
 
 def _in_float64(
-    model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact, *, by_blocks: bool, of_ends: Activations
+    model: torch.nn.Module,
+    inputs: Activations,
+    mode: str,
+    exact: Exact,
+    *,
+    by_blocks: bool,
+    of_ends: Activations,
+    began: BlockBegan,
 ) -> None:
     """Compute a mode in float64, on values that it rounds itself, and from end to end."""
     dtype = next(p.dtype for p in model.parameters() if p.dtype in UNIT_ROUNDOFF)
@@ -348,7 +371,7 @@ def _in_float64(
     def compute() -> Activations:
         if by_blocks:
             with deciding(exact.track.exact(mode), gradient=False):
-                run_by_blocks(model, inputs, given, take)
+                run_by_blocks(model, inputs, given, take, began=began)
         with deciding(exact.track.exact(f"{mode}.{END_TO_END}"), gradient=False):
             return activations(model, of_ends)
 
@@ -369,9 +392,12 @@ def _draw(
     def compute(title: str) -> Results:
         found: Results = {}
 
+        def take(place: ResultPlace, result: torch.Tensor) -> None:
+            found[str(place)] = result.detach()
+
         def run() -> None:
             with deciding(exact.track.other(_exact(mode), title), gradient=False):
-                run_by_blocks(model, inputs, given, lambda place, result: found.update({str(place): result.detach()}))
+                run_by_blocks(model, inputs, given, take, began=_told(context))
 
         with half_kernels.computing(kernels):
             in_mode(model, mode, run)

@@ -17,7 +17,7 @@ from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.decisions.track import Track
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_backward import Backward, Crossing, Sections, backward_by_blocks
-from consistency.worker.model.block_pass import ResultPlace, rounded
+from consistency.worker.model.block_pass import BlockBegan, ResultPlace, no_listener, rounded
 from consistency.worker.model.float64_reference import Reference, Tables, given_name
 from consistency.worker.model.running import tokens_of
 from consistency.worker.quantized.exact import exact_layers
@@ -31,10 +31,12 @@ Gradients = dict[str, torch.Tensor]
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
-def backward_of(model: torch.nn.Module, names: list[str], inputs: Tensors) -> Backward:
+def backward_of(
+    model: torch.nn.Module, names: list[str], inputs: Tensors, *, began: BlockBegan = no_listener
+) -> Backward:
     """Return the pass over all inputs, which are rounded once: the model casts them to its own dtype."""
     wanted = {name: model.get_parameter(name) for name in names}
-    return Backward(model=model, wanted=wanted, inputs=as_model_takes(model, inputs), loss=of_outputs)
+    return Backward(model=model, wanted=wanted, inputs=as_model_takes(model, inputs), loss=of_outputs, began=began)
 
 
 def row_of(context: Context, name: str) -> tuple[str, str]:
@@ -92,7 +94,12 @@ def with_noise(
         with half_kernels.computing(kernels), deciding(sections if track.decides else None, gradient=True):
             return _taken(of, as_it_is, reference, sections)
 
-    return draw(context, of.model, compute, min(most, passes_for_sums(context, of.model)))
+    return draw(context, of.model, compute, noise_passes(context, of, most=most))
+
+
+def noise_passes(context: Context, of: Backward, *, most: int = MOST_PASSES) -> int:
+    """Return how many passes with noise are computed for the products of each worker."""
+    return min(most, passes_for_sums(context, of.model))
 
 
 Computed = Callable[[str, torch.Tensor], torch.Tensor]

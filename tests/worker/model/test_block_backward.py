@@ -278,3 +278,24 @@ def test_the_activations_of_one_block_are_kept(at_once: bool) -> None:
     few, many = peak(4), peak(32)
     of_one_block = 64 * 4096 * 4
     assert many - few < of_one_block, "else each of 28 blocks more keeps as much, or twice"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_each_block_that_begins_is_told_with_the_share_of_the_pass(at_once: bool) -> None:
+    model = Deep(4).requires_grad_(False)
+    model.first.requires_grad_(True)
+    told: list[tuple[int, int, float]] = []
+    of = Backward(
+        model=model, wanted=dict(model.first.named_parameters()), inputs={"x": torch.ones(2, 4)}, loss=of_outputs,
+        began=lambda number, count, share: told.append((number, count, share)),
+    )  # fmt: skip
+    crossing, numbers = Crossing(), [1, 2, 3, 4, 4, 3, 2, 1]
+    if at_once:
+        crossing, numbers = Crossing(incoming=lambda _, own: torch.ones_like(own)), [1, 2, 3, 4]
+    backward_by_blocks(of, crossing, lambda *_: None)
+    assert [number for number, _, _ in told] == numbers
+    assert {count for _, count, _ in told} == {4}
+    shares = [share for _, _, share in told]
+    assert shares == sorted(set(shares))
+    assert shares[0] == 0
+    assert shares[-1] < 1

@@ -12,6 +12,7 @@ import transformers
 
 from consistency.case.tolerance import Override
 from consistency.worker.model.running import activations
+from consistency.worker.protocol import Event
 from consistency.worker.stages import forward
 from consistency.worker.stages.forward import NOT_JUDGED
 from tests.worker.conftest import Look
@@ -38,6 +39,21 @@ def test_every_result_is_judged_once_and_the_outputs_from_end_to_end_are_shown(
             assert record.measure is not None
             assert record.measure.ratio is not None
             assert record.rounding is not None
+
+
+def test_every_pass_by_blocks_tells_in_which_block_it_is(tmp_path: Path, look: Look, told: list[Event]) -> None:
+    base = saved(a_llama(num_hidden_layers=3), tmp_path / "three")
+    adapter = on_llama(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    look(base, adapter, stages=("forward",))
+    passes: dict[str, list[int]] = {}
+    for event in told:
+        if event.blocks:
+            assert event.blocks == 3
+            passes.setdefault(event.layer, []).append(event.block)
+    modes = ("adapter_on", "adapter_off", "adapter_merged")
+    assert {f"{mode}, by blocks" for mode in modes} | {"adapter_on, float64", "with noise, float32"} <= passes.keys()
+    for blocks in passes.values():
+        assert blocks == [1, 2, 3] * (len(blocks) // 3)
 
 
 def test_a_tolerance_judges_the_outputs_from_end_to_end(llama: Path, look: Look, adapter: Path) -> None:

@@ -1,0 +1,110 @@
+"""The options of the public functions, and the values that each may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from consistency.devices.products import Products
+from consistency.errors import UsageError
+from consistency.numerics.precision import Precision
+from consistency.testing.calls import TESTED
+
+Choice = Literal["fail", "skip", "pass"]
+
+_HALF_TYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allow:
+    """What an implementation may do that rounding to nearest in float32 does not explain.
+
+    Attributes
+    ----------
+    products : Products, optional
+        How products may be computed, as in TF32 or with partial sums in a half type; as torch's settings in force
+        permit on the device by default.
+    toward_zero : bool
+        Sums of float32 may be truncated: an error of K units where rounding to nearest makes one of their root.
+    nan : bool
+        The reference may be NaN; what is judged then has it in the same places.
+    dtype : bool
+        A result may have another dtype than the reference returns for the same inputs, as of a kernel in a half type
+        whose reference is computed in float32. It is judged by the rounding of its own dtype.
+    inconclusive : {"fail", "skip", "pass"}
+        What a test does whose results are within what rounding may do, where that is more than a tenth of the values.
+    """
+
+    products: Products | None = None
+    toward_zero: bool = False
+    nan: bool = False
+    dtype: bool = False
+    inconclusive: Choice = "fail"
+
+    def __post_init__(self) -> None:
+        """Refuse a value that is none of these: a misspelt one could be taken for one that allows more."""
+        for name in ("toward_zero", "nan", "dtype"):
+            _check_truth_value(f"Allow({name}=)", getattr(self, name))
+        if self.inconclusive not in get_args(Choice):
+            raise _unusable("Allow(inconclusive=)", self.inconclusive, ", ".join(get_args(Choice)))
+        if self.products is not None:
+            _check_products(self.products)
+
+
+def _unusable(where: str, got: object, wanted: str) -> UsageError:
+    """Return the error of a value that would be taken for another one, or fail far from where it was given."""
+    return UsageError("this value cannot be used", where=where, got=repr(got), wanted=wanted)
+
+
+def _check_truth_value(where: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise _unusable(where, value, "True or False")
+
+
+def _check_products(products: object) -> None:
+    where = "Allow(products=)"
+    if not isinstance(products, Products):
+        raise _unusable(where, products, "consistency.testing.Products(...)")
+    for precision in (products.matmul, products.convolution):
+        if not isinstance(precision, Precision):
+            raise _unusable(where, precision, "a consistency.testing.Precision, such as Precision.TF32")
+    for dtype, terms in products.partial_terms.items():
+        if dtype not in _HALF_TYPES:
+            raise _unusable(where, dtype, f"partial_terms of {', '.join(_HALF_TYPES)}")
+        if not _is_whole(terms, least=1):
+            raise _unusable(where, terms, f"partial_terms of 1 or more for {dtype}")
+
+
+def _is_whole(value: object, *, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_options(
+    function: object,
+    *,
+    reference: object = None,
+    device: torch.device | str | None,
+    dtype: object,
+    gradients: object = True,
+    passes: object,
+    allow: object,
+) -> None:
+    """Raise an error that names the option whose value cannot be used."""
+    if not callable(function):
+        raise _unusable("function", type(function), "a function or a module")
+    if reference is not None and not callable(reference):
+        raise _unusable("reference=", type(reference), "a function or a module")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in TESTED):
+        raise _unusable("dtype=", dtype, ", ".join(sorted(map(str, TESTED))))
+    _check_truth_value("gradients=", gradients)
+    if not _is_whole(passes, least=2):
+        raise _unusable("passes=", passes, "2 or more: one pass shows no spread")
+    if allow is not None and not isinstance(allow, Allow):
+        raise _unusable("allow=", allow, "consistency.testing.Allow(...)")
+    if device is not None:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise _unusable("device=", device, "a torch.device or its name, such as cuda:0") from error
