@@ -45,7 +45,7 @@ from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import LEAST_PASSES, MOST_PASSES
 from consistency.worker.stages.engine_outputs.explanations import merges, mistakes
 from consistency.worker.stages.engine_outputs.passes import Passes
-from consistency.worker.text_check.logprobs import Way, ways_of
+from consistency.worker.text_check.logprobs import LogprobWay, ways_of
 from consistency.worker.text_check.report import LogprobGap, TextReport, TextResult, TokenGap, Verdict
 from consistency.worker.text_check.texts import Text, Tokens, encoded, other_tokens
 
@@ -356,7 +356,7 @@ class _Logprobs:
 
 
 def _judged_logprobs(
-    tokens: Tokens, exact: torch.Tensor, ways: Sequence[Way], spreads: Sequence[Spread]
+    tokens: Tokens, exact: torch.Tensor, ways: Sequence[LogprobWay], spreads: Sequence[Spread]
 ) -> _Logprobs | None:
     """Hold log probabilities against the exact ones of each way, `(tokens, ways)`: the first is the model's own."""
     if tokens.logprobs is None:

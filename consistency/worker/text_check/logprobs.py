@@ -26,7 +26,7 @@ _DIGITS = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class LogprobWay:
     """A way to take log probabilities from logits: `name` follows "with" in a report."""
 
     name: str
@@ -47,28 +47,28 @@ class Way:
         return (taken / self.temperature).log_softmax(-1).gather(1, chosen[:, None])
 
 
-MODEL = Way(name="")
+MODEL = LogprobWay(name="")
 """The model's own log probabilities."""
 
 
 def ways_of(
     given: list[float] | None, logits: torch.Tensor, without_ends: torch.Tensor, chosen: torch.Tensor
-) -> list[Way]:
+) -> list[LogprobWay]:
     """Return the model's own way first, and then others that given log probabilities may have been taken in."""
     ways = [MODEL]
     if given is None:
         return ways
     masks_end = not torch.equal(logits, without_ends)
     if masks_end:
-        ways.append(Way(name=MASKED_END, is_end_masked=True))
+        ways.append(LogprobWay(name=MASKED_END, is_end_masked=True))
     if len(given) < _LEAST_TOKENS:
         return ways
     wanted = torch.tensor(given, dtype=torch.float64)
     for temperature in _temperatures(wanted, logits, chosen):
-        ways.append(Way(name=f"temperature {temperature:g}", temperature=temperature))
+        ways.append(LogprobWay(name=f"temperature {temperature:g}", temperature=temperature))
     for temperature in _temperatures(wanted, without_ends, chosen) if masks_end else ():
         name = f"temperature {temperature:g} and {MASKED_END}"
-        ways.append(Way(name=name, temperature=temperature, is_end_masked=True))
+        ways.append(LogprobWay(name=name, temperature=temperature, is_end_masked=True))
     return ways
 
 
@@ -79,7 +79,7 @@ def _temperatures(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tens
     wanted, logits, chosen = wanted[places], logits[places], chosen[places]
 
     def off(temperature: float) -> float:
-        way = Way(name="", temperature=temperature)
+        way = LogprobWay(name="", temperature=temperature)
         return float((way.of(logits, logits, chosen)[:, 0] - wanted).square().sum())
 
     step = 1.1
