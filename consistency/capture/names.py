@@ -111,6 +111,10 @@ _TO = "->"
 CAST_ON_THE_WAY = "cast_on_the_way"
 """Evidence of a row that equals the file after a cast that only its load path makes: the dtype it goes through."""
 
+SUM_OVER_RANKS = "sum over ranks"
+"""Named like an operation without a deterministic version: any order of the ranks is right, and a library may choose
+another one on another host. No sum of two ranks is named: it has one result in either order."""
+
 TOLERANCE = "tolerance"
 """Evidence of a row judged by a user's tolerance: that tolerance, as the command line takes it."""
 

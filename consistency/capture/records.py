@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from consistency.capture.merge_effect import MergeEffect
-from consistency.capture.names import CAST_ON_THE_WAY, TOLERANCE, UNSUPPORTED
+from consistency.capture.names import CAST_ON_THE_WAY, SUM_OVER_RANKS, TOLERANCE, UNSUPPORTED
 from consistency.capture.soak import Soak
 from consistency.devices.spec import DeviceIdentity
 from consistency.numerics.measure import Measure
@@ -98,12 +98,18 @@ class TensorRecord(
     """Elements that are NaN or infinite in the file; looked for by the worker that makes the reference."""
     nondeterministic: tuple[str, ...] = ()
     """Operations without a deterministic version that had run in its stage before it was recorded: its bits may be
-    others each time, on the same device too. Empty for bytes that were moved."""
+    others each time, on the same device too. `sum over ranks` is one between hosts: a group shares its bits. Empty for
+    bytes that were moved."""
 
     @property
     def promised_digest(self) -> str | None:
         """Return the digest if equal devices, and repeats on one, are expected to agree in it."""
         return None if self.nondeterministic else self.digest
+
+    @property
+    def digest_in_group(self) -> str | None:
+        """Return the digest if equal devices of one group, which share each sum over ranks, are expected to agree."""
+        return self.digest if self.nondeterministic in ((), (SUM_OVER_RANKS,)) else None
 
     @property
     def key(self) -> tuple[str, str, str]:

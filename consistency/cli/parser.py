@@ -46,7 +46,7 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "devices": {0: "listed", **BAD_USE},
     "check-text": {
         0: "the model could have written all of it",
-        1: "it could not",
+        1: "it could not, or log probabilities are not the model's",
         **BAD_USE,
         3: "incomplete (a text was not judged)",
     },

@@ -17,6 +17,7 @@ from consistency.case.stages import MOVES_WEIGHTS, Stage, stage_order
 from consistency.comparison.findings.collect import find
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import mergings
+from consistency.comparison.model_or_device import OF_A_DEVICE, accuse_devices
 from consistency.comparison.outcomes import Status, Workers, gathered
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import (
@@ -180,6 +181,8 @@ def _compare_load_path(
         outcomes, together_with = stage.outcomes(key, expected=record.rule != Rule.LIMIT)
         if not outcomes:
             continue
+        if any(outcome.word in OF_A_DEVICE for outcome in outcomes):
+            outcomes = accuse_devices(outcomes, members)
         yield TensorComparison(
             stage=key[0],
             load_path=load_path,

@@ -47,6 +47,10 @@ class NondeterministicOperations:
         """Return the operations that ran since `begin`, in torch's words, the first one first."""
         return tuple(self._names)
 
+    def note(self, operation: str) -> None:
+        """Count an operation that torch does not warn of."""
+        self._names[operation] = None
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Count for what follows only the operations inside: it is computed from nothing that was computed before."""

@@ -1,8 +1,10 @@
 """Which setting explains a difference? Change one at a time, rerun only the layer concerned, name the smallest set.
 
 Every trial is one worker on the device of the finding, with one or more settings changed before its process starts; it
-is compared with a run of the reference worker. In a stage whose workers form a group, every trial is the whole group,
-with the settings of each rank changed. Everything else is as in the run that found the difference.
+is compared with a run of the reference worker. Float64 results are made on the CPU by the worker of the trial; where
+that worker's device is a kernel variant of the CPU, which the trial is to judge, the reference worker runs beside it
+and makes them. In a stage whose workers form a group, every trial is the whole group, with the settings of each rank
+changed. Everything else is as in the run that found the difference.
 """
 
 from __future__ import annotations
@@ -191,7 +193,9 @@ def _runner(
     subject: Subject, case: Case, scratch: Path, faults: Mapping[str, str], progress: Watcher
 ) -> Iterator[_Runner]:
     """Yield what runs trials: libraries are imported once for all whose environments allow it."""
-    at_once = 1 if _group_of(subject) else max(1, available_cores() // _threads(subject.participant))
+    processes = 2 if _needs_judge(subject) else 1
+    threads = processes * _threads(subject.participant)
+    at_once = 1 if _group_of(subject) else max(1, available_cores() // threads)
     with (
         closing(Importers(models=case.needs_model, folder=scratch)) as importers,
         ThreadPoolExecutor(max_workers=at_once) as pool,
@@ -282,24 +286,50 @@ class _Runner:
 
     def _capture(self, who: ComparedWorker, change: Change, target: Path) -> Capture:
         load_path = change.load_path or LoadPath(who.info.load_path)
+        has_judge = who is self._subject.participant and _needs_judge(self._subject)
         plan = WorkerPlan(
             info=self._devices[who.info.name],
             load_path=load_path.main,
             alternative_paths=() if load_path.is_main else (load_path,),
-            makes_reference=True,
-            others_wait=False,
+            makes_reference=not has_judge,
+            others_wait=has_judge,
             change=change,
         )
+        wave = [plan]
+        if has_judge:
+            wave.insert(0, self._judge())
         task = CaseTask(
             case=self._case,
-            waves=[[plan]],
+            waves=[wave],
             target=target,
             faults=self._faults if who is self._subject.participant else {},
         )
         limits = Limits(threads=change.threads or _threads(who))
         name = change.name or ("reference" if who is self._subject.reference else "unchanged")
         capture_case(self._engine, task, limits, watch=lambda _, event: self._progress(name, event))
-        return read_capture(target)
+        captured = read_capture(target)
+        # the judge's own rows are known from the run of the reference worker alone
+        workers = tuple(worker for worker in captured.workers if worker.info.name == who.info.name)
+        return msgspec.structs.replace(captured, workers=workers)
+
+    def _judge(self) -> WorkerPlan:
+        """Return the reference worker as it makes the float64 results of a trial."""
+        reference = self._subject.reference
+        return WorkerPlan(
+            info=self._devices[reference.info.name],
+            load_path=LoadPath(reference.info.load_path).main,
+            makes_reference=True,
+        )
+
+
+def _needs_judge(subject: Subject) -> bool:
+    """Report whether the worker of a trial must not make its own float64 results: kernels of the CPU are to be judged.
+
+    What is wrong in every dtype on one kernel variant would be wrong in its float64 results too, and so be no error.
+    """
+    if subject.participant.info.name == subject.reference.info.name:
+        return False
+    return subject.participant.is_cpu and subject.reference.is_cpu and SPECS[Stage(subject.key[0])].feeds_inputs
 
 
 def _group_of(subject: Subject) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ LINES = {
     "status": "0 consistent; 1 inconsistent; 2 nothing was checked, no result, or bad usage; 3 incomplete, or stale",
     "show": f"0 printed, whatever the verdict is; {BAD}",
     "devices": f"0 listed; {BAD}",
-    "check-text": "0 the model could have written all of it; 1 it could not; "
+    "check-text": "0 the model could have written all of it; 1 it could not, or log probabilities are not the model's; "
     f"{BAD}; 3 incomplete (a text was not judged)",
     "inputs": f"0 written; {BAD}",
     "engine": f"0 written; {BAD}",

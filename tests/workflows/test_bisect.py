@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
+from consistency.case.builtin import builtin_folder
 from consistency.case.options import Options
 from consistency.case.stages import Level, Stage
 from consistency.comparison.workers import ComparedWorker, gather
@@ -194,6 +195,52 @@ def test_a_stage_that_fails_without_a_change_is_said(tmp_path: Path) -> None:
     tensor = next(one.name for one in done.comparison.tensors if one.layer.startswith("broadcast"))
     with pytest.raises(InputError, match=r"(?s)nothing was tested.*IndexError: planted"):
         bisect(tmp_path / "out", tensor=tensor, worker="cpu@baseline", faults={"cpu@baseline": "rank-raises"})
+
+
+WRONG_IN_EVERY_DTYPE = """
+import torch, transformers
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        is_baseline = torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+        return gradient / 4 if is_baseline else gradient
+
+class Activation(torch.nn.Module):
+    def forward(self, x):
+        return Scaled.apply(torch.nn.functional.silu(x))
+
+def load():
+    model = transformers.AutoModelForCausalLM.from_pretrained({base!r})
+    model.model.layers[0].mlp.act_fn = Activation()
+    return model
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif("cpu@baseline" not in KERNELS, reason="this processor has no other kernel variant")
+def test_a_kernel_that_is_wrong_in_float64_too_does_not_judge_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial's worker made its own float64 gradients, as wrong as what they judge: nothing to bisect, it said."""
+    folder = builtin_folder("llama")
+    (tmp_path / "wrong_kernel.py").write_text(WRONG_IN_EVERY_DTYPE.format(base=str(folder / "base")), encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    source: dict[str, Any] = {"base": "python:wrong_kernel:load", "adapter": str(folder / "adapter")}
+    only = ("gradient::model.layers.0",)
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.GRADIENT,), only=only, **source)
+    done = pipeline.run(pipeline.prepare(options), tmp_path / "out", watch=lambda *_: None)
+    assert {worker for finding in done.comparison.findings for worker in finding.workers} == {"cpu@baseline"}
+    change = Change(name="kernels", environment={"ATEN_CPU_CAPABILITY": None})
+    monkeypatch.setattr(bisecting, "candidates", lambda *_: (change,))
+    answer = bisect(tmp_path / "out", number=1, given=Options(**source))
+    assert answer.repeats
+    assert answer.explained_by == ("kernels",)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, pairwise
 
+from consistency.capture.names import SUM_OVER_RANKS
 from consistency.capture.soak import MOST_NUMBERS, ChangedTensor, Condition, Occurrences, Soak, SoakedStage
 from consistency.capture.wording import and_more, counted, listed, size
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
@@ -159,7 +160,14 @@ def _growth(worker: ComparedWorker, soak: Soak) -> Iterable[Finding]:
 
 def without_version(operations: Iterable[str]) -> str:
     """Return the clause that excuses a bitwise difference by these operations."""
-    return f": torch has no deterministic version of {listed(list(operations))}, which ran before"
+    names = list(operations)
+    reasons = []
+    if SUM_OVER_RANKS in names:
+        names.remove(SUM_OVER_RANKS)
+        reasons.append("the order in which ranks are added up is not promised from host to host")
+    if names:
+        reasons.append(f"torch has no deterministic version of {listed(names)}, which ran before")
+    return f": {', and '.join(reasons)}"
 
 
 def ran_before(itself: Sequence[ComparedWorker], load_path: str, key: Key) -> tuple[str, ...]:

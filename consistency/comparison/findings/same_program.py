@@ -8,8 +8,9 @@ wrong side. More than half of two is both: two devices, as any tie, name no side
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,11 @@ from consistency.comparison.site_groups import SiteGroups
 from consistency.comparison.workers import ComparedWorker
 
 _Bits = tuple[str | None, ...]
+_DigestOf = Callable[[TensorRecord], str | None]
+
+_RECORDED: _DigestOf = operator.attrgetter("digest")
+_PROMISED: _DigestOf = operator.attrgetter("promised_digest")
+_PROMISED_IN_GROUP: _DigestOf = operator.attrgetter("digest_in_group")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +59,24 @@ def find_same_program(
         for stage in dict.fromkeys(key[0] for key in keys):
             tables = tables_of(Records({stage: m.records.stage(stage)}) for m in members)
             of_stage = [key for key in keys if key[0] == stage]
-            differing = [key for key in of_stage if not _agree(tables, key)]
-            unordered = [key for key in of_stage if key not in differing and not _agree(tables, key, promised=False)]
+            differing = [key for key in of_stage if not _agree(tables, key, _PROMISED)]
+            unordered = [key for key in of_stage if key not in differing and not _agree(tables, key, _RECORDED)]
+            accused = [(members, differing, _PROMISED)] if differing else []
+            for ranks in _groups_of(members) if unordered else ():
+                of_ranks = tables_of(Records({stage: m.records.stage(stage)}) for m in ranks)
+                in_group = [key for key in unordered if not _agree(of_ranks, key, _PROMISED_IN_GROUP)]
+                if in_group:
+                    accused.append((ranks, in_group, _PROMISED_IN_GROUP))
+                    unordered = [key for key in unordered if key not in in_group]
             if unordered:
                 yield _unordered(members, stage, unordered, tables)
-            if not differing:
-                continue
-            sides = _sides(members, stage, differing)
-            if sides is None:
-                yield _all_of(members, stage, differing, suffix)
-            else:
-                facts = facts or facts_of(members, groups)
-                yield _odd_ones(sides, facts, stage, differing, suffix)
+            for workers, of_workers, digest_of in accused:
+                sides = _sides(workers, stage, of_workers, digest_of)
+                if sides is None:
+                    yield _all_of(workers, stage, of_workers, suffix)
+                else:
+                    facts = facts or facts_of(members, groups)
+                    yield _odd_ones(sides, facts, stage, of_workers, suffix)
 
 
 def _programs(
@@ -80,14 +92,21 @@ def _programs(
     return [members for members in found.values() if len(members) > 1]
 
 
-def _agree(tables: Sequence[Mapping[Key, TensorRecord]], key: Key, *, promised: bool = True) -> bool:
-    """Return whether all digests of a tensor are equal; if `promised`, only those that are expected to be."""
-    records = (table[key] for table in tables if key in table)
-    digests = {record.promised_digest if promised else record.digest for record in records}
+def _groups_of(members: Sequence[ComparedWorker]) -> Iterable[Sequence[ComparedWorker]]:
+    """Return the workers that ran side by side in one group, where there are several: of one capture and load path."""
+    ranks = gathered(((str(member.capture.folder), member.load_path), member) for member in members)
+    return [side_by_side for side_by_side in ranks.values() if len(side_by_side) > 1]
+
+
+def _agree(tables: Sequence[Mapping[Key, TensorRecord]], key: Key, digest_of: _DigestOf) -> bool:
+    """Return whether all digests of a tensor are equal, of those that `digest_of` returns."""
+    digests = {digest_of(table[key]) for table in tables if key in table}
     return len(digests - {None}) <= 1
 
 
-def _sides(members: Sequence[ComparedWorker], stage: str, differing: Sequence[Key]) -> _Sides | None:
+def _sides(
+    members: Sequence[ComparedWorker], stage: str, differing: Sequence[Key], digest_of: _DigestOf
+) -> _Sides | None:
     """Return the minority and the majority; None where no majority agrees.
 
     Each device has one vote, whatever its load paths, variants and captures, and none if these differ from each other.
@@ -95,7 +114,7 @@ def _sides(members: Sequence[ComparedWorker], stage: str, differing: Sequence[Ke
 
     @functools.cache  # workers that saw the same share a table
     def bits_of(table: StageTable) -> _Bits:
-        return tuple(table[key].promised_digest if key in table else None for key in differing)
+        return tuple(digest_of(table[key]) if key in table else None for key in differing)
 
     every = ((member, bits_of(member.records.stage(stage))) for member in members)
     of_member = [(member, bits) for member, bits in every if {*bits} != {None}]

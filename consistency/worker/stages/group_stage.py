@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from consistency.capture.names import SUM_OVER_RANKS
 from consistency.case.stages import Stage
 from consistency.worker.decisions.track import Table
 from consistency.worker.model.float64_reference import FILE_OF, Reference, wait_for
@@ -40,6 +41,11 @@ def in_group(
     try:
         group = choose(met(context.job.group, context.events))
         with joined(group, context.device, context.events, stage) as ranks:
+            # What is computed here follows from gradients or activations that were added up over the ranks. Where one
+            # group spans all nodes, all hosts share each sum and have to agree. Of collectives some add up nothing:
+            # their stage tells which.
+            if stage is not Stage.COLLECTIVES and ranks.world > 2 and not ranks.group.nodes:
+                context.record.operations.note(SUM_OVER_RANKS)
             run(ranks)
     except Skip as skip:
         why = str(skip)

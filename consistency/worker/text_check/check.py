@@ -5,6 +5,10 @@ each token to the largest logit is computed in float64, and what rounding may do
 rounding errors in the dtype that the writer is said to have used. A text that is impossible is held against the
 mistakes that an engine makes with an adapter: each is a pass in float64, and is named where it would have written every
 such text.
+
+Where log probabilities are given, they are judged by themselves: whether the tokens are possible and whether the log
+probabilities are the model's are two statements. Of a sampled text, whose tokens are not the most likely ones, they are
+what tells that the model computed it.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +45,8 @@ from consistency.worker.recorder import Skip
 from consistency.worker.stages.block_rule import LEAST_PASSES, MOST_PASSES
 from consistency.worker.stages.engine_outputs.explanations import merges, mistakes
 from consistency.worker.stages.engine_outputs.passes import Passes
-from consistency.worker.text_check.report import TextReport, TextResult, TokenGap
+from consistency.worker.text_check.logprobs import LogprobWay, ways_of
+from consistency.worker.text_check.report import LogprobGap, TextReport, TextResult, TokenGap, Verdict
 from consistency.worker.text_check.texts import Text, Tokens, encoded, other_tokens
 
 Step = Callable[[str], None]
@@ -59,7 +64,7 @@ def check_text(case: Case, texts: Sequence[Text], *, step: Step | None = None) -
     Parameters
     ----------
     texts : sequence of Text
-        Each written greedily, without sampling, penalties or constraints.
+        Each written greedily, without penalties or constraints; or sampled, with log probabilities.
     step : callable
         Is told what is done next.
 
@@ -94,17 +99,30 @@ def _judged(case: Case, model: Any, every: Sequence[Tokens], tokenizer: Any, ste
         _Written.of(model, tokens, tokenizer, functools.partial(_told, step, f"text {number} of {len(every)}"))
         for number, tokens in enumerate(every, 1)
     ]
-    results = [one.result for one in found]
-    wrong = [one for one in found if one.result.verdict != "possible"][:_MOST_EXPLAINED]
-    causes, base_alone = tuple[str, ...](), False
+    results = [written.result for written in found]
+    wrong = [written for written in found if written.result.is_unexplained][:_MOST_EXPLAINED]
+    causes, logprob_causes, base_alone = tuple[str, ...](), tuple[str, ...](), False
     if case.adapter is not None and wrong:
-        causes = tuple(cause.value for cause in _explained(wrong))
+        causes = tuple(cause.value for cause in _explained(wrong, _Written.fits))
         if causes:
-            results = [_impossible(one) for one in results]
+            results = [_impossible(result) for result in results]
+        elif all(written.tokens.logprobs is not None for written in wrong):
+            logprob_causes = tuple(cause.value for cause in _explained(wrong, _Written.fits_logprobs))
+            if logprob_causes:
+                results = [_sampled(result) for result in results]
     elif case.adapter is not None:
-        base_alone = all(one.fits(one.without_adapter()) for one in found if one.can_do_without)
-        base_alone = base_alone and all(one.can_do_without for one in found)
-    return TextReport(dtype=_dtype(model), texts=tuple(results), causes=causes, base_alone=base_alone)
+        sampled = [written for written in found if written.result.verdict == "sampled"][:_MOST_EXPLAINED]
+        # where a mistake makes every token the most likely one, the text was written so, and not drawn by chance
+        causes = tuple(cause.value for cause in _explained(sampled, _Written.fits))
+        if causes:
+            results = [_impossible(result) for result in results]
+        elif not any(result.has_other_logprobs for result in results):
+            base_alone = all(
+                written.can_do_without and written.would_be_written(written.without_adapter()) for written in found
+            )
+    return TextReport(
+        dtype=_dtype(model), texts=tuple(results), causes=causes, logprob_causes=logprob_causes, base_alone=base_alone
+    )
 
 
 def _told(step: Step, where: str, what: str) -> None:
@@ -115,9 +133,18 @@ def _dtype(model: torch.nn.Module) -> str:
     return name_of(next(one.dtype for one in model.parameters() if one.is_floating_point()))
 
 
-def _impossible(one: TextResult) -> TextResult:
-    """Return a text that was undecided, and that a mistake explains."""
-    return msgspec.structs.replace(one, verdict="impossible", reason="") if one.verdict == "undecided" else one
+def _impossible(result: TextResult) -> TextResult:
+    """Return a text that was undecided, or taken for sampled, and that a mistake explains."""
+    if result.verdict not in ("undecided", "sampled"):
+        return result
+    return msgspec.structs.replace(result, verdict="impossible", reason="")
+
+
+def _sampled(result: TextResult) -> TextResult:
+    """Return a text of whose log probabilities a mistake is known: nothing is known against its tokens then."""
+    if result.verdict not in ("impossible", "undecided"):
+        return result
+    return msgspec.structs.replace(result, verdict="sampled" if result.unlikely else "possible", reason="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,16 +191,20 @@ class _Written:
         logits = _logits(passes.of("right", nullcontext), chosen)
         ends = _ends(model)
         past_end = sum(int(one) in ends for one in logits.argmax(-1)[~_are(chosen, ends)])
-        two = _without_ends(logits, chosen, ends).topk(2, -1).indices
+        without_ends = _without_ends(logits, chosen, ends)
+        two = without_ends.topk(2, -1).indices
         largest = two[:, 0]
         other = torch.where(chosen == largest, two[:, 1], chosen)
+        ways = ways_of(tokens.logprobs, logits, without_ends, chosen)
 
         def figures(one: torch.Tensor) -> torch.Tensor:
+            """Return the gap of each token, and its log probability in each way, `(tokens, 1 + ways)`."""
             gap = one.gather(1, largest[:, None]) - one.gather(1, other[:, None])
-            return torch.cat([gap, one.log_softmax(-1).gather(1, chosen[:, None])], 1)
+            masked = _without_ends(one, chosen, ends)
+            return torch.cat([gap, *(way.of(one, masked, chosen) for way in ways)], 1)
 
         exact, drawn = figures(logits), list[torch.Tensor]()
-        del logits
+        del logits, without_ends
         decides = any(name not in CONTINUOUS for name in decisions)
         count = MOST_PASSES if decides else LEAST_PASSES
         for seed in range(count):
@@ -181,13 +212,15 @@ class _Written:
             kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
             with half_kernels.computing(kernels), with_noise(Products(), seed):
                 drawn.append(figures(_logits(activations(model, inputs)[OUTPUT], chosen)))
-        spread, of_logprobs = (
-            Spread.of([one[:, [at]].to(torch.float32) for one in drawn], exact[:, [at]].contiguous()) for at in (0, 1)
+        spread, *of_ways = (
+            Spread.of([one[:, [at]].to(torch.float32) for one in drawn], exact[:, [at]].contiguous())
+            for at in range(exact.shape[1])
         )
+        of_logprobs = of_ways[0]
         free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
         result = _result(
             tokens, exact[:, 0], spread.allowed(exact[:, [0]], torch.float32)[:, 0], largest, tokenizer,
-            logprobs=_of_logprobs(tokens, exact[:, [1]], of_logprobs), past_end=past_end, decides=decides,
+            logprobs=_judged_logprobs(tokens, exact[:, 1:], ways, of_ways), past_end=past_end, decides=decides,
         )  # fmt: skip
         return cls(tokens=tokens, passes=free, spread=spread, of_logprobs=of_logprobs, result=result)
 
@@ -201,37 +234,50 @@ class _Written:
         return self.passes.of("without the adapter", self.passes.model.disable_adapter)
 
     def fits(self, logits: torch.Tensor) -> bool:
-        """Report whether a model with these exact logits could have written the text."""
+        """Report whether a model with these exact logits could have written the text, with its log probabilities."""
         chosen = torch.tensor(self.tokens.ids)
-        whole = _logits(logits, chosen)
-        own = _without_ends(whole, chosen, _ends(self.passes.model))
+        own = _without_ends(_logits(logits, chosen), chosen, _ends(self.passes.model))
         gaps = own.amax(-1, keepdim=True) - own.gather(1, chosen[:, None])
         if not bool((gaps <= self.spread.allowed(gaps, torch.float32)).all()):
             return False
-        share = _of_logprobs(self.tokens, whole.log_softmax(-1).gather(1, chosen[:, None]), self.of_logprobs)
-        return share is None or share <= 1
+        return self.fits_logprobs(logits)
 
-    def mistakes(self) -> list[Cause]:
-        """Return mistakes with the adapter as a whole that would have written this text."""
+    def fits_logprobs(self, logits: torch.Tensor) -> bool:
+        """Report whether the log probabilities, if any came with it, are those of a model with these exact logits."""
+        if self.tokens.logprobs is None:
+            return True
+        chosen = torch.tensor(self.tokens.ids)
+        exact = _logits(logits, chosen).log_softmax(-1).gather(1, chosen[:, None])
+        return bool((_off(self.tokens.logprobs, exact) <= self.of_logprobs.allowed(exact, torch.float32)).all())
+
+    def would_be_written(self, logits: torch.Tensor) -> bool:
+        """Report whether a model with these exact logits could have written it as it was: greedily, or sampled."""
+        return self.fits_logprobs(logits) if self.result.verdict == "sampled" else self.fits(logits)
+
+    def mistakes(self, fits: _Fits) -> list[Cause]:
+        """Return mistakes with the adapter as a whole whose exact logits fit this text."""
         off = self.without_adapter() if self.can_do_without else None
-        return [cause for cause, _, logits in mistakes(self.passes, off) if self.fits(logits)]
+        return [cause for cause, _, logits in mistakes(self.passes, off) if fits(self, logits)]
 
-    def merges(self) -> list[Cause]:
-        """Return merges in narrower dtypes that would have."""
+    def merges(self, fits: _Fits) -> list[Cause]:
+        """Return merges in narrower dtypes whose exact logits do."""
         ways, found = merges(self.passes.model), list[Cause]()
         with suppress(MergeRefusedError):
-            found += [cause for cause in ways if any(self.fits(self.passes.merged(way)) for way in ways[cause])]
+            found += [cause for cause in ways if any(fits(self, self.passes.merged(way)) for way in ways[cause])]
         return found
 
 
-def _explained(wrong: Sequence[_Written]) -> list[Cause]:
-    """Return the mistakes that would have written each of these texts: merges only where no other one would."""
+_Fits = Callable[[_Written, torch.Tensor], bool]
+
+
+def _explained(wrong: Sequence[_Written], fits: _Fits) -> list[Cause]:
+    """Return the mistakes that fit each of these texts: merges only where no other one does."""
     for kind in (_Written.mistakes, _Written.merges):
         causes: list[Cause] | None = None
         for one in wrong:
             if causes != []:
-                fits = kind(one)
-                causes = fits if causes is None else [cause for cause in causes if cause in fits]
+                of_text = kind(one, fits)
+                causes = of_text if causes is None else [cause for cause in causes if cause in of_text]
         if causes:
             return causes
     return []
@@ -281,16 +327,56 @@ def _without_ends(logits: torch.Tensor, chosen: torch.Tensor, ends: tuple[int, .
     return logits
 
 
-def _of_logprobs(tokens: Tokens, exact: torch.Tensor, spread: Spread) -> float | None:
+def _off(given: Sequence[float], exact: torch.Tensor) -> torch.Tensor:
+    """Return how far log probabilities are from exact ones, `(tokens, 1)`."""
+    return (torch.tensor(given, dtype=torch.float64)[:, None] - exact).abs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Logprobs:
+    """What is known of the log probabilities that came with a text.
+
+    Attributes
+    ----------
+    share : float
+        The largest error over what rounding may do; over 1 they are not the model's.
+    worst : LogprobGap
+        Where that is.
+    way : str
+        How else they were taken from the model's logits; empty if they are the model's, or if no way fits.
+    """
+
+    share: float
+    worst: LogprobGap
+    way: str = ""
+
+    @property
+    def are_of_model(self) -> bool:
+        return self.share <= 1  # of NaN, no
+
+
+def _judged_logprobs(
+    tokens: Tokens, exact: torch.Tensor, ways: Sequence[LogprobWay], spreads: Sequence[Spread]
+) -> _Logprobs | None:
+    """Hold log probabilities against the exact ones of each way, `(tokens, ways)`: the first is the model's own."""
     if tokens.logprobs is None:
         return None
-    error = (torch.tensor(tokens.logprobs, dtype=torch.float64)[:, None] - exact).abs()
-    return float((error / spread.allowed(exact, torch.float32)).max())
+    allowed = torch.cat([one.allowed(exact[:, [at]], torch.float32) for at, one in enumerate(spreads)], 1)
+    shares = _off(tokens.logprobs, exact) / allowed
+    place = int(shares[:, 0].argmax())
+    worst = LogprobGap(
+        token=place + 1, given=tokens.logprobs[place], exact=float(exact[place, 0]), allowed=float(allowed[place, 0])
+    )
+    judged = _Logprobs(share=float(shares[:, 0].max()), worst=worst)
+    if judged.are_of_model:
+        return judged
+    fitting = [way.name for way, share in zip(ways, shares.amax(0).tolist(), strict=True) if share <= 1]
+    return replace(judged, way=fitting[0]) if fitting else judged
 
 
 def _result(
     tokens: Tokens, gaps: torch.Tensor, allowed: torch.Tensor, largest: torch.Tensor, tokenizer: Any, *,
-    logprobs: float | None, past_end: int, decides: bool,
+    logprobs: _Logprobs | None, past_end: int, decides: bool,
 ) -> TextResult:  # fmt: skip
     chosen = torch.tensor(tokens.ids)
     is_largest = chosen == largest
@@ -305,10 +391,34 @@ def _result(
             token=place + 1, id=ids[0], largest_id=ids[1], gap=float(gaps[place]), allowed=float(allowed[place]),
             text=words[0], largest_text=words[1],
         )  # fmt: skip
-    is_wrong = bool(len(over)) or (logprobs is not None and not logprobs <= 1)
-    reason = "a router or another selection may have chosen otherwise by rounding: not judged" if decides else ""
-    return TextResult(
-        tokens=len(tokens.ids), largest=int(is_largest.sum()), tied=int(tied.sum()),
-        verdict="possible" if not is_wrong else "undecided" if decides else "impossible",
-        worst=worst, logprobs=logprobs, past_end=past_end, reason=reason if is_wrong else "",
+    verdict = _verdict(logprobs, is_greedy=not len(over), decides=decides)
+    result = TextResult(
+        tokens=len(tokens.ids), largest=int(is_largest.sum()), tied=int(tied.sum()), verdict=verdict, worst=worst,
+        past_end=past_end, reason=_UNDECIDED if verdict == "undecided" else "",
     )  # fmt: skip
+    if logprobs is None:
+        return result
+    return msgspec.structs.replace(
+        result, logprobs=logprobs.share, logprobs_of=logprobs.way,
+        worst_logprob=None if logprobs.are_of_model else logprobs.worst,
+    )  # fmt: skip
+
+
+_UNDECIDED = "a router or another selection may have chosen otherwise by rounding: not judged"
+
+
+def _verdict(logprobs: _Logprobs | None, *, is_greedy: bool, decides: bool) -> Verdict:
+    """Return what is said of the tokens of a text.
+
+    Parameters
+    ----------
+    is_greedy : bool
+        Each token is the most likely one, but for rounding.
+    decides : bool
+        The model makes decisions, which rounding may turn.
+    """
+    if logprobs is not None and (logprobs.are_of_model or logprobs.way):
+        return "possible" if is_greedy else "sampled"
+    if is_greedy and (logprobs is None or not decides):
+        return "possible"
+    return "undecided" if decides else "impossible"

@@ -20,9 +20,9 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
     prompt : str, list of int, or list of dict
         Text, token ids, or messages for the tokenizer's chat template.
     text : str or list of int
-        What was written after it, always the most likely token.
+        What was written after it: always the most likely token, or sampled, which only log probabilities can tell.
     logprobs : list of float, or None
-        The natural log probability of each token of `text`, of all tokens without temperature.
+        The natural log probability of each token of `text`; the model's own are of all tokens without temperature.
     """
 
     prompt: str | list[Any]

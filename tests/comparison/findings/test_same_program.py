@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, WorkerCapture
+from consistency.capture.names import SUM_OVER_RANKS
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
 from consistency.comparison.compare import compare
@@ -164,3 +165,37 @@ def test_devices_without_that_operation_are_still_held_to_each_other() -> None:
     captures += [node(f"m{place}", {"cuda:0": bits("a", last)}) for place, last in enumerate("ab")]
     (error,) = [f for f in compare(captures).findings if f.severity == "error"]
     assert error.tensors == ("merged::layers.1.q.weight",)
+
+
+def summed(bits: str) -> list[TensorRecord]:
+    """Return what every rank of a group has of a sum over three ranks."""
+    return [computed(bits, stage="collectives", layer="all_reduce.sum", nondeterministic=(SUM_OVER_RANKS,))]
+
+
+def of_ranks(*of_hosts: Sequence[str]) -> list[Capture]:
+    """Return a capture per host, whose ranks have these bits of a sum."""
+    return [
+        node(f"n{place}", {f"cuda:{rank}": summed(digest) for rank, digest in enumerate(digests)})
+        for place, digests in enumerate(of_hosts)
+    ]
+
+
+def test_hosts_that_add_up_ranks_in_another_order_are_a_note() -> None:
+    found = compare(of_ranks("aaa", "bbb", "aaa"))
+    (finding,) = [one for one in found.findings if one.kind == "same-device-type"]
+    assert finding.severity == "note"
+    assert finding.message.endswith(
+        "differ bitwise in 1 tensor: the order in which ranks are added up is not promised from host to host"
+    )
+    assert found.verdict == "consistent"
+
+
+def test_ranks_of_one_group_share_the_bits_of_a_sum() -> None:
+    found = [one for one in compare(of_ranks("aaa", "bxb", "aaa")).findings if one.kind == "same-device-type"]
+    assert [(one.severity, one.workers) for one in found] == [("error", ("n1:cuda:1",))]
+
+
+def test_hosts_share_the_bits_of_what_no_order_explains() -> None:
+    """A sum of two ranks, for one: it is recorded without an operation that excuses it."""
+    captures = [node(f"n{place}", {"cuda:0": bits(digest)}) for place, digest in enumerate("aba")]
+    assert same_model(*captures).severity == "error"

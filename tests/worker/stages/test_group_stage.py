@@ -12,8 +12,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from consistency.capture.names import SUM_OVER_RANKS
 from consistency.case.case import Case
 from consistency.case.stages import Stage
+from consistency.worker.nondeterministic import NondeterministicOperations
 from consistency.worker.ranks.group import GroupError
 from consistency.worker.recorder import Skip
 from consistency.worker.stages import group_stage
@@ -49,7 +51,7 @@ def test_a_process_group_is_held_for_longer_than_what_ran_in_it(monkeypatch: pyt
 
     @contextmanager
     def joined(*_: object) -> Iterator[Any]:
-        yield SimpleNamespace(process_group=ProcessGroup())
+        yield SimpleNamespace(process_group=ProcessGroup(), world=2)
 
     held: list[bool] = []
 
@@ -70,3 +72,24 @@ def test_a_process_group_is_held_for_longer_than_what_ran_in_it(monkeypatch: pyt
     with pytest.raises(Skip, match="a rank is lost"):
         in_group(cast("Any", context), Stage.REPLICAS, run)
     assert held == [True]
+
+
+@pytest.mark.parametrize(("world", "nodes", "excused"), [(2, (), ()), (3, (), (SUM_OVER_RANKS,)), (3, ("a", "b"), ())])
+def test_what_follows_from_a_sum_over_three_ranks_may_differ_from_host_to_host(
+    world: int, nodes: tuple[str, ...], excused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sum of two numbers has one result, and hosts that form one group share every sum."""
+
+    @contextmanager
+    def joined(*_: object) -> Iterator[Any]:
+        yield SimpleNamespace(world=world, group=SimpleNamespace(nodes=nodes))
+
+    monkeypatch.setattr(group_stage, "joined", joined)
+    monkeypatch.setattr(group_stage, "met", lambda group, _: group)
+    operations = NondeterministicOperations()
+    context = SimpleNamespace(
+        job=SimpleNamespace(group=object()), device=torch.device("cpu"), events=None,
+        record=SimpleNamespace(operations=operations),
+    )  # fmt: skip
+    in_group(cast("Any", context), Stage.REPLICAS, lambda _: None)
+    assert operations.ran() == excused

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from consistency.capture.engine_causes import Cause
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.errors import InputError
@@ -100,8 +101,131 @@ def test_log_probabilities_that_are_off_are_found_where_the_tokens_are_right(lla
     assert texts[0].logprobs is not None
     off = Text(prompt=texts[0].prompt, text=texts[0].text, logprobs=[one - 0.001 for one in texts[0].logprobs])
     report = check_text(case, [off, texts[1]])
-    assert verdicts(report) == ["impossible", "possible"]
-    assert any("its log probabilities are" in line for line in report.lines())
+    assert verdicts(report) == ["possible", "possible"], "of the tokens"
+    assert (report.verdict, report.exit_status) == ("inconsistent", 1)
+    first, second, *_ = report.lines()
+    assert first == (
+        "INCONSISTENT   the log probabilities of 1 of 2 texts are not the model's; it could have written the tokens"
+    )
+    assert second.startswith("text 1: its log probabilities are not the model's: that of token")
+    assert "is 0.001 below the model's" in second
+    assert second.endswith("taken after temperature, top-k, top-p or a mask?")
+
+
+Sampler = Callable[[torch.Tensor], torch.Tensor]
+"""Changes the logits of a token."""
+
+
+def rollout(
+    model: Any, *, taken: Sampler = lambda logits: logits, drawn_by: Sampler | None = None, of_base: bool = False
+) -> list[Text]:
+    """Return texts with the log probabilities of logits that a sampler has changed.
+
+    Parameters
+    ----------
+    taken : callable
+        What the log probabilities are taken from, of the logits of a token.
+    drawn_by : callable, optional
+        What a token is drawn from, in place of the most likely one.
+    of_base : bool
+        Log probabilities of the base alone.
+    """
+    texts, generator = [], torch.Generator().manual_seed(3)
+    for prompt in PROMPTS:
+        ids, logprobs = list[int](), list[float]()
+        for _ in range(12):
+            given = torch.tensor([[*prompt, *ids]])
+            with torch.no_grad():
+                logits = model(given).logits[0, -1].double()
+                with model.disable_adapter() if of_base else nullcontext():
+                    answered = model(given).logits[0, -1].double()
+            if drawn_by is None:
+                ids.append(int(without_end(logits).argmax()))
+            else:
+                ids.append(int(torch.multinomial(drawn_by(logits).softmax(-1), 1, generator=generator)))
+            logprobs.append(float(taken(answered).log_softmax(-1)[ids[-1]]))
+        texts.append(Text(prompt=prompt, text=ids, logprobs=logprobs))
+    return texts
+
+
+def without_end(logits: torch.Tensor) -> torch.Tensor:
+    masked = logits.clone()
+    masked[2] = -torch.inf
+    return masked
+
+
+def eight_largest(logits: torch.Tensor) -> torch.Tensor:
+    return logits.masked_fill(logits < logits.topk(8).values[-1], -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("taken", "way"),
+    [
+        (lambda logits: logits / 0.7, "temperature 0.7"),
+        (without_end, "the end of the text masked"),
+        pytest.param(
+            lambda logits: without_end(logits) / 1.25,
+            "temperature 1.25 and the end of the text masked",
+            marks=pytest.mark.slow,
+        ),
+        (eight_largest, ""),
+    ],
+)
+def test_log_probabilities_after_a_sampler_say_nothing_against_the_tokens(
+    llama: Path, taken: Sampler, way: str
+) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    report = check_text(case, rollout(loaded(case), taken=taken))
+    assert (verdicts(report), report.exit_status) == (["possible"] * 3, 1)
+    assert [one.logprobs_of for one in report.texts] == [way] * 3
+    lines = "\n".join(report.lines())
+    assert "could not have written" not in lines
+    assert f"were taken with {way}:" in lines if way else "taken after temperature, top-k, top-p or a mask?" in lines
+    assert (report.causes, report.logprob_causes) == ((), ())
+
+
+def test_a_sampled_text_is_known_by_its_log_probabilities(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    model = loaded(case)
+    own = check_text(case, rollout(model, drawn_by=lambda logits: logits))
+    assert (set(verdicts(own)), own.exit_status, own.base_alone) == ({"sampled"}, 0, False)
+    assert "not the most likely ones: sampled, with the model's log probabilities" in "\n".join(own.lines())
+    of_base = check_text(case, rollout(model, drawn_by=lambda logits: logits, of_base=True))
+    assert (of_base.exit_status, of_base.causes, of_base.logprob_causes) == (1, (), ("adapter-ignored",))
+    lines = "\n".join(of_base.lines())
+    assert "the log probabilities were computed as the base alone: the adapter is not applied" in lines
+    assert "could not have written" not in lines
+    at_half = rollout(model, drawn_by=lambda logits: logits / 0.5, taken=lambda logits: logits / 0.5)
+    assert {one.logprobs_of for one in check_text(case, at_half).texts} == {"temperature 0.5"}
+    without = [Text(prompt=one.prompt, text=one.text) for one in at_half]
+    assert "impossible" in verdicts(check_text(case, without)), "nothing tells that it was sampled"
+
+
+def test_neither_tokens_nor_log_probabilities_of_the_model(llama: Path) -> None:
+    """It may have been sampled after top-k: nobody can say that the model did not write it."""
+    case = case_of(llama, on_llama(llama, LORA))
+    report = check_text(case, rollout(loaded(case), drawn_by=eight_largest, taken=eight_largest))
+    assert (set(verdicts(report)), report.exit_status) == ({"impossible"}, 1)
+    first = next(iter(report.lines()))
+    assert first.startswith("INCONSISTENT   neither the tokens of 3 of 3 texts are the most likely ones, nor the log ")
+
+
+def test_what_a_mistake_writes_greedily_was_not_sampled(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a half type log probabilities may be within tolerance where a token is not."""
+    case = case_of(llama, on_llama(llama, LORA))
+    texts = rollout(loaded(case), drawn_by=lambda logits: logits)
+    monkeypatch.setattr(check, "_explained", lambda *_: [Cause.IGNORED])
+    report = check_text(case, texts)
+    assert (set(verdicts(report)), report.causes) == ({"impossible"}, ("adapter-ignored",))
+    assert "the model could not have written 3 of 3 texts" in "\n".join(report.lines())
+
+
+def test_a_temperature_is_not_told_from_three_tokens(llama: Path) -> None:
+    case = case_of(llama, on_llama(llama, LORA))
+    whole = rollout(loaded(case), taken=lambda logits: logits / 0.7)[0]
+    assert whole.logprobs is not None
+    short = Text(prompt=whole.prompt, text=[int(one) for one in whole.text[:3]], logprobs=whole.logprobs[:3])
+    assert [one.logprobs_of for one in check_text(case, [short]).texts] == [""]
 
 
 def test_a_text_that_the_base_writes_as_well_says_nothing_of_the_adapter(llama: Path) -> None:
@@ -227,7 +351,7 @@ def test_the_command(llama: Path, tmp_path: Path, cli_here: Cli) -> None:
     )
     found = json.loads(done.stdout)
     assert (found["schema"], found["verdict"], found["causes"]) == (
-        "consistency.text/1", "inconsistent", ["adapter-ignored"],
+        "consistency.text/2", "inconsistent", ["adapter-ignored"],
     )  # fmt: skip
     assert done.stderr == ""
 

@@ -4,7 +4,8 @@ A cache and a padded batch are code paths of their own. The sequences of the sta
 way by the model's own `generate` (`worker/model/ways.py`), each block on what that stage gives it, so its float64
 results and limits judge each block's rows: no second rule, no second float64 pass. A row after a router's choice that
 rounding may turn is left out in its block. Where a way is wrong, it is run in float64 too: if it is wrong there, the
-model's code computes something else in that way, on every device.
+model's code computes something else in that way. The kernels of that pass may be what is wrong, so a comparison accuses
+the device after all where another worker got the way right (`comparison/model_or_device.py`).
 """
 
 from __future__ import annotations
@@ -319,7 +320,10 @@ def _run(model: torch.nn.Module, name: str, exact: _Exact) -> Way:
 
 
 def _is_wrong_in_float64(context: Context, name: str, exact: _Exact, place: str) -> bool:
-    """Report whether a result is wrong in this way without any rounding, so by the model's own code."""
+    """Report whether a result is wrong in this way without any rounding.
+
+    It is then the model's code, or a kernel that is wrong in every dtype.
+    """
     with context.events.on_cpu():
         model = context.model if context.device.type == CPU else load_model(context.job.case, CPU)
         try:

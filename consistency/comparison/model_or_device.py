@@ -1,0 +1,57 @@
+"""Is a result that is wrong in float64 too the model's, or one device's? Of the model's code it is wrong everywhere.
+
+A worker that finds itself wrong in a way of generating runs that way in float64, with its own kernels. One that is
+wrong in every dtype is wrong there too. So the model's code is accused only where no other worker got that way right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from consistency.comparison.outcomes import Outcome
+from consistency.comparison.workers import ComparedWorker
+from consistency.numerics.words import Word
+
+OF_A_DEVICE = {
+    Word.BATCH_CHANGES_MODEL: Word.WRONG_ALONE,
+    Word.CACHE_CHANGES_MODEL: Word.WRONG_WITH_CACHE,
+    Word.PADDING_CHANGES_MODEL: Word.WRONG_WITH_PADDING,
+}
+"""What a device is accused of, by what the model's code would be."""
+
+IN_FLOAT64 = "in_float64"
+"""Evidence of such a result: what its own float64 pass said, and who contradicts it."""
+
+
+def accuse_devices(outcomes: Sequence[Outcome], members: Sequence[ComparedWorker]) -> tuple[Outcome, ...]:
+    """Return the outcomes of a tensor, with the device accused where another worker got it right by the same code."""
+    workers = {worker.label: worker for worker in members}
+    judged = []
+    for outcome in outcomes:
+        of_device = OF_A_DEVICE.get(outcome.word) if outcome.word is not None else None
+        witness = None
+        if of_device is not None:
+            witness = _witness(workers[outcome.workers[0]], outcomes, workers)
+        if witness is not None:
+            evidence = {**outcome.evidence, IN_FLOAT64: f"wrong on this worker too, and right on {witness.label}"}
+            outcome = msgspec.structs.replace(outcome, word=of_device, evidence=evidence)
+        judged.append(outcome)
+    return tuple(judged)
+
+
+def _witness(
+    accused: ComparedWorker, outcomes: Sequence[Outcome], workers: Mapping[str, ComparedWorker]
+) -> ComparedWorker | None:
+    """Return a worker that got it right in the same dtype, and whose limits are no wider than those of the accused."""
+    dtype = accused.info.environment.get("dtype")
+    for outcome in outcomes:
+        if outcome.status not in ("equal", "within"):
+            continue
+        for label in outcome.workers:
+            worker = workers[label]
+            is_as_exact = not worker.products or worker.products == accused.products
+            if is_as_exact and worker.info.environment.get("dtype") == dtype:
+                return worker
+    return None
