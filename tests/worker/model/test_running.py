@@ -107,7 +107,7 @@ def test_a_mistake_of_ours_is_not_the_models(mistake: str) -> None:
         written_here("class Mode:\n    def __torch_dispatch__(self): len(3)\nmistaken = Mode().__torch_dispatch__")()
 
 
-def a_hook_writes(error: type[Exception]) -> Callable[[Any], None]:
+def a_hook_writes(error: type[Exception]) -> Callable[..., Any]:
     """Return a hook of this package that fails to write a file, as on a full disk: the error is of a library below."""
     source = "def mistaken(*_):\n    from pathlib import Path\n    Path('/no/such/folder/x').write_bytes(b'')"
     if error is SafetensorError:
