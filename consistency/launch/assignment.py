@@ -200,6 +200,7 @@ class Assignment:
     def _failed(self, error: dict[str, Any]) -> Ended:
         if error["kind"] == CaptureError.__name__:
             # what it recorded before is compared: the verdict of hours is not lost for want of room
+            self.failure = {**error, "trace": ""}  # where in this tool it was writing helps nobody
             return self.lost(": ".join(filter(None, (error["what"], error.get("got")))))
         for kind in (InputError, UsageError):
             if error["kind"] == kind.__name__:

@@ -156,7 +156,10 @@ def of_merged(comparison: Comparison) -> tuple[str, str]:
     parts += [f"{alone} hold{'s' if alone == 1 else ''} the base alone"] if alone else []
     missing = sum(row.status == "missing" for row in adapted)
     parts += [f"{missing} {'is' if missing == 1 else 'are'} missing"] if missing else []
-    others = len(adapted) - right - alone - missing - broken - sum(row.status == "skipped" for row in adapted)
+    if overflowed := sum(causes == {MergeCause.OVERFLOW} for causes in wrong):
+        parts.append(f"{overflowed} hold{'s' if overflowed == 1 else ''} NaN or infinity")
+    others = len(adapted) - right - alone - missing - broken - overflowed
+    others -= sum(row.status == "skipped" for row in adapted)
     parts += [f"{others} {'is' if others == 1 else 'are'} something else"] if others else []
     left = [row for row in rows if row.evidence.get(ROLE) == "untouched"]
     changed = sum(row.status in BAD for row in left)
