@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from consistency.case.stages import SPECS
+from consistency.case.stages import SPECS, Level
 from consistency.report.formats import FORMATS
 from consistency.worker.faults.catalogue import FAULTS
 
@@ -152,3 +152,168 @@ def test_stages_are_independent_of_each_other_in_the_contract() -> None:
     assert sorted(independent) == sorted(
         {spec.worker.partition(":")[0].removesuffix(".stage") for spec in SPECS.values()}
     )
+
+
+# --- a frame, and rooms that plug in: what the frame still names ------------------------------------------------------
+
+EXTRAS = {
+    "merging": (
+        "capture/merge_causes.py", "cli/commands/check_merged.py", "cli/commands/diff.py", "comparison/weight_files",
+        "worker/merged_folder", "workflows/merged_folder.py",
+    ),
+    "serving": (
+        "capture/engine_causes.py", "case/engine_file.py", "case/inference", "cli/commands/check_text.py",
+        "cli/commands/engine_inputs.py", "comparison/findings/engines.py", "comparison/model_or_device.py",
+        "worker/engines", "worker/faults/generation.py", "worker/stages/engine_outputs", "worker/stages/generation",
+        "worker/text_check", "workflows/engines.py",
+    ),
+    "training": (
+        "comparison/findings/ranks.py", "comparison/findings/training.py", "report/page/trajectories.py",
+        "worker/faults/collectives.py", "worker/faults/ranks.py", "worker/faults/trajectory.py", "worker/ranks",
+        "worker/stages/collectives", "worker/stages/group_stage.py", "worker/stages/replicas", "worker/stages/shards",
+        "worker/stages/step_judging.py", "worker/stages/parts_judging.py", "worker/stages/tensor_parallel",
+        "worker/stages/trajectory",
+    ),
+    "peft_api": (
+        "case/named_adapters.py", "worker/faults/adapters.py", "worker/faults/wrapping.py", "worker/stages/adapters",
+        "worker/stages/sharding", "worker/stages/wrapping.py", "worker/wrapper_check",
+    ),
+    "operations": (
+        "capture/node_group.py", "capture/node_status.py", "capture/soak.py", "cli/commands/fleet.py",
+        "cli/commands/history.py", "cli/commands/status.py", "cli/fleet.py", "comparison/history", "launch/fleet",
+        "report/history.py", "report/history_page.py", "report/status", "worker/soak", "workflows/fleet",
+    ),
+    "diagnosis": (
+        "cli/commands/bisect.py", "cli/commands/drill.py", "cli/commands/reproduce.py", "report/redaction.py",
+        "worker/faults", "workflows/bisect.py", "workflows/drill.py", "workflows/plantable.py", "workflows/reproduce",
+    ),
+    "pytest_plugin": ("pytest_plugin",),
+}  # fmt: skip
+"""Where each extra lies: a run of level `standard` does without. Those that moved are one folder below `extras/`."""
+
+OPTIONAL_STAGES = frozenset(spec.stage for spec in SPECS.values() if Level.STANDARD not in spec.levels)
+"""Stages that no run of level `standard` takes. The frame and the others name none of them."""
+
+
+def extra_of(place: str) -> str:
+    """Return the extra that a module is part of; empty for one of the frame."""
+    if place.startswith("extras/"):
+        return place.split("/")[1]
+    matches = {
+        part: extra
+        for extra, parts in EXTRAS.items()
+        for part in parts
+        if place == part or place.startswith(f"{part}/")
+    }
+    return matches[max(matches, key=len)] if matches else ""
+
+
+@functools.cache
+def places() -> dict[str, str]:
+    """Return the place of each module by its name in the package: `worker.session`."""
+    return {place.removesuffix(".py").removesuffix("/__init__").replace("/", "."): place for place, _ in sources()}
+
+
+def named_in(tree: ast.AST) -> Iterator[str]:
+    """Yield what a module names of extras and optional stages: by import, as a text, or as a member of `Stage`."""
+    stages = {stage.name: str(stage) for stage in OPTIONAL_STAGES}
+    for node in ast.walk(tree):
+        names: set[str] = set()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = {name.removeprefix("consistency.") for name in imported(ast.unparse(node))}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = {node.value.partition(":")[0].removeprefix("python:").removeprefix("consistency.")}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Stage":
+            names = {stages.get(node.attr, "")}
+        for name in sorted(names):
+            if extra := extra_of(places().get(name, "")):
+                yield f"{extra}: {name}"
+            elif name in stages.values():
+                yield f"stage: {name}"
+
+
+NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
+    "__init__.py": ("peft_api: worker.wrapper_check", "serving: worker.text_check"),
+    "capture/adapter_remarks.py": ("serving: capture.engine_causes",),
+    "capture/records.py": ("operations: capture.soak",),
+    "case/budget/estimate.py": ("stage: adapters", "stage: trajectory"),
+    "case/budget/placement.py": ("stage: sharding",),
+    "case/case.py": (
+        "peft_api: case.named_adapters", "serving: case.engine_file", "stage: adapters", "stage: sharding",
+    ),
+    "case/options.py": ("peft_api: case.named_adapters", "serving: case.engine_file"),
+    "case/preflight.py": (
+        "peft_api: case.named_adapters", "serving: case.engine_file", "serving: case.inference.outputs",
+        "stage: adapters", "stage: wrapping",
+    ),
+    "case/reading.py": ("peft_api: case.named_adapters", "serving: case.engine_file", "stage: adapters"),
+    "case/received.py": ("peft_api: case.named_adapters", "stage: wrapping"),
+    "case/stages.py": (
+        "operations: worker.soak", "pytest_plugin: pytest_plugin.item_names", "stage: adapters",
+        "stage: collectives", "stage: generation", "stage: replicas", "stage: sharding", "stage: shards",
+        "stage: tensor-parallel", "stage: trajectory", "stage: wrapping",
+    ),
+    "case/suite.py": ("peft_api: case.named_adapters",),
+    "cli/commands/compare.py": ("serving: case.engine_file",),
+    "cli/commands/completion.py": ("diagnosis: worker.faults.catalogue",),
+    "cli/commands/run.py": ("operations: capture.node_group", "operations: cli.fleet"),
+    "comparison/compare.py": ("serving: comparison.model_or_device",),
+    "comparison/findings/collect.py": (
+        "operations: capture.soak", "serving: comparison.findings.engines", "stage: generation",
+        "training: comparison.findings.training",
+    ),
+    "comparison/findings/details.py": ("operations: capture.soak",),
+    "comparison/findings/repeats.py": ("operations: capture.soak",),
+    "comparison/judge.py": ("stage: trajectory",),
+    "comparison/stage_cohorts.py": ("stage: collectives",),
+    "comparison/workers.py": ("operations: capture.soak",),
+    "launch/engine.py": ("operations: capture.node_group",),
+    "launch/local.py": ("operations: capture.node_group", "serving: case.engine_file"),
+    "report/document.py": ("merging: capture.merge_causes", "serving: capture.engine_causes"),
+    "report/html.py": ("training: report.page.trajectories",),
+    "report/page/tables.py": ("stage: generation", "training: report.page.trajectories"),
+    "report/sentences.py": ("merging: capture.merge_causes", "merging: comparison.weight_files.diff"),
+    "worker/model/engine_request.py": ("serving: case.inference.identity", "serving: case.inference.request"),
+    "worker/model/float64_reference.py": ("stage: generation", "stage: trajectory"),
+    "worker/model/loading.py": ("peft_api: case.named_adapters",),
+    "worker/protocol.py": ("operations: capture.soak",),
+    "worker/session.py": ("diagnosis: worker.faults", "operations: worker.soak.soaking"),
+    "worker/stages/context.py": ("stage: sharding",),
+    "worker/stages/forward.py": (
+        "serving: case.inference.request", "serving: worker.stages.engine_outputs.judging", "stage: generation",
+        "stage: sharding",
+    ),
+    "worker/training/steps.py": ("training: worker.ranks.group", "training: worker.ranks.parts"),
+    "workflows/api.py": ("merging: workflows.merged_folder",),
+    "workflows/comparing.py": (
+        "merging: comparison.weight_files.diff", "operations: comparison.history.suite",
+        "serving: case.engine_file", "serving: workflows.engines",
+    ),
+    "workflows/host_environment.py": ("diagnosis: report.redaction",),
+    "workflows/judging.py": (
+        "operations: comparison.history", "operations: comparison.history.baseline",
+        "operations: comparison.history.drift", "operations: comparison.history.store",
+        "operations: comparison.history.suite",
+    ),
+    "workflows/planning.py": ("stage: collectives",),
+    "workflows/report_folder.py": ("diagnosis: report.redaction",),
+    "workflows/suite.py": ("operations: comparison.history.suite",),
+}  # fmt: skip
+"""What the frame names of extras, by module: an entry that was mended is taken off, and none is added."""
+
+
+def test_the_frame_names_no_extra() -> None:
+    found = {place: tuple(sorted({*named_in(tree)})) for place, tree in sources() if not extra_of(place)}
+    assert {place: names for place, names in found.items() if names} == NAMED_IN_FRAME
+
+
+def test_every_way_to_name_an_extra_is_seen() -> None:
+    ways = (
+        "import consistency.worker.text_check", "from consistency.worker import text_check",
+        "from consistency.worker.text_check import check", "HOMES = {'Text': 'consistency.worker.text_check:Text'}",
+    )  # fmt: skip
+    for way in ways:
+        assert "serving: worker.text_check" in {*named_in(ast.parse(way))}, way
+    assert [*named_in(ast.parse("stage = Stage.SHARDING"))] == ["stage: sharding"]
+    assert [*named_in(ast.parse("stage = 'sharding'"))] == ["stage: sharding"]
+    assert [*named_in(ast.parse("stage = Stage.FORWARD"))] == []
