@@ -334,11 +334,11 @@ _ROWS: tuple[Fault, ...] = (
         shows_in=".static_cache", needs=(Need.KEYS,),
     ),
     Fault(
-        name="padding-not-masked", plant="generation:padding_is_seen", expected="padding-changes-the-model",
+        name="padding-not-masked", plant="generation:padding_is_seen", expected="wrong-with-padding",
         stages=_GENERATION, shows_in=".padded", needs=(Need.KEYS,),
     ),
     Fault(
-        name="padding-counted", plant="generation:positions_of_padding", expected="padding-changes-the-model",
+        name="padding-counted", plant="generation:positions_of_padding", expected="wrong-with-padding",
         stages=_GENERATION, shows_in=".padded", needs=(Need.POSITIONS,),
     ),
     Fault(
