@@ -125,10 +125,10 @@ def _floor(a: str, b: str) -> Callable[[], object]:
 
 def _ours(a: str, b: str) -> Callable[[], object]:
     import consistency.numerics.stored
-    from consistency.comparison.weight_files.diff import diff
+    from consistency.extras.merging.diff.weights import diff_weights
 
     assert consistency.numerics.stored
-    return lambda: diff(Path(b), Path(a))
+    return lambda: diff_weights(Path(b), Path(a))
 
 
 def _loop(a: str, b: str) -> Callable[[], object]:

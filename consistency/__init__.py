@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from consistency.case.options import Options
     from consistency.case.tolerance import Override
     from consistency.errors import ConsistencyError
-    from consistency.worker.text_check import Text, TextReport, check_text
-    from consistency.worker.wrapper_check import WrapperReport, check_wrapped
+    from consistency.extras.merging.check_merged.result import check_merged
+    from consistency.extras.merging.diff.result import diff
+    from consistency.extras.peft_api.wrapping.check import check_wrapped
+    from consistency.extras.peft_api.wrapping.report import WrapperReport
+    from consistency.extras.serving.check_text.check import check_text
+    from consistency.extras.serving.check_text.report import TextReport
+    from consistency.extras.serving.check_text.texts import Text
     from consistency.workflows.api import (
         Comparison,
         Report,
         SuiteResult,
         assert_consistent,
-        check_merged,
         compare,
-        diff,
         load_report,
         run,
         run_suite,
@@ -53,6 +56,7 @@ __all__ = [
     "run_suite",
 ]
 
+# where each name of the frame is; those of extras are in what they say of themselves (`consistency.plugins`)
 _HOMES = {
     "__version__": "consistency.capture.version",
     "Case": "consistency.case.case",
@@ -63,27 +67,31 @@ _HOMES = {
     "Report": "consistency.workflows.api",
     "SuiteResult": "consistency.workflows.api",
     "assert_consistent": "consistency.workflows.api",
-    "check_merged": "consistency.workflows.api",
     "compare": "consistency.workflows.api",
-    "diff": "consistency.workflows.api",
     "load_report": "consistency.workflows.api",
     "run": "consistency.workflows.api",
     "run_suite": "consistency.workflows.api",
-    # these import torch when they are used
-    "Text": "consistency.worker.text_check",
-    "TextReport": "consistency.worker.text_check",
-    "check_text": "consistency.worker.text_check",
-    "WrapperReport": "consistency.worker.wrapper_check",
-    "check_wrapped": "consistency.worker.wrapper_check",
 }
 
 
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name not in _HOMES:
+    home = _HOMES.get(name) or _home_in_an_extra(name)
+    if home is None:
         raise AttributeError(f"module 'consistency' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(home), name)
+
+
+def _home_in_an_extra(name: str) -> str | None:
+    """Return the module of a name that an extra offers; None for any other, such as a module of this package."""
+    from consistency.optional import is_there
+
+    if name.startswith("__") or is_there(f"consistency.{name}"):
+        return None
+    from consistency.plugins import api
+
+    return api().get(name)
 
 
 def __dir__() -> list[str]:

@@ -28,8 +28,7 @@ FEATURES = {
         "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet.py",
     ),
     "inference engines": (
-        "worker/engines", "worker/stages/engine_outputs", "workflows/engines.py",
-        "cli/commands/engine_inputs.py",
+        "extras/serving", "worker/stages/engine_outputs", "workflows/engines.py",
     ),
     "history and baseline": (
         "comparison/history", "report/history.py",
@@ -39,9 +38,10 @@ FEATURES = {
     "bisecting": ("workflows/bisect.py", "cli/commands/bisect.py"),
     "soak": ("worker/soak",),
     "training alone": ("worker/stages/trajectory", "worker/faults/trajectory.py"),
-    "wrappers": ("worker/wrapper_check", "worker/stages/wrapping.py"),
-    "texts of engines": ("worker/text_check", "cli/commands/check_text.py"),
-    "merged folders": ("worker/merged_folder", "workflows/merged_folder.py", "cli/commands/check_merged.py"),
+    "wrappers": ("extras/peft_api",),
+    "texts of engines": ("extras/serving/check_text",),
+    "files of weights": ("extras/merging",),
+    "every extra": ("extras",),
     "explaining words": ("cli/glossary.py", "cli/commands/explain.py"),
     "the environment of an issue": ("workflows/host_environment.py", "cli/commands/env.py"),
     "monitoring": ("report/status", "cli/commands/status.py"),

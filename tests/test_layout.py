@@ -157,15 +157,10 @@ def test_stages_are_independent_of_each_other_in_the_contract() -> None:
 # --- a frame, and rooms that plug in: what the frame still names ------------------------------------------------------
 
 EXTRAS = {
-    "merging": (
-        "capture/merge_causes.py", "cli/commands/check_merged.py", "cli/commands/diff.py", "comparison/weight_files",
-        "worker/merged_folder", "workflows/merged_folder.py",
-    ),
     "serving": (
-        "capture/engine_causes.py", "case/engine_file.py", "case/inference", "cli/commands/check_text.py",
-        "cli/commands/engine_inputs.py", "comparison/findings/engines.py", "comparison/model_or_device.py",
-        "worker/engines", "worker/faults/generation.py", "worker/stages/engine_outputs", "worker/stages/generation",
-        "worker/text_check", "workflows/engines.py",
+        "capture/engine_causes.py", "case/engine_file.py", "case/inference", "comparison/findings/engines.py",
+        "comparison/model_or_device.py", "worker/faults/generation.py", "worker/stages/engine_outputs",
+        "worker/stages/generation", "workflows/engines.py",
     ),
     "training": (
         "comparison/findings/ranks.py", "comparison/findings/training.py", "report/page/trajectories.py",
@@ -176,7 +171,7 @@ EXTRAS = {
     ),
     "peft_api": (
         "case/named_adapters.py", "worker/faults/adapters.py", "worker/faults/wrapping.py", "worker/stages/adapters",
-        "worker/stages/sharding", "worker/stages/wrapping.py", "worker/wrapper_check",
+        "worker/stages/sharding",
     ),
     "operations": (
         "capture/node_group.py", "capture/node_status.py", "capture/soak.py", "cli/commands/fleet.py",
@@ -197,7 +192,7 @@ OPTIONAL_STAGES = frozenset(spec.stage for spec in SPECS.values() if Level.STAND
 
 def extra_of(place: str) -> str:
     """Return the extra that a module is part of; empty for one of the frame."""
-    if place.startswith("extras/"):
+    if place.startswith("extras/") and place.count("/") > 1:
         return place.split("/")[1]
     matches = {
         part: extra
@@ -233,7 +228,12 @@ def named_in(tree: ast.AST) -> Iterator[str]:
 
 
 NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
-    "__init__.py": ("peft_api: worker.wrapper_check", "serving: worker.text_check"),
+    "__init__.py": (
+        "merging: extras.merging.check_merged.result", "merging: extras.merging.diff.result",
+        "peft_api: extras.peft_api.wrapping.check", "peft_api: extras.peft_api.wrapping.report",
+        "serving: extras.serving.check_text.check", "serving: extras.serving.check_text.report",
+        "serving: extras.serving.check_text.texts",
+    ),
     "capture/adapter_remarks.py": ("serving: capture.engine_causes",),
     "capture/records.py": ("operations: capture.soak",),
     "case/budget/estimate.py": ("stage: adapters", "stage: trajectory"),
@@ -249,9 +249,10 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
     "case/reading.py": ("peft_api: case.named_adapters", "serving: case.engine_file", "stage: adapters"),
     "case/received.py": ("peft_api: case.named_adapters", "stage: wrapping"),
     "case/stages.py": (
-        "operations: worker.soak", "pytest_plugin: pytest_plugin.item_names", "stage: adapters",
-        "stage: collectives", "stage: generation", "stage: replicas", "stage: sharding", "stage: shards",
-        "stage: tensor-parallel", "stage: trajectory", "stage: wrapping",
+        "operations: worker.soak", "peft_api: extras.peft_api.wrapping.stage",
+        "pytest_plugin: pytest_plugin.item_names", "stage: adapters", "stage: collectives", "stage: generation",
+        "stage: replicas", "stage: sharding", "stage: shards", "stage: tensor-parallel", "stage: trajectory",
+        "stage: wrapping",
     ),
     "case/suite.py": ("peft_api: case.named_adapters",),
     "cli/commands/compare.py": ("serving: case.engine_file",),
@@ -269,10 +270,9 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
     "comparison/workers.py": ("operations: capture.soak",),
     "launch/engine.py": ("operations: capture.node_group",),
     "launch/local.py": ("operations: capture.node_group", "serving: case.engine_file"),
-    "report/document.py": ("merging: capture.merge_causes", "serving: capture.engine_causes"),
+    "report/document.py": ("serving: capture.engine_causes",),
     "report/html.py": ("training: report.page.trajectories",),
     "report/page/tables.py": ("stage: generation", "training: report.page.trajectories"),
-    "report/sentences.py": ("merging: capture.merge_causes", "merging: comparison.weight_files.diff"),
     "worker/model/engine_request.py": ("serving: case.inference.identity", "serving: case.inference.request"),
     "worker/model/float64_reference.py": ("stage: generation", "stage: trajectory"),
     "worker/model/loading.py": ("peft_api: case.named_adapters",),
@@ -284,10 +284,8 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
         "stage: sharding",
     ),
     "worker/training/steps.py": ("training: worker.ranks.group", "training: worker.ranks.parts"),
-    "workflows/api.py": ("merging: workflows.merged_folder",),
     "workflows/comparing.py": (
-        "merging: comparison.weight_files.diff", "operations: comparison.history.suite",
-        "serving: case.engine_file", "serving: workflows.engines",
+        "operations: comparison.history.suite", "serving: case.engine_file", "serving: workflows.engines",
     ),
     "workflows/host_environment.py": ("diagnosis: report.redaction",),
     "workflows/judging.py": (
@@ -309,11 +307,11 @@ def test_the_frame_names_no_extra() -> None:
 
 def test_every_way_to_name_an_extra_is_seen() -> None:
     ways = (
-        "import consistency.worker.text_check", "from consistency.worker import text_check",
-        "from consistency.worker.text_check import check", "HOMES = {'Text': 'consistency.worker.text_check:Text'}",
+        "import consistency.extras.serving.check_text", "from consistency.extras.serving import check_text",
+        "from consistency.extras.serving.check_text import check", "'consistency.extras.serving.check_text:Text'",
     )  # fmt: skip
     for way in ways:
-        assert "serving: worker.text_check" in {*named_in(ast.parse(way))}, way
+        assert "serving: extras.serving.check_text" in {*named_in(ast.parse(way))}, way
     assert [*named_in(ast.parse("stage = Stage.SHARDING"))] == ["stage: sharding"]
     assert [*named_in(ast.parse("stage = 'sharding'"))] == ["stage: sharding"]
     assert [*named_in(ast.parse("stage = Stage.FORWARD"))] == []

@@ -11,7 +11,8 @@ from benchmarks.reference_pages import DOCS, PAGES, text_of
 from benchmarks.reference_pages.fields import meanings, type_text
 from benchmarks.reference_pages.markdown import prose
 from consistency.case.options import OPTIONS
-from consistency.cli.parser import EXIT_STATUS
+from consistency.cli.main import build_parser
+from consistency.cli.parser import statuses_by_command
 from consistency.comparison.outcomes import Judgement, Outcome
 from consistency.report.json import schema
 from tests.versions import made_with_constraints
@@ -40,7 +41,7 @@ def test_the_site_has_every_page() -> None:
 def test_nothing_is_left_out() -> None:
     texts = {name: text_of(name) for name in PAGES}
     listed = {
-        "commands.md": [f"## consistency {command}\n" for command in EXIT_STATUS],
+        "commands.md": [f"## consistency {command}\n" for command in statuses_by_command(build_parser())],
         "options.md": [f"\n| TOML | `{option.name} = " for option in OPTIONS],
         "report-format.md": [f"\n| `{field}` | " for field in schema()["$defs"]["ReportFile"]["properties"]],
         "capture-format.md": ["## capture.json: ", "## worker.json: ", "## records.jsonl: ", "## events.jsonl: "],

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from benchmarks.reference_pages.markdown import code, fence, prose, table
 from consistency.cli.main import build_parser
-from consistency.cli.parser import EXIT_STATUS, OF_EVERY_COMMAND
+from consistency.cli.parser import OF_EVERY_COMMAND
 
 COLUMNS = 100
 
@@ -53,7 +53,7 @@ def _commands(
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
-                yield inner, EXIT_STATUS[command or name]
+                yield inner, inner.get_default("statuses")
                 yield from _commands(inner, command or name)
 
 

@@ -99,13 +99,6 @@ LIMITS = "limits"
 CUT = "cut."
 """Before `actual`, `expected` and `allowed` of the one operation that a list was cut to."""
 
-MERGED_FOLDER = "merged_folder"
-"""Stage and load path of the rows of `consistency check-merged`: the tensors of a folder that anybody's writer made."""
-
-ROLE, CAUSES, ZERO_DELTA = "role", "causes", "zero_delta"
-"""Evidence of such a row: whether the adapter changes the tensor, has it whole or leaves it alone; what explains it;
-that what the adapter adds is zero."""
-
 _TO = "->"
 
 CAST_ON_THE_WAY = "cast_on_the_way"

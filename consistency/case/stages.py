@@ -220,7 +220,8 @@ SPECS: dict[Stage, StageSpec] = {
             by=(Stage.FORWARD, Stage.GRADIENT),
         ),
         StageSpec(
-            stage=Stage.WRAPPING, kind=Kind.FACTS, rule=Rule.LIMIT, worker=f"{_STAGES}.wrapping:run",
+            stage=Stage.WRAPPING, kind=Kind.FACTS, rule=Rule.LIMIT,
+            worker="consistency.extras.peft_api.wrapping.stage:run",
             cost=f"{_COSTS}:nothing",
             short="wrap",
             levels=(), option="wrapper",

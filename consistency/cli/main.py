@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
+from consistency import plugins
 from consistency.capture.origin import running
 from consistency.capture.version import __version__
 from consistency.cli.parser import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT, Parser, adder, layout
@@ -21,13 +22,9 @@ from consistency.optional import is_there
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
-    "engine_inputs": ("inputs", "engine"),
-    "check_text": ("check-text",),
     "compare": ("compare",),
     "fleet": ("fleet",),
     "show": ("show",),
-    "diff": ("diff",),
-    "check_merged": ("check-merged",),
     "devices": ("devices",),
     "doctor": ("doctor",),
     "drill": ("drill",),
@@ -39,7 +36,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "env": ("env",),
     "completion": ("completion",),
 }
-"""Modules of `commands/`, and the commands that each adds. A module imports what it needs when its command is run."""
+"""Modules of `commands/`, and the commands that each adds; plug-ins have others.
+
+A module imports what it needs when its command is run.
+"""
 
 EXAMPLES = (
     ("the built-in case on every device", "consistency run"),
@@ -129,7 +129,11 @@ def build_parser(named: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="print the versions of this tool and of what it checks")
     command = adder(parser.add_subparsers(title="commands", required=True, metavar="COMMAND"))
-    modules = {f"consistency.cli.commands.{name}": commands for name, commands in COMMANDS.items()}
+    modules: dict[str, Sequence[str]] = {
+        f"consistency.cli.commands.{name}": commands for name, commands in COMMANDS.items()
+    }
+    if not any(named in commands for commands in modules.values()):
+        modules |= plugins.commands(named)
     there = [module for module in modules if is_there(module)]
     for module in [module for module in there if named in modules[module]] or there:
         importlib.import_module(module).add(command)

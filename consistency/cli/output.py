@@ -117,13 +117,14 @@ def show_weights(parsed: argparse.Namespace, found: Comparison, elapsed_s: float
     """Print a comparison of weight files as text or as JSON, write the files that were asked for; return the status."""
     from consistency.report.console import make_console
     from consistency.report.json import as_bytes
-    from consistency.report.terminal import print_diff
+    from consistency.report.terminal import print_weights
 
     folder = None if parsed.out is None else str(parsed.out)
     if parsed.json:
         sys.stdout.buffer.write(as_bytes(found))
     else:
-        print_diff(found, make_console(), elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
+        title, verbose = parsed.parser.prog, parsed.verbose
+        print_weights(found, make_console(), title=title, elapsed_s=elapsed_s, verbose=verbose, folder=folder)
     _write_chosen(parsed, found, View(elapsed_s=elapsed_s, folder=folder), of_suite=False)
     return found.exit_status
 

@@ -31,8 +31,6 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "fleet": VERDICT,
     "doctor": {**VERDICT, 0: "nothing is wrong", 1: "something is wrong"},
     "capture": {0: "captured", **BAD_USE, 3: "incomplete (a worker was lost)"},
-    "diff": {0: "equal", 1: "different", **BAD_USE},
-    "check-merged": {0: "it holds base + adapter", 1: "it does not", **BAD_USE, 3: "a part of it could not be judged"},
     "drill": {0: "every planted fault was found and named", 1: "one was not", **BAD_USE},
     "bisect": {0: "a setting explains it, or it does not occur again", 1: "no setting explains it", **BAD_USE},
     "reproduce": {0: "written, whether it happens on this machine or not", **BAD_USE},
@@ -44,21 +42,14 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     },
     "show": {0: "printed, whatever the verdict is", **BAD_USE},
     "devices": {0: "listed", **BAD_USE},
-    "check-text": {
-        0: "the model could have written all of it",
-        1: "it could not, or log probabilities are not the model's",
-        **BAD_USE,
-        3: "incomplete (a text was not judged)",
-    },
-    "inputs": {0: "written", **BAD_USE},
-    "engine": {0: "written", **BAD_USE},
     "history": {0: "printed, written or removed, whatever the verdicts are", **BAD_USE},
     "baseline": {0: "written", **BAD_USE},
     "explain": {0: "explained", **BAD_USE},
     "env": {0: "printed", **BAD_USE},
     "completion": {0: "printed", **BAD_USE},
 }
-"""By command. Those of Nagios are in the help of `status --format`."""
+"""Of the commands of `cli/commands/`; a command of a plug-in brings its own. Those of Nagios are in the help of
+`status --format`."""
 
 
 def status_line(statuses: Mapping[int, str]) -> str:
@@ -132,8 +123,17 @@ def layout(examples: Sequence[Example], statuses: Mapping[int, str]) -> dict[str
     }
 
 
+def statuses_by_command(parser: argparse.ArgumentParser) -> dict[str, Mapping[int, str]]:
+    """Return the exit statuses of every command of a parser, those of plug-ins too."""
+    found: dict[str, Mapping[int, str]] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {name: command.get_default("statuses") for name, command in action.choices.items()}
+    return found
+
+
 def adder(commands: Any, of: str | None = None) -> Callable[..., argparse.ArgumentParser]:
-    """Return the function by which a module adds its command: name, function, help, and its own examples.
+    """Return the function by which a module adds its command: name, function, help, its examples, its exit statuses.
 
     An action of a command has the exit statuses of that, which `of` names.
     """
@@ -143,9 +143,12 @@ def adder(commands: Any, of: str | None = None) -> Callable[..., argparse.Argume
         function: Callable[[argparse.Namespace], int],
         text: str,
         examples: Sequence[Example] = (),
+        *,
+        statuses: Mapping[int, str] | None = None,
     ) -> argparse.ArgumentParser:
         description = f"{text[0].upper()}{text[1:]}."
-        statuses = EXIT_STATUS[of or name]
+        if statuses is None:
+            statuses = EXIT_STATUS[of or name]
         added: argparse.ArgumentParser = commands.add_parser(
             name, help=text, description=description, **layout(examples, statuses)
         )

@@ -16,8 +16,8 @@ from consistency.case.options import Edge, Source, add_ini_options, add_options
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
+    from consistency.extras.peft_api.wrapping.report import WrapperReport
     from consistency.pytest_plugin.session import Session
-    from consistency.worker.wrapper_check import WrapperReport
     from consistency.workflows.pipeline import Report
 
 _SESSION: pytest.StashKey[Session] = pytest.StashKey()
@@ -223,7 +223,7 @@ def consistency_run(pytestconfig: pytest.Config) -> Callable[..., Report]:
 @pytest.fixture(scope="session")
 def consistency_check_wrapped() -> Callable[..., WrapperReport]:
     """Return `consistency.check_wrapped`; it fails the test with one sentence per problem."""
-    from consistency.worker.wrapper_check import check_wrapped
+    from consistency.extras.peft_api.wrapping.check import check_wrapped
 
     def check(wrapped: Any, plain: Any, **options: Any) -> WrapperReport:
         report = check_wrapped(wrapped, plain, **options)

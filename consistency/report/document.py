@@ -6,12 +6,13 @@ room for stays with that one: the tensors in a terminal, the map of layers on th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from consistency import plugins
 from consistency.capture.adapter_remarks import AdapterFlaw
 from consistency.capture.engine_causes import Cause
-from consistency.capture.merge_causes import MergeCause
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteVerdict
@@ -23,10 +24,14 @@ EXPLAINED = "what this means, what causes it, and what to do"
 """What the command below the findings prints."""
 
 _EXPLAIN = "consistency.cli.commands.explain"
-_EXPLAINED: frozenset[str] = frozenset(
-    {*Word, *FindingKind, *Cause, *MergeCause, *AdapterFlaw}
-)  # a stranger's report may have other kinds
 _MOST_EXPLAINED = 5
+
+
+@functools.cache
+def _explained() -> frozenset[str]:
+    """Return the kinds of findings that the glossary has; a stranger's report may have others."""
+    return frozenset({*Word, *FindingKind, *Cause, *AdapterFlaw, *plugins.kinds()})
+
 
 LegendRow = tuple[str, str, str]
 """Kind of a cell, its mark, and what it means."""
@@ -107,7 +112,7 @@ class Document:
     @property
     def explain_command(self) -> str:
         """Return the command that explains the first kinds of findings to act on; empty where it has none of them."""
-        known = _EXPLAINED if is_there(_EXPLAIN) else frozenset()
+        known = _explained() if is_there(_EXPLAIN) else frozenset()
         kinds = dict.fromkeys(str(entry.finding.kind) for entry in self.to_act_on)
         chosen = [kind for kind in kinds if kind in known][:_MOST_EXPLAINED]
         return " ".join(["consistency explain", *chosen]) if chosen else ""

@@ -7,8 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 import msgspec
 
-from consistency.capture.merge_causes import MergeCause
-from consistency.capture.names import CAUSES, MERGED_FOLDER, ROLE, ZERO_DELTA
+from consistency import plugins
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, listed, some, time_of
 from consistency.case.duration import duration_text
@@ -19,7 +18,6 @@ from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import names_in
 from consistency.comparison.result import BAD, Comparison, Divergence
 from consistency.comparison.suite import CaseResult
-from consistency.comparison.weight_files.diff import STAGE as FILE_STAGE
 from consistency.report.ranges import folded
 from consistency.report.summary import MOST_COLUMNS, NEARLY_ALL, Groups, ratio_text
 from consistency.text import one_line
@@ -30,11 +28,6 @@ _MOST_LOAD_PATHS = 4  # names of load paths that fit a line
 
 _STATUS: Mapping[str, str] = {"within": "within tolerance", "equal": "matches its own file", "outside": "mismatch"}
 
-
-_BASE_ALONE = frozenset({
-    MergeCause.NOT_MERGED, MergeCause.TOWER_LEFT_OUT, MergeCause.EXPERTS_LEFT_OUT, MergeCause.PART_LEFT_OUT,
-    MergeCause.SAVED_DROPPED,
-})  # fmt: skip
 
 _HALF = frozenset({"float16", "bfloat16"})
 
@@ -120,72 +113,12 @@ def soak_texts(comparison: Comparison) -> list[str]:
 
 def sentence(comparison: Comparison) -> str:
     """Return the verdict in one sentence, and which devices had the base streamed, are simulated or have a fault."""
-    if comparison.load_paths == (FILE_STAGE,):
-        return _of_files(comparison)
-    if comparison.load_paths == (MERGED_FOLDER,):
-        return of_merged(comparison)[1]
+    if (statement := plugins.statement_of(comparison)) is not None:
+        return statement.sentence
     offloaded = [w.name for w in comparison.workers if str(w.environment.get("placement")).startswith("offload")]
     simulated = [w.name for w in comparison.workers if w.simulated]
     found = (("base offloaded", offloaded), ("simulated", simulated), ("planted fault", comparison.planted))
     return _of_workers(comparison) + "".join(f"; {what}: {some(names)}" for what, names in found if names)
-
-
-def _of_files(comparison: Comparison) -> str:
-    bad = sum(tensor.is_wrong for tensor in comparison.tensors)
-    count = len(comparison.tensors)
-    if bad:
-        return f"{bad} of {counted(count, 'tensor')} {'differs' if bad == 1 else 'differ'}"
-    text = "the tensor is bitwise equal" if count == 1 else f"all {count} tensors are bitwise equal"
-    return text if comparison.verdict == "consistent" else f"{text}, but the settings differ"
-
-
-def of_merged(comparison: Comparison) -> tuple[str, str]:
-    """Return what a folder of merged weights is, in capitals, and the verdict in one sentence."""
-    rows = [tensor.outcomes[-1] for tensor in comparison.tensors]
-    adapted = [row for row in rows if row.evidence.get(ROLE) in ("adapted", "saved")]
-    right = sum(row.status in ("equal", "within") for row in adapted)
-    unchanged = sum(row.status in ("equal", "within") and ZERO_DELTA in row.evidence for row in adapted)
-    wrong = [set(row.evidence.get(CAUSES, ())) for row in adapted if row.status == "outside"]
-    alone = sum(bool(causes) and causes <= _BASE_ALONE for causes in wrong)
-    merged = right - unchanged
-    parts = [f"{merged} of {counted(len(adapted), 'adapted tensor')} hold{'s' if merged == 1 else ''} base + adapter"]
-    if unchanged:
-        parts.append(f"{unchanged} hold{'s' if unchanged == 1 else ''} the base, to which the adapter adds nothing")
-    if broken := sum(causes == {MergeCause.ADAPTER_NOT_FINITE} for causes in wrong):
-        parts.append(f"{broken} cannot be judged, since the adapter is not finite there")
-    parts += [f"{alone} hold{'s' if alone == 1 else ''} the base alone"] if alone else []
-    missing = sum(row.status == "missing" for row in adapted)
-    parts += [f"{missing} {'is' if missing == 1 else 'are'} missing"] if missing else []
-    if overflowed := sum(causes == {MergeCause.OVERFLOW} for causes in wrong):
-        parts.append(f"{overflowed} hold{'s' if overflowed == 1 else ''} NaN or infinity")
-    others = len(adapted) - right - alone - missing - broken - overflowed
-    others -= sum(row.status == "skipped" for row in adapted)
-    parts += [f"{others} {'is' if others == 1 else 'are'} something else"] if others else []
-    left = [row for row in rows if row.evidence.get(ROLE) == "untouched"]
-    changed = sum(row.status in BAD for row in left)
-    if changed:
-        parts.append(f"{changed} of {counted(len(left), 'other')} {'is' if changed == 1 else 'are'} not the base's")
-    elif left:
-        parts.append("the other is the base's" if len(left) == 1 else f"the {len(left)} others are the base's")
-    if skipped := sum(row.status == "skipped" for row in rows):
-        parts.append(f"{counted(skipped, 'tensor')} could not be judged")
-    if comparison.adapter is None:
-        return "COMPARED", f"{changed} of {counted(len(left), 'tensor')} differ from the base"
-    if comparison.verdict != "inconsistent":
-        what = "MERGED" if comparison.verdict == "consistent" else "NOT ALL JUDGED"
-        if unchanged and unchanged == len(adapted):
-            what = "NOTHING TO MERGE"
-    elif broken and right + broken == len(adapted) and not changed:
-        what = "BROKEN ADAPTER"
-    elif skipped and right + sum(row.status == "skipped" for row in adapted) == len(adapted) and not changed:
-        what = "NOT ALL JUDGED"
-    elif not adapted or alone == len(adapted):
-        what = "NOT MERGED"
-    elif right + alone + missing == len(adapted):
-        what = "NOT MERGED WHOLE" if alone or missing else "MERGED, AND WRONG BESIDE"
-    else:
-        what = "WRONGLY MERGED"
-    return what, "; ".join(parts)
 
 
 def _of_workers(comparison: Comparison) -> str:

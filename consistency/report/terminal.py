@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from consistency.capture.names import MERGED_FOLDER
+from consistency import plugins
 from consistency.capture.wording import and_more, counted, size, some
 from consistency.case.stages import Stage
 from consistency.comparison.findings.host import MOST_ADVICE, about, advise
@@ -26,7 +26,6 @@ from consistency.report.documents import document_of, of_comparison, seconds
 from consistency.report.findings import is_command
 from consistency.report.formats import View
 from consistency.report.marks import style_of
-from consistency.report.sentences import of_merged
 from consistency.report.summarize import with_load_path
 from consistency.report.summary import CellText, Group, Row, class_text
 from consistency.text import one_line
@@ -284,25 +283,23 @@ def _worst(tensor: TensorComparison) -> str:
 _MOST_OF_FILES = 20
 
 
-def print_diff(
+def print_weights(
     comparison: Comparison,
     console: Console,
     *,
+    title: str,
     elapsed_s: float | None = None,
     verbose: bool = False,
     folder: str | None = None,
 ) -> None:
-    """Print the comparison of two weight files, or of a merged folder with base + adapter."""
+    """Print a comparison of weights that are in files, by the command of this title."""
     with without_trailing_blanks(console):
         write = Writer(console)
         facts = [comparison.dtype, counted(len(comparison.tensors), "tensor")]
         facts += [] if elapsed_s is None else [f"{elapsed_s:.2f} s"]
         document = dataclasses.replace(of_comparison(comparison, View()), facts=tuple(facts))
-        is_merged = comparison.load_paths == (MERGED_FOLDER,)
-        write_head(
-            write, document, title="consistency check-merged" if is_merged else "consistency diff",
-            verdict=of_merged(comparison)[0] if is_merged else "",
-        )  # fmt: skip
+        statement = plugins.statement_of(comparison)
+        write_head(write, document, title=title, verdict="" if statement is None else statement.heading)
         findings = list(map(_in_lines, comparison.findings))
         write.findings(f for f in findings if f.severity != "note")
         shown = [t for t in comparison.tensors if verbose or t.is_wrong]
@@ -332,7 +329,7 @@ def _has_other_sign(row: Outcome) -> bool:
 def _file_cells(tensor: TensorComparison) -> list[str]:
     row = tensor.outcomes[-1]
     cells = [f"{tensor.layer}.{tensor.tensor}", "×".join(map(str, tensor.shape)) or "scalar", tensor.dtype]
-    cells.append(row.word or (row.reason if tensor.stage == MERGED_FOLDER and row.reason else row.status))
+    cells.append(row.word or row.reason or row.status)
     if row.status == "outside" and row.mismatched is not None:
         cells += [f"{row.mismatched} of {row.elements}", "" if row.max_abs is None else f"{float(row.max_abs):.3g}"]
         cells.append("" if row.max_ulp is None else "across 0" if _has_other_sign(row) else str(row.max_ulp))

@@ -1,4 +1,4 @@
-"""The Python interface: `run`, `run_suite`, `compare`, `diff`, `check_merged`, `load_report`, `assert_consistent`."""
+"""The Python interface: `run`, `run_suite`, `compare`, `load_report`, `assert_consistent`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ __all__ = [
     "Report",
     "SuiteResult",
     "assert_consistent",
-    "check_merged",
     "compare",
-    "diff",
     "load_report",
     "run",
     "run_suite",
@@ -172,71 +170,6 @@ def compare(
         groups=found,
         past=opened_past(history, baseline),
     )
-
-
-def diff(
-    reference: AnyPath, other: AnyPath, *, out: AnyPath | None = None, allow_pickle: bool = False, replace: bool = False
-) -> Comparison:
-    """Compare two weight files, adapters or model folders to the bit, without any model code.
-
-    Parameters
-    ----------
-    reference, other : path
-        A safetensors file, an index of shards, or a folder; in the order of `consistency diff`.
-    out : path, optional
-        Folder for the report; nothing is kept without it.
-    allow_pickle : bool
-        Read `.bin` weights, with `weights_only=True`.
-    replace : bool
-        Overwrite an earlier report in `out`.
-
-    Raises
-    ------
-    ConsistencyError
-        One of them cannot be read. A difference is never raised.
-    """
-    target = None if out is None else Path(out)
-    return comparing.diff_weights(Path(other), Path(reference), target, allow_pickle=allow_pickle, replace=replace)
-
-
-def check_merged(
-    merged: AnyPath,
-    *,
-    base: AnyPath,
-    adapter: AnyPath | None = None,
-    out: AnyPath | None = None,
-    allow_pickle: bool = False,
-    trust_remote_code: bool = False,
-    replace: bool = False,
-) -> Comparison:
-    """Check whether a folder of merged weights, by whatever writer, holds base + adapter.
-
-    Parameters
-    ----------
-    merged : path
-        The folder, or one file of weights.
-    base, adapter : path
-        Folders, as `consistency run` takes them. Without an adapter the result tells what differs from the base.
-    out : path, optional
-        Folder for the report; nothing is kept without it.
-    allow_pickle : bool
-        Read `.bin` weights, with `weights_only=True`.
-    trust_remote_code : bool
-        Let the base's own code make its model, where the names of its weights take one.
-    replace : bool
-        Overwrite an earlier report in `out`.
-
-    Raises
-    ------
-    ConsistencyError
-        One of them cannot be read. A wrong merge is never raised: give the result to `assert_consistent`.
-    """
-    from consistency.workflows import merged_folder  # imports torch
-
-    return merged_folder.check_merged(
-        Path(base), None if adapter is None else Path(adapter), Path(merged), None if out is None else Path(out),
-        allow_pickle=allow_pickle, trust_remote_code=trust_remote_code, replace=replace,
-    )  # fmt: skip
 
 
 def load_report(path: AnyPath) -> Report:

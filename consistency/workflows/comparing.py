@@ -21,7 +21,6 @@ from consistency.case.suite import folder_name
 from consistency.comparison.result import Comparison, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.suite import CaseResult, SuiteResult
-from consistency.comparison.weight_files.diff import diff
 from consistency.errors import CaptureError, ConsistencyError, UsageError
 from consistency.launch.engine import Watcher
 from consistency.report.runs import SUITE
@@ -30,7 +29,7 @@ from consistency.text import one_line
 from consistency.workflows import pipeline, report_folder
 from consistency.workflows.engines import case_of_engines, engines_alone, on_the_cpu
 from consistency.workflows.judging import NO_PAST, Past, compare_captures, read_captures, resolved
-from consistency.workflows.report_folder import output, refuse_among_weights, write_reports
+from consistency.workflows.report_folder import output, write_reports
 from consistency.workflows.suite import slowest_s, suite_output, write_suite
 
 if TYPE_CHECKING:
@@ -69,19 +68,6 @@ def compare_read(folders: Sequence[Path], groups: SiteGroups = NO_GROUPS) -> tup
     """Compare captures in folders of this host, and write nothing; return them with their comparison."""
     captures, unread = read_captures(folders)
     return captures, _compared(captures, unread, folders, groups)
-
-
-def diff_weights(
-    actual: Path, expected: Path, out: Path | None, *, allow_pickle: bool = False, replace: bool = False
-) -> Comparison:
-    """Compare two weight files or folders; write the report to `out`."""
-    if out is not None:
-        refuse_among_weights(out, actual, expected)
-    with output(out, replace=replace):  # refused before any work
-        started = time.monotonic()
-        comparison = diff(actual, expected, allow_pickle=allow_pickle)
-        comparison = with_provenance(comparison, time.monotonic() - started)
-        return write_reports(comparison, out)
 
 
 def _compared(

@@ -12,9 +12,11 @@ import pytest
 
 from consistency.cli import main as command_line
 from consistency.cli.main import build_parser, main
-from consistency.cli.parser import EXIT_STATUS
+from consistency.cli.parser import statuses_by_command
 from consistency.workflows import bisect, drill
 from consistency.workflows.reproduce import folder
+
+EXIT_STATUS = statuses_by_command(build_parser())
 
 BAD = "2 bad usage or bad input"
 VERDICT = f"0 consistent; 1 inconsistent; {BAD}; 3 incomplete (a worker was lost)"

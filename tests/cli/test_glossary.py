@@ -11,19 +11,22 @@ import pytest
 
 from consistency.capture.adapter_remarks import AdapterFlaw
 from consistency.capture.engine_causes import Cause
-from consistency.capture.merge_causes import MergeCause
 from consistency.capture.records import RecordStatus, WorkerStatus
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import LEVELS, SPECS, Level, Model, Stage
 from consistency.cli.glossary import GlossaryEntry, explained, glossary, known_words
-from consistency.cli.parser import EXIT_STATUS, OF_EVERY_COMMAND
+from consistency.cli.main import build_parser
+from consistency.cli.parser import OF_EVERY_COMMAND, statuses_by_command
 from consistency.comparison.history.changes import ChangeKind
 from consistency.comparison.kinds import FindingKind, SuiteVerdict
 from consistency.comparison.outcomes import Status
 from consistency.comparison.result import Severity, Verdict
 from consistency.errors import UsageError
+from consistency.extras.merging.check_merged.causes import MergeCause
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
+
+EXIT_STATUS = statuses_by_command(build_parser())
 
 WORDS: dict[str, Iterable[str]] = {
     "word of a diagnosis": Word,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.comparison.weight_files.diff import diff
+from consistency.extras.merging.diff.weights import diff_weights
 from consistency.numerics.bound import Allowance
 from consistency.numerics.chunks import LowRankProduct, LowRankTensor
 from consistency.numerics.digest import combine, digest
@@ -108,7 +108,7 @@ def test_weight_files_that_differ_beyond_are_told_apart(tmp_path: Path) -> None:
     worst = BEYOND + 70_000
     a = sparse(tmp_path / "a.safetensors", "BF16", ELEMENTS, {2 * worst: BFLOAT16[3.0]})
     e = sparse(tmp_path / "e.safetensors", "BF16", ELEMENTS, {2 * worst: BFLOAT16[1.0]})
-    (tensor,) = diff(a, e).tensors
+    (tensor,) = diff_weights(a, e).tensors
     (found,) = (outcome for outcome in tensor.outcomes if outcome.status == "outside")
     assert (found.mismatched, found.worst_index) == (1, (worst,))
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from consistency.comparison.result import Comparison
-from consistency.comparison.weight_files.diff import diff
+from consistency.extras.merging.diff.weights import diff_weights
 from consistency.report.console import make_console
 from consistency.report.json import as_bytes
-from consistency.report.terminal import print_diff
+from consistency.report.terminal import print_weights
 from tests.made_weights import Given, f32, put
 from tests.report.contract import OUTCOME, WORKER, no_constant
 from tests.reported import rows
 
 
 def compared(folder: Path, actual: dict[str, Given], expected: dict[str, Given]) -> Comparison:
-    return diff(put(folder / "b.safetensors", actual), put(folder / "a.safetensors", expected))
+    return diff_weights(put(folder / "b.safetensors", actual), put(folder / "a.safetensors", expected))
 
 
 def printed(found: Comparison, *, encoding: str = "utf-8", verbose: bool = False) -> str:
@@ -27,7 +27,7 @@ def printed(found: Comparison, *, encoding: str = "utf-8", verbose: bool = False
     file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
     console = make_console(file)
     console.width = 400
-    print_diff(found, console, elapsed_s=0.5, verbose=verbose, folder="out")
+    print_weights(found, console, title="consistency diff", elapsed_s=0.5, verbose=verbose, folder="out")
     file.flush()
     return raw.getvalue().decode(encoding)
 

@@ -452,12 +452,12 @@ def test_a_run_leaves_all_files_of_the_report(finished_run: FinishedRun) -> None
 
 
 def test_two_files_have_a_page_too(tmp_path: Path) -> None:
-    from consistency.workflows.comparing import diff_weights
+    from consistency.extras.merging.diff.result import diff
     from tests.made_weights import f32, put
 
     put(tmp_path / "a.safetensors", {"x.w": f32(1, 2), "y.w": f32(1, 1)})
     put(tmp_path / "b.safetensors", {"x.w": f32(1, 2, 3), "y.w": f32(1, 1)})
-    diff_weights(tmp_path / "b.safetensors", tmp_path / "a.safetensors", tmp_path / "out")
+    diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors", out=tmp_path / "out")
     page = Page((tmp_path / "out" / "report.html").read_text())
     assert "1 of 2 tensors differs" in page.text
     (section,) = page.data["sections"]

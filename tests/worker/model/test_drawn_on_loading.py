@@ -9,12 +9,12 @@ import pytest
 import transformers
 
 from consistency.capture.adapter_remarks import AdapterFlaw, remarks_in
-from consistency.capture.merge_causes import MergeCause
 from consistency.capture.names import RANK_AND_SCALING
+from consistency.extras.merging.check_merged.causes import MergeCause
+from consistency.extras.merging.check_merged.result import check_merged
 from consistency.worker.model.drawn_on_loading import remark_on_draws
-from consistency.workflows.merged_folder import check_merged
+from tests.extras.merging.check_merged.made_merges import kinds
 from tests.worker.conftest import Look
-from tests.worker.merged_folder.made_merges import kinds
 from tests.worker.model.made_models import adapter_on, case_of
 
 
@@ -57,7 +57,7 @@ def test_a_merge_of_it_is_judged_by_no_load(llama: Path, tmp_path: Path) -> None
     adapter = made(llama, draws(), tmp_path / "adapter")
     base = transformers.LlamaForCausalLM.from_pretrained(llama)
     peft.PeftModel.from_pretrained(base, str(adapter)).merge_and_unload().save_pretrained(tmp_path / "merged")
-    first, second = (check_merged(llama, adapter, tmp_path / "merged", None) for _ in range(2))
+    first, second = (check_merged(tmp_path / "merged", base=llama, adapter=adapter) for _ in range(2))
     assert kinds(first) == [AdapterFlaw.DRAWN_ON_LOADING]
     assert [finding.message for finding in first.findings] == [finding.message for finding in second.findings]
     assert first.verdict == "inconsistent"

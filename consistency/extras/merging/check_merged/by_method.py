@@ -1,0 +1,104 @@
+"""Weights that no low-rank delta gives: judged by a method's closed form, or by PEFT's own merge in float64.
+
+A writer merged in some dtype of the weight and some dtype of the adapter, and rounded the result to that of the folder:
+`_dtypes_tried`. A form bounds each element for each of them (`worker/stages/merged/forms`). A method without a form is
+allowed twice the largest error that PEFT's merge makes in these dtypes on the CPU, and the last rounding, as such
+methods are in a run (`consistency.numerics.rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from consistency.extras.merging.check_merged.adapter import ByForm, ByPeft
+from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, name_of
+from consistency.numerics.error import measure_against_exact
+from consistency.numerics.measure import Measure
+from consistency.numerics.typed import Typed, half_ulp
+from consistency.worker.stages.merged.forms.form import Form, Judged
+from consistency.worker.stages.merged.forms.source import Source
+
+
+class _Cast(Form):
+    """A form whose result is rounded once more, to the dtype of the folder."""
+
+    def __init__(self, form: Form, dtype: torch.dtype) -> None:
+        super().__init__(form.weight, rows=form.rows)
+        self._form, self._dtype = form, dtype
+        self.adds = form.adds
+
+    def prepare(self, tested: Judged) -> Judged:
+        return self._form.prepare(tested)
+
+    def block(self, tensors: Sequence[Judged], rows: slice) -> Sequence[Typed]:
+        def cast(one: Typed) -> Typed:
+            total = np.abs(one.value + self.base(rows).value if self.adds else one.value)
+            return replace(one, error=one.error + half_ulp(total + one.error, self._dtype), dtype=self._dtype)
+
+        return [cast(one) for one in self._form.block(tensors, rows)]
+
+
+def judge_by_method(
+    actual: torch.Tensor, base: torch.Tensor, target: ByForm | ByPeft
+) -> tuple[Measure, float, str] | None:
+    """Return the best measure of a weight, its ratio, and in which dtypes it was merged; None where nothing merges it.
+
+    A ratio above 1 is beyond the tolerance.
+    """
+    measured = _by_form(actual, base, target) if isinstance(target, ByForm) else _by_peft(actual, base.dtype, target)
+    best: tuple[Measure, float, str] | None = None
+    for measure, weight, adapter in measured:
+        ratio = float(measure.ratio or 0.0)
+        ratio = ratio if ratio == ratio else float("inf")
+        if best is None or ratio < best[1]:
+            best = measure, ratio, f"{name_of(weight)} and an adapter in {name_of(adapter)}"
+        if ratio <= 1:
+            break
+    return best
+
+
+Measured = Iterator[tuple[Measure, torch.dtype, torch.dtype]]
+
+
+def _by_form(actual: torch.Tensor, base: torch.Tensor, target: ByForm) -> Measured:
+    own = next(iter(target.files.values())).dtype
+    for weight, adapter in _dtypes_tried(actual.dtype, base.dtype, own):
+        files = {name: tensor.to(adapter) for name, tensor in target.files.items()}
+        form = target.make(Source(layer=target.layer, weight=base.to(weight), files=files, on_cpu=False))
+        if form is None:
+            return
+        if UNIT_ROUNDOFF[weight] < UNIT_ROUNDOFF[actual.dtype]:
+            form = _Cast(form, actual.dtype)
+        for safe in (False, True):
+            (measure,) = form.measure([Judged(actual=actual.contiguous(), safe=safe)])
+            yield measure, weight, adapter
+
+
+def _by_peft(actual: torch.Tensor, base: torch.dtype, target: ByPeft) -> Measured:
+    for layer in target.layers:
+        exact = target.merged(layer, torch.float64, torch.float64)
+        if exact is None or exact.shape != actual.shape:
+            return
+        for weight, adapter in _dtypes_tried(actual.dtype, base, base):
+            made = target.merged(layer, weight, adapter)
+            if made is None:
+                continue
+            allowed = exact.abs() * UNIT_ROUNDOFF[actual.dtype] + HALF_SMALLEST_SUBNORMAL[actual.dtype]
+            # a value that overflowed in these dtypes allows nothing: the merge may not make it
+            errors = (made.double() - exact).abs()
+            errors = errors[errors.isfinite()]
+            allowed += 2 * float(errors.max()) if errors.numel() else 0.0
+            yield measure_against_exact(actual.contiguous(), exact, allowed), weight, adapter
+
+
+def _dtypes_tried(
+    stored: torch.dtype, base: torch.dtype, adapter: torch.dtype
+) -> Iterator[tuple[torch.dtype, torch.dtype]]:
+    """Yield the dtypes of weight and adapter in which a method may have been merged before the result was cast."""
+    for weight in dict.fromkeys((torch.float32, base, stored)):
+        if weight in UNIT_ROUNDOFF and weight != torch.float64:
+            yield from ((weight, one) for one in dict.fromkeys((adapter, torch.float32, weight)))

@@ -1,0 +1,129 @@
+"""Answer a request of `consistency inputs` with the outputs of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from consistency.capture.whole_file import write_whole
+from consistency.case.case import Case
+from consistency.case.inference.identity import adapter_digest, base_digest
+from consistency.case.inference.outputs import About, batch_name
+from consistency.case.inference.request import METADATA, Mode, Request
+from consistency.case.options import Options
+from consistency.case.received import check_received
+from consistency.errors import InputError, first_line
+from consistency.extras.serving.engines.engine import Compiled, Engine, LogitsOf
+from consistency.worker.model.loading import load_model
+
+Tensors = dict[str, torch.Tensor]
+
+
+def answer(source: Path, target: Path, engine: Engine, *, base: str | None = None, adapter: str | None = None) -> None:
+    """Read a request, compute what it asks for, and write the outputs; `base` and `adapter` are the folders here.
+
+    Raises
+    ------
+    InputError
+        The request cannot be read, is of other files, or the engine cannot compile or run the model.
+    """
+    request, inputs = read_request(source)
+    check_request(request, source, base=base, adapter=adapter)
+    case = case_of(request, base=base, adapter=adapter)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    write_outputs(target, request, engine, dict(computed(engine, load_model(case, "cpu"), request, inputs)))
+
+
+def read_request(path: Path) -> tuple[Request, Tensors]:
+    """Return what is asked, and the inputs."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get(METADATA, "")
+            inputs = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+        return msgspec.json.decode(text, type=Request), inputs
+    except (SafetensorError, OSError, msgspec.DecodeError) as error:
+        raise InputError("no request to an engine", where=path, got=first_line(error),
+                         hint="`consistency inputs` writes one") from error  # fmt: skip
+
+
+def check_request(request: Request, source: Path, *, base: str | None = None, adapter: str | None = None) -> None:
+    """Raise InputError where a request asks for what only the person here can allow: it may be a stranger's."""
+    asking = Case(name=request.case.name, base=request.base, adapter=request.adapter)
+    check_received(asking, Options(base=base, adapter=adapter), folder=source.absolute().parent)
+
+
+def case_of(request: Request, *, base: str | None = None, adapter: str | None = None) -> Case:
+    """Return the case that a request is of, from the folders that it names or those that are given."""
+    dtype: Any = request.case.dtype  # checked where the request was written
+    case = Case(
+        name=request.case.name, base=base or request.base, adapter=adapter or request.adapter, dtype=dtype
+    )  # fmt: skip
+    found = {"base": (case.base, base_digest(case), request.case.base)}
+    if case.adapter is not None:
+        found["adapter"] = (case.adapter, adapter_digest(case), request.case.adapter)
+    for part, (folder, got, wanted) in found.items():
+        if got != wanted:
+            raise InputError(f"this is not the {part} that the request is of", where=folder, got=f"digest {got}",
+                             wanted=f"digest {wanted}")  # fmt: skip
+    return case
+
+
+def computed(engine: Engine, model: Any, request: Request, inputs: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every output that is asked for by its name; the model is merged last, and stays so.
+
+    Raises
+    ------
+    InputError
+        The engine cannot compile or run the model.
+    """
+    floating = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    inputs = {name: t.to(floating) if t.is_floating_point() else t for name, t in inputs.items()}
+    function = LogitsOf(model, tuple(inputs)).eval()
+    for mode in request.modes:
+        try:
+            with _in_mode(model, mode, has_adapter=request.adapter is not None), torch.no_grad():
+                run = engine.compiled(function, inputs)
+                yield mode, run(inputs)
+                if mode == request.modes[0]:
+                    yield from _in_batches(run, inputs, request.batches)
+        except Exception as error:  # compilers raise anything over a model that they do not take
+            raise InputError(f"{engine.name} cannot run this model", where=f"{mode} of {request.base}",
+                             got=first_line(error)) from error  # fmt: skip
+
+
+def _in_mode(model: Any, mode: Mode, *, has_adapter: bool) -> AbstractContextManager[None]:
+    if mode == "adapter_merged":
+        model.merge_adapter()
+    if mode != "adapter_off" or not has_adapter:
+        return nullcontext()
+    disabled: AbstractContextManager[None] = model.disable_adapter()
+    return disabled
+
+
+def _in_batches(run: Compiled, inputs: Tensors, sizes: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the outputs of the first row alone, and as the first and the last of several."""
+    for size in sizes:
+        yield batch_name(size, "first"), run({name: t[:size] for name, t in inputs.items()})[0]
+        if size > 1:
+            turned = {name: torch.cat([t[1:size], t[:1]]) for name, t in inputs.items()}
+            yield batch_name(size, "last"), run(turned)[-1]
+
+
+def write_outputs(path: Path, request: Request, engine: Engine, outputs: Tensors) -> None:
+    """Write the outputs in the dtype that they have, and what they are."""
+    dtype: Any = request.case.dtype
+    about = About(
+        schema="consistency.outputs/1", case=request.case, engine=engine.name, version=engine.version,
+        device=engine.device, dtype=dtype, settings=engine.settings,
+    )  # fmt: skip
+    text = msgspec.json.encode(about).decode()
+    write_whole(path, [save({name: t.contiguous().clone() for name, t in outputs.items()}, metadata={METADATA: text})])

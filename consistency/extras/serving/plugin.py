@@ -1,0 +1,23 @@
+"""What this extra adds."""
+
+from __future__ import annotations
+
+from consistency.plugins import Plugin
+
+_CHECK_TEXT = "consistency.extras.serving.check_text"
+_ENGINES = "consistency.extras.serving.engines"
+
+PLUGIN = Plugin(
+    name="serving",
+    commands={
+        "inputs": f"{_ENGINES}.command",
+        "engine": f"{_ENGINES}.command",
+        "check-text": f"{_CHECK_TEXT}.command",
+    },
+    # these import torch when they are used
+    api={
+        "Text": f"{_CHECK_TEXT}.texts",
+        "TextReport": f"{_CHECK_TEXT}.report",
+        "check_text": f"{_CHECK_TEXT}.check",
+    },
+)

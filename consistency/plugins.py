@@ -1,0 +1,180 @@
+"""What plugs in: folders of `extras/`, and of other distributions that register one. No torch here.
+
+An extra is a package with a module `plugin`, whose `PLUGIN` says what it adds. Parts are named as `module:name`, and
+imported when they are used, so that a command pays for no other. A distribution of its own registers the same object as
+an entry point of the group `consistency.plugins`:
+
+    [project.entry-points."consistency.plugins"]
+    ours = "our_package.plugin:PLUGIN"
+
+The frame finds an extra here and names none. One whose folder is deleted is not there, and nothing else is missing. One
+of another distribution that cannot be imported costs itself alone: what it would have added is not there, and
+`failures` says why, by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GROUP = "consistency.plugins"
+
+_EXTRAS = f"{__package__}.extras"
+_MODULE = "plugin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """What one extra adds.
+
+    Attributes
+    ----------
+    name : str
+        What it is called where somebody is told that it is there, or that it is not.
+    commands : mapping of str to str
+        Module by the name of a command of `consistency`; its `add` declares the command.
+    kinds : tuple of str
+        Enumerations of kinds of findings, `module:Enumeration`, that `consistency explain` has an entry for.
+    statements : mapping of str to str
+        What a report says in the place of a run's verdict, `module:function`, by the name of what was compared: the
+        only load path of its rows. The function takes a `Comparison` and returns a `Statement`.
+    api : mapping of str to str
+        Module by the name that `import consistency` offers.
+    """
+
+    name: str
+    commands: Mapping[str, str] = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    statements: Mapping[str, str] = field(default_factory=dict)
+    api: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """What a report says first: a word or two in capitals, and a sentence."""
+
+    heading: str = ""
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A plug-in of another distribution that cannot be used."""
+
+    distribution: str
+    entry_point: str
+    error: str
+
+    @property
+    def sentence(self) -> str:
+        """Return what a user is told."""
+        return f"the plug-in {self.entry_point} of {self.distribution} cannot be used: {self.error}"
+
+
+@functools.cache
+def own() -> tuple[Plugin, ...]:
+    """Return the extras of this package that are there, by name."""
+    folder = Path(__file__).parent / "extras"
+    names = sorted(place.parent.name for place in folder.glob(f"*/{_MODULE}.py"))
+    return tuple(_checked(importlib.import_module(f"{_EXTRAS}.{name}.{_MODULE}").PLUGIN) for name in names)
+
+
+@functools.cache
+def _others() -> tuple[tuple[Plugin, ...], tuple[Failure, ...]]:
+    """Return the plug-ins of other distributions, and those that failed."""
+    if not _is_any_registered():
+        return (), ()
+    from importlib import metadata  # takes longer than all of the rest
+
+    plugins, failures = [], []
+    for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            plugins.append(_checked(point.load()))
+        except Exception as error:  # whatever its code raises, it is that plug-in's
+            distribution = point.dist.name if point.dist is not None else point.value
+            text = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+            failures.append(Failure(distribution=distribution, entry_point=point.name, error=text[:300]))
+    return tuple(plugins), tuple(failures)
+
+
+def _is_any_registered() -> bool:
+    """Report whether any distribution may register a plug-in, by the text of its entry points.
+
+    The import system answers that too, after an import that takes as long as a whole command line otherwise.
+    """
+    for entry in sys.path:
+        folder = Path(entry or ".")
+        if folder.is_file():
+            return True  # an archive: what is in it, the import system knows
+        for file in folder.glob("*-info/entry_points.txt"):
+            with suppress(OSError, UnicodeDecodeError):
+                if f"[{GROUP}]" in file.read_text(encoding="utf-8"):
+                    return True
+    return False
+
+
+def _checked(found: object) -> Plugin:
+    if not isinstance(found, Plugin):
+        raise TypeError(f"not a consistency.plugins.Plugin, but {type(found).__name__}")
+    return found
+
+
+def plugins() -> tuple[Plugin, ...]:
+    """Return all plug-ins: the extras of this package first, then those of other distributions."""
+    return own() + _others()[0]
+
+
+def failures() -> tuple[Failure, ...]:
+    """Return the plug-ins of other distributions that cannot be imported."""
+    return _others()[1]
+
+
+def commands(named: str | None = None) -> dict[str, list[str]]:
+    """Return the commands of all plug-ins by the module that declares them.
+
+    Where a command is `named` that an extra of this package has, nothing else is looked for: to ask which distributions
+    are installed takes longer than most commands need to start.
+    """
+    of_own = _by_module(own())
+    if named is not None and any(named in names for names in of_own.values()):
+        return of_own
+    return _by_module(plugins())
+
+
+def _by_module(of: tuple[Plugin, ...]) -> dict[str, list[str]]:
+    modules: dict[str, list[str]] = {}
+    for plugin in of:
+        for command, module in plugin.commands.items():
+            modules.setdefault(module, []).append(command)
+    return modules
+
+
+def kinds() -> Iterator[str]:
+    """Yield the kinds of findings of all plug-ins."""
+    for plugin in plugins():
+        for reference in plugin.kinds:
+            yield from map(str, pkgutil.resolve_name(reference))
+
+
+def statement_of(comparison: Any) -> Statement | None:
+    """Return what a plug-in says of a comparison that is no run; None where it is one, or nobody knows."""
+    if len(comparison.load_paths) != 1:
+        return None
+    (compared,) = comparison.load_paths
+    for plugin in plugins():
+        if compared in plugin.statements:
+            statement: Statement = pkgutil.resolve_name(plugin.statements[compared])(comparison)
+            return statement
+    return None
+
+
+def api() -> dict[str, str]:
+    """Return the module of each name that plug-ins add to `import consistency`."""
+    return {name: module for plugin in plugins() for name, module in plugin.api.items()}

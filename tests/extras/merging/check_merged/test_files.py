@@ -1,0 +1,173 @@
+"""Folders whose files or names are not as transformers writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from consistency.comparison.result import Comparison
+from consistency.errors import InputError
+from consistency.extras.merging.check_merged.causes import MergeCause
+from consistency.extras.merging.check_merged.difference import difference
+from consistency.extras.merging.check_merged.result import check_merged
+from tests.extras.merging.check_merged.made_merges import Case, Tensors, checked, kinds, llama, message, random
+
+
+def shards(case: Case, folder: Path, parts: Mapping[str, Tensors], index: Mapping[str, str] | None = None) -> Path:
+    """Write shards, with an index where one is given."""
+    folder.mkdir()
+    for name, tensors in parts.items():
+        save_file({key: one.contiguous() for key, one in tensors.items()}, folder / name, {"format": "pt"})
+    if index is not None:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "config.json").write_bytes((case.base / "config.json").read_bytes())
+    return folder
+
+
+def halves(tensors: Tensors) -> dict[str, Tensors]:
+    names = sorted(tensors)
+    middle = len(names) // 2
+    return {
+        f"model-0000{n}-of-00002.safetensors": {name: tensors[name] for name in part}
+        for n, part in ((1, names[:middle]), (2, names[middle:]))
+    }
+
+
+def index_of(parts: Mapping[str, Tensors]) -> dict[str, str]:
+    return {name: file for file, tensors in parts.items() for name in tensors}
+
+
+def check(case: Case, merged: Path) -> Comparison:
+    return check_merged(merged, base=case.base, adapter=case.adapter)
+
+
+def test_shards_with_an_index(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    parts = halves(case.right())
+    found = check(case, shards(case, tmp_path / "m", parts, index_of(parts)))
+    assert (found.verdict, kinds(found)) == ("consistent", [])
+
+
+def test_no_index(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    found = check(case, shards(case, tmp_path / "m", halves(case.right())))
+    assert kinds(found) == [MergeCause.FILES]
+    assert "2 shards and no model.safetensors.index.json" in message(found, MergeCause.FILES)
+
+
+def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    parts = halves(case.right())
+    index = index_of(parts)
+    lost = parts.pop("model-00002-of-00002.safetensors")
+    found = check(case, shards(case, tmp_path / "m", parts, index))
+    messages = [one.message for one in found.findings if one.kind == MergeCause.FILES]
+    assert "1 file that the folder lacks: model-00002-of-00002.safetensors" in messages[0]
+    assert messages[1].startswith(f"the folder lacks {len(lost)} tensors of the base")
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    parts = halves(case.right())
+    index = index_of(parts)
+    parts["model-00002-of-00002.safetensors"]["lm_head.weight"] = case.tensors["lm_head.weight"] * 2
+    found = check(case, shards(case, tmp_path / "m", parts, index))
+    assert kinds(found) == [MergeCause.FILES]
+    assert "1 tensor in two shards: lm_head.weight" in message(found, MergeCause.FILES)
+
+
+def test_a_set_of_shards_that_is_stale(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    parts = {"model.safetensors": case.right(), **halves(case.tensors)}
+    found = check(case, shards(case, tmp_path / "m", parts))
+    assert (found.verdict, kinds(found)) == ("consistent", [MergeCause.FILES])
+    assert "transformers does not read model-00001-of-00002.safetensors" in message(found, MergeCause.FILES)
+
+
+def test_the_adapter_beside_its_merge(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    merged = shards(case, tmp_path / "m", {"model.safetensors": case.right()})
+    (merged / "adapter_config.json").write_bytes((case.adapter / "adapter_config.json").read_bytes())
+    found = check(case, merged)
+    assert (found.verdict, kinds(found)) == ("inconsistent", [MergeCause.ADAPTER_BESIDE])
+
+
+def test_the_adapter_alone_was_saved(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    with pytest.raises(InputError, match="holds no weights of a model"):
+        check(case, case.adapter)
+
+
+def test_missing_and_extra_tensors(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    tensors = case.right()
+    tensors["model.layers.0.self_attn.q_proj.lora_A.weight"] = tensors.pop("model.norm.weight")
+    found = checked(case, tmp_path, tensors)
+    messages = [one.message for one in found.findings if one.kind == MergeCause.FILES]
+    assert any("is a name of PEFT's own layers" in text for text in messages)
+    assert "the folder lacks 1 tensor of the base: model.norm.weight" in messages
+    assert any("1 tensor that neither base nor adapter has" in text for text in messages)
+
+
+@pytest.mark.parametrize("prefix", ["thinker.", "_orig_mod.", "base_model.model."])
+def test_one_prefix(tmp_path: Path, prefix: str) -> None:
+    case = llama(tmp_path)
+    found = checked(case, tmp_path, {f"{prefix}{name}": tensor for name, tensor in case.right().items()})
+    assert (found.verdict, kinds(found)) == ("consistent", [])
+
+
+def test_a_fused_projection(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    tensors = case.right()
+    for n in range(2):
+        attention, mlp = f"model.layers.{n}.self_attn.", f"model.layers.{n}.mlp."
+        tensors[f"{attention}qkv_proj.weight"] = torch.cat([tensors.pop(f"{attention}{x}_proj.weight") for x in "qkv"])
+        tensors[f"{mlp}gate_up_proj.weight"] = torch.cat([tensors.pop(f"{mlp}{x}_proj.weight") for x in ("gate", "up")])
+    found = checked(case, tmp_path, tensors)
+    assert (found.verdict, kinds(found)) == ("consistent", [])
+    assert any("as parts of gate_up_proj, qkv_proj" in one.message for one in found.findings)
+
+
+def test_a_pickle_only_where_it_is_allowed(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    merged = tmp_path / "m"
+    merged.mkdir()
+    torch.save(case.right(), merged / "pytorch_model.bin")
+    with pytest.raises(InputError, match="pickle"):
+        check(case, merged)
+    assert check_merged(merged, base=case.base, adapter=case.adapter, allow_pickle=True).verdict == "consistent"
+
+
+def test_an_adapter_as_the_base(tmp_path: Path) -> None:
+    case = llama(tmp_path)
+    with pytest.raises(InputError, match="swapped"):
+        check_merged(case.base, base=case.adapter, adapter=case.base)
+
+
+# --- without an adapter ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_which_adapter_is_in_here(tmp_path: Path, dtype: torch.dtype) -> None:
+    case = llama(tmp_path)
+    merged = shards(case, tmp_path / "m", {"model.safetensors": case.right(dtype)})
+    found = check_merged(merged, base=case.base)
+    assert (found.verdict, found.exit_status) == ("consistent", 0)
+    (text,) = (one.message for one in found.findings if "rank 4" in one.message)
+    assert text.startswith("14 tensors by rank 4")
+    assert "in layers 0-1" in text
+    assert "q_proj" in text
+
+
+def test_ranks_and_full_differences() -> None:
+    made = random({"w": (200, 300), "b": (200, 7), "a": (7, 300), "full": (200, 300)}, seed=5)
+    for dtype in (torch.float32, torch.bfloat16):
+        base = made["w"].to(dtype)
+        assert difference((base.float() + made["b"] @ made["a"]).to(dtype), base).rank == 7
+        assert difference((base.float() + made["full"]).to(dtype), base).rank is None
+    assert difference(made["w"][0] + 1, made["w"][0]).rank is None
