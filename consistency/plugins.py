@@ -66,16 +66,15 @@ class Statement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A plug-in of another distribution that cannot be used."""
+    """A plug-in of another distribution, or a part of one, that cannot be used."""
 
-    distribution: str
-    entry_point: str
+    what: str
     error: str
 
     @property
     def sentence(self) -> str:
         """Return what a user is told."""
-        return f"the plug-in {self.entry_point} of {self.distribution} cannot be used: {self.error}"
+        return f"{self.what} cannot be used: {self.error}"
 
 
 @functools.cache
@@ -87,21 +86,20 @@ def own() -> tuple[Plugin, ...]:
 
 
 @functools.cache
-def _others() -> tuple[tuple[Plugin, ...], tuple[Failure, ...]]:
-    """Return the plug-ins of other distributions, and those that failed."""
+def _others() -> tuple[Plugin, ...]:
+    """Return the plug-ins of other distributions; those that fail are noted."""
     if not _is_any_registered():
-        return (), ()
+        return ()
     from importlib import metadata  # takes longer than all of the rest
 
-    plugins, failures = [], []
+    plugins = []
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
         try:
             plugins.append(_checked(point.load()))
-        except Exception as error:  # whatever its code raises, it is that plug-in's
+        except (Exception, SystemExit) as error:  # whatever its code raises, it is that plug-in's
             distribution = point.dist.name if point.dist is not None else point.value
-            text = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-            failures.append(Failure(distribution=distribution, entry_point=point.name, error=text[:300]))
-    return tuple(plugins), tuple(failures)
+            note_failure(f"the plug-in {point.name} of {distribution}", error)
+    return tuple(plugins)
 
 
 def _is_any_registered() -> bool:
@@ -128,12 +126,23 @@ def _checked(found: object) -> Plugin:
 
 def plugins() -> tuple[Plugin, ...]:
     """Return all plug-ins: the extras of this package first, then those of other distributions."""
-    return own() + _others()[0]
+    return own() + _others()
+
+
+_failures: list[Failure] = []
+
+
+def note_failure(what: str, error: BaseException) -> None:
+    """Note that something of another distribution cannot be used: nobody else is to suffer from it."""
+    text = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
+    failure = Failure(what=what, error=text[:300])
+    if failure not in _failures:
+        _failures.append(failure)
 
 
 def failures() -> tuple[Failure, ...]:
-    """Return the plug-ins of other distributions that cannot be imported."""
-    return _others()[1]
+    """Return what other distributions offered, as far as it was asked for, and cannot be used."""
+    return tuple(_failures)
 
 
 def commands(named: str | None = None) -> dict[str, list[str]]:
@@ -146,6 +155,11 @@ def commands(named: str | None = None) -> dict[str, list[str]]:
     if named is not None and any(named in names for names in of_own.values()):
         return of_own
     return _by_module(plugins())
+
+
+def is_own(module: str) -> bool:
+    """Report whether a module is of this package."""
+    return module.startswith(f"{__package__}.")
 
 
 def _by_module(of: tuple[Plugin, ...]) -> dict[str, list[str]]:

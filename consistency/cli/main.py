@@ -82,6 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _answer(arguments: Sequence[str]) -> int:
     try:
+        return _status_of(arguments)
+    finally:
+        for failure in plugins.failures():
+            _complain(failure.sentence)
+
+
+def _status_of(arguments: Sequence[str]) -> int:
+    try:
         parser = build_parser(arguments[0] if arguments else None)
         if not arguments:
             parser.print_help(sys.stderr)
@@ -136,7 +144,12 @@ def build_parser(named: str | None = None) -> argparse.ArgumentParser:
         modules |= plugins.commands(named)
     there = [module for module in modules if is_there(module)]
     for module in [module for module in there if named in modules[module]] or there:
-        importlib.import_module(module).add(command)
+        try:
+            importlib.import_module(module).add(command)
+        except (Exception, SystemExit) as error:  # of another distribution's code, which may raise anything
+            if plugins.is_own(module):
+                raise
+            plugins.note_failure(f"the command {', '.join(modules[module])} of {module}", error)
     return parser
 
 
