@@ -51,6 +51,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = home / ("" if place["file"].startswith("docs/") else "consistency") / place["file"]
         if place["after"] is None and place["end"] is None:
             assert not path.exists(), f"{place['file']} exists: say where in it"
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             continue
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -70,9 +71,10 @@ def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_recipe_is_here() -> None:
-    assert [page.name for page in PAGES] == ["extending-engines.md", "extending-methods.md", "extending.md"]
+    names = ["extending-engines.md", "extending-methods.md", "extending-plugins.md", "extending.md"]
+    assert [page.name for page in PAGES] == names
     files = [place["file"] for place, _ in blocks()]
-    assert len(files) == 21
+    assert len(files) == 24
     run = {recipe: [words[0] for words in commands(recipe)] for recipe in recipes()}
     assert {recipe: words for recipe, words in run.items() if words} == {
         "A stage": ["run"],
@@ -80,7 +82,17 @@ def test_every_recipe_is_here() -> None:
         "An inference engine": ["inputs", "engine"],
         "A report format": ["run"],
         "A planted fault": ["drill"],
+        "An extra": ["count"],
     }
+
+
+def test_an_extra_adds_its_command(extended: Path) -> None:
+    done = run(extended, "-m", "consistency", *commands("An extra")[0])
+    assert "count the elements of a file of weights" in done.stdout.lower(), done.stderr
+    file = HERE / "fixtures" / "llama" / "adapter" / "adapter_model.safetensors"
+    counted = run(extended, "-m", "consistency", "count", str(file))
+    assert re.fullmatch(r"\d+ tensors, \d+ elements\n", counted.stdout), counted.stderr
+    assert "count the elements" in run(extended, "-m", "consistency", "--help").stdout
 
 
 def test_a_stage_runs(extended: Path) -> None:
