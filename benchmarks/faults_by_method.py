@@ -31,7 +31,8 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
 from consistency.errors import InputError
-from consistency.worker.faults.catalogue import FAULTS, Fault
+from consistency.worker.faults.catalogue import FAULTS
+from consistency.worker.faults.fault import Fault
 from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.drill import (
     DrillRow,

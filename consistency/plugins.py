@@ -45,6 +45,8 @@ class Plugin:
     statements : mapping of str to str
         What a report says in the place of a run's verdict, `module:function`, by the name of what was compared: the
         only load path of its rows. The function takes a `Comparison` and returns a `Statement`.
+    faults : tuple of str
+        Rows of planted faults, `module:ROWS`, which the drill finds (`consistency.worker.faults.fault`).
     api : mapping of str to str
         Module by the name that `import consistency` offers.
     """
@@ -53,6 +55,7 @@ class Plugin:
     commands: Mapping[str, str] = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
     statements: Mapping[str, str] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
     api: Mapping[str, str] = field(default_factory=dict)
 
 

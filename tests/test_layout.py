@@ -140,7 +140,7 @@ def references() -> Iterator[str]:
     for spec in SPECS.values():
         yield from filter(None, (spec.worker, spec.again, spec.items, spec.cost))
     yield from (row.writer for row in FORMATS)
-    yield from (f"consistency.worker.faults.{fault.plant}" for fault in FAULTS.values())
+    yield from (fault.installer for fault in FAULTS.values())
 
 
 def test_every_reference_is_there() -> None:
@@ -175,7 +175,7 @@ EXTRAS = {
         "worker/stages/trajectory",
     ),
     "peft_api": (
-        "case/named_adapters.py", "worker/faults/adapters.py", "worker/faults/wrapping.py", "worker/stages/adapters",
+        "case/named_adapters.py", "worker/faults/adapters.py", "worker/stages/adapters",
         "worker/stages/sharding",
     ),
     "operations": (

@@ -30,7 +30,8 @@ from consistency.devices.spec import DeviceInfo
 from consistency.errors import InputError, UsageError, did_you_mean
 from consistency.launch.engine import Watcher
 from consistency.launch.plan import default_load_paths
-from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault, Need
+from consistency.worker.faults.catalogue import FAULTS
+from consistency.worker.faults.fault import Fault, Need
 from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.planning import budget_of, that_fit
 from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
@@ -192,7 +193,7 @@ def without_fault(
     _, adapter = resolve(options.base, options.adapter)
     stages = {stage for fault in faults if not fault.base and (several or not fault.several) for stage in fault.stages}
     needed = {stage for stage in stages if adapter or options.adapters or not SPECS[stage].needs_adapter}
-    wrapper = HARMLESS_WRAPPER if Stage.WRAPPING in needed else None
+    wrapper = next((fault.wrapper for fault in faults if fault.wrapper and needed.issuperset(fault.stages)), None)
     own = dataclasses.replace(options, stages=tuple(stage for stage in Stage if stage in needed), wrapper=wrapper)
     return own if Stage.ADAPTERS not in needed else with_adapters(own, several)
 

@@ -26,7 +26,7 @@ from consistency.case.named_adapters import NamedAdapter
 from consistency.case.stages import SPECS, Stage
 from consistency.comparison.result import Comparison
 from consistency.numerics.rules import Rule
-from consistency.worker.faults.catalogue import Fault, Need
+from consistency.worker.faults.fault import Fault, Need
 
 JUDGED = frozenset({"equal", "within", "outside"})
 _PLAIN_INIT = frozenset({None, True, "gaussian"})  # with these PEFT starts lora_B at zero

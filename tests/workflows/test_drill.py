@@ -19,7 +19,8 @@ from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, Finding, TensorComparison
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import InputError, UsageError
-from consistency.worker.faults.catalogue import FAULTS, Fault
+from consistency.worker.faults.catalogue import FAULTS
+from consistency.worker.faults.fault import Fault
 from consistency.workflows import drill, pipeline, planning
 from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy, choose
 from consistency.workflows.plantable import several_adapters

@@ -12,7 +12,8 @@ from consistency.case.checkpoint import TensorHeader
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stages import Stage
-from consistency.worker.faults.catalogue import FAULTS, Need
+from consistency.worker.faults.catalogue import FAULTS
+from consistency.worker.faults.fault import Need
 from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
 
 

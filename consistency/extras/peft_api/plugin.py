@@ -8,6 +8,7 @@ _WRAPPING = "consistency.extras.peft_api.wrapping"
 
 PLUGIN = Plugin(
     name="peft_api",
+    faults=(f"{_WRAPPING}.faults:ROWS",),
     # these import torch when they are used
     api={"WrapperReport": f"{_WRAPPING}.report", "check_wrapped": f"{_WRAPPING}.check"},
 )

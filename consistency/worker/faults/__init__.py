@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from consistency.errors import UsageError
-from consistency.worker.faults.catalogue import FAULTS
 
 
 @contextmanager
@@ -24,9 +23,11 @@ def plant(name: str) -> Iterator[None]:
     UsageError
         Unknown fault.
     """
+    from consistency.worker.faults.catalogue import FAULTS  # which reads those of plug-ins, and they read this package
+
     if name not in FAULTS:
         raise UsageError(f"unknown fault: {name}", wanted=", ".join(sorted(FAULTS)))
-    undo = pkgutil.resolve_name(f"{__name__}.{FAULTS[name].plant}")()
+    undo = pkgutil.resolve_name(FAULTS[name].installer)()
     try:
         yield
     finally:

@@ -1,105 +1,26 @@
-"""Every planted fault, one row each: the function that plants it, and the trial that has to find it.
+"""Every planted fault, one row each; those of extras are beside what they break.
 
 Drill, tests and documents read these rows. No torch here: a fault's module is imported when it is planted.
 """
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+import pkgutil
+from collections.abc import Iterator
 
+from consistency import plugins
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
-
-
-class Need(enum.Enum):
-    """What a case must have so that a fault changes something in it, and so that nothing but the fault explains it."""
-
-    ADAPTER = enum.auto()
-    ANOTHER_WORKER = enum.auto()
-    RANKS = enum.auto()
-    THREE_RANKS = enum.auto()
-    PLAN = enum.auto()
-    SPLIT = enum.auto()
-    WEIGHT_FILE = enum.auto()
-    FLOAT32_FILE = enum.auto()
-    FLOAT32_MODEL = enum.auto()
-    FLOAT32_WEIGHT = enum.auto()
-    FLOATING_WEIGHT = enum.auto()
-    EXACT_KERNELS = enum.auto()
-    FLOAT32_ADAPTER = enum.auto()
-    TUNED_LAYERS = enum.auto()
-    TWO_OF_A_SHAPE = enum.auto()
-    LORA_A = enum.auto()
-    LORA_B = enum.auto()
-    ZERO_LORA_B = enum.auto()
-    TRAINED = enum.auto()
-    LORA_LINEAR = enum.auto()
-    LORA_LINEAR_OR_FLOAT32 = enum.auto()
-    TOKENS = enum.auto()
-    POSITIONS = enum.auto()
-    KEYS = enum.auto()
-    QUANTIZED = enum.auto()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One fault and the finding it must cause."""
-
-    name: str
-    plant: str
-    """`module:function` below `consistency.worker.faults` that plants it and returns how to undo that."""
-    expected: str
-    """Kind of the finding that has to name it."""
-    stages: tuple[Stage, ...]
-    """No more than the trial needs; the first one finds it."""
-    case: str | None = None
-    """Which of the cases C1 to C5 of `docs/cases.md` it stands for."""
-    words: str = ""
-    """What the finding's message has to contain, besides its kind: a regular expression."""
-    repeat: int = 1
-    two_devices: bool = False
-    """Whether it needs a second accelerator, and a worker that sees both."""
-    offloads: bool = False
-    """Whether it needs an accelerator whose base is offloaded."""
-    load_paths: tuple[LoadPath, ...] | None = None
-    """Those that distinguish it from other causes, where the level's do not."""
-    wrapper: str | None = None
-    """What the base is wrapped with on every worker."""
-    soak_s: float | None = None
-    """How long its worker repeats, where one run does not meet it."""
-    several: bool = False
-    """Whether its case has a second adapter."""
-    without_form: str = ""
-    """Kind of the finding where the method's merged weights have no closed form, so that no cause is searched for."""
-    shows_in: str = ""
-    """Part of the name of the tensors or facts that show it; empty where any of its stage can."""
-    base: str | None = None
-    """A base without an adapter, where the built-in case has not what the fault is in."""
-    is_note: bool = False
-    """Whether that finding is a note: what it reports is no error."""
-    one_layer: bool = False
-    """Whether one merged layer is enough to check."""
-    steps: int | None = None
-    """Of a training, where fewer than usual show it."""
-    needs: tuple[Need, ...] = ()
-    """What it takes besides a model, and an adapter where its stages need one."""
-
-    @property
-    def accelerators(self) -> int:
-        """Return how many accelerators it needs."""
-        return 2 if self.two_devices else int(self.offloads)
-
+from consistency.worker.faults.fault import Fault, Need
 
 MIXTURE = "python:consistency.worker.faults.routing:mixture"
-HARMLESS_WRAPPER = "python:consistency.worker.faults.wrapping:harmless"
 
 _ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
 _TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
 _ADAPTERS, _COLLECTIVES = (Stage.ADAPTERS,), (Stage.COLLECTIVES,)
 _REPLICAS, _SHARDS, _TENSOR_PARALLEL = (Stage.REPLICAS,), (Stage.SHARDS,), (Stage.TENSOR_PARALLEL,)
 _TRAJECTORY, _GENERATION = (Stage.TRAJECTORY,), (Stage.GENERATION,)
-_BASE, _FORWARD, _SHARDING, _WRAPPING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,), (Stage.WRAPPING,)
+_BASE, _FORWARD, _SHARDING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,)
 
 _ROWS: tuple[Fault, ...] = (
     Fault(name="adapter-zeros", plant="adapter:zeros", expected="zeros", stages=_ADAPTER, case="C1"),
@@ -300,14 +221,6 @@ _ROWS: tuple[Fault, ...] = (
         needs=(Need.LORA_LINEAR, Need.FLOATING_WEIGHT),
     ),
     Fault(
-        name="wrapper-hides-model", plant="wrapping:hides_model", expected="hidden", stages=_WRAPPING, case="C3",
-        words="hides config", wrapper=HARMLESS_WRAPPER,
-    ),
-    Fault(
-        name="wrapper-holds-twice", plant="wrapping:holds_twice", expected="held-twice", stages=_WRAPPING, case="C3",
-        wrapper=HARMLESS_WRAPPER,
-    ),
-    Fault(
         name="labels-changed-on-hop", plant="sharding:old_bytes", expected="labels-changed", stages=_SHARDING,
         case="C4", words="labels changed during transfer to device", shows_in=".on the way",
         needs=(Need.TOKENS,),
@@ -462,5 +375,18 @@ _ROWS: tuple[Fault, ...] = (
     ),
 )  # fmt: skip
 
-FAULTS: dict[str, Fault] = {fault.name: fault for fault in _ROWS}
+
+def _of_plugins() -> Iterator[Fault]:
+    """Yield the faults of extras and of other distributions; one of another that cannot be imported is left out."""
+    for plugin in plugins.plugins():
+        for reference in plugin.faults:
+            try:
+                yield from pkgutil.resolve_name(reference)
+            except Exception as error:  # whatever its code raises
+                if plugins.is_own(reference):
+                    raise
+                plugins.note_failure(f"the faults {reference} of the plug-in {plugin.name}", error)
+
+
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*_ROWS, *_of_plugins())}
 """Every fault by its name, in the order of the drill."""

@@ -25,9 +25,11 @@ from consistency.case.stages import Level, Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.discovery import discover
+from consistency.extras.peft_api.wrapping.faults import HARMLESS_WRAPPER
 from consistency.worker import session
 from consistency.worker.faults import plant
-from consistency.worker.faults.catalogue import FAULTS, HARMLESS_WRAPPER, Fault, Need
+from consistency.worker.faults.catalogue import FAULTS
+from consistency.worker.faults.fault import Fault, Need
 from consistency.worker.protocol import EventLog, Job
 from consistency.workflows.plantable import several_adapters
 from tests.conftest import FinishedRun, RunSuiteWithFaults
@@ -124,7 +126,7 @@ def test_every_fault_is_a_function_that_plants_it() -> None:
 
     Those of quantized bases are tried in test_quantized_base.py, which needs their libraries.
     """
-    found = [pkgutil.resolve_name(f"consistency.worker.faults.{fault.plant}") for fault in FAULTS.values()]
+    found = [pkgutil.resolve_name(fault.installer) for fault in FAULTS.values()]
     assert all(map(callable, found))
     assert len(set(found)) == len(found)
 

@@ -14,7 +14,8 @@ from consistency.capture.records import TensorRecord
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.stages import Stage
 from consistency.worker.faults import plant
-from consistency.worker.faults.catalogue import FAULTS, Need
+from consistency.worker.faults.catalogue import FAULTS
+from consistency.worker.faults.fault import Need
 from consistency.worker.model import loading
 from tests.worker.conftest import Look
 from tests.worker.model.made_quantized import BITSANDBYTES, LAYER, TORCHAO, quantized

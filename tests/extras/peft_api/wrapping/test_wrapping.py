@@ -15,8 +15,8 @@ import consistency
 from consistency.case.builtin import builtin_folder
 from consistency.extras.peft_api.wrapping.check import check_wrapped
 from consistency.extras.peft_api.wrapping.keys import prefix_of
+from consistency.extras.peft_api.wrapping.planted import Harmless, Hiding, HoldingTwice
 from consistency.extras.peft_api.wrapping.report import WrapperReport
-from consistency.worker.faults.wrapping import Harmless, Hiding, HoldingTwice
 from tests.worker.model.made_models import a_llama
 
 

@@ -16,7 +16,8 @@ from consistency.case.stages import Level, Stage
 from consistency.devices.discovery import discover
 from consistency.launch.local import _form_groups
 from consistency.numerics.rules import Rule
-from consistency.worker.faults.catalogue import FAULTS, Need
+from consistency.worker.faults.catalogue import FAULTS
+from consistency.worker.faults.fault import Need
 from consistency.worker.stages.collectives.operations import (
     COLLECTIVES,
     SIZES,

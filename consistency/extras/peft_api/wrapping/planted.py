@@ -1,4 +1,4 @@
-"""Wrappers: one that hides nothing, which the drill wraps the base with, and faulty ones."""
+"""Wrappers that the drill plants: one that hides nothing, which it wraps the base with, and faulty ones."""
 
 from __future__ import annotations
 
