@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,15 +129,35 @@ def without(package: Path, run: Run, home: Path, *parts: str, level: Level = Lev
         else:
             place.unlink()
     assert run(home, level) == 0, (home / "printed").read_text(encoding="utf-8")
-    report = json.loads((home / "out" / "report.json").read_text(encoding="utf-8"))
-    assert report["verdict"] == "consistent"
-    return {outcome["stage"] for outcome in report["outcomes"]}
+    assert report_of(home)["verdict"] == "consistent"
+    return {row[1] for row in rows_of(home)}
+
+
+def report_of(home: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((home / "out" / "report.json").read_text(encoding="utf-8"))
+    return report
+
+
+def rows_of(home: Path) -> list[tuple[str, ...]]:
+    """Return each row of a report: its place, its status, and what it was judged by."""
+    names = ("load_path", "stage", "layer", "tensor", "status", "rule", "word", "reason")
+    return sorted(tuple(str(row.get(name)) for name in names) for row in report_of(home)["outcomes"])
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_without_a_feature_the_main_job_is_done(package: Path, run: Run, tmp_path: Path, feature: str) -> None:
     level = Level.STANDARD if feature == "inference engines" else Level.QUICK  # which are a part of `forward`
     assert {"base", "adapter", "merged"} <= without(package, run, tmp_path, *FEATURES[feature], level=level)
+
+
+def test_without_any_extra_a_run_has_the_same_rows(package: Path, run: Run, tmp_path: Path) -> None:
+    """The verdict would be the same without some of them."""
+    for name, parts in (("whole", ()), ("frame", ("extras",))):
+        (tmp_path / name).mkdir()
+        without(package, run, tmp_path / name, *parts, level=Level.STANDARD)
+    whole, frame = rows_of(tmp_path / "whole"), rows_of(tmp_path / "frame")
+    assert len(whole) > 400
+    assert frame == whole
 
 
 @pytest.mark.parametrize("stage", [stage for stage in SPECS if stage not in CORE])
