@@ -52,6 +52,17 @@ def test_a_run_records_it(llama: Path, tmp_path: Path, look: Look) -> None:
     assert [remark.flaw for remark in remarks_in(settings.evidence)] == [AdapterFlaw.DRAWN_ON_LOADING]
 
 
+def test_a_base_that_does_not_fit_twice_is_not_loaded_again(
+    llama: Path, tmp_path: Path, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consistency.worker.stages.adapter.stage.available_bytes", lambda: 1)
+    rows = look(llama, made(llama, draws(), tmp_path / "adapter"), stages=("adapter",))
+    (row,) = (row for row in rows if row.tensor == "another_seed")
+    assert row.status == "skipped"
+    assert "a second base takes" in (row.reason or "")
+    assert not any(remarks_in(row.evidence) for row in rows)
+
+
 def test_a_merge_of_it_is_judged_by_no_load(llama: Path, tmp_path: Path) -> None:
     """The same on every call, and no figures of one load among many."""
     adapter = made(llama, draws(), tmp_path / "adapter")

@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from consistency.capture.adapter_remarks import REMARKS
+from consistency.capture.adapter_remarks import REMARKS, AdapterRemark
 from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place
 from consistency.capture.records import TensorRecord
+from consistency.capture.wording import size
+from consistency.devices.memory import available_bytes
+from consistency.errors import InputError
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
@@ -167,9 +170,27 @@ def _remarks(context: Context, computed: list[str]) -> dict[str, Any]:
     remarks = remarks_on(context.expected.values())
     # the weights of the base that loading changes have another name in the adapted model
     computed += [name for name, own in context.origins.items() if own in context.rewritten]
-    if computed and (drawn := remark_on_draws(context.job.case, computed)) is not None:
+    drawn = _drawn(context, computed) if computed else None
+    if drawn is not None:
         remarks.append(drawn)
     return {REMARKS: [remark.as_table() for remark in remarks]} if remarks else {}
+
+
+def _drawn(context: Context, computed: list[str]) -> AdapterRemark | None:
+    """Return whether loading draws what it computes, which takes a second base; say why where that is not possible."""
+    needed = sum(tensor.nbytes for tensor in context.base.tensors.values())
+    left = available_bytes()
+    reason = ""
+    if left is not None and 2 * needed > left:  # the peak of loading is at most the model and its largest parts again
+        reason = f"a second base takes {size(needed)}, and this host has {size(left)} left"
+    else:
+        try:
+            return remark_on_draws(context.job.case, computed)
+        except InputError as error:
+            reason = f"they do not load on the CPU: {error.what}"
+    reason = f"whether loading draws at random is not known, as base and adapter were not loaded again: {reason}"
+    context.record.fact("adapter", SETTINGS_LAYER, "another_seed", status="skipped", reason=reason)
+    return None
 
 
 def _settings(context: Context, computed: list[str]) -> None:
