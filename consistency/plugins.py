@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 GROUP = "consistency.plugins"
 
@@ -30,9 +29,10 @@ _EXTRAS = f"{__package__}.extras"
 _MODULE = "plugin"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plugin:
-    """What one extra adds.
+class Plugin(NamedTuple):
+    """What one extra adds: give each part by its name.
+
+    No dataclass, since every start of a command would pay for making it.
 
     Attributes
     ----------
@@ -52,23 +52,21 @@ class Plugin:
     """
 
     name: str
-    commands: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, str] = {}
     kinds: tuple[str, ...] = ()
-    statements: Mapping[str, str] = field(default_factory=dict)
+    statements: Mapping[str, str] = {}
     faults: tuple[str, ...] = ()
-    api: Mapping[str, str] = field(default_factory=dict)
+    api: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statement:
-    """What a report says first: a word or two in capitals, and a sentence."""
+class Statement(NamedTuple):
+    """What a report says first: a sentence, and before it a word or two in capitals."""
 
-    heading: str = ""
     sentence: str
+    heading: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(NamedTuple):
     """A plug-in of another distribution, or a part of one, that cannot be used."""
 
     what: str
@@ -111,14 +109,23 @@ def _is_any_registered() -> bool:
     The import system answers that too, after an import that takes as long as a whole command line otherwise.
     """
     for entry in sys.path:
-        folder = Path(entry or ".")
-        if folder.is_file():
+        folder = entry or "."
+        if os.path.isfile(folder):  # noqa: PTH113 - pathlib takes several times as long for all of this
             return True  # an archive: what is in it, the import system knows
-        for file in folder.glob("*-info/entry_points.txt"):
-            with suppress(OSError, UnicodeDecodeError):
-                if f"[{GROUP}]" in file.read_text(encoding="utf-8"):
+        with suppress(OSError):
+            for name in os.listdir(folder):  # noqa: PTH208
+                if name.endswith("-info") and _registers(f"{folder}/{name}/entry_points.txt"):
                     return True
     return False
+
+
+def _registers(file: str) -> bool:
+    """Report whether a distribution's entry points have one of this group."""
+    try:
+        with open(file, encoding="utf-8") as content:  # noqa: PTH123
+            return f"[{GROUP}]" in content.read()
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _checked(found: object) -> Plugin:
@@ -173,11 +180,18 @@ def _by_module(of: tuple[Plugin, ...]) -> dict[str, list[str]]:
     return modules
 
 
+def resolved(reference: str) -> Any:
+    """Return what a plug-in names as `module:name`."""
+    import pkgutil
+
+    return pkgutil.resolve_name(reference)
+
+
 def kinds() -> Iterator[str]:
     """Yield the kinds of findings of all plug-ins."""
     for plugin in plugins():
         for reference in plugin.kinds:
-            yield from map(str, pkgutil.resolve_name(reference))
+            yield from map(str, resolved(reference))
 
 
 def statement_of(comparison: Any) -> Statement | None:
@@ -187,7 +201,7 @@ def statement_of(comparison: Any) -> Statement | None:
     (compared,) = comparison.load_paths
     for plugin in plugins():
         if compared in plugin.statements:
-            statement: Statement = pkgutil.resolve_name(plugin.statements[compared])(comparison)
+            statement: Statement = resolved(plugin.statements[compared])(comparison)
             return statement
     return None
 

@@ -117,7 +117,7 @@ def test_a_distribution_adds_a_command_a_name_and_words(distribution: Path) -> N
         print(plugins.statement_of(SimpleNamespace(load_paths=("our_files",), tensors=[1, 2])))
     """)  # fmt: skip
     assert done.stdout.splitlines() == [
-        "hello from ours", "True", "Statement(heading='OURS', sentence='2 tensors of ours')",
+        "hello from ours", "True", "Statement(sentence='2 tensors of ours', heading='OURS')",
     ]  # fmt: skip
 
 

@@ -8,12 +8,11 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from consistency import plugins
 from consistency.capture.origin import running
 from consistency.capture.version import __version__
 from consistency.cli.parser import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT, Parser, adder, layout
@@ -84,8 +83,9 @@ def _answer(arguments: Sequence[str]) -> int:
     try:
         return _status_of(arguments)
     finally:
-        for failure in plugins.failures():
-            _complain(failure.sentence)
+        if (plugins := sys.modules.get("consistency.plugins")) is not None:  # else nobody asked for any
+            for failure in plugins.failures():
+                _complain(failure.sentence)
 
 
 def _status_of(arguments: Sequence[str]) -> int:
@@ -141,16 +141,30 @@ def build_parser(named: str | None = None) -> argparse.ArgumentParser:
         f"consistency.cli.commands.{name}": commands for name, commands in COMMANDS.items()
     }
     if not any(named in commands for commands in modules.values()):
-        modules |= plugins.commands(named)
+        modules |= _of_plugins(named)
     there = [module for module in modules if is_there(module)]
     for module in [module for module in there if named in modules[module]] or there:
-        try:
-            importlib.import_module(module).add(command)
-        except (Exception, SystemExit) as error:  # of another distribution's code, which may raise anything
-            if plugins.is_own(module):
-                raise
-            plugins.note_failure(f"the command {', '.join(modules[module])} of {module}", error)
+        _add(module, modules[module], command)
     return parser
+
+
+def _of_plugins(named: str | None) -> dict[str, list[str]]:
+    """Return the modules of plug-ins with the commands of each; looking for them takes as long as a short command."""
+    from consistency import plugins
+
+    return plugins.commands(named)
+
+
+def _add(module: str, commands: Sequence[str], command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Let a module add its commands; one of another distribution that fails costs itself alone."""
+    try:
+        importlib.import_module(module).add(command)
+    except (Exception, SystemExit) as error:  # another distribution's code may raise anything
+        from consistency import plugins
+
+        if plugins.is_own(module):
+            raise
+        plugins.note_failure(f"the command {', '.join(commands)} of {module}", error)
 
 
 class _Version(argparse.Action):

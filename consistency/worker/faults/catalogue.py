@@ -5,7 +5,6 @@ Drill, tests and documents read these rows. No torch here: a fault's module is i
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Iterator
 
 from consistency import plugins
@@ -381,7 +380,7 @@ def _of_plugins() -> Iterator[Fault]:
     for plugin in plugins.plugins():
         for reference in plugin.faults:
             try:
-                yield from pkgutil.resolve_name(reference)
+                yield from plugins.resolved(reference)
             except Exception as error:  # whatever its code raises
                 if plugins.is_own(reference):
                     raise
