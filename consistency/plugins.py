@@ -47,6 +47,8 @@ class Plugin:
         only load path of its rows. The function takes a `Comparison` and returns a `Statement`.
     api : mapping of str to str
         Module by the name that `import consistency` offers.
+    finders : tuple of str
+        Finders of a comparison, `module:NAME`, each a `consistency.comparison.findings.finder.Finder`.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Plugin:
     kinds: tuple[str, ...] = ()
     statements: Mapping[str, str] = field(default_factory=dict)
     api: Mapping[str, str] = field(default_factory=dict)
+    finders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,3 +195,20 @@ def statement_of(comparison: Any) -> Statement | None:
 def api() -> dict[str, str]:
     """Return the module of each name that plug-ins add to `import consistency`."""
     return {name: module for plugin in plugins() for name, module in plugin.api.items()}
+
+
+def finders() -> Iterator[tuple[str, object]]:
+    """Yield the finders of a comparison that plug-ins name, each with its reference.
+
+    One of another distribution that cannot be imported is noted, and left out.
+    """
+    for plugin in plugins():
+        for reference in plugin.finders:
+            try:
+                finder = pkgutil.resolve_name(reference)
+            except (Exception, SystemExit) as error:
+                if is_own(reference):
+                    raise
+                note_failure(f"the finder {reference} of the plug-in {plugin.name}", error)
+            else:
+                yield reference, finder
