@@ -78,12 +78,13 @@ def in_their_order() -> list[_Entry]:
     """
     entries = [_Entry(finder=finder, is_own=True) for finder in of_this_folder()]
     for reference, finder in plugins.finders():
-        is_own = plugins.is_own(reference)
         if isinstance(finder, Finder):
-            entries.append(_Entry(finder=finder, is_own=is_own))
-        else:
-            error = TypeError(f"not a Finder, but {type(finder).__name__}")
-            plugins.note_failure(f"the finder {reference}", error)
+            entries.append(_Entry(finder=finder, is_own=plugins.is_own(reference)))
+            continue
+        error = TypeError(f"not a {Finder.__module__}.Finder, but {type(finder).__name__}")
+        if plugins.is_own(reference):
+            raise error
+        plugins.note_failure(f"the finder {reference}", error)
     return sorted(entries, key=lambda entry: entry.finder.place)
 
 
