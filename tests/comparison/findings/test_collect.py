@@ -174,6 +174,7 @@ def test_rows_that_a_finder_of_others_reports_alone_have_no_other_cause(
 def test_a_finder_of_others_that_fails_costs_itself_alone(
     make_capture: MakeCapture,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     source: str,
     reference: str,
@@ -187,6 +188,8 @@ def test_a_finder_of_others_that_fails_costs_itself_alone(
     (failure,) = plugins.failures()
     assert "the finder our" in failure.sentence
     assert said in failure.sentence
+    assert main(["compare", str(capture)]) == 1
+    assert f"consistency: {failure.sentence}\n" in capsys.readouterr().err
 
 
 def test_a_finder_of_this_package_that_fails_is_no_failure_of_a_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
