@@ -49,8 +49,9 @@ class _Entry:
     finder: Finder
     is_own: bool
 
-    def find(self, evidence: ComparisonEvidence) -> list[Finding]:
-        return self._attempt(lambda: list(self.finder.find(evidence)), [])
+    def find(self, evidence: ComparisonEvidence) -> tuple[Finding, ...]:
+        # in order: what is no finding, or has an unknown severity, fails here, and not where all are put into order
+        return self._attempt(lambda: in_order(self.finder.find(evidence)), ())
 
     def without_own(
         self, evidence: ComparisonEvidence, tensors: Sequence[TensorComparison]

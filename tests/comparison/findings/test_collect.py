@@ -164,6 +164,8 @@ def test_rows_that_a_finder_of_others_reports_alone_have_no_other_cause(
         ("", "FINDER", "no attribute 'FINDER'"),
         ("FINDER = 3", "FINDER", "TypeError: not a consistency.comparison.findings.finder.Finder, but int"),
         (OURS.replace("PLACE", "phase=Phase.MODEL").replace("evidence.workers", "1 / 0"), "FINDER", "division by zero"),
+        (OURS.replace("PLACE", "phase=Phase.MODEL").replace('"error"', '"fatal"'), "FINDER", "KeyError: 'fatal'"),
+        (OURS.replace("PLACE", "phase=Phase.MODEL").replace("yield Finding", "yield dict"), "FINDER", "'dict' object"),
         (
             OURS.replace("PLACE", "phase=Phase.MODEL, without_own=lambda _, tensors: tensors[99]"),
             "FINDER",
