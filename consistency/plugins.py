@@ -49,6 +49,8 @@ class Plugin(NamedTuple):
         Rows of planted faults, `module:ROWS`, which the drill finds (`consistency.worker.faults.fault`).
     api : mapping of str to str
         Module by the name that `import consistency` offers.
+    finders : tuple of str
+        Finders of a comparison, `module:NAME`, each a `consistency.comparison.findings.finder.Finder`.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Plugin(NamedTuple):
     statements: Mapping[str, str] = {}
     faults: tuple[str, ...] = ()
     api: Mapping[str, str] = {}
+    finders: tuple[str, ...] = ()
 
 
 class Statement(NamedTuple):
@@ -209,3 +212,20 @@ def statement_of(comparison: Any) -> Statement | None:
 def api() -> dict[str, str]:
     """Return the module of each name that plug-ins add to `import consistency`."""
     return {name: module for plugin in plugins() for name, module in plugin.api.items()}
+
+
+def finders() -> Iterator[tuple[str, object]]:
+    """Yield the finders of a comparison that plug-ins name, each with its reference.
+
+    One of another distribution that cannot be imported is noted, and left out.
+    """
+    for plugin in plugins():
+        for reference in plugin.finders:
+            try:
+                finder = pkgutil.resolve_name(reference)
+            except (Exception, SystemExit) as error:
+                if is_own(reference):
+                    raise
+                note_failure(f"the finder {reference} of the plug-in {plugin.name}", error)
+            else:
+                yield reference, finder

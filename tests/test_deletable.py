@@ -29,7 +29,7 @@ FEATURES = {
         "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet.py",
     ),
     "inference engines": (
-        "extras/serving", "worker/stages/engine_outputs", "workflows/engines.py",
+        "extras/serving", "worker/stages/engine_outputs", "workflows/engines.py", "comparison/findings/engines.py",
     ),
     "history and baseline": (
         "comparison/history", "report/history.py",
@@ -39,6 +39,7 @@ FEATURES = {
     "bisecting": ("workflows/bisect.py", "cli/commands/bisect.py"),
     "soak": ("worker/soak",),
     "training alone": ("worker/stages/trajectory", "worker/faults/trajectory.py"),
+    "findings of groups and texts": ("comparison/findings/ranks.py", "comparison/findings/generated_texts.py"),
     "wrappers": ("extras/peft_api",),
     "texts of engines": ("extras/serving/check_text",),
     "files of weights": ("extras/merging",),

@@ -164,8 +164,8 @@ def test_stages_are_independent_of_each_other_in_the_contract() -> None:
 EXTRAS = {
     "serving": (
         "capture/engine_causes.py", "case/engine_file.py", "case/inference", "comparison/findings/engines.py",
-        "comparison/model_or_device.py", "worker/faults/generation.py", "worker/stages/engine_outputs",
-        "worker/stages/generation", "workflows/engines.py",
+        "comparison/findings/generated_texts.py", "comparison/model_or_device.py", "worker/faults/generation.py",
+        "worker/stages/engine_outputs", "worker/stages/generation", "workflows/engines.py",
     ),
     "training": (
         "comparison/findings/ranks.py", "comparison/findings/training.py", "report/page/trajectories.py",
@@ -264,10 +264,6 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
     "cli/commands/completion.py": ("diagnosis: worker.faults.catalogue",),
     "cli/commands/run.py": ("operations: capture.node_group", "operations: cli.fleet"),
     "comparison/compare.py": ("serving: comparison.model_or_device",),
-    "comparison/findings/collect.py": (
-        "operations: capture.soak", "serving: comparison.findings.engines", "stage: generation",
-        "training: comparison.findings.training",
-    ),
     "comparison/findings/details.py": ("operations: capture.soak",),
     "comparison/findings/repeats.py": ("operations: capture.soak",),
     "comparison/judge.py": ("stage: trajectory",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.comparison.made_records import moved
+from tests.conftest import MakeCapture
 
 pytestmark = pytest.mark.slow
 
@@ -78,6 +82,7 @@ def test_every_recipe_is_here() -> None:
     run = {recipe: [words[0] for words in commands(recipe)] for recipe in recipes()}
     assert {recipe: words for recipe, words in run.items() if words} == {
         "A stage": ["run"],
+        "A finding": ["compare"],
         "A device backend": ["run"],
         "An inference engine": ["inputs", "engine"],
         "A report format": ["run"],
@@ -119,6 +124,17 @@ def test_a_stage_and_a_word_are_explained(extended: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "the parameters of the model are numbers" in done.stdout
     assert "the right elements in reverse order" in done.stdout
+
+
+def test_a_finding_is_in_the_report(extended: Path, make_capture: MakeCapture) -> None:
+    capture = make_capture("capture-1", {"cpu": [moved()], "cpu@baseline": [moved()]})
+    words = commands("A finding")[0]
+    done = run(extended, "-m", "consistency", *(str(capture) if word == capture.name else word for word in words))
+    assert done.returncode == 0, done.stdout + done.stderr
+    kinds = [finding["kind"] for finding in json.loads(done.stdout)["findings"]]
+    assert "one-architecture" in kinds
+    done = run(extended, "-m", "consistency", "explain", "one-architecture")
+    assert "all devices are of one architecture" in done.stdout, done.stderr
 
 
 def test_an_adapter_method_is_judged_by_its_form(extended: Path) -> None:

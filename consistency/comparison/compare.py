@@ -14,7 +14,8 @@ from consistency.capture.records import WorkerFacts
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import MOVES_WEIGHTS, Stage, stage_order
-from consistency.comparison.findings.collect import find
+from consistency.comparison.findings.collect import collect
+from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import mergings
 from consistency.comparison.model_or_device import OF_A_DEVICE, accuse_devices
@@ -68,7 +69,10 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
     first = captures[0].manifest.case
     damage = (*unread, *(text for capture in captures for text in capture.damage))
     hosts = tuple(facts for capture in captures if (facts := capture.manifest.host_facts) is not None)
-    findings = find(workers, reference, tensors, hosts=hosts, damage=damage, groups=groups)
+    evidence = ComparisonEvidence(
+        workers=workers, reference=reference, tensors=tensors, hosts=hosts, damage=damage, groups=groups
+    )
+    findings = collect(evidence)
     return Comparison(
         case=first.name,
         base=first.base,

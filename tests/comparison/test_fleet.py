@@ -24,7 +24,7 @@ from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
 from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.compare import compare
-from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.findings.causes import causes_of
 from consistency.comparison.judge import judge
 from consistency.comparison.layers import layers_of
 from consistency.comparison.records import tables_of
@@ -189,7 +189,7 @@ def test_what_is_said_of_groups_is_what_is_said_of_each_worker(
     assert list(layers_of(found)) == list(layers_of(single))
     assert tostring(as_junit(found)) == tostring(as_junit(single))
     assert worst_ratios(found) == worst_ratios(single)
-    finding = functools.partial(find_causes, next_step=lambda _: None)
+    finding = functools.partial(causes_of, next_step=lambda _: None)
     assert list(finding(found.tensors)) == list(finding(single.tensors))
 
 

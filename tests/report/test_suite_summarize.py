@@ -8,7 +8,8 @@ import weakref
 import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.findings.causes import causes_of
+from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.workers import find_device_use
 from consistency.comparison.result import Outcome
 from consistency.comparison.suite import CaseResult
@@ -59,7 +60,7 @@ def test_messages_of_causes_have_a_general_form() -> None:
     forms = set()
     for layers in (1, 2, 5):
         tensors = [tensor(classes, layer=f"layers.{i}", statuses={"cuda:1": "outside"}) for i in range(layers)]
-        (finding,) = find_causes([*tensors, tensor([ALL], layer="layers.9")], next_step=lambda _: None)
+        (finding,) = causes_of([*tensors, tensor([ALL], layer="layers.9")], next_step=lambda _: None)
         assert finding.general != finding.message
         forms.add(finding.general)
     assert forms == {"adapter · cuda:1 · zeros where the file is nonzero in lora_B tensors"}
@@ -76,7 +77,7 @@ def test_general_forms_have_no_sizes() -> None:
         made = msgspec.structs.replace(
             tensor([["cuda:1"]], stage="memory", layer="cuda:0", tensor="allocated"), rule="limit", outcomes=(row,)
         )
-        (finding,) = find_device_use([made])
+        (finding,) = find_device_use(ComparisonEvidence(tensors=[made]))
         assert str(peak_bytes // 1024) in finding.message
         return finding.general
 
@@ -89,7 +90,7 @@ def test_general_forms_of_facts_are_their_word() -> None:
         made = msgspec.structs.replace(
             tensor([["cuda:1"]], stage="memory", layer="layers.0", tensor="merge"), rule="limit", outcomes=(row,)
         )
-        (finding,) = find_causes([made], next_step=lambda _: None)
+        (finding,) = causes_of([made], next_step=lambda _: None)
         assert reason in finding.message
         return finding.general
 

@@ -14,6 +14,8 @@ from consistency.capture.wording import and_more, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
 from consistency.comparison.findings.details import CORRECTLY_ROUNDED, describe
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.load_paths import (
     Verdict,
     copies,
@@ -22,6 +24,7 @@ from consistency.comparison.findings.load_paths import (
     judge_load_paths,
     load_paths_taken,
 )
+from consistency.comparison.findings.next_command import compare_with_source, run_and_repeat
 from consistency.comparison.judge import NO_RECORD
 from consistency.comparison.layers import block_of
 from consistency.comparison.outcomes import Workers, gathered, names_in
@@ -97,7 +100,16 @@ _NO_LAYERS = frozenset({SETTINGS_LAYER, WHOLE_MODEL})
 """What stands for no tensor of the model."""
 
 
-def find_causes(
+def find_causes(evidence: ComparisonEvidence) -> Iterable[Finding]:
+    """Report mismatches by cause, but for those that another finder reports alone."""
+    return causes_of(
+        evidence.unclaimed,
+        next_step=functools.partial(run_and_repeat, evidence),
+        compare_file=functools.partial(compare_with_source, evidence),
+    )
+
+
+def causes_of(
     tensors: Sequence[TensorComparison],
     *,
     next_step: Callable[[Sequence[str]], str | None],
@@ -113,7 +125,7 @@ def find_causes(
     compare_file : callable, optional
         The same for a stage whose file is not what the model wants: to run it again would show the same.
     """
-    # `placement` makes the findings of these
+    # `find_device_use` reports these
     tensors = [t for t in tensors if not any(row.word == Word.TOUCHED for row in t.outcomes)]
     wrong = _by_name(tensors)
     groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
@@ -398,3 +410,6 @@ def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str
     outcomes = [outcome for tensor in same for outcome in tensor.outcomes]
     hurt = {*workers, *names_in(one.workers for one in outcomes if one.status != "equal")}
     return [worker for worker in names_in(one.workers for one in outcomes) if worker not in hurt]
+
+
+FINDERS = (Finder(name="causes", phase=Phase.CAUSES, position=1, find=find_causes),)

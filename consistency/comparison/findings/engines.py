@@ -14,6 +14,8 @@ from consistency.capture.wording import listed, some
 from consistency.case.inference.request import OUTPUT
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
@@ -22,10 +24,14 @@ from consistency.numerics.words import Word
 _Wrong = list[tuple[TensorComparison, Outcome]]
 
 
-def find_engines(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+def find_engines(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report what is wrong with the outputs of inference engines, by cause, and what was compared of them."""
-    for engine in (p for p in compared if p.is_engine and p.info.status == "ok"):
-        rows = [(t, row) for t in tensors if t.stage == Stage.FORWARD and (row := t.outcome(engine.label)) is not None]
+    for engine in (worker for worker in evidence.workers if worker.is_engine and worker.info.status == "ok"):
+        rows = [
+            (t, row)
+            for t in evidence.tensors
+            if t.stage == Stage.FORWARD and (row := t.outcome(engine.label)) is not None
+        ]
         yield from _wrong(engine, [(t, row) for t, row in rows if t.layer == OUTPUT and row.status in BAD])
         yield from _batches(engine, [(t, row) for t, row in rows if t.layer == BATCHES])
         yield from _part(engine, rows)
@@ -39,9 +45,9 @@ def find_engines(compared: Sequence[ComparedWorker], tensors: Sequence[TensorCom
             )  # fmt: skip
 
 
-def of_devices(tensors: Sequence[TensorComparison], compared: Sequence[ComparedWorker]) -> list[TensorComparison]:
+def of_devices(evidence: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
     """Return tensors without the rows of inference engines, which the causes of devices do not explain."""
-    engines = {p.label for p in compared if p.is_engine}
+    engines = {worker.label for worker in evidence.workers if worker.is_engine}
     if not engines:
         return list(tensors)
     found = []
@@ -182,3 +188,6 @@ def _again(engine: ComparedWorker, wrong: _Wrong) -> str | None:
     adapter = f" --adapter {shlex.quote(case.adapter)}" if case.adapter else ""
     inputs = f"consistency inputs --base {shlex.quote(case.base)}{adapter} --out inputs.safetensors"
     return f"{inputs}, and let the engine write {shlex.quote(path)} again"
+
+
+FINDERS = (Finder(name="engines", phase=Phase.CAUSES, position=2, find=find_engines, without_own=of_devices),)

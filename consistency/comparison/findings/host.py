@@ -10,6 +10,8 @@ import msgspec
 
 from consistency.capture.names import HOST
 from consistency.capture.wording import counted, some
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.transfers import Matrix, Pair, arrow, boot, matrices
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
@@ -23,8 +25,13 @@ _MOST_LINES = 8
 _WORRYING = ("uncorrected", "failed")  # data was lost; a corrected error is a warning of that
 
 
-def find_host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = ()) -> Iterator[Finding]:
-    """Return the problems of the hosts of a comparison.
+def find_host_problems(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report the problems of the hosts of a comparison."""
+    return host_problems(evidence.hosts, workers=[worker.label for worker in evidence.workers])
+
+
+def host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yield the problems of hosts.
 
     Parameters
     ----------
@@ -258,3 +265,6 @@ def _facts(gpu: Gpu) -> Iterator[str]:
         yield ", ".join(f"{name} {value}" for name, value in raised.items())
     if gpu.driver is not None:
         yield f"driver {gpu.driver}"
+
+
+FINDERS = (Finder(name="host problems", phase=Phase.HOSTS, position=1, find=find_host_problems),)

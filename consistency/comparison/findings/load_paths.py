@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.wording import MOST_NAMES, counted, listed, some
 from consistency.case.load_path import LoadPath, is_alternative, main_path
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import Workers, names_in
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
@@ -167,12 +169,13 @@ class _Cast:
     by_load_path: dict[str, list[TensorComparison]] = field(default_factory=dict)
 
 
-def find_casts(tensors: Sequence[TensorComparison], dtypes: Mapping[str, object]) -> Iterable[Finding]:
+def find_casts(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report casts: where all devices make them, the load path does it; where some do not, it is a fault.
 
-    By worker, `dtypes` is that of its base: PEFT casts to it, so that another one says nothing.
+    PEFT casts to the dtype of the base, so that a worker whose base has another one says nothing.
     """
-    adapter = [t for t in tensors if t.stage == "adapter"]
+    dtypes = {worker.label: worker.info.environment.get("dtype") for worker in evidence.workers}
+    adapter = [t for t in evidence.tensors if t.stage == "adapter"]
     defaults = {(t.name, t.load_path): t.dtype for t in adapter if not is_alternative(t.load_path)}
     casts: dict[tuple[str, tuple[str, ...]], _Cast] = {}
     stored: dict[tuple[str, str], dict[str, list[TensorComparison]]] = {}
@@ -238,3 +241,6 @@ def _names(load_paths: Iterable[LoadPath]) -> str:
 def _index(worker: str) -> int | None:
     label = label_of(worker)
     return None if label is None else label.index
+
+
+FINDERS = (Finder(name="casts", phase=Phase.STAGES, position=5, find=find_casts),)

@@ -18,6 +18,8 @@ from consistency.capture.names import (
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case.stages import Stage
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import StageTable
@@ -25,9 +27,10 @@ from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
 
-def find_no_effect(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
+def find_no_effect(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report an adapter that changes nothing on any worker of its capture, with the cause where it is known."""
-    by_capture = gathered((id(p.capture), p) for p in compared if p.case.adapter is not None and p.info.status == "ok")
+    with_adapter = (p for p in evidence.workers if p.case.adapter is not None and p.info.status == "ok")
+    by_capture = gathered((id(p.capture), p) for p in with_adapter)
     outputs_of = functools.cache(_outputs)  # workers that saw the same share a table
     for workers in by_capture.values():
         tables = [p.records.stage(Stage.FORWARD) for p in workers if not p.case.only]
@@ -107,10 +110,10 @@ def _acts_on_all_tokens(p: ComparedWorker) -> bool:
     return settings is not None and settings.status != "outside" and settings.effect != "some-tokens"
 
 
-def find_quantized(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
+def find_quantized(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report the error of requantizing, and weights that a pass leaves in another form."""
-    yield from _requantized(compared)
-    yield from _repacked(compared)
+    yield from _requantized(evidence.workers)
+    yield from _repacked(evidence.workers)
 
 
 def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
@@ -175,3 +178,9 @@ def _repacked(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         ),
         next="merge, save and train before the first pass in eval mode, or load the model again for it",
     )
+
+
+FINDERS = (
+    Finder(name="adapter without effect", phase=Phase.MODEL, position=1, find=find_no_effect),
+    Finder(name="quantized weights", phase=Phase.MODEL, position=3, find=find_quantized),
+)

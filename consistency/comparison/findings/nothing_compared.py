@@ -1,4 +1,4 @@
-"""What agreement cannot be claimed over: nothing compared, values that are no numbers, what no finding explains."""
+"""What agreement cannot be claimed over: nothing compared, no numbers, skipped checks, what no finding explains."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from consistency.capture.names import END_TO_END, OVERFLOWS, WHOLE_MODEL
+from consistency.capture.names import END_TO_END, NO_OUTPUT, OVERFLOWS, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import Stage
 from consistency.comparison.by_worker import coverage
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, in_order_of
@@ -28,11 +31,12 @@ _LOST = dict.fromkeys(("missing", "unexpected"), "an alternative load path has o
 _ALONE = "there is one worker, and neither a file nor an exact value to compare it with"
 
 
-def find_nothing_compared(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+def find_nothing_compared(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report a comparison without a compared tensor, and captures that have none in common with any other.
 
     Lost workers are a finding already.
     """
+    compared, tensors = evidence.workers, evidence.tensors
     whole = [p for p in compared if p.info.status == "ok"]
     if len(whole) < len(compared) and not whole:
         return
@@ -111,16 +115,16 @@ def _keys(table: Mapping[Key, TensorRecord]) -> Iterator[Key]:
 _MOST_DETAILS = 5
 
 
-def find_unexplained(tensors: Iterable[TensorComparison], found: Sequence[Finding]) -> Iterable[Finding]:
+def find_unexplained(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report tensors that are outside, missing or unexpected on workers for which no finding names them.
 
     An error names them, or on an alternative load path a warning: what all devices alike make of a file is software.
     Of a copy over several hops it names the devices of the hop that is to blame.
     """
-    errors = _named(finding for finding in found if finding.severity == "error")
-    all_named = _named(finding for finding in found if finding.severity in ("error", "warning"))
+    errors = _named(finding for finding in evidence.findings if finding.severity == "error")
+    all_named = _named(finding for finding in evidence.findings if finding.severity in ("error", "warning"))
     by_stage: dict[str, dict[str, dict[str, None]]] = {}
-    for tensor in tensors:
+    for tensor in evidence.tensors:
         named = (all_named if is_alternative(tensor.load_path) else errors).get(tensor.name, frozenset())
         for row in tensor.outcomes if tensor.is_wrong else ():
             if row.status in BAD and "" not in named and not (named and tensor.stage == Stage.TRANSFER):
@@ -155,11 +159,12 @@ _MOST = 3
 _NEXT = "save it again from a training run whose loss is finite: PEFT merges no such layer with safe_merge=True"
 
 
-def find_not_finite(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
+def find_not_finite(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report tensors without a number to compare with, and files that hold such values.
 
     Where the file has none and the others of a tensor were compared, it is a note: an output may rule words out by −∞.
     """
+    compared, tensors = evidence.workers, evidence.tensors
     yield from _overflow(compared)
     in_files, in_part = _in_files(compared), _in_part(compared)
     where = "; ".join(f"in the {file}: {some(places, _MOST)}" for file, places in in_files.items())
@@ -243,3 +248,58 @@ def _in_part(compared: Sequence[ComparedWorker]) -> tuple[str, ...]:
 def _records(compared: Sequence[ComparedWorker]) -> Iterator[TensorRecord]:
     for table in tables_of(p.records for p in compared):
         yield from table.values()
+
+
+_UNUSED = "these inputs do not reach it, or the model reads its weight itself, which leaves its adapter out"
+
+
+@dataclass(slots=True)
+class _Skipped:
+    """What was skipped for one reason: the layer of each tensor by its name, and the workers."""
+
+    workers: list[Workers] = field(default_factory=list)
+    layers: dict[str, str] = field(default_factory=dict)
+
+
+def find_skipped(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report what was skipped, by stage and reason."""
+    facts = {tensor.name for tensor in evidence.tensors if tensor.rule == Rule.LIMIT}
+    by_reason: dict[tuple[str, str], _Skipped] = {}
+    reported = _reasons_reported(evidence.tensors)
+    for tensor in evidence.tensors:
+        for row in tensor.outcomes:
+            if row.status == "skipped" and (tensor.stage, row.reason) not in reported:
+                skipped = by_reason.setdefault((tensor.stage, row.reason or "no reason given"), _Skipped())
+                skipped.workers.append(row.workers)
+                skipped.layers[tensor.name] = tensor.layer
+    for (stage, reason), skipped in by_reason.items():
+        labels = in_order_of(evidence.workers, names_in(skipped.workers))
+        names = tuple(skipped.layers)
+        what = counted(len(names), "check" if facts.issuperset(names) else "tensor")
+        layers = list(dict.fromkeys(skipped.layers.values()))
+        yield Finding(
+            kind=FindingKind.SKIPPED,
+            severity="note",
+            message=f"{stage} · {what} skipped on {some(labels)}: {reason}",
+            general=f"{stage} · skipped on {some(labels)}: {reason}",
+            workers=tuple(labels),
+            tensors=names,
+            detail=(f"of {some(layers)}: {_UNUSED}",) if reason == NO_OUTPUT else (),
+        )
+
+
+def _reasons_reported(tensors: Iterable[TensorComparison]) -> set[tuple[str, str | None]]:
+    """Return the reasons, by stage, that are findings already.
+
+    They are of what has no number to compare with, and of what is missing because a stage did not run.
+    """
+    missing = {(tensor.stage, row.reason) for tensor in tensors for row in tensor.outcomes if row.status == "missing"}
+    return missing | {(stage.value, NOT_FINITE) for stage in Stage}
+
+
+FINDERS = (
+    Finder(name="nothing compared", phase=Phase.COMPLETENESS, position=4, find=find_nothing_compared),
+    Finder(name="values that are not finite", phase=Phase.COMPLETENESS, position=5, find=find_not_finite),
+    Finder(name="skipped checks", phase=Phase.REMARKS, position=3, find=find_skipped),
+    Finder(name="unexplained tensors", phase=Phase.REMAINDER, position=1, find=find_unexplained),
+)

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 
 from consistency.capture.names import SUM_OVER_RANKS
 from consistency.capture.soak import MOST_NUMBERS, ChangedTensor, Condition, Occurrences, Soak, SoakedStage
-from consistency.capture.wording import and_more, counted, listed, size
-from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
+from consistency.capture.wording import and_more, counted, listed, size, some
+from consistency.case.duration import duration_text
+from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
 from consistency.comparison.findings.details import describe_change
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
+from consistency.comparison.findings.next_command import run_again
 from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import Key
-from consistency.comparison.result import Finding, tensor_name
+from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
+
+AS_DEPLOYED = "; the profile deployed promises no equal bits"
+"""What a finding of different bits adds where the profile of a worker promises nothing else."""
 
 _MOST_DETAILS = 3
 
@@ -25,26 +33,15 @@ _READINGS = {
 """How readings are shown; the others, which are counters, by their names."""
 
 
-def find_soak(
-    compared: Sequence[ComparedWorker], *, next_step: Callable[[ComparedWorker, Soak], str | None], as_deployed: str
-) -> Iterable[Finding]:
-    """Report what the soak of each worker found.
-
-    Parameters
-    ----------
-    compared : sequence of ComparedWorker
-    next_step : callable
-        Given the worker concerned and its soak, what to type next.
-    as_deployed : str
-        What to add where the profile of a worker promises no equal bits.
-    """
-    for worker in compared:
+def find_soak(evidence: ComparisonEvidence) -> Iterable[Finding]:
+    """Report what the soak of each worker found."""
+    for worker in evidence.workers:
         soak = worker.info.soak
         if soak is None:
             continue
         changed = [stage for stage in soak.stages if stage.changed is not None]
         for stage in changed:
-            yield _changed(worker, soak, stage, changed, next_step, as_deployed)
+            yield _changed(worker, soak, stage, changed, next_step=_soak_again(evidence, worker, soak))
         yield from _growth(worker, soak)
 
 
@@ -53,8 +50,8 @@ def _changed(
     soak: Soak,
     stage: SoakedStage,
     changed: Sequence[SoakedStage],
-    next_step: Callable[[ComparedWorker, Soak], str | None],
-    as_deployed: str,
+    *,
+    next_step: str | None,
 ) -> Finding:
     assert stage.changed is not None
     changes = [change for change in soak.changes if change.stage == stage.stage]
@@ -62,7 +59,7 @@ def _changed(
     unordered = bool(operations) and all(operations)
     deployed = not worker.case.is_pinned and stage.stage not in MOVES_WEIGHTS  # moved bytes are the same every time
     why = without_version(dict.fromkeys(chain.from_iterable(operations))) if unordered else ""
-    why += as_deployed if deployed else ""
+    why += AS_DEPLOYED if deployed else ""
     opening = f"{stage.stage} · {worker.label} · "
     what = _what(stage, changes)
     ending = _course(stage.changed, soak.begun, changes)
@@ -78,8 +75,17 @@ def _changed(
         workers=(worker.label,),
         tensors=tuple(tensor_name(*change.key) for change in changes),
         detail=tuple(_detail(stage.changed, changes, soak)),
-        next=next_step(worker, soak),
+        next=next_step,
     )
+
+
+def _soak_again(evidence: ComparisonEvidence, worker: ComparedWorker, soak: Soak) -> str | None:
+    """Return a command that soaks one device again."""
+    command = run_again(evidence, [worker.label])
+    if command is None:
+        return None
+    load = " --load" if soak.load is not None else ""
+    return f"{command} --for {duration_text(soak.asked_s)}{load}"
 
 
 def _what(stage: SoakedStage, changes: Sequence[ChangedTensor]) -> str:
@@ -181,3 +187,57 @@ def ran_before(itself: Sequence[ComparedWorker], load_path: str, key: Key) -> tu
     views = (view for worker in itself if (view := worker.on(load_path)) is not None)
     record = next(views, itself[0]).records.get(key)
     return () if record is None else record.nondeterministic
+
+
+def find_not_repeatable(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report results that changed between runs; only pinned settings promise that they do not."""
+    as_deployed = {worker.label for worker in evidence.workers if not worker.case.is_pinned}
+    workers_by_tensors: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
+    for (label, stage, operations), names in _changed_on_repeat(evidence).items():
+        why = without_version(operations) if operations else ""
+        if label in as_deployed and stage not in MOVES_WEIGHTS:  # bytes that were moved are the same every time
+            why += AS_DEPLOYED
+        workers_by_tensors.setdefault((stage, tuple(names), why), []).append(label)
+    for (stage, names_of_all, why), labels in workers_by_tensors.items():
+        opening = f"{stage} · {some(labels)}"
+        what = f"{counted(len(names_of_all), 'tensor')} changed bitwise on a repeat run on the same device"
+        yield Finding(
+            kind=FindingKind.NOT_REPEATABLE,
+            severity="note" if why else "error",
+            message=f"{opening} · {what}{why}",
+            general=f"{opening} · tensors changed bitwise on a repeat run on the same device",
+            workers=tuple(labels),
+            tensors=tuple(dict.fromkeys(names_of_all)),
+        )
+
+
+def _changed_on_repeat(evidence: ComparisonEvidence) -> dict[tuple[str, str, tuple[str, ...]], list[str]]:
+    """Return the tensors that changed, by worker, stage, and operations without a fixed order that ran before."""
+    of_soaks = {(worker.label, tensor_name(*key)) for worker in evidence.workers for key in worker.changes}
+    workers = gathered((worker.label, worker) for worker in evidence.workers)
+    changed: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for tensor in evidence.tensors:
+        key = (tensor.stage, tensor.layer, tensor.tensor)
+        for label in _workers_that_changed(tensor):
+            if (label, tensor.name) not in of_soaks:  # `find_soak` reports these
+                operations = ran_before(workers[label], tensor.load_path, key)
+                changed.setdefault((label, tensor.stage, operations), []).append(tensor.name)
+    return changed
+
+
+def _workers_that_changed(tensor: TensorComparison) -> Iterator[str]:
+    """Yield the workers on which a tensor changed between runs, where no other finding says so.
+
+    An adapter that is wrong when loaded over poison differs from the first load: that is reported already, and does
+    not show whether it is wrong again.
+    """
+    for row in tensor.outcomes:
+        is_reported = tensor.stage == Stage.ADAPTER and row.status in BAD
+        if row.repeated is False and not is_reported:
+            yield from row.workers
+
+
+FINDERS = (
+    Finder(name="repeats", phase=Phase.DEVICES, position=2, find=find_not_repeatable),
+    Finder(name="soak", phase=Phase.AGREEMENT, position=1, find=find_soak),
+)

@@ -19,7 +19,9 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS
-from consistency.comparison.findings.repeats import without_version
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
+from consistency.comparison.findings.repeats import AS_DEPLOYED, without_version
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.records import Key, Records, StageTable, tables_of
@@ -43,18 +45,12 @@ class _Sides:
     others: tuple[str, ...]
 
 
-def find_same_program(
-    compared: Sequence[ComparedWorker],
-    tensors: Sequence[TensorComparison],
-    *,
-    groups: SiteGroups,
-    as_deployed: str,
-) -> Iterable[Finding]:
+def find_same_program(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Devices of one model that run one program on the same bytes are expected to agree bitwise."""
-    for members in _programs(compared, tensors):
+    for members in _programs(evidence.workers, evidence.tensors):
         recorded = tables_of(m.records for m in members)
         keys = list(dict.fromkeys(key for table in recorded for key, one in table.items() if one.rule != "bitwise"))
-        suffix = as_deployed if any(not p.case.is_pinned for p in members) else ""
+        suffix = AS_DEPLOYED if any(not p.case.is_pinned for p in members) else ""
         facts: Facts = {}
         for stage in dict.fromkeys(key[0] for key in keys):
             tables = tables_of(Records({stage: m.records.stage(stage)}) for m in members)
@@ -75,7 +71,7 @@ def find_same_program(
                 if sides is None:
                     yield _all_of(workers, stage, of_workers, suffix)
                 else:
-                    facts = facts or facts_of(members, groups)
+                    facts = facts or facts_of(members, evidence.groups)
                     yield _odd_ones(sides, facts, stage, of_workers, suffix)
 
 
@@ -276,8 +272,9 @@ def lines(found: Sequence[InCommon]) -> tuple[str, ...]:
     return tuple(one.line for one in found[:_MOST_LINES]) or ("no recorded fact sets them apart",)
 
 
-def find_unknown_hosts(compared: Sequence[ComparedWorker], groups: SiteGroups) -> Iterable[Finding]:
+def find_unknown_hosts(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report a file of groups that names no host of the comparison."""
+    compared, groups = evidence.workers, evidence.groups
     if groups.hosts and compared and all(groups.of(worker.capture) is None for worker in compared):
         host = compared[0].capture.manifest.host
         yield Finding(
@@ -317,3 +314,9 @@ def _recorded(worker: ComparedWorker) -> dict[str, str]:
         if name not in _IDENTITY and isinstance(value, (str, int, float)):
             found.setdefault(name, value)
     return {name: str(value) for name, value in found.items() if value not in (None, "")}
+
+
+FINDERS = (
+    Finder(name="devices of one model", phase=Phase.AGREEMENT, position=2, find=find_same_program),
+    Finder(name="unknown hosts", phase=Phase.HOSTS, position=3, find=find_unknown_hosts),
+)

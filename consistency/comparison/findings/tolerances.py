@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from consistency.capture.wording import counted
 from consistency.case.tolerance import Override
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import StageTable, tables_of
@@ -14,8 +16,9 @@ from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.rules import Rule
 
 
-def find_tolerances(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
+def find_tolerances(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report how many tensors each tolerance judged, and captures with different tolerances."""
+    compared = evidence.workers
     yield from _others(compared)
     yield from _applied(compared)
     for override in dict.fromkeys(o for p in compared for o in p.case.tolerance):
@@ -90,3 +93,6 @@ def _others(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             message=f"the captures were made with different tolerances, and each row is judged by its own: {text}",
             workers=tuple(dict.fromkeys(p.label for p in compared)),
         )
+
+
+FINDERS = (Finder(name="tolerances", phase=Phase.REMARKS, position=1, find=find_tolerances),)

@@ -1,22 +1,22 @@
-"""Training: where a device's own leaves the float64 one, and what the ranks of a group do to each other's adapter."""
+"""Training: the first step at which a device's own leaves the float64 one, or how near it stays."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from consistency.capture.names import ADAPTER_ON, GRADIENT, UPDATED
+from consistency.capture.names import GRADIENT, UPDATED
 from consistency.capture.wording import counted, some
 from consistency.case.stages import MOVES_WEIGHTS, Stage
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
+from consistency.comparison.findings.next_command import run_again
 from consistency.comparison.kinds import FindingKind
-from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
-from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 
 STAGE = Stage.TRAJECTORY
 CURVE, FORWARD, STEPWISE = "curve", "forward", "steps"
@@ -48,7 +48,7 @@ class WrongRow:
         return f"{self.tensor.layer} of the forward pass"
 
 
-def without_trajectories(tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
+def without_trajectories(_: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
     """Return tensors without the rows of trainings but those of workers with wrong weights, which explain them."""
     wrong = _with_wrong_weights(tensors)
     found = []
@@ -71,30 +71,22 @@ def _with_wrong_weights(tensors: Sequence[TensorComparison]) -> set[str]:
     return {worker for tensor in moved for row in tensor.outcomes if row.status in BAD for worker in row.workers}
 
 
-def find_trajectories(
-    tensors: Sequence[TensorComparison], *, next_step: Callable[[Sequence[str]], str | None]
-) -> Iterator[Finding]:
-    """Report the first step, layer and part of it at which devices leave the float64 trajectory; else how near all are.
-
-    Parameters
-    ----------
-    next_step : callable
-        Given the workers concerned, what to type next.
-    """
-    of_stage = [tensor for tensor in tensors if tensor.stage == STAGE]
+def find_trajectories(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report where devices leave the float64 trajectory: step, layer, and part of it; else how near to it all stay."""
+    of_stage = [tensor for tensor in evidence.tensors if tensor.stage == STAGE]
     curves = {
         worker: row.evidence
         for tensor in of_stage if tensor.tensor == CURVE
         for worker, row in tensor.by_worker() if row.status in ("equal", "within")
     }  # fmt: skip
-    explained = _with_wrong_weights(tensors)
+    explained = _with_wrong_weights(evidence.tensors)
     wrong = {worker: places for worker, places in _outside(of_stage).items() if worker not in explained}
     same: dict[tuple[int, str], list[str]] = {}
     for worker, places in wrong.items():
         first = min(places, key=lambda place: place.key)
         same.setdefault((first.step, first.tensor.name), []).append(worker)
     for workers in same.values():
-        yield _left(workers, wrong, curves, next_step)
+        yield _left(workers, wrong, curves, next_step=run_again(evidence, workers))
     healthy = {worker: curve for worker, curve in curves.items() if worker not in wrong and worker not in explained}
     if healthy:
         yield _kept_to_it(of_stage, healthy)
@@ -127,7 +119,8 @@ def _left(
     workers: Sequence[str],
     wrong: Mapping[str, Sequence[WrongRow]],
     curves: Mapping[str, Mapping[str, Any]],
-    next_step: Callable[[Sequence[str]], str | None],
+    *,
+    next_step: str | None,
 ) -> Finding:
     first = min((place for worker in workers for place in wrong[worker]), key=lambda place: place.key)
     opening = f"{STAGE} · {some(workers)} · leaves the float64 trajectory"
@@ -146,7 +139,7 @@ def _left(
         general=f"{opening} in {first.where}",
         workers=tuple(workers),
         tensors=tuple(dict.fromkeys(place.tensor.name for worker in workers for place in wrong[worker])),
-        next=next_step(workers),
+        next=next_step,
     )
 
 
@@ -195,90 +188,12 @@ def _range(values: Sequence[float], spec: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-_BEFORE = "add the adapter before fully_shard, as accelerate and transformers' Trainer do"
-
-
-def find_ranks(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
-    """Report adapters that nothing synchronizes, replicas that drift apart, healthy splits, sums in another order."""
-    for tensor in tensors:
-        for row in tensor.outcomes:
-            if row.status != "within":
-                continue
-            if row.word == Word.UNSYNCHRONIZED:
-                yield Finding(
-                    kind=Word.UNSYNCHRONIZED,
-                    severity="note",
-                    message=f"{tensor.stage} · each rank trains its own adapter: added after fully_shard, never "
-                    f"synchronized ({row.reason}), and one rank's is saved",
-                    workers=row.workers,
-                    tensors=(tensor.name,),
-                    next=_BEFORE,
-                )
-            elif row.word == Word.DIFFERS and row.reason:
-                yield _drift(tensor, row)
-    yield from _healthy(tensors)
-    yield from _sums_again(tensors)
-
-
-def _healthy(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
-    """Say of a model in parts whether its difference from one device is healthy, where no tensor is wrong."""
-    split = [tensor for tensor in tensors if tensor.stage == Stage.TENSOR_PARALLEL]
-    ends = [
-        tensor
-        for tensor in split
-        if tensor.tensor.startswith(ADAPTER_ON) and tensor.rule in (Rule.RELATIVE, Rule.BLOCK)
-    ]
-    if not ends or any(tensor.is_wrong for tensor in split):
-        return
-    last = ends[-1]
-    judged = [row for row in last.outcomes if row.status in ("within", "equal") and row.allowed is not None]
-    if judged:
-        worst = worst_of(judged)
-        workers = tuple(worker for row in judged for worker in row.workers)
-        yield Finding(
-            kind=FindingKind.HEALTHY_SPLIT,
-            severity="note",
-            message=f"{last.stage} · {some(workers)} · {last.layer} are at most {float(worst.max_abs or 0):.2g} off "
-            f"float64, and rounding makes up to {float(worst.allowed or 0):.2g} on one device: healthy",
-            workers=workers,
-            tensors=(last.name,),
-        )
-
-
-def _drift(tensor: TensorComparison, row: Outcome) -> Finding:
-    share = "" if row.ratio is None else f", by at most {float(row.ratio):.2g} of what the optimizer may round"
-    return Finding(
-        kind=FindingKind.REPLICA_DRIFT,
-        severity="note",
-        message=f"{tensor.stage} · {some(row.workers)} · {row.reason}{share}: other kernels than on "
-        f"{some(list(map(str, row.evidence.get('ranks', ()))))}, the same gradients",
-        workers=row.workers,
-        tensors=(tensor.name,),
-    )
-
-
-def _sums_again(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
-    """Report, once for each set of workers, how many sums they did not repeat bit for bit, and by which library."""
-    found: dict[tuple[tuple[str, ...], str], list[str]] = {}
-    for tensor in tensors:
-        if tensor.stage != Stage.COLLECTIVES or tensor.rule != Rule.LIMIT:
-            continue
-        for row in tensor.outcomes:
-            if row.status == "within" and row.reason:
-                found.setdefault((tuple(row.workers), _library(row.evidence)), []).append(tensor.name)
-    for (workers, library), names in found.items():
-        yield Finding(
-            kind=FindingKind.NOT_REPEATABLE,
-            severity="note",
-            message=f"{Stage.COLLECTIVES} · {some(workers)} · {counted(len(names), 'sum')} had other bits, within "
-            f"tolerance, when repeated: the order is not fixed ({library})",
-            workers=workers,
-            tensors=tuple(names),
-        )
-
-
-def _library(evidence: dict[str, object]) -> str:
-    """Return the backend, its version, its algorithm and its protocol, as far as they are known."""
-    named = [str(evidence[name]) for name in ("backend", "version") if name in evidence]
-    chosen = [f"{name} {evidence[name]}" for name in ("algorithm", "protocol") if name in evidence]
-    return ", ".join([" ".join(named), *chosen])
+FINDERS = (
+    Finder(
+        name="trajectories",
+        phase=Phase.STAGES,
+        position=4,
+        find=find_trajectories,
+        without_own=without_trajectories,
+    ),
+)

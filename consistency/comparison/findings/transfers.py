@@ -21,9 +21,10 @@ from consistency.capture.names import (
 from consistency.capture.wording import counted, listed, some
 from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
-from consistency.comparison.workers import ComparedWorker
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.pci import REDIRECTS
@@ -225,10 +226,10 @@ def _by_number(name: str) -> tuple[bool, str, int]:
     return (name != HOST, kind or name, int(index) if index.isdigit() else 0)
 
 
-def find_transfer(compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
+def find_transfers(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report for each machine which copies are wrong, which are fine, and the likely cause."""
-    hosts = {home_of(p.label): p.capture.manifest.host_facts for p in compared}
-    for matrix in matrices(tensors):
+    hosts = {home_of(worker.label): worker.capture.manifest.host_facts for worker in evidence.workers}
+    for matrix in matrices(evidence.tensors):
         by_word = gathered((matrix.cells[pair].word, pair) for pair in matrix.wrong)
         for word, pairs in by_word.items():
             yield _finding(matrix, word, pairs, hosts.get(matrix.home))
@@ -298,3 +299,13 @@ def _describe(tensor: TensorComparison, row: Outcome) -> str:
     if row.evidence.get("read_back") not in (None, "agree"):
         parts.append(str(row.evidence["read_back"]))
     return " · ".join(parts)
+
+
+def without_transfers(_: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
+    """Return tensors without copies between devices."""
+    return [tensor for tensor in tensors if tensor.stage != Stage.TRANSFER]
+
+
+FINDERS = (
+    Finder(name="transfers", phase=Phase.DEVICES, position=3, find=find_transfers, without_own=without_transfers),
+)

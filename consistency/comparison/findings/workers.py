@@ -1,4 +1,4 @@
-"""What workers say of themselves: stages that failed, wrong digests, the configs of base and adapter.
+"""What workers say of themselves: failed stages, wrong digests, configs of base and adapter, planted faults.
 
 What a failed stage had recorded is compared. Of the adapter's config it is what a run cannot check: the base that it
 was trained on, and fields that PEFT ignores.
@@ -22,6 +22,8 @@ from consistency.capture.names import (
 )
 from consistency.capture.wording import size, some
 from consistency.case.stages import Stage
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
@@ -31,11 +33,11 @@ from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
 
-def find_failed_stages(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
+def find_failed_stages(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report each error once, with the stages that are incomplete for it and the workers that met it."""
     stages: dict[str, dict[str, None]] = {}
     workers: dict[str, dict[str, None]] = {}
-    for worker in compared:
+    for worker in evidence.workers:
         for stage, reason in worker.failures.items():
             stages.setdefault(reason, {})[stage] = None
             workers.setdefault(reason, {})[worker.label] = None
@@ -49,10 +51,10 @@ def find_failed_stages(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         )
 
 
-def find_wrong_digests(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
+def find_wrong_digests(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Report these devices. Their tensors are compared nevertheless: the host digests copies of them."""
     by_reason: dict[str, list[str]] = {}
-    for p in compared:
+    for p in evidence.workers:
         if reason := p.info.environment.get(DIGEST_FAULT):
             by_reason.setdefault(str(reason), []).append(p.label)
     for reason, labels in by_reason.items():
@@ -67,23 +69,23 @@ def find_wrong_digests(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
         )
 
 
-def find_configs(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report each of these once, with the workers that found it."""
-    yield from _of_base(compared)
+    yield from _of_base(evidence.workers)
     bases: dict[str, dict[str, None]] = {}
     fields: dict[str, dict[str, None]] = {}
     layouts: dict[str, dict[str, None]] = {}
     remarks: dict[AdapterRemark, dict[str, None]] = {}
-    for p in compared:
+    for p in evidence.workers:
         settings = p.records.get((Stage.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
-        evidence = {} if settings is None else settings.evidence
-        if evidence.get(TRAINED_ON):
-            bases.setdefault(str(evidence[TRAINED_ON]), {})[p.label] = None
-        if isinstance(evidence.get(IGNORED_FIELDS), list):
-            fields.setdefault(some(list(map(str, evidence[IGNORED_FIELDS]))), {})[p.label] = None
-        if evidence.get(OLDER_LAYOUT):
-            layouts.setdefault(str(evidence[OLDER_LAYOUT]), {})[p.label] = None
-        for remark in remarks_in(evidence):
+        recorded = {} if settings is None else settings.evidence
+        if recorded.get(TRAINED_ON):
+            bases.setdefault(str(recorded[TRAINED_ON]), {})[p.label] = None
+        if isinstance(recorded.get(IGNORED_FIELDS), list):
+            fields.setdefault(some(list(map(str, recorded[IGNORED_FIELDS]))), {})[p.label] = None
+        if recorded.get(OLDER_LAYOUT):
+            layouts.setdefault(str(recorded[OLDER_LAYOUT]), {})[p.label] = None
+        for remark in remarks_in(recorded):
             remarks.setdefault(remark, {})[p.label] = None
     for remark, labels in remarks.items():
         yield Finding(
@@ -144,10 +146,10 @@ class _Use:
     tensors: dict[str, None] = field(default_factory=dict)
 
 
-def find_device_use(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
+def find_device_use(evidence: ComparisonEvidence) -> Iterable[Finding]:
     """Group unexpected device use by load path, device, step and severity."""
     by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Outcome]]] = {}
-    for tensor in tensors:
+    for tensor in evidence.tensors:
         for row in tensor.outcomes if tensor.rule == Rule.LIMIT else ():
             for worker in row.workers if row.word == Word.TOUCHED else ():
                 by_worker.setdefault((tensor.load_path, tensor.layer, worker), {})[tensor.tensor] = (tensor, row)
@@ -158,7 +160,7 @@ def find_device_use(tensors: Sequence[TensorComparison]) -> Iterable[Finding]:
         group = groups.setdefault((load_path, device, steps[0], bad), _Use())
         group.rows[worker] = {name: row for name, (_, row) in counters.items()}
         group.tensors.update(dict.fromkeys(tensor.name for tensor, _ in counters.values()))
-    load_paths = {tensor.load_path for tensor in tensors}
+    load_paths = {tensor.load_path for tensor in evidence.tensors}
     for (load_path, device, step, bad), group in groups.items():
         workers = tuple(group.rows)
         where = f" on load path {load_path}" if len(load_paths) > 1 else ""
@@ -218,3 +220,24 @@ def as_size(value: Any) -> str:
 
 def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
+
+
+def find_planted(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Note planted faults, so that the report of a drill is not mistaken for one of a real fault."""
+    for worker in evidence.workers:
+        if worker.info.planted is not None:
+            yield Finding(
+                kind=FindingKind.PLANTED,
+                severity="note",
+                workers=(worker.label,),
+                message=f"the fault {worker.info.planted} was planted in {worker.label} on purpose",
+            )
+
+
+FINDERS = (
+    Finder(name="failed stages", phase=Phase.COMPLETENESS, position=3, find=find_failed_stages),
+    Finder(name="wrong digests", phase=Phase.DEVICES, position=1, find=find_wrong_digests),
+    Finder(name="device use", phase=Phase.STAGES, position=1, find=find_device_use),
+    Finder(name="configs", phase=Phase.MODEL, position=2, find=find_configs),
+    Finder(name="planted faults", phase=Phase.REMARKS, position=2, find=find_planted),
+)

@@ -19,7 +19,7 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some, when
 from consistency.case.stages import MOVES_WEIGHTS, stage_order
 from consistency.comparison.by_worker import verdicts
-from consistency.comparison.findings.collect import AS_DEPLOYED
+from consistency.comparison.findings.repeats import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
 from consistency.comparison.history.gone import find_gone
 from consistency.comparison.history.recording import record_of

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.findings.causes import causes_of
 from consistency.comparison.findings.details import describe
 from consistency.comparison.result import Finding, Outcome, TensorComparison
 from consistency.numerics.real import Real
@@ -31,7 +31,7 @@ def causes(*tensors: TensorComparison) -> list[Finding]:
     def look(workers: Sequence[str]) -> str:
         return f"look at {','.join(workers)}"
 
-    return list(find_causes(tensors, next_step=look, compare_file=lambda stage: f"diff {stage}"))
+    return list(causes_of(tensors, next_step=look, compare_file=lambda stage: f"diff {stage}"))
 
 
 def test_256_tensors_are_one_finding() -> None:

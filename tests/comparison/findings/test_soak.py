@@ -17,8 +17,7 @@ from consistency.capture.soak import (
     Soak,
     SoakedStage,
 )
-from consistency.comparison.findings.collect import AS_DEPLOYED
-from consistency.comparison.findings.repeats import readings_text
+from consistency.comparison.findings.repeats import AS_DEPLOYED, readings_text
 from consistency.comparison.result import Comparison
 from consistency.numerics.words import Word
 from consistency.report.sentences import soak_texts

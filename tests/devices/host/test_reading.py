@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
-from consistency.comparison.findings.host import find_host_problems
+from consistency.comparison.findings.host import host_problems
 from consistency.devices.host import HostFacts, nvml, read_host, since
 from consistency.devices.host.kernel_log import read_log
 from consistency.devices.spec import AutoChoice, DeviceInfo, DeviceSpec
@@ -132,12 +132,12 @@ def test_counters_that_rise_while_it_runs(tmp_path: Path) -> None:
     root = make_host(tmp_path, log=LOG)
     before = read(root, make_nvml())
     calm = since(before, read(root, make_nvml()))
-    assert list(find_host_problems([calm])) == []
+    assert list(host_problems([calm])) == []
     (root / "dev/kmsg").write_text(LOG + "4,400,9000000,-;NVRM: Xid (PCI:0000:17:00): 63, row remapping\n")
     host_facts = since(before, read(root, make_nvml(uncorrected=2)))
     assert host_facts.gpus[0].after == {"ecc uncorrected, since boot": 2}
     assert host_facts.new_log == ("[9.000000] NVRM: Xid (PCI:0000:17:00): 63, row remapping",)
-    found = list(find_host_problems([host_facts], workers=["cpu", "host-a:cuda:0", "cuda:0", "cuda:10"]))
+    found = list(host_problems([host_facts], workers=["cpu", "host-a:cuda:0", "cuda:0", "cuda:10"]))
     assert [(f.kind, f.severity) for f in found] == [*[("ecc", "error")] * 4, ("kernel-log", "warning")]
     assert "cuda:0 (GPU-0): counters rose during the run: ecc uncorrected, since boot from 0 to 2" in found[0].message
     assert found[0].workers == ("host-a:cuda:0", "cuda:0")
@@ -145,9 +145,9 @@ def test_counters_that_rise_while_it_runs(tmp_path: Path) -> None:
 
 def test_a_boot_between_captures_is_told(tmp_path: Path) -> None:
     host_facts = read(make_host(tmp_path))
-    assert list(find_host_problems([host_facts, host_facts])) == []
+    assert list(host_problems([host_facts, host_facts])) == []
     (tmp_path / "proc/sys/kernel/random/boot_id").write_text("another\n")
-    (note,) = find_host_problems([host_facts, read(tmp_path)])
+    (note,) = host_problems([host_facts, read(tmp_path)])
     assert (note.kind, note.severity) == ("rebooted", "note")
     assert f"{host_facts.host} was rebooted between these captures" in note.message
 
@@ -186,7 +186,7 @@ def test_cards_that_torch_is_built_for_and_cannot_use(tmp_path: Path) -> None:
 
 def test_a_torch_that_finds_no_device_is_a_warning_and_urgent_where_there_is_a_card(tmp_path: Path) -> None:
     bare = without_device(make_host(tmp_path / "bare"))
-    (finding,) = find_host_problems([bare, msgspec.structs.replace(bare, host="other")])
+    (finding,) = host_problems([bare, msgspec.structs.replace(bare, host="other")])
     assert (finding.kind, finding.severity) == ("no-accelerator", "warning")
     assert finding.message == (
         f"{bare.host}, other: torch is built for CUDA and finds no device (NVML: Driver Not Loaded): "
@@ -195,9 +195,9 @@ def test_a_torch_that_finds_no_device_is_a_warning_and_urgent_where_there_is_a_c
     assert "CUDA_VISIBLE_DEVICES=" in (finding.next or "")
     add_card(make_host(tmp_path / "full"), "0000:01:00.0", "0x10de", "0x030200", None)
     full = without_device(tmp_path / "full")
-    (finding,) = find_host_problems([full])
+    (finding,) = host_problems([full])
     assert (finding.kind, finding.severity) == ("unused-card", "warning")
     assert "although there is 1 card for it" in finding.message
     assert finding.detail == (f"{full.host}: 0000:01:00.0 (no driver)",)
-    assert list(find_host_problems([msgspec.structs.replace(full, auto=AutoChoice())])) == []
-    assert list(find_host_problems([msgspec.structs.replace(full, auto=None)])) == []
+    assert list(host_problems([msgspec.structs.replace(full, auto=AutoChoice())])) == []
+    assert list(host_problems([msgspec.structs.replace(full, auto=None)])) == []

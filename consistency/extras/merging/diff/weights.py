@@ -17,7 +17,7 @@ from typing import Any
 from consistency.capture.names import adapter_place
 from consistency.capture.wording import and_more, counted, some
 from consistency.case.checkpoint import read_json
-from consistency.comparison.findings.causes import find_causes
+from consistency.comparison.findings.causes import causes_of
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import (
@@ -85,7 +85,7 @@ def diff_weights(actual: Path, expected: Path, *, allow_pickle: bool = False) ->
         rounded = _rounded(tensors, labels)
         dtypes = sorted({tensor.dtype for tensor in (*a.values(), *e.values())})
     findings = (
-        *find_causes(tensors, next_step=lambda _: _what_is_in_it(actual, expected)),
+        *causes_of(tensors, next_step=lambda _: _what_is_in_it(actual, expected)),
         *not_finite,
         *find_settings(actual, expected, labels),
         *find_files_of_text(actual, expected, labels),

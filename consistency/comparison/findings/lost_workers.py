@@ -1,0 +1,97 @@
+"""Captures that are damaged, and workers that were lost or failed: why, on which card, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from consistency.capture.wording import some
+from consistency.comparison.findings.evidence import ComparisonEvidence
+from consistency.comparison.findings.finder import Finder, Phase
+from consistency.comparison.kinds import FindingKind
+from consistency.comparison.outcomes import gathered
+from consistency.comparison.result import Finding
+from consistency.comparison.workers import ComparedWorker
+
+_MOST_CARDS = 3
+_FRAMES = 12
+_INNERMOST_FIRST = "(most recent call first)"
+
+_MAKE_ROOM = "make room on the disk of --out, or give another --out: what was recorded before is compared here"
+_AFTER_LOSS = (
+    ("is the disk full?", _MAKE_ROOM),
+    ("No space left on device", _MAKE_ROOM),
+    ("killed by SIGKILL", "look for the kernel's out-of-memory killer: dmesg -T | grep -i 'killed process'"),
+    ("exceeded --timeout", "give it more time with --timeout, or look at the stack above for what it waits for"),
+    ("gave no sign of life", "look at the stack above for what it waits for, and at the device's log (dmesg)"),
+)
+"""What a reason has in it, and what to do then."""
+
+
+def find_damage(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report what of captures could not be read."""
+    for text in evidence.damage:
+        yield Finding(kind=FindingKind.DAMAGED_CAPTURE, severity="error", message=text)
+
+
+def find_lost_workers(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report workers that did not end well, those that ended alike together."""
+    ends = (
+        ((worker.info.status, worker.info.reason, worker.info.stack), worker)
+        for worker in evidence.workers
+        if worker.info.status != "ok"
+    )
+    for (status, reason, stack), workers in gathered(ends).items():
+        noun = "worker" if len(workers) == 1 else "workers"
+        opening = f"{noun} {some(list(map(_label_and_load_path, workers)))} {_verb(status, len(workers))}"
+        yield Finding(
+            kind=FindingKind.LOST_WORKER if status == "lost" else FindingKind.FAILED_WORKER,
+            severity="error",
+            message=f"{opening}: {reason}",
+            general=f"{opening}: {(reason or '').partition(';')[0]}",
+            workers=tuple(worker.label for worker in workers),
+            cause=reason,
+            detail=(*_cards(workers), *_innermost_frames(stack or "")),
+            next=_after_loss(reason or "") if status == "lost" else None,
+        )
+
+
+def _verb(status: str, count: int) -> str:
+    if status != "lost":
+        return "failed"
+    return "was lost" if count == 1 else "were lost"
+
+
+def _after_loss(reason: str) -> str | None:
+    for text, advice in _AFTER_LOSS:
+        if text in reason:
+            return advice
+    return None
+
+
+def _innermost_frames(stack: str) -> list[str]:
+    """Return the innermost frames of a stack: the last of a traceback, the first of what `faulthandler` writes.
+
+    It writes every thread, the main one last; which one took its signal says nothing.
+    """
+    if _INNERMOST_FIRST in stack:
+        return stack.strip().rpartition("\n\n")[2].splitlines()[:_FRAMES]
+    return stack.splitlines()[-_FRAMES:]
+
+
+def _cards(workers: Sequence[ComparedWorker]) -> Iterator[str]:
+    """Name the cards of workers as other tools do: the number of a device is its place in one process."""
+    for worker in workers[:_MOST_CARDS]:
+        info = worker.info
+        if info.uuid or info.pci_bus_id:
+            names = (info.model, info.uuid, info.pci_bus_id and f"PCI {info.pci_bus_id}")
+            yield f"{worker.label} is {', '.join(filter(None, names))}"
+
+
+def _label_and_load_path(worker: ComparedWorker) -> str:
+    return worker.label if worker.load_path == "isolated" else f"{worker.label} ({worker.load_path})"
+
+
+FINDERS = (
+    Finder(name="damaged captures", phase=Phase.COMPLETENESS, position=1, find=find_damage),
+    Finder(name="lost workers", phase=Phase.COMPLETENESS, position=2, find=find_lost_workers),
+)
