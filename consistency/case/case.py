@@ -9,7 +9,7 @@ from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Dtype, Placement, Profile
 from consistency.case.profile import Switch
-from consistency.case.stages import HOST_STAGES, LARGE_COPIES, LEVELS, SPECS, Level, LevelPlan, Model, Stage
+from consistency.case.stages import HOST_STAGES, LEVELS, SPECS, LeftOut, Level, LevelPlan, Model, Stage
 from consistency.case.tolerance import Override
 
 CHECKED_IN = "checked in case"
@@ -165,18 +165,18 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"stage {s}" for s in Stage if s not in self.stages and s not in elsewhere and s is not Stage.ADAPTERS
         ]
         skipped += [f"stage {s} ({CHECKED_IN} {self.host_checked_by})" for s in elsewhere if s not in self.stages]
-        rest = list(self.plan.not_checked)
-        if Stage.OPERATORS not in self.stages:
-            rest = [text for text in rest if "operators" not in text]
-        if Stage.TRANSFER not in self.stages:
-            rest = [text for text in rest if text != LARGE_COPIES]
-        if self.soak_s is not None:
-            rest = [text for text in rest if "second run" not in text]
-        if self.repeat > 1:
-            rest = [text for text in rest if "again" not in text and "second run" not in text]
+        rest = [check.text for check in self.plan.left_out if self._is_left_out(check)]
         if self.not_shared:
             rest.append(f"the load path shared ({self.not_shared})")
         return (*skipped, *rest, *self._of_other_adapters(), *self._cut())
+
+    def _is_left_out(self, check: LeftOut) -> bool:
+        """Return whether a report has to name a check that the level leaves out."""
+        if check.part_of is not None and check.part_of not in self.stages:
+            return False
+        if check.made_by_repeat and self.repeat > 1:
+            return False
+        return not (check.made_by_soak and self.soak_s is not None)
 
     def _of_other_adapters(self) -> list[str]:
         """Return what is checked of the first adapter alone."""
