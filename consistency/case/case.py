@@ -12,8 +12,10 @@ from consistency.case.profile import Switch
 from consistency.case.stages import HOST_STAGES, LEVELS, SPECS, LeftOut, Level, LevelPlan, Model, Stage
 from consistency.case.tolerance import Override
 
-CHECKED_IN = "checked in case"
-"""Marks what one case leaves out because another case of its suite has it."""
+
+def in_other_case(stage: str, case: str) -> str:
+    """Return how a report names a stage that was left to another case of the same suite."""
+    return f"stage {stage} (checked in case {case})"
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,13 +160,18 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return whether the adapter is loaded again over poison."""
         return self.plan.reload or self.repeat > 1
 
+    @property
+    def checked_elsewhere(self) -> dict[str, str]:
+        """Return the case of the same suite that has a stage in place of this one, by stage."""
+        if not self.host_checked_by:
+            return {}
+        return {stage.value: self.host_checked_by for stage in HOST_STAGES if stage not in self.stages}
+
     def not_checked(self) -> tuple[str, ...]:
         """Return what this run does not check, for the report."""
-        elsewhere = HOST_STAGES if self.host_checked_by else ()
-        skipped = [
-            f"stage {s}" for s in Stage if s not in self.stages and s not in elsewhere and s is not Stage.ADAPTERS
-        ]
-        skipped += [f"stage {s} ({CHECKED_IN} {self.host_checked_by})" for s in elsewhere if s not in self.stages]
+        left = [stage for stage in Stage if stage not in self.stages and stage is not Stage.ADAPTERS]
+        skipped = [f"stage {stage}" for stage in left if stage not in self.checked_elsewhere]
+        skipped += [in_other_case(stage, case) for stage, case in self.checked_elsewhere.items()]
         rest = [check.text for check in self.plan.left_out if self._is_left_out(check)]
         if self.not_shared:
             rest.append(f"the load path shared ({self.not_shared})")

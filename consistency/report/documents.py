@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 import msgspec
 
 from consistency.capture.wording import and_more, counted, some
-from consistency.case.case import CHECKED_IN
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, Stage, stage_order
 from consistency.comparison.layers import LayerCell, layers_of
@@ -293,11 +291,7 @@ def _cells(cases: Sequence[CaseResult]) -> dict[str, Cell]:
 
 def cells(case: CaseResult) -> dict[str, Cell]:
     """Return the cell of each stage of a case, over all of its workers, also of those that another case checked."""
-    elsewhere = {
-        place[1]: Cell(elsewhere=place[2])
-        for text in case.not_checked
-        if (place := re.fullmatch(rf"stage (\S+) \({CHECKED_IN} (.*)\)", text)) is not None
-    }
+    elsewhere = {stage: Cell(elsewhere=other) for stage, other in case.checked_elsewhere.items()}
     return elsewhere | {
         stage.stage: Cell(
             counts=dict(stage.counts),
