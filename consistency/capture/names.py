@@ -55,6 +55,9 @@ MERGING = "merging"
 GIVEN = "given"
 """Part of the name of a row: what the blocks of a mode are given."""
 
+NOT_IN_FILE = "the engine's file has none"
+"""Why the outputs of a mode are skipped: the engine was not asked for them. Any other reason is a failure."""
+
 ATTENTION = "attention"
 """Name of the row of a device that is there for one kernel of attention, where the model calls none."""
 
