@@ -177,9 +177,11 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
         if set(counts) == {"consistent"}:
             every = {1: "the case is", 2: "both cases are"}.get(total, f"all {total} cases are")
             return f"{every} consistent"
-        texts = [f"{n} {_NUMBER_OF[verdict][n > 1]}" for verdict, n in counts.items()]
-        first = next(iter(counts.values()))
-        return listed([f"{first} of {counted(total, 'case')}{texts[0].removeprefix(str(first))}", *texts[1:]])
+        texts: list[str] = []
+        for verdict, number in counts.items():
+            of_all = f" of {counted(total, 'case')}" if not texts else ""
+            texts.append(f"{number}{of_all} {_NUMBER_OF[verdict][number > 1]}")
+        return listed(texts)
 
 
 def worst_first(cases: Sequence[CaseResult]) -> list[CaseResult]:

@@ -84,11 +84,14 @@ def source_texts(comparison: Comparison) -> list[str]:
     ]
 
 
+def has_own_settings(comparison: Comparison | CaseResult) -> bool:
+    """Return whether the profile, or the settings on top of it, are not the default."""
+    return comparison.profile not in ("", "pinned") or bool(comparison.settings)
+
+
 def profile_texts(comparison: Comparison | CaseResult) -> list[str]:
     """Return the profile and the settings on top of it, where they are not the default."""
-    if comparison.profile in ("", "pinned") and not comparison.settings:
-        return []
-    return [f"profile {comparison.profile}", *comparison.settings]
+    return [f"profile {comparison.profile}", *comparison.settings] if has_own_settings(comparison) else []
 
 
 def soak_texts(comparison: Comparison) -> list[str]:
