@@ -27,7 +27,6 @@ from consistency.report.sentences import (
     command_text,
     divergence_texts,
     facts,
-    not_checked_texts,
     origin_texts,
     profile_texts,
     sentence,
@@ -84,7 +83,8 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
         legend=tuple(legend(row for groups in found.values() for group in groups for row in group.rows)),
         remarks=(*alternative_path_texts(comparison), *(("", text) for text in remarks)),
         merging=tuple(merging_texts(comparison.merging)),
-        not_checked="".join(not_checked_texts(comparison)),
+        not_checked=comparison.not_checked,
+        not_checked_title=f"not checked (level {comparison.level})",
         layers=_layers(comparison),
         environment=tuple(environment_texts(comparison.workers)),
     )
@@ -185,7 +185,7 @@ def of_suite(suite: SuiteResult, view: View) -> Document:
         entries=_entries(suite, view.folder),
         tables=(table,) if rows else (),
         legend=(*explained, *([("", "", MERGING_LEGEND)] if merges else [])),
-        not_checked=f"not checked: {', '.join(suite.not_checked)}" if suite.not_checked else "",
+        not_checked=suite.not_checked,
         unwritten=suite.unwritten,
         file="suite.json",
     )

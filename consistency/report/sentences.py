@@ -224,12 +224,6 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     yield from others
 
 
-def not_checked_texts(comparison: Comparison) -> list[str]:
-    """Return what the level and the options left out, in one line; nothing where that is nothing."""
-    left = ", ".join(comparison.not_checked)
-    return [f"not checked (level {comparison.level}): {left}"] if left else []
-
-
 def _in_order(comparison: Comparison, names: Container[str]) -> list[str]:
     return [name for name in dict.fromkeys(worker.name for worker in comparison.workers) if name in names]
 
