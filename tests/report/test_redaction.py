@@ -9,11 +9,14 @@ import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from consistency.case.builtin import builtin_folder
+from consistency.case.case import Case
+from consistency.case.stages import Stage
 from consistency.cli.main import build_parser, main
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
@@ -187,6 +190,19 @@ def test_a_name_that_was_given_is_taken_out_whatever_it_is(base: str) -> None:
     table = json.loads(as_bytes(found))
     redacted = redaction_of(table).value(table)
     assert (redacted["command"][3], redacted["case"]) == ("<case>", "<case>")
+    assert redacted["outcomes"] == table["outcomes"]
+
+
+@pytest.mark.parametrize("name", ["acme-secret", "a", "forward"])
+def test_the_case_that_has_a_stage_of_this_one_is_taken_out(name: str) -> None:
+    case = Case(name="second", base="/b", stages=(Stage.FORWARD,), host_checked_by=name)
+    elsewhere: dict[str, Any] = {"not_checked": case.not_checked(), "checked_elsewhere": case.checked_elsewhere}
+    found = comparison([tensor([["cpu"]])], base="/srv/llama", adapter=None, **elsewhere)
+    table = json.loads(as_bytes(found))
+    redacted = redaction_of(table).value(table)
+    assert set(redacted["checked_elsewhere"].values()) == {"<other-case>"}
+    assert "stage transfer (checked in case <other-case>)" in redacted["not_checked"]
+    assert not any(f"checked in case {name}" in text for text in redacted["not_checked"])
     assert redacted["outcomes"] == table["outcomes"]
 
 
