@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
+from consistency.capture.names import ANOTHER_BASE, THIS_BASE
 from consistency.case.builtin import builtin_name
 from consistency.case.case import in_other_case
 from consistency.case.recognition import name_of, repository_of
@@ -46,7 +47,7 @@ _SYSTEM = re.compile(r"/(?:usr|lib|lib32|lib64|bin|sbin|proc|sys|dev|etc)(?:/|\Z
 _PUBLIC_PART = re.compile(r"/(?:(?:(?:site|dist)-packages|lib/python3[\d.]*)/.+|consistency/[\w/]+\.py)\Z")
 """The part of a path that is the same wherever a package is installed."""
 
-_OTHER_BASE = re.compile(r"names another base: (\S+), this one is ")
+_OTHER_BASE = re.compile(rf"{re.escape(ANOTHER_BASE)}(\S+){re.escape(THIS_BASE)}")
 """What the adapter's config calls the base: a folder's name, which is in the report without its path."""
 
 _IS_URL = re.compile(r"\A[A-Za-z][\w+.-]+://")

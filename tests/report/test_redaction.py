@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, THIS_BASE, TRAINED_ON
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.stages import Stage
@@ -24,6 +25,8 @@ from consistency.launch.fleet.options import FLEET_OPTIONS
 from consistency.report.json import as_bytes
 from consistency.report.redaction import PATH_OPTIONS, PRIVATE_OPTIONS, Redaction, redaction_of
 from consistency.workflows.report_folder import read_comparison
+from tests.comparison.made_records import compared, computed, moved
+from tests.conftest import MakeCapture
 from tests.report.made_comparisons import comparison, faulty, tensor, worker
 
 UUID = "GPU-7f3d2c10-94ab-4e5d-8c11-a0b1c2d3e4f5"
@@ -230,6 +233,17 @@ def test_the_base_that_an_adapter_names_is_taken_out_and_short_words_stay() -> N
     report = {"command": command, "base": "/cp/llama", "adapter": "/cp/a", "findings": [{"message": said}]}
     found = redaction_of(report).value(report)["findings"][0]["message"]
     assert found == "adapter_config.json names another base: <other-base>, this one is <base>; a second run"
+
+
+def test_what_the_comparison_says_of_another_base_is_what_is_looked_for(make_capture: MakeCapture) -> None:
+    evidence = {TRAINED_ON: f"acme-secret-model{THIS_BASE}llama"}
+    settings = computed(
+        stage="adapter", layer=SETTINGS_LAYER, tensor=RANK_AND_SCALING, rule="peer", status="measured", measure=None,
+        word=None, evidence=evidence,
+    )  # fmt: skip
+    table = json.loads(as_bytes(compared(make_capture("a", {"cpu": [moved(), settings]}))))
+    assert "acme-secret-model" in json.dumps(table["findings"])
+    assert "acme-secret-model" not in json.dumps(redaction_of(table).value(table))
 
 
 def test_what_names_nobody_stays() -> None:
