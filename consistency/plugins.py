@@ -192,9 +192,8 @@ def resolved(reference: str) -> Any:
 
 def kinds() -> Iterator[str]:
     """Yield the kinds of findings of all plug-ins."""
-    for plugin in plugins():
-        for reference in plugin.kinds:
-            yield from map(str, resolved(reference))
+    for _, enumeration in offered("kinds"):
+        yield from map(str, enumeration)
 
 
 def statement_of(comparison: Any) -> Statement | None:
@@ -214,18 +213,18 @@ def api() -> dict[str, str]:
     return {name: module for plugin in plugins() for name, module in plugin.api.items()}
 
 
-def finders() -> Iterator[tuple[str, object]]:
-    """Yield the finders of a comparison that plug-ins name, each with its reference.
+def offered(part: str) -> Iterator[tuple[str, Any]]:
+    """Yield what plug-ins name in a field of `Plugin` whose parts are `module:name`, each with its reference.
 
-    One of another distribution that cannot be imported is noted, and left out.
+    What another distribution names and cannot be imported is noted, and left out.
     """
     for plugin in plugins():
-        for reference in plugin.finders:
+        for reference in getattr(plugin, part):
             try:
-                finder = pkgutil.resolve_name(reference)
+                value = resolved(reference)
             except (Exception, SystemExit) as error:
                 if is_own(reference):
                     raise
-                note_failure(f"the finder {reference} of the plug-in {plugin.name}", error)
+                note_failure(f"{reference} of the plug-in {plugin.name}", error)
             else:
-                yield reference, finder
+                yield reference, value

@@ -19,6 +19,9 @@ RANK_AND_SCALING, LOADED_AGAIN = "rank_and_scaling", "loaded_again"
 TRAINED_ON, IGNORED_FIELDS, OLDER_LAYOUT = "names_another_base", "ignored_fields", "older_layout"
 """Evidence of the first of these."""
 
+ANOTHER_BASE, THIS_BASE = "names another base: ", ", this one is "
+"""Stand before and after the name of that other base, wherever a report says it: a redacted one leaves the name out."""
+
 WHOLE_MODEL = "model"
 """Layer name of a row that stands for a stage as a whole."""
 
@@ -54,6 +57,9 @@ MERGING = "merging"
 
 GIVEN = "given"
 """Part of the name of a row: what the blocks of a mode are given."""
+
+NOT_IN_FILE = "the engine's file has none"
+"""Why the outputs of a mode are skipped: the engine was not asked for them. Any other reason is a failure."""
 
 ATTENTION = "attention"
 """Name of the row of a device that is there for one kernel of attention, where the model calls none."""

@@ -9,11 +9,13 @@ from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Dtype, Placement, Profile
 from consistency.case.profile import Switch
-from consistency.case.stages import HOST_STAGES, LARGE_COPIES, LEVELS, SPECS, Level, LevelPlan, Model, Stage
+from consistency.case.stages import HOST_STAGES, LEVELS, SPECS, LeftOut, Level, LevelPlan, Model, Stage
 from consistency.case.tolerance import Override
 
-CHECKED_IN = "checked in case"
-"""Marks what one case leaves out because another case of its suite has it."""
+
+def in_other_case(stage: str, case: str) -> str:
+    """Return how a report names a stage that was left to another case of the same suite."""
+    return f"stage {stage} (checked in case {case})"
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,25 +160,30 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return whether the adapter is loaded again over poison."""
         return self.plan.reload or self.repeat > 1
 
+    @property
+    def checked_elsewhere(self) -> dict[str, str]:
+        """Return the case of the same suite that has a stage in place of this one, by stage."""
+        if not self.host_checked_by:
+            return {}
+        return {stage.value: self.host_checked_by for stage in HOST_STAGES if stage not in self.stages}
+
     def not_checked(self) -> tuple[str, ...]:
         """Return what this run does not check, for the report."""
-        elsewhere = HOST_STAGES if self.host_checked_by else ()
-        skipped = [
-            f"stage {s}" for s in Stage if s not in self.stages and s not in elsewhere and s is not Stage.ADAPTERS
-        ]
-        skipped += [f"stage {s} ({CHECKED_IN} {self.host_checked_by})" for s in elsewhere if s not in self.stages]
-        rest = list(self.plan.not_checked)
-        if Stage.OPERATORS not in self.stages:
-            rest = [text for text in rest if "operators" not in text]
-        if Stage.TRANSFER not in self.stages:
-            rest = [text for text in rest if text != LARGE_COPIES]
-        if self.soak_s is not None:
-            rest = [text for text in rest if "second run" not in text]
-        if self.repeat > 1:
-            rest = [text for text in rest if "again" not in text and "second run" not in text]
+        left = [stage for stage in Stage if stage not in self.stages and stage is not Stage.ADAPTERS]
+        skipped = [f"stage {stage}" for stage in left if stage not in self.checked_elsewhere]
+        skipped += [in_other_case(stage, case) for stage, case in self.checked_elsewhere.items()]
+        rest = [check.text for check in self.plan.left_out if self._is_left_out(check)]
         if self.not_shared:
             rest.append(f"the load path shared ({self.not_shared})")
         return (*skipped, *rest, *self._of_other_adapters(), *self._cut())
+
+    def _is_left_out(self, check: LeftOut) -> bool:
+        """Return whether a report has to name a check that the level leaves out."""
+        if check.part_of is not None and check.part_of not in self.stages:
+            return False
+        if check.made_by_repeat and self.repeat > 1:
+            return False
+        return not (check.made_by_soak and self.soak_s is not None)
 
     def _of_other_adapters(self) -> list[str]:
         """Return what is checked of the first adapter alone."""

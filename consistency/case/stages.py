@@ -283,6 +283,19 @@ HOST_STAGES: tuple[Stage, ...] = stages_of(lambda spec: spec.model is Model.UNUS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A check that a level leaves out, and when a report does not name it."""
+
+    text: str
+    part_of: Stage | None = None
+    """The stage that it belongs to: where the whole stage is left out, its parts are not named too."""
+    made_by_repeat: bool = False
+    """Whether `--repeat` makes it nevertheless."""
+    made_by_soak: bool = False
+    """Whether a soak makes it nevertheless."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LevelPlan:
     """What a level means."""
 
@@ -297,7 +310,13 @@ class LevelPlan:
     float64_merges: int
     """Elements of all matrices of the largest model that is merged in float64, and whose blocks are compared with the
     adapter off and merged too."""
-    not_checked: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+    """The checks of its own stages that it leaves out."""
+
+    @property
+    def not_checked(self) -> tuple[str, ...]:
+        """Return what it leaves out, in words."""
+        return tuple(check.text for check in self.left_out)
 
     def is_large(self, matrix_elements: int) -> bool:
         """Return whether a model of this size gets half of the sequences, and of the passes with noise of gradients."""
@@ -314,16 +333,20 @@ _ANY_SIZE = 1 << 62
 _IN_SECONDS = 1 << 27
 """Four merges and passes in float64 of one sequence take 28 ns per element on one core (a Llama of 0.17 B): 4 s."""
 
-LARGE_COPIES = "copies of 256 MiB and more or with pinned memory"
+_LARGE_COPIES = LeftOut(text="copies of 256 MiB and more or with pinned memory", part_of=Stage.TRANSFER)
+_MOST_OPERATORS = LeftOut(text="most operators", part_of=Stage.OPERATORS)
+_LARGE_OPERATORS = LeftOut(text="large operators", part_of=Stage.OPERATORS)
+_SAFE_MERGE = LeftOut(text="safe_merge")
+_LOADED_AGAIN = LeftOut(text="the adapter loaded again over NaN", made_by_repeat=True)
+_SECOND_RUN = LeftOut(text="a second run on the same device", made_by_repeat=True, made_by_soak=True)
 
 LEVELS: dict[Level, LevelPlan] = {
     Level.QUICK: LevelPlan(
         stages=stages_of(lambda spec: Level.QUICK in spec.levels),
         safe_merge=False, reload=False, sides=(), sequences=1, tokens=16, repeat=1,
         float64_merges=0,
-        not_checked=(
-            LARGE_COPIES, "most operators", "large operators", "safe_merge", "the adapter loaded again over NaN",
-            "a second run on the same device",
+        left_out=(
+            _LARGE_COPIES, _MOST_OPERATORS, _LARGE_OPERATORS, _SAFE_MERGE, _LOADED_AGAIN, _SECOND_RUN,
         ),
     ),
     # `reload` takes some tenths of a second; with the default load path, these sides separate copy path, device and
@@ -332,11 +355,11 @@ LEVELS: dict[Level, LevelPlan] = {
         stages=stages_of(lambda spec: Level.STANDARD in spec.levels),
         safe_merge=True, reload=True, sides=("cpu", "low-memory"), sequences=8, tokens=16, repeat=1,
         float64_merges=_IN_SECONDS,
-        not_checked=(LARGE_COPIES, "large operators", "a second run on the same device"),
+        left_out=(_LARGE_COPIES, _LARGE_OPERATORS, _SECOND_RUN),
     ),
     Level.THOROUGH: LevelPlan(
         stages=stages_of(lambda spec: Level.THOROUGH in spec.levels),
         safe_merge=True, reload=True, sides=SIDES, sequences=16, tokens=64, repeat=2,
-        float64_merges=_ANY_SIZE, not_checked=(),
+        float64_merges=_ANY_SIZE, left_out=(),
     ),
 }  # fmt: skip

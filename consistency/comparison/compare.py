@@ -96,6 +96,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
             *_not_attended(workers, tensors),
             *_not_soaked(workers),
         ),
+        checked_elsewhere=first.checked_elsewhere,
         profile=" and ".join(dict.fromkeys(capture.manifest.case.profile for capture in captures)),
         settings=tuple(dict.fromkeys(str(one) for capture in captures for one in capture.manifest.case.settings)),
         simulated=any(p.info.simulated for p in workers),

@@ -192,6 +192,8 @@ class ComparisonFacts(msgspec.Struct, frozen=True, kw_only=True):
         Where each worker first differs bitwise from the reference worker, within tolerance or not.
     not_checked : tuple of str
         What the level and the options excluded.
+    checked_elsewhere : dict of str to str
+        The case of the same suite that has a stage in place of this one, by stage: what `not_checked` says in words.
     tolerances : tuple of Override
         The user's, which replace derived bounds where they match.
     profile : str
@@ -230,6 +232,7 @@ class ComparisonFacts(msgspec.Struct, frozen=True, kw_only=True):
     first_divergence: tuple[Divergence, ...] = ()
     first_bitwise_difference: tuple[Divergence, ...] = ()
     not_checked: tuple[str, ...] = ()
+    checked_elsewhere: dict[str, str] = {}
     tolerances: tuple[Override, ...] = ()
     base: str = ""
     adapter: str | None = None

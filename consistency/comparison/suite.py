@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from consistency.capture.wording import counted, listed
-from consistency.case.case import CHECKED_IN
+from consistency.case.case import in_other_case
 from consistency.comparison.kinds import EXIT_STATUS, WORST_FIRST, FindingKind
 from consistency.comparison.kinds import SuiteVerdict as SuiteVerdict
 from consistency.comparison.merging import Merging
@@ -68,7 +68,9 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     reproducible: tuple[int, ...] = ()
     stages: tuple[CaseStage, ...] = ()
     workers: tuple[WorkerSummary, ...] = ()  # without their environments, and without what they measured of themselves
+    # not_checked, checked_elsewhere: as in `Comparison`
     not_checked: tuple[str, ...] = ()
+    checked_elsewhere: dict[str, str] = {}
     ratios: dict[str, Real] = {}  # worst error/tolerance by worker
     accepted: int = 0  # findings that the baseline accepts
     # merging, versions: as in `Comparison`
@@ -162,7 +164,7 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     def not_checked(self) -> tuple[str, ...]:
         """Return what was left out in any case, but for the stages that were left to a case which has them."""
         texts = dict.fromkeys(text for case in self.cases for text in case.not_checked)
-        had = {f"stage {stage.stage} ({CHECKED_IN} {case.name})" for case in self.cases for stage in case.stages}
+        had = {in_other_case(stage.stage, case.name) for case in self.cases for stage in case.stages}
         return tuple(text for text in texts if text not in had)
 
     @property
@@ -175,9 +177,11 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
         if set(counts) == {"consistent"}:
             every = {1: "the case is", 2: "both cases are"}.get(total, f"all {total} cases are")
             return f"{every} consistent"
-        texts = [f"{n} {_NUMBER_OF[verdict][n > 1]}" for verdict, n in counts.items()]
-        first = next(iter(counts.values()))
-        return listed([f"{first} of {counted(total, 'case')}{texts[0].removeprefix(str(first))}", *texts[1:]])
+        texts: list[str] = []
+        for verdict, number in counts.items():
+            of_all = f" of {counted(total, 'case')}" if not texts else ""
+            texts.append(f"{number}{of_all} {_NUMBER_OF[verdict][number > 1]}")
+        return listed(texts)
 
 
 def worst_first(cases: Sequence[CaseResult]) -> list[CaseResult]:

@@ -99,11 +99,17 @@ class Document:
     # kind of a cell and a sentence: alternative load paths, how many workers agree, where they first differ
     remarks: tuple[tuple[str, str], ...] = ()
     merging: tuple[str, ...] = ()  # what merging does to the outputs
-    not_checked: str = ""  # what was left out, in one line
+    not_checked: tuple[str, ...] = ()  # what was left out
+    not_checked_title: str = "not checked"
     unwritten: tuple[str, ...] = ()  # files that cannot be written, and why
     layers: Sheet | None = None  # the layers nearest to their tolerance or beyond it, by architecture
     environment: tuple[str, ...] = ()  # versions and devices, a line each
     file: str = "report.json"  # the file for programs that holds everything
+
+    @property
+    def not_checked_text(self) -> str:
+        """Return what was left out, in one line; empty where nothing was."""
+        return f"{self.not_checked_title}: {', '.join(self.not_checked)}" if self.not_checked else ""
 
     @property
     def to_act_on(self) -> list[Entry]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 import msgspec
 
 from consistency.capture.wording import and_more, counted, some
-from consistency.case.case import CHECKED_IN
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS, Stage, stage_order
 from consistency.comparison.layers import LayerCell, layers_of
@@ -29,7 +27,6 @@ from consistency.report.sentences import (
     command_text,
     divergence_texts,
     facts,
-    not_checked_texts,
     origin_texts,
     profile_texts,
     sentence,
@@ -86,7 +83,8 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
         legend=tuple(legend(row for groups in found.values() for group in groups for row in group.rows)),
         remarks=(*alternative_path_texts(comparison), *(("", text) for text in remarks)),
         merging=tuple(merging_texts(comparison.merging)),
-        not_checked="".join(not_checked_texts(comparison)),
+        not_checked=comparison.not_checked,
+        not_checked_title=f"not checked (level {comparison.level})",
         layers=_layers(comparison),
         environment=tuple(environment_texts(comparison.workers)),
     )
@@ -187,7 +185,7 @@ def of_suite(suite: SuiteResult, view: View) -> Document:
         entries=_entries(suite, view.folder),
         tables=(table,) if rows else (),
         legend=(*explained, *([("", "", MERGING_LEGEND)] if merges else [])),
-        not_checked=f"not checked: {', '.join(suite.not_checked)}" if suite.not_checked else "",
+        not_checked=suite.not_checked,
         unwritten=suite.unwritten,
         file="suite.json",
     )
@@ -293,11 +291,7 @@ def _cells(cases: Sequence[CaseResult]) -> dict[str, Cell]:
 
 def cells(case: CaseResult) -> dict[str, Cell]:
     """Return the cell of each stage of a case, over all of its workers, also of those that another case checked."""
-    elsewhere = {
-        place[1]: Cell(elsewhere=place[2])
-        for text in case.not_checked
-        if (place := re.fullmatch(rf"stage (\S+) \({CHECKED_IN} (.*)\)", text)) is not None
-    }
+    elsewhere = {stage: Cell(elsewhere=other) for stage, other in case.checked_elsewhere.items()}
     return elsewhere | {
         stage.stage: Cell(
             counts=dict(stage.counts),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -174,14 +175,28 @@ def _change(before: WorkerRecord | None, now: WorkerRecord) -> str:
 
 _MOST_PATTERNS = 4
 
-_WORDS = {
-    ChangeKind.DRIFT: "drift in {}",
-    ChangeKind.SOFTWARE: "other software or settings: {}",
-    ChangeKind.INPUTS: "other inputs",
-    ChangeKind.LOST: "worker lost",
-    ChangeKind.INCONSISTENT: "inconsistent",
-    ChangeKind.GONE: "missing",
-    ChangeKind.NEW: "new",
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Phrase:
+    """What a table says of a change."""
+
+    alone: str
+    before_detail: str = ""
+    """What stands before the detail, where there is one and it is said."""
+
+    def about(self, detail: str) -> str:
+        """Return what is said of a change with a detail, which may be empty."""
+        return f"{self.before_detail}{detail}" if detail and self.before_detail else self.alone
+
+
+_PHRASES = {
+    ChangeKind.DRIFT: _Phrase(alone="drift", before_detail="drift in "),
+    ChangeKind.SOFTWARE: _Phrase(alone="other software or settings", before_detail="other software or settings: "),
+    ChangeKind.INPUTS: _Phrase(alone="other inputs"),
+    ChangeKind.LOST: _Phrase(alone="worker lost"),
+    ChangeKind.INCONSISTENT: _Phrase(alone="inconsistent"),
+    ChangeKind.GONE: _Phrase(alone="missing"),
+    ChangeKind.NEW: _Phrase(alone="new"),
 }
 
 _POINTS = frozenset({ChangeKind.SOFTWARE, ChangeKind.INPUTS, ChangeKind.NEW})
@@ -209,7 +224,7 @@ class ChangeRow(Change, frozen=True, kw_only=True):
     def cells(self) -> tuple[str, str, str, str]:
         """Return since when, until when, what, and which devices."""
         until = "" if self.kind in _POINTS else "now" if self.until is None else when(self.until)
-        what = _WORDS[self.kind].format(self.detail) if self.detail else _WORDS[self.kind].partition(": ")[0]
+        what = _PHRASES[self.kind].about(self.detail)
         names = some(self.workers, _MOST_PATTERNS)
         return self.began, until, what, names if self.devices == 1 else f"{counted(self.devices, 'device')}: {names}"
 

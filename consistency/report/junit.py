@@ -14,7 +14,7 @@ from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.report.findings import findings_of
 from consistency.report.formats import View
-from consistency.report.sentences import command_text, profile_texts
+from consistency.report.sentences import command_text, has_own_settings
 from consistency.report.summarize import summarize, without_load_path
 
 _ERRORS = frozenset({FindingKind.LOST_WORKER, FindingKind.FAILED_WORKER})
@@ -92,7 +92,7 @@ def _suite(case: CaseResult, findings: Sequence[Finding], **properties: str) -> 
         _add_result(_add_case(suite, case.name, "input"), "error", case.headline, "input", [case.error])
     _count(suite)
     simulated = any(worker.simulated for worker in case.workers)
-    profile = " ".join(profile_texts(case)).removeprefix("profile ")
+    profile = " ".join([case.profile, *case.settings]) if has_own_settings(case) else ""
     _add_properties(suite, {"simulated": "true" if simulated else "", "profile": profile, **properties})
     left = [f"not checked (level {case.level}): {', '.join(case.not_checked)}"] if case.not_checked else []
     devices = dict.fromkeys(f"{worker.name}: {worker.model} ({worker.architecture})" for worker in case.workers)

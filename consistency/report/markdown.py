@@ -201,7 +201,7 @@ def _rows(table: ResultTable) -> Iterator[tuple[bool, str]]:
 def _details(document: Document) -> list[str]:
     """Return the worst layers, the rest of the findings, where workers diverge, and what was not checked."""
     lines = [*_finding_lines(document), *(text for _, text in document.remarks)]
-    lines += filter(None, [document.not_checked, *(f"not written: {text}" for text in document.unwritten)])
+    lines += filter(None, [document.not_checked_text, *(f"not written: {text}" for text in document.unwritten)])
     above = [] if document.layers is None else list(_sheet(document.layers))
     title = "Layers by architecture, details, notes, and what was not checked"
     return folded(title if above else "Details, notes, and what was not checked", lines, document.file, above=above)

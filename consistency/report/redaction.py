@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 from urllib.parse import unquote
 
+from consistency.capture.names import ANOTHER_BASE, THIS_BASE
 from consistency.case.builtin import builtin_name
+from consistency.case.case import in_other_case
 from consistency.case.recognition import name_of, repository_of
 from consistency.case.stages import Level, Stage
 from consistency.numerics.rules import Rule
@@ -45,7 +47,7 @@ _SYSTEM = re.compile(r"/(?:usr|lib|lib32|lib64|bin|sbin|proc|sys|dev|etc)(?:/|\Z
 _PUBLIC_PART = re.compile(r"/(?:(?:(?:site|dist)-packages|lib/python3[\d.]*)/.+|consistency/[\w/]+\.py)\Z")
 """The part of a path that is the same wherever a package is installed."""
 
-_OTHER_BASE = re.compile(r"names another base: (\S+), this one is ")
+_OTHER_BASE = re.compile(rf"{re.escape(ANOTHER_BASE)}(\S+){re.escape(THIS_BASE)}")
 """What the adapter's config calls the base: a folder's name, which is in the report without its path."""
 
 _IS_URL = re.compile(r"\A[A-Za-z][\w+.-]+://")
@@ -78,7 +80,10 @@ PRIVATE_OPTIONS = frozenset({"--wrapper", "--command", "--engine-args", "--nodes
 
 _FILE = re.compile(r".+\.(?:toml|json|csv|zip|html|xml|safetensors)\Z")
 
-_CASE = "<case>"
+_CASE, _OTHER_CASE = "<case>", "<other-case>"
+
+_ELSEWHERE = "checked_elsewhere"
+"""The field that names the case of the same suite in which a stage was checked, by stage."""
 
 _SHORTEST = 2
 """Letters of a user's or host's name in a text: `a` is in every sentence."""
@@ -150,6 +155,8 @@ class Redaction:
             return self.given[value]
         if key == "host" and isinstance(value, str) and value and value.lower() not in _EVERYBODYS:
             return self.names.get(value, "<host>")
+        if key == _ELSEWHERE and isinstance(value, dict):
+            return dict.fromkeys(value, _OTHER_CASE)
         if key == "written" and isinstance(value, list):  # what a model makes of somebody's prompt
             return ["…" for _ in value]
         return self.value(value)
@@ -226,7 +233,8 @@ def redaction_of(report: Mapping[str, Any], *, more: Iterable[str] = ()) -> Reda
         folders=_longest_first(folders),
         homes=tuple(_longest_first({home: "" for home in homes if len(home) > 1})),
         names=_longest_first(names),
-        exact={name: instead for name, instead in case.items() if name.lower() not in _VOCABULARY},
+        exact=_other_cases(report)
+        | {name: instead for name, instead in case.items() if name.lower() not in _VOCABULARY},
         given=_longest_first(given),
     )
 
@@ -261,6 +269,14 @@ def _case(report: Mapping[str, Any]) -> dict[str, str]:
         return {case: _CASE}  # somebody chose it
     redacted = " + ".join(repository or instead for repository, instead in map(known.__getitem__, parts))
     return {} if redacted == case else {case: redacted}
+
+
+def _other_cases(report: Mapping[str, Any]) -> dict[str, str]:
+    """Return what is said of the stages that other cases have, and the same without the names of these."""
+    elsewhere = report.get(_ELSEWHERE)
+    if not isinstance(elsewhere, Mapping):
+        return {}
+    return {in_other_case(stage, str(name)): in_other_case(stage, _OTHER_CASE) for stage, name in elsewhere.items()}
 
 
 def _is_path(text: object) -> TypeGuard[str]:

@@ -84,11 +84,14 @@ def source_texts(comparison: Comparison) -> list[str]:
     ]
 
 
+def has_own_settings(comparison: Comparison | CaseResult) -> bool:
+    """Return whether the profile, or the settings on top of it, are not the default."""
+    return comparison.profile not in ("", "pinned") or bool(comparison.settings)
+
+
 def profile_texts(comparison: Comparison | CaseResult) -> list[str]:
     """Return the profile and the settings on top of it, where they are not the default."""
-    if comparison.profile in ("", "pinned") and not comparison.settings:
-        return []
-    return [f"profile {comparison.profile}", *comparison.settings]
+    return [f"profile {comparison.profile}", *comparison.settings] if has_own_settings(comparison) else []
 
 
 def soak_texts(comparison: Comparison) -> list[str]:
@@ -219,12 +222,6 @@ def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
         every = "all " if len(equal) > 1 else ""
         yield "equal", f"{counted(len(equal), 'more load path')} checked, {every}equal{names}"
     yield from others
-
-
-def not_checked_texts(comparison: Comparison) -> list[str]:
-    """Return what the level and the options left out, in one line; nothing where that is nothing."""
-    left = ", ".join(comparison.not_checked)
-    return [f"not checked (level {comparison.level}): {left}"] if left else []
 
 
 def _in_order(comparison: Comparison, names: Container[str]) -> list[str]:

@@ -54,6 +54,7 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
             for worker in comparison.workers
         ),
         not_checked=comparison.not_checked,
+        checked_elsewhere=comparison.checked_elsewhere,
         ratios={name: Real(ratio) for name, ratio in worst_ratios(comparison).items()},
         accepted=sum(finding.accepted is not None for finding in comparison.findings),
         merging=comparison.merging,

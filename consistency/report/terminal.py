@@ -88,9 +88,10 @@ def _write(write: Writer, document: Document, view: View, found: Comparison | Su
     if rest := "" if view.verbose else and_more(len(notes) - _MOST_NOTES, "note"):
         write.line(f"{rest}: -v shows all")
     if document.not_checked:
-        first, *others = document.not_checked.split(", ")
-        is_short = view.verbose or found.verdict != "consistent" or not others
-        write.line(document.not_checked if is_short else f"{first} {and_more(len(others), 'thing')}: -v lists them")
+        first, *others = document.not_checked
+        is_whole = view.verbose or found.verdict != "consistent" or not others
+        short = f"{document.not_checked_title}: {first} {and_more(len(others), 'thing')}: -v lists them"
+        write.line(document.not_checked_text if is_whole else short)
     for text in document.unwritten:
         write.line(f"not written: {text}", style="yellow")
     if view.folder is not None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import msgspec
@@ -45,6 +46,24 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
     on_request = ("stage trajectory", *together, "stage wrapping")
     assert thorough.not_checked() == on_request, "which are run on request alone"
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        (Case(name="x", base="/b", level=Level.QUICK), {0, 1, 2, 3, 4, 5}),
+        (Case(name="x", base="/b", level=Level.QUICK, repeat=2), {0, 1, 2, 3}),
+        (Case(name="x", base="/b", level=Level.QUICK, soak_s=1.0), {0, 1, 2, 3, 4}),
+        (Case(name="x", base="/b", level=Level.QUICK, stages=(Stage.TRANSFER,)), {0, 3, 4, 5}),
+        (Case(name="x", base="/b", level=Level.QUICK, stages=(Stage.OPERATORS,)), {1, 2, 3, 4, 5}),
+    ],
+)
+def test_what_is_named_does_not_hang_on_its_words(case: Case, named: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = LEVELS[Level.QUICK]
+    reworded = [dataclasses.replace(check, text=f"check {place}") for place, check in enumerate(plan.left_out)]
+    monkeypatch.setitem(LEVELS, Level.QUICK, dataclasses.replace(plan, left_out=tuple(reworded)))
+    checks = [text for text in case.not_checked() if text.startswith("check ")]
+    assert checks == [f"check {place}" for place in sorted(named)]
 
 
 def test_a_report_names_what_did_not_fit() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from consistency.capture.records import SettingChange, TensorRecord
 from consistency.case.profile import Switch
+from consistency.comparison.findings import same_program
 from consistency.comparison.result import Comparison, Finding
 from tests.comparison.made_records import compared, computed, forward, moved, rounding
 from tests.conftest import MakeCapture
@@ -33,6 +34,20 @@ def test_bits_of_one_model_that_differ(
     finding = of_kind(found, "same-device-type")
     assert (finding.severity, found.verdict) == (severity, verdict)
     assert ("the profile deployed promises no equal bits" in finding.message) == bool(case)
+
+
+@pytest.mark.parametrize(("case", "severity", "verdict"), BOTH)
+@pytest.mark.parametrize("bits", [("b", "c"), ("b", "b")], ids=["no-majority", "one-is-odd"])
+def test_what_a_profile_promises_does_not_hang_on_its_words(
+    make_capture: MakeCapture, monkeypatch: pytest.MonkeyPatch, case: dict[str, str], severity: str, verdict: str,
+    bits: tuple[str, str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(same_program, "AS_DEPLOYED", "")
+    workers = {"cpu": [computed("a")], "cuda:0": [computed("x")]}
+    workers |= {f"cuda:{number}": [computed(digest)] for number, digest in enumerate(bits, start=1)}
+    same = {name: SAME["cuda:0"] for name in workers if name != "cpu"}
+    found = compared(make_capture("a", workers, info=same, case=case))
+    assert (of_kind(found, "same-device-type").severity, found.verdict) == (severity, verdict)
 
 
 @pytest.mark.parametrize(("case", "severity", "verdict"), BOTH)

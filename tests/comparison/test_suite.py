@@ -119,6 +119,8 @@ def test_what_another_case_checks_is_not_left_out() -> None:
     other = Case(name="other", base="b", stages=rest, host_checked_by="first")
     texts = [case.not_checked() for case in (whole, other)]
     assert any("stage transfer" in text for text in texts[1])
+    assert other.checked_elsewhere == dict.fromkeys(HOST_STAGES, "first")
+    assert whole.checked_elsewhere == {}
     ran = tuple(CaseStage(stage=stage, status="equal", counts={"equal": 1}) for stage in ("transfer", "operators"))
     first = msgspec.structs.replace(found("first"), not_checked=texts[0], stages=ran)
     second = msgspec.structs.replace(found("other"), not_checked=texts[1])

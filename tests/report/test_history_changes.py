@@ -8,7 +8,27 @@ from pathlib import Path
 import pytest
 
 from consistency.cli.main import main
+from consistency.comparison.history.changes import ChangeKind
+from consistency.report.history import ChangeRow
 from tests.comparison.history.made_fleets import at, fleet_history, incidents
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail", "said"),
+    [
+        (ChangeKind.DRIFT, "merged", "drift in merged"),
+        (ChangeKind.DRIFT, "", "drift"),
+        (ChangeKind.SOFTWARE, "torch 2 -> 3", "other software or settings: torch 2 -> 3"),
+        (ChangeKind.SOFTWARE, "", "other software or settings"),
+        (ChangeKind.INPUTS, "", "other inputs"),
+    ],
+)
+def test_a_change_is_said_with_its_detail_or_without(kind: ChangeKind, detail: str, said: str) -> None:
+    row = ChangeRow(
+        kind=kind, detail=detail, since="2026-01-09T02:00:00+00:00", before=None, until=None, devices=1,
+        workers=("cpu",),
+    )  # fmt: skip
+    assert row.cells[2] == said
 
 
 def test_the_command_prints_what_changed_and_since_when(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,15 @@ import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, THIS_BASE, TRAINED_ON
 from consistency.case.builtin import builtin_folder
+from consistency.case.case import Case
+from consistency.case.stages import Stage
 from consistency.cli.main import build_parser, main
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
@@ -21,6 +25,8 @@ from consistency.launch.fleet.options import FLEET_OPTIONS
 from consistency.report.json import as_bytes
 from consistency.report.redaction import PATH_OPTIONS, PRIVATE_OPTIONS, Redaction, redaction_of
 from consistency.workflows.report_folder import read_comparison
+from tests.comparison.made_records import compared, computed, moved
+from tests.conftest import MakeCapture
 from tests.report.made_comparisons import comparison, faulty, tensor, worker
 
 UUID = "GPU-7f3d2c10-94ab-4e5d-8c11-a0b1c2d3e4f5"
@@ -190,6 +196,19 @@ def test_a_name_that_was_given_is_taken_out_whatever_it_is(base: str) -> None:
     assert redacted["outcomes"] == table["outcomes"]
 
 
+@pytest.mark.parametrize("name", ["acme-secret", "a", "forward"])
+def test_the_case_that_has_a_stage_of_this_one_is_taken_out(name: str) -> None:
+    case = Case(name="second", base="/b", stages=(Stage.FORWARD,), host_checked_by=name)
+    elsewhere: dict[str, Any] = {"not_checked": case.not_checked(), "checked_elsewhere": case.checked_elsewhere}
+    found = comparison([tensor([["cpu"]])], base="/srv/llama", adapter=None, **elsewhere)
+    table = json.loads(as_bytes(found))
+    redacted = redaction_of(table).value(table)
+    assert set(redacted["checked_elsewhere"].values()) == {"<other-case>"}
+    assert "stage transfer (checked in case <other-case>)" in redacted["not_checked"]
+    assert not any(f"checked in case {name}" in text for text in redacted["not_checked"])
+    assert redacted["outcomes"] == table["outcomes"]
+
+
 def test_every_option_that_takes_a_path_is_known() -> None:
     (commands,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
     taken = set()
@@ -214,6 +233,17 @@ def test_the_base_that_an_adapter_names_is_taken_out_and_short_words_stay() -> N
     report = {"command": command, "base": "/cp/llama", "adapter": "/cp/a", "findings": [{"message": said}]}
     found = redaction_of(report).value(report)["findings"][0]["message"]
     assert found == "adapter_config.json names another base: <other-base>, this one is <base>; a second run"
+
+
+def test_what_the_comparison_says_of_another_base_is_what_is_looked_for(make_capture: MakeCapture) -> None:
+    evidence = {TRAINED_ON: f"acme-secret-model{THIS_BASE}llama"}
+    settings = computed(
+        stage="adapter", layer=SETTINGS_LAYER, tensor=RANK_AND_SCALING, rule="peer", status="measured", measure=None,
+        word=None, evidence=evidence,
+    )  # fmt: skip
+    table = json.loads(as_bytes(compared(make_capture("a", {"cpu": [moved(), settings]}))))
+    assert "acme-secret-model" in json.dumps(table["findings"])
+    assert "acme-secret-model" not in json.dumps(redaction_of(table).value(table))
 
 
 def test_what_names_nobody_stays() -> None:

@@ -78,7 +78,7 @@ def in_their_order() -> list[_Entry]:
     Of those with one place, this package's come first.
     """
     entries = [_Entry(finder=finder, is_own=True) for finder in of_this_folder()]
-    for reference, finder in plugins.finders():
+    for reference, finder in plugins.offered("finders"):
         if isinstance(finder, Finder):
             entries.append(_Entry(finder=finder, is_own=plugins.is_own(reference)))
             continue

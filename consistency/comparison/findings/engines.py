@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
-from consistency.capture.names import ADAPTER_OFF, BATCHES
+from consistency.capture.names import ADAPTER_OFF, BATCHES, NOT_IN_FILE
 from consistency.capture.wording import listed, some
 from consistency.case.inference.request import OUTPUT
 from consistency.case.stages import Stage
@@ -37,12 +37,14 @@ def find_engines(evidence: ComparisonEvidence) -> Iterable[Finding]:
         yield from _part(engine, rows)
         outputs = [(t, row) for t, row in rows if t.layer == OUTPUT]
         if outputs and all(row.status == "skipped" for _, row in outputs):
+            reasons = dict.fromkeys(row.reason or "" for _, row in outputs if row.reason != NOT_IN_FILE)
             yield Finding(
-                kind=FindingKind.NOTHING_COMPARED, severity="error", workers=(engine.label,),
-                message=f"forward · {engine.label} · nothing was compared of this engine: "
-                + "; ".join(dict.fromkeys(row.reason or "" for _, row in outputs if "none" not in (row.reason or ""))),
+                kind=FindingKind.NOTHING_COMPARED,
+                severity="error",
+                message=f"forward · {engine.label} · nothing was compared of this engine: {'; '.join(reasons)}",
+                workers=(engine.label,),
                 tensors=tuple(t.name for t, _ in outputs),
-            )  # fmt: skip
+            )
 
 
 def of_devices(evidence: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:

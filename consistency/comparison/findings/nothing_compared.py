@@ -200,7 +200,9 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
 
     Blocks are compared on equal inputs, and one whose passes on the CPU overflow too is not.
     """
-    found: dict[str, dict[str, None]] = {}
+    overflows: dict[
+        tuple[str, str], dict[str, None]
+    ] = {}  # workers by dtype and first block, empty where none is known
     outputs: dict[str, None] = {}
     for p in compared:
         records = [record for record in p.records.stage(Stage.FORWARD).values() if not record.load_path]
@@ -211,16 +213,21 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         ]  # fmt: skip
         if lost and not any(record.status == "outside" for record in p.records.values()):
             beyond = [record for record in records if OVERFLOWS in (record.reason or "")]
-            first = f", first in {min(beyond, key=lambda record: record.order).layer}" if beyond else ""
-            text = f"outputs are NaN or infinite in {lost[0].dtype}, and finite in float64{first}"
-            found.setdefault(text, {})[p.label] = None
+            first = min(beyond, key=lambda record: record.order).layer if beyond else ""
+            overflows.setdefault((lost[0].dtype, first), {})[p.label] = None
             outputs |= dict.fromkeys(tensor_name(*record.key) for record in lost)
-    for text, labels in found.items():
+    for (dtype, first), labels in overflows.items():
+        text = f"outputs are NaN or infinite in {dtype}, and finite in float64"
+        where = f", first in {first}" if first else ""
         yield Finding(
-            kind=FindingKind.NON_FINITE_VALUES, severity="error", workers=tuple(labels), tensors=tuple(outputs),
-            message=f"forward · {some(list(labels))} · {text}", general=f"forward · {text.partition(', first')[0]}",
-            next="use bfloat16, which has the range of float32, or float32" if " float16," in text else None,
-        )  # fmt: skip
+            kind=FindingKind.NON_FINITE_VALUES,
+            severity="error",
+            message=f"forward · {some(list(labels))} · {text}{where}",
+            general=f"forward · {text}",
+            workers=tuple(labels),
+            tensors=tuple(outputs),
+            next="use bfloat16, which has the range of float32, or float32" if dtype == "float16" else None,
+        )
 
 
 def _in_files(compared: Sequence[ComparedWorker]) -> dict[str, list[str]]:

@@ -69,7 +69,7 @@ def _changed(
     # in the order of the model, so the first one is nearest to the cause
     return Finding(
         kind=FindingKind.NOT_REPEATABLE,
-        severity="note" if why else "error",
+        severity="note" if unordered or deployed else "error",
         message=f"{opening}{what} in {stage.changed.count} of {counted(soak.begun, 'repeat')}{ending}",
         general=f"{opening}tensors changed in some repeats of the soak{why}",
         workers=(worker.label,),

@@ -25,7 +25,7 @@ from consistency.comparison.findings.repeats import AS_DEPLOYED, without_version
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.records import Key, Records, StageTable, tables_of
-from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
+from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, tensor_name
 from consistency.comparison.site_groups import SiteGroups
 from consistency.comparison.workers import ComparedWorker
 
@@ -50,7 +50,9 @@ def find_same_program(evidence: ComparisonEvidence) -> Iterable[Finding]:
     for members in _programs(evidence.workers, evidence.tensors):
         recorded = tables_of(m.records for m in members)
         keys = list(dict.fromkeys(key for table in recorded for key, one in table.items() if one.rule != "bitwise"))
-        suffix = AS_DEPLOYED if any(not p.case.is_pinned for p in members) else ""
+        is_pinned = all(p.case.is_pinned for p in members)
+        severity: Severity = "error" if is_pinned else "note"
+        suffix = "" if is_pinned else AS_DEPLOYED
         facts: Facts = {}
         for stage in dict.fromkeys(key[0] for key in keys):
             tables = tables_of(Records({stage: m.records.stage(stage)}) for m in members)
@@ -69,10 +71,10 @@ def find_same_program(evidence: ComparisonEvidence) -> Iterable[Finding]:
             for workers, of_workers, digest_of in accused:
                 sides = _sides(workers, stage, of_workers, digest_of)
                 if sides is None:
-                    yield _all_of(workers, stage, of_workers, suffix)
+                    yield _all_of(workers, stage, of_workers, severity, suffix)
                 else:
                     facts = facts or facts_of(members, evidence.groups)
-                    yield _odd_ones(sides, facts, stage, of_workers, suffix)
+                    yield _odd_ones(sides, facts, stage, of_workers, severity, suffix)
 
 
 def _programs(
@@ -130,12 +132,14 @@ def _sides(
     return _Sides(odd=tuple(odd), others=tuple(others))
 
 
-def _all_of(members: Sequence[ComparedWorker], stage: str, differing: Sequence[Key], suffix: str) -> Finding:
+def _all_of(
+    members: Sequence[ComparedWorker], stage: str, differing: Sequence[Key], severity: Severity, suffix: str
+) -> Finding:
     labels = tuple(dict.fromkeys(p.label for p in members))
     text = f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
     return Finding(
         kind=FindingKind.SAME_DEVICE_TYPE,
-        severity="note" if suffix else "error",
+        severity=severity,
         message=f"{text} in {counted(len(differing), 'tensor')}{suffix}",
         general=text,
         workers=labels,
@@ -168,14 +172,16 @@ def _unordered(
     )
 
 
-def _odd_ones(sides: _Sides, facts: Facts, stage: str, differing: Sequence[Key], suffix: str) -> Finding:
+def _odd_ones(
+    sides: _Sides, facts: Facts, stage: str, differing: Sequence[Key], severity: Severity, suffix: str
+) -> Finding:
     found = in_common(facts, sides.odd, sides.others)
     who = f"{stage} · {some(sides.odd)} {'differs' if len(sides.odd) == 1 else 'differ'} bitwise"
     others = f"{len(sides.others):,} {'other' if len(sides.others) == 1 else 'others'}"
     same = "of the same device type with the same software"
     return Finding(
         kind=FindingKind.SAME_DEVICE_TYPE,
-        severity="note" if suffix else "error",
+        severity=severity,
         message=(
             f"{who} in {counted(len(differing), 'tensor')} from {others} {same}, which agree"
             f"{clause(found, sides.odd)}{suffix}"

@@ -13,6 +13,7 @@ from typing import Any
 from consistency.capture.adapter_remarks import AdapterRemark, remarks_in
 from consistency.capture.json_codec import encode_json
 from consistency.capture.names import (
+    ANOTHER_BASE,
     DIGEST_FAULT,
     IGNORED_FIELDS,
     OLDER_LAYOUT,
@@ -95,7 +96,7 @@ def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
     for text, labels in bases.items():
         yield Finding(
             kind=FindingKind.OTHER_BASE, severity="note", workers=tuple(labels),
-            message=f"adapter · adapter_config.json names another base: {text}; shapes that fit prove nothing",
+            message=f"adapter · adapter_config.json {ANOTHER_BASE}{text}; shapes that fit prove nothing",
         )  # fmt: skip
     for text, labels in fields.items():
         yield Finding(

@@ -76,7 +76,8 @@ def add_run(
     record, tables = record_of(captures, comparison)
     record = msgspec.structs.replace(record, report=report)
     try:
-        judged, record = judge_drift(history, record, tables, comparison, baseline)
+        pinned = all_pinned(captures)
+        judged, record = judge_drift(history, record, tables, comparison, baseline, pinned=pinned)
     except CaptureError as error:
         return unjudged(comparison, baseline, error)
     comparison = judged
@@ -93,15 +94,25 @@ def unjudged(comparison: Comparison, baseline: Baseline | None, error: CaptureEr
     return with_unwritten(comparison, [f"not compared with earlier runs: {brief(error)}"])
 
 
+def all_pinned(captures: Sequence[Capture]) -> bool:
+    """Return whether every capture was made with all settings fixed: without, equal bits are promised nowhere."""
+    return all(capture.manifest.case.is_pinned for capture in captures)
+
+
 def judge_drift(
-    history: History, record: RunRecord, tables: dict[str, bytes], comparison: Comparison, baseline: Baseline | None
+    history: History,
+    record: RunRecord,
+    tables: dict[str, bytes],
+    comparison: Comparison,
+    baseline: Baseline | None,
+    *,
+    pinned: bool,
 ) -> tuple[Comparison, RunRecord]:
     """Return a comparison with a finding for each device that has drifted, and the record of that.
 
     An accepted drift is not recorded as one: the device is compared with this run from now on. Nor is a device that is
     gone; where that is not accepted, a part was not checked.
     """
-    pinned = "deployed" not in comparison.profile
     findings, stages = find_drift(history, record, tables, comparison, pinned=pinned)
     losses, gone = find_gone(history, record)
     damage = [

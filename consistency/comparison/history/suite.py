@@ -11,7 +11,7 @@ from consistency.capture.folder import Capture
 from consistency.capture.reader import brief
 from consistency.capture.version import __version__
 from consistency.comparison.history.baseline import Baseline
-from consistency.comparison.history.drift import judge_drift, unjudged
+from consistency.comparison.history.drift import all_pinned, judge_drift, unjudged
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
 from consistency.comparison.history.store import History
@@ -36,7 +36,8 @@ class SuiteEntry:
         workers = RunWorkers.of(msgspec.structs.replace(worker, case=name) for worker in record.workers)
         record = msgspec.structs.replace(record, workers=workers)
         try:
-            judged, record = judge_drift(self._history, record, tables, comparison, self._baseline)
+            pinned = all_pinned(captures)
+            judged, record = judge_drift(self._history, record, tables, comparison, self._baseline, pinned=pinned)
             self._history.put_tables(tables)
         except CaptureError as error:
             return unjudged(comparison, self._baseline, error)

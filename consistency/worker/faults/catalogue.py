@@ -5,8 +5,6 @@ Drill, tests and documents read these rows. No torch here: a fault's module is i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from consistency import plugins
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
@@ -375,17 +373,7 @@ _ROWS: tuple[Fault, ...] = (
 )  # fmt: skip
 
 
-def _of_plugins() -> Iterator[Fault]:
-    """Yield the faults of extras and of other distributions; one of another that cannot be imported is left out."""
-    for plugin in plugins.plugins():
-        for reference in plugin.faults:
-            try:
-                yield from plugins.resolved(reference)
-            except Exception as error:  # whatever its code raises
-                if plugins.is_own(reference):
-                    raise
-                plugins.note_failure(f"the faults {reference} of the plug-in {plugin.name}", error)
+_OF_PLUGINS = (fault for _, rows in plugins.offered("faults") for fault in rows)
 
-
-FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*_ROWS, *_of_plugins())}
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in (*_ROWS, *_OF_PLUGINS)}
 """Every fault by its name, in the order of the drill."""

@@ -145,3 +145,14 @@ def test_what_was_not_checked_is_a_line_in_a_report_without_a_finding(
         capsysbinary, folder
     )
     assert ", ".join(left) in shown(capsysbinary, folder, "-v")
+
+
+def test_what_was_not_checked_is_counted_and_not_its_commas(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    left = ("6 of 8 sequences, for lack of memory", "a second run")
+    folder = saved(msgspec.structs.replace(comparison([]), not_checked=left), tmp_path / "out")
+    printed = shown(capsysbinary, folder)
+    assert (
+        "not checked (level standard): 6 of 8 sequences, for lack of memory and 1 more thing: -v lists them" in printed
+    )

@@ -69,17 +69,19 @@ def test_a_file_alone_is_a_warning_and_some_values_are_a_note(make_capture: Make
     assert "3 of 65536 values of adapter_on of logits" in note.message
 
 
-def test_a_model_that_overflows_on_every_device_is_not_consistent(make_capture: MakeCapture) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_model_that_overflows_on_every_device_is_not_consistent(make_capture: MakeCapture, dtype: str) -> None:
     """All logits were NaN in float16, blocks that the CPU could not compute either were skipped: consistent."""
-    beyond = "passes in float16 on the CPU are NaN or infinite too: there is no error to compare with"
-    fields: dict[str, Any] = {"stage": "forward", "rule": "block", "dtype": "float16"}
+    beyond = f"passes in {dtype} on the CPU are NaN or infinite too: there is no error to compare with"
+    fields: dict[str, Any] = {"stage": "forward", "rule": "block", "dtype": dtype}
     lost = measured(max_abs=Real("nan"))
     ends = computed(layer="logits", tensor="adapter_on.end_to_end", **fields | {"measure": lost, "status": "measured"})
     block = computed(layer="layers.1.mlp", **fields | {"status": "skipped", "measure": None, "reason": beyond})
     records = [moved(), ends, block]
     (finding, *_) = compared(make_capture("a", {"cpu": records, "cuda:0": records})).findings
-    what = "outputs are NaN or infinite in float16, and finite in float64, first in layers.1.mlp"
-    assert (finding.severity, finding.message) == ("error", f"forward · cpu, cuda:0 · {what}")
-    assert "bfloat16" in str(finding.next)
+    what = f"outputs are NaN or infinite in {dtype}, and finite in float64"
+    assert (finding.severity, finding.message) == ("error", f"forward · cpu, cuda:0 · {what}, first in layers.1.mlp")
+    assert finding.general == f"forward · {what}"
+    assert ("use bfloat16" in str(finding.next)) == (dtype == "float16")
     wrong = compared(make_capture("b", {"cpu": [moved(), forward()], "cuda:0": [moved("other"), *records[1:]]}))
     assert not any(one.kind == FindingKind.NON_FINITE_VALUES for one in wrong.findings)

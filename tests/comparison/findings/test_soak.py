@@ -17,6 +17,7 @@ from consistency.capture.soak import (
     Soak,
     SoakedStage,
 )
+from consistency.comparison.findings import repeats
 from consistency.comparison.findings.repeats import AS_DEPLOYED, readings_text
 from consistency.comparison.result import Comparison
 from consistency.numerics.words import Word
@@ -229,6 +230,14 @@ def test_as_deployed_only_moved_bytes_are_promised(comparison_of: Any) -> None:
     note = next(f for f in found.findings if f.severity == "note" and f.kind == "not-repeatable")
     assert all(text is not None and text.endswith(AS_DEPLOYED) for text in (note.message, note.general))
     assert not any(AS_DEPLOYED in finding.message for finding in errors(found))
+
+
+def test_what_the_soak_of_a_profile_promises_does_not_hang_on_its_words(
+    comparison_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeats, "AS_DEPLOYED", "")
+    found = comparison_of(soak(change()), profile="deployed")
+    assert [f.severity for f in found.findings if f.kind == "not-repeatable"] == ["note"]
 
 
 def test_only_memory_that_grows_all_the_time_and_by_more_than_is_allowed_is_told(comparison_of: Any) -> None:

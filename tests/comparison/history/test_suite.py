@@ -50,13 +50,16 @@ def night(make_capture: MakeCapture, history: str) -> Suite:
     """Run a suite; return the comparison of each case."""
     count = 0
 
-    def once(bits: Bits, *, baseline: Baseline | None = None, stopped: bool = False) -> dict[str, Comparison]:
+    def once(
+        bits: Bits, *, baseline: Baseline | None = None, stopped: bool = False, profile: str = "pinned"
+    ) -> dict[str, Comparison]:
         nonlocal count
         entry, found, cases = SuiteEntry(History(history), baseline), {}, []
         for name, merged in bits.items():
             count += 1
             info = {"cuda:0": {"uuid": "GPU-a", "kernel_key": "torch 2"}}
-            folder = make_capture(f"{count}", {"cuda:0": records(merged, f"{name}-file")}, info=info)
+            workers = {"cuda:0": records(merged, f"{name}-file")}
+            folder = make_capture(f"{count}", workers, info=info, case={"profile": profile})
             captures = [read_capture(folder)]
             found[name] = entry.add(name, captures, compare_captures(captures))
             cases.append(summarize(name, f"cases/{name}", found[name], 1.0))
@@ -107,6 +110,13 @@ def test_a_case_is_compared_with_the_last_run_that_had_it(night: Suite) -> None:
     night({"a": "m", "b": "n"})
     night({"a": "m"})
     assert drifted(night({"a": "m", "b": "x"})) == ["b"]
+
+
+def test_what_a_suite_computed_as_deployed_may_change(night: Suite) -> None:
+    night({"a": "m"}, profile="deployed")
+    found = night({"a": "x"}, profile="deployed")
+    assert drifted(found) == ["a"]
+    assert found["a"].verdict == "consistent"
 
 
 def test_a_case_that_ran_alone_before_is_known(night: Suite, make_capture: MakeCapture, history: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any, cast
 
-from consistency.capture.names import IGNORED_FIELDS, OLDER_LAYOUT, TRAINED_ON
+from consistency.capture.names import IGNORED_FIELDS, OLDER_LAYOUT, THIS_BASE, TRAINED_ON
 from consistency.capture.wording import some
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_json
@@ -29,7 +29,7 @@ def stated(context: Context) -> dict[str, Any]:
     given = table.get("base_model_name_or_path")
     found: dict[str, Any] = {}
     if own and isinstance(given, str) and given.strip("/") and not own & {_name(given)}:
-        found[TRAINED_ON] = f"{_name(given)}, this one is {' or '.join(sorted(own))}"
+        found[TRAINED_ON] = f"{_name(given)}{THIS_BASE}{' or '.join(sorted(own))}"
     ignored = _ignored(table, config)
     if ignored:
         found[IGNORED_FIELDS] = ignored

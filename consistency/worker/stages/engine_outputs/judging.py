@@ -14,7 +14,7 @@ import torch
 
 from consistency.capture.engine_causes import CAUSE, SEVERAL
 from consistency.capture.folder import worker_slug
-from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, BATCHES
+from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, BATCHES, NOT_IN_FILE
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.capture.writer import write_json
 from consistency.case.engine_file import EngineFile
@@ -146,7 +146,7 @@ class _Engine:
         if drawn is None and mode == ADAPTER_MERGED:  # PEFT does not merge this adapter, but the engine does
             drawn = self.forward.drawn.get(ADAPTER_ON)
         if mode not in self.view.outputs.modes or exact is None or drawn is None:
-            why = "the engine's file has none" if exact is not None else self.forward.failures.get(_exact(mode), "")
+            why = NOT_IN_FILE if exact is not None else self.forward.failures.get(_exact(mode), "")
             why = why or "the model does not run in this mode"
             self.record.skipped(Stage.FORWARD, why, mode, layer=OUTPUT, rule=Rule.RELATIVE, unsupported=True)
             return

@@ -1,0 +1,26 @@
+"""What a report says of an inference engine of which nothing could be compared."""
+
+from __future__ import annotations
+
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, NOT_IN_FILE, UNSUPPORTED
+from consistency.capture.records import TensorRecord
+from consistency.case.inference.request import OUTPUT
+from consistency.comparison.kinds import FindingKind
+from tests.comparison.made_records import compared, moved
+from tests.conftest import MakeCapture
+
+
+def skipped(mode: str, reason: str) -> TensorRecord:
+    return TensorRecord(
+        stage="forward", layer=OUTPUT, tensor=mode, rule="relative", status="skipped", reason=reason,
+        evidence={UNSUPPORTED: True},
+    )  # fmt: skip
+
+
+def test_what_the_engine_was_not_asked_for_is_no_reason(make_capture: MakeCapture) -> None:
+    """Any other reason is said, whatever its words."""
+    failure = "ValueError: a router, of which the model has none"
+    workers = {"cpu": [moved()], "vllm": [skipped(ADAPTER_ON, failure), skipped(ADAPTER_OFF, NOT_IN_FILE)]}
+    found = compared(make_capture("a", workers, info={"vllm": {"engine": "vllm 1"}}))
+    (finding,) = [one for one in found.findings if one.kind == FindingKind.NOTHING_COMPARED]
+    assert finding.message == f"forward · vllm · nothing was compared of this engine: {failure}"
