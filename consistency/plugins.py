@@ -51,6 +51,13 @@ class Plugin(NamedTuple):
         Module by the name that `import consistency` offers.
     finders : tuple of str
         Finders of a comparison, `module:NAME`, each a `consistency.comparison.findings.finder.Finder`.
+    formats : tuple of str
+        Formats of a report, `module:NAME`, each a `consistency.report.formats.Format`.
+    backends : tuple of str
+        Types of devices, `module:NAME`, each a `consistency.devices.backend.Backend`.
+    forms : tuple of str
+        Closed forms of adapter methods, `module:function`: called once, it returns what makes a form by PEFT's class of
+        the layer and that of its LoRA's variant, as `worker/stages/merged/forms/registry.py` has its own.
     """
 
     name: str
@@ -60,6 +67,9 @@ class Plugin(NamedTuple):
     faults: tuple[str, ...] = ()
     api: Mapping[str, str] = {}
     finders: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    forms: tuple[str, ...] = ()
 
 
 class Statement(NamedTuple):

@@ -35,7 +35,8 @@ from consistency.comparison.result import (
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.comparison.stage_cohorts import Members
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather, load_paths_of, on_load_path
-from consistency.devices.backends import FUSED_ATTENTION, OWN_CHOICE, backend_of
+from consistency.devices.backend import FUSED_ATTENTION, OWN_CHOICE
+from consistency.devices.backends import backend_of
 from consistency.errors import UsageError
 from consistency.numerics.rules import Rule
 

@@ -1,54 +1,13 @@
 """The device backends: one entry for each type of device that torch knows by name, and a default for all others.
 
-Everything that depends on the type of a device, other than the operations themselves, is a field here: how a worker is
-confined to one device, how devices are counted, which kernel variants exist, what can be observed. No torch here.
+What an entry says is in `consistency.devices.backend`; a plug-in has entries of its own. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
+from consistency import plugins
+from consistency.devices.backend import OWN_CHOICE, Backend, Variant, attention_variant
 from consistency.devices.settings import CUBLAS_WORKSPACE_CONFIG
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A named numerical variant of a device type: one chip stands for several numerical devices."""
-
-    name: str
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables set before the first operation, when kernels are chosen."""
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """Settings of `consistency.worker.determinism` that differ from the pinned ones."""
-    architecture: str | None = None
-    """Name of the architecture group that this variant forms on a CPU."""
-    needs: frozenset[str] = frozenset()
-    """Flags of `/proc/cpuinfo` without which it does not run."""
-
-
-FUSED_ATTENTION = ("flash", "mem_efficient", "cudnn")
-"""Kernels of scaled dot product attention that a setting each turns on, `sdpa_flash`."""
-
-OWN_CHOICE = "sdpa"
-"""The variant in which torch chooses between them for each call, as it does where nobody pins anything."""
-
-
-def _attention(name: str) -> Variant:
-    """Return the variant that takes one kernel of scaled dot product attention, or any, where it takes the inputs."""
-    # `math` stays on beside it: it takes what the other does not, such as flash attention in float32, and rows say so
-    settings = {"sdpa_math": True, **{f"sdpa_{kernel}": name in (kernel, OWN_CHOICE) for kernel in FUSED_ATTENTION}}
-    return Variant(name=name, settings=settings)
-
-
-_GENERIC_VARIANTS = (
-    Variant(name="high", settings={"float32_matmul_precision": "high"}),
-    Variant(name="medium", settings={"float32_matmul_precision": "medium"}),
-    _attention("math"),
-    _attention("flash"),
-    _attention("mem_efficient"),
-    _attention(OWN_CHOICE),
-)
 
 # Other kernels for the same operation in CUDA; ROCm has the same switches, with its own libraries behind them.
 _CUDA_VARIANTS = (
@@ -56,11 +15,11 @@ _CUDA_VARIANTS = (
         name="tf32",
         settings={"matmul_allow_tf32": True, "cudnn_allow_tf32": True, "float32_matmul_precision": "high"},
     ),
-    _attention("math"),
-    _attention("flash"),
-    _attention("mem_efficient"),
-    _attention("cudnn"),
-    _attention(OWN_CHOICE),
+    attention_variant("math"),
+    attention_variant("flash"),
+    attention_variant("mem_efficient"),
+    attention_variant("cudnn"),
+    attention_variant(OWN_CHOICE),
     Variant(name="cublaslt", settings={"blas_library": "cublaslt"}),
     Variant(name="magma", settings={"linalg_library": "magma"}),
     Variant(
@@ -69,63 +28,6 @@ _CUDA_VARIANTS = (
     ),
     Variant(name="no_cudnn", settings={"cudnn_enabled": False}),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
-    """One type of device. The defaults suit any backend that implements `torch.accelerator`."""
-
-    type: str
-    """As in torch's device strings."""
-    has_index: bool = True
-    """Whether devices of this type are numbered."""
-    visibility: str | None = None
-    """Variable that lists the devices a process may see; None where a process cannot be confined to one device."""
-    also_masked_by: tuple[str, ...] = ()
-    """Further variables that show a part of its devices."""
-    empty_hides_all: bool = True
-    """Whether an empty list there hides every device; for some backends it shows every device."""
-    mask_is_ordered: bool = True
-    """Whether that variable numbers the devices in its own order."""
-    builds: tuple[str, ...] = ()
-    """Names in torch's `version.py`, or a `sys.platform`, that show that the installed torch supports this backend.
-    Backends that plug in through the entry point `torch.backends` need none."""
-    by_nvml: bool = False
-    """Whether NVML lists its devices and their identity; otherwise `torch.accelerator` is asked in a separate
-    process."""
-    shows_contexts: bool = False
-    """Whether a context of this process on a device can be observed without creating one."""
-    synchronizes_one: bool = True
-    """Whether `synchronize` takes a device."""
-    package: str | None = None
-    """The package without which torch cannot use the type, for one that `torch.accelerator` does not list."""
-    interface: str | None = None
-    """The module that has the functions of `torch.<type>`, where torch has no such module."""
-    asked_by: str | None = None
-    """The variable by which a user says that this backend is to be used; without it none of its devices is found."""
-    rounds_each_step: bool = False
-    """Whether each step of an operation on half types gives a half type: a compiler is handed single steps."""
-    computes_on_host: bool = False
-    """Whether its kernels may run on the host's processor: its instruction set and the number of threads are then part
-    of what decides their bits."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that every worker needs, on any device: libraries read them before the worker could set them."""
-    pinned_environment: Mapping[str, str] = field(default_factory=dict)
-    """Further ones, of the profile `pinned` alone."""
-    inherited: tuple[str, ...] = ()
-    """Variables that choose kernels or their precision: only the profile `deployed` passes the user's on."""
-    recorded: tuple[str, ...] = ()
-    """Further variables that influence the values computed, or where they are computed."""
-    variants: tuple[Variant, ...] = _GENERIC_VARIANTS
-    """By default those of torch's device-independent switches."""
-    alternatives: Mapping[str, tuple[object, str]] = field(default_factory=dict)
-    """For a bisection: pinned settings that apply to this backend, the value to switch to, and what that is called."""
-    of_collectives: Mapping[str, str] = field(default_factory=dict)
-    """For a bisection of what ranks do together: variables of the library of collectives, and the value to try."""
-
-    def variant(self, name: str) -> Variant | None:
-        return next((variant for variant in self.variants if variant.name == name), None)
-
 
 CPU = "cpu"
 
@@ -248,6 +150,7 @@ BACKENDS: dict[str, Backend] = {
         ),
     )
 }  # fmt: skip
+BACKENDS |= {backend.type: backend for _, backend in plugins.offered("backends") if backend.type not in BACKENDS}
 
 
 def backend_of(kind: str) -> Backend:

@@ -23,7 +23,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from consistency.devices.backends import BACKENDS, CPU, Variant, backend_of, mask_variables, worker_variables
+from consistency.devices.backend import Variant
+from consistency.devices.backends import BACKENDS, CPU, backend_of, mask_variables, worker_variables
 from consistency.devices.host import nvml
 from consistency.devices.host.pci import read_text
 from consistency.devices.interpreter import python_command, python_path

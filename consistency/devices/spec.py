@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from consistency.devices.backends import CPU, Variant, backend_of
+from consistency.devices.backend import Variant
+from consistency.devices.backends import CPU, backend_of
 from consistency.errors import UsageError, did_you_mean
 
 _DEVICE = r"(?P<type>[a-z][a-z0-9_]*)(?::(?P<index>\d{1,4}))?"

@@ -1,4 +1,4 @@
-"""The formats of a report: each one is a file of this folder and a row of `FORMATS`."""
+"""The formats of a report: each one is a file of this folder and a row of `FORMATS`; a plug-in has others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from consistency import plugins
 from consistency.optional import is_there
 from consistency.report.runs import REPORT, RUN_STATUS, SUITE, SUITE_STATUS
 
@@ -84,6 +85,6 @@ def shared() -> Iterator[Format]:
 
 def formats(chosen: Chosen, *, of_suite: bool = False) -> Iterator[Format]:
     """Yield the formats that are asked for in this way, by their names for a run or for a suite."""
-    for row in FORMATS:
+    for row in (*FORMATS, *(row for _, row in plugins.offered("formats"))):
         if row.chosen is chosen and is_there(row.writer) and (row.suite or not of_suite):
             yield replace(row, name=row.suite) if of_suite else row

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from consistency.devices.backends import FUSED_ATTENTION
+from consistency.devices.backend import FUSED_ATTENTION
 from consistency.worker import determinism
 from consistency.worker.model.structure import blocks_of
 

@@ -30,7 +30,8 @@ from consistency.case.stages import SPECS, Stage, with_judges
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
-from consistency.devices.backends import Variant, backend_of
+from consistency.devices.backend import Variant
+from consistency.devices.backends import backend_of
 from consistency.devices.cores import available_cores
 from consistency.devices.discovery import select
 from consistency.devices.spec import parse_device

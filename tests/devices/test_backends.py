@@ -13,15 +13,8 @@ import pytest
 
 from consistency.case.load_path import LoadPath
 from consistency.devices import discovery
-from consistency.devices.backends import (
-    BACKENDS,
-    Backend,
-    Variant,
-    backend_of,
-    kernel_variables,
-    recorded_variables,
-    worker_variables,
-)
+from consistency.devices.backend import Backend, Variant
+from consistency.devices.backends import BACKENDS, backend_of, kernel_variables, recorded_variables, worker_variables
 from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
 from consistency.errors import UsageError
 from consistency.launch.environment import torch_device, worker_environment

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.devices.backends import BACKENDS, Backend, Variant
+from consistency.devices.backend import Backend, Variant
+from consistency.devices.backends import BACKENDS
 from consistency.devices.settings import SETTINGS, THREADS
 from consistency.devices.spec import parse_device
 from consistency.errors import UsageError

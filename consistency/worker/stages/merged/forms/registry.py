@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from consistency import plugins
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.precision import products_of
@@ -78,7 +79,10 @@ def makers() -> Mapping[tuple[type, type | None], Make]:
     def dora_on_convolution(source: Source) -> Form | None:
         return Dora.of(source, of_convolution(source), by_row=True)
 
-    return {
+    of_plugins: dict[tuple[type, type | None], Make] = {}
+    for _, forms in plugins.offered("forms"):
+        of_plugins |= forms()
+    return of_plugins | {
         **dict.fromkeys(((layer, None) for layer in LoHaModel.layers_mapping.values()), LoHa.of),
         **dict.fromkeys(((layer, None) for layer in LoKrModel.layers_mapping.values()), LoKr.of),
         **dict.fromkeys(((layer, None) for layer in (ia3.Linear, ia3.Conv2d, ia3.Conv3d)), IA3.of),
