@@ -47,8 +47,8 @@ _SYSTEM = re.compile(r"/(?:usr|lib|lib32|lib64|bin|sbin|proc|sys|dev|etc)(?:/|\Z
 _PUBLIC_PART = re.compile(r"/(?:(?:(?:site|dist)-packages|lib/python3[\d.]*)/.+|consistency/[\w/]+\.py)\Z")
 """The part of a path that is the same wherever a package is installed."""
 
-_OTHER_BASE = re.compile(rf"{re.escape(ANOTHER_BASE)}(\S+){re.escape(THIS_BASE)}")
-"""What the adapter's config calls the base: a folder's name, which is in the report without its path."""
+_OTHER_BASE = re.compile(rf"{re.escape(ANOTHER_BASE)}(.+?){re.escape(THIS_BASE)}")
+"""What the adapter's config calls the base: a folder's name, which the report has without its path."""
 
 _IS_URL = re.compile(r"\A[A-Za-z][\w+.-]+://")
 

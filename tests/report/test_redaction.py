@@ -226,9 +226,10 @@ def test_a_home_folder_is_named_and_may_have_a_space(monkeypatch: pytest.MonkeyP
     assert redaction.text("in /scratch/Bob Smith/runs/x and /scratch/Bob Smith") == "in <home>/<path-1> and <home>"
 
 
-def test_the_base_that_an_adapter_names_is_taken_out_and_short_words_stay() -> None:
+@pytest.mark.parametrize("name", ["acme-secret-model", "Acme secret model", "acme, the 2nd"])
+def test_the_base_that_an_adapter_names_is_taken_out_and_short_words_stay(name: str) -> None:
     """`a` is a folder that a command names, and a word of every sentence."""
-    said = "adapter_config.json names another base: acme-secret-model, this one is llama; a second run"
+    said = f"adapter_config.json names another base: {name}, this one is llama; a second run"
     command = ["consistency", "run", "--base", "../cp/llama", "--adapter", "../cp/a"]
     report = {"command": command, "base": "/cp/llama", "adapter": "/cp/a", "findings": [{"message": said}]}
     found = redaction_of(report).value(report)["findings"][0]["message"]

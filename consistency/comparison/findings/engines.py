@@ -21,7 +21,7 @@ from consistency.comparison.result import BAD, Finding, Outcome, TensorCompariso
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.words import Word
 
-_Wrong = list[tuple[TensorComparison, Outcome]]
+_Rows = list[tuple[TensorComparison, Outcome]]
 
 
 def find_engines(evidence: ComparisonEvidence) -> Iterable[Finding]:
@@ -37,14 +37,22 @@ def find_engines(evidence: ComparisonEvidence) -> Iterable[Finding]:
         yield from _part(engine, rows)
         outputs = [(t, row) for t, row in rows if t.layer == OUTPUT]
         if outputs and all(row.status == "skipped" for _, row in outputs):
-            reasons = dict.fromkeys(row.reason or "" for _, row in outputs if row.reason != NOT_IN_FILE)
             yield Finding(
                 kind=FindingKind.NOTHING_COMPARED,
                 severity="error",
-                message=f"forward · {engine.label} · nothing was compared of this engine: {'; '.join(reasons)}",
+                message=f"forward · {engine.label} · nothing was compared of this engine: {_why_nothing(outputs)}",
                 workers=(engine.label,),
                 tensors=tuple(t.name for t, _ in outputs),
             )
+
+
+def _why_nothing(outputs: _Rows) -> str:
+    """Return why none of an engine's rows could be compared; what it was not asked for is no reason by itself."""
+    reasons = dict.fromkeys(row.reason for _, row in outputs if row.reason and row.reason != NOT_IN_FILE)
+    if reasons:
+        return "; ".join(reasons)
+    modes = dict.fromkeys(tensor.tensor for tensor, _ in outputs)
+    return f"its file has no outputs of {', '.join(modes)}, and the run has no others"
 
 
 def of_devices(evidence: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
@@ -69,9 +77,9 @@ def _without(names: Iterable[str], engines: set[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in engines)
 
 
-def _wrong(engine: ComparedWorker, wrong: _Wrong) -> Iterator[Finding]:
+def _wrong(engine: ComparedWorker, wrong: _Rows) -> Iterator[Finding]:
     """Yield a finding per cause; rows without one are together by the word of their difference."""
-    same: dict[tuple[Cause | Word, str, str], _Wrong] = {}
+    same: dict[tuple[Cause | Word, str, str], _Rows] = {}
     for tensor, row in wrong:
         found = _cause(row) or row.word or Word(row.status)
         same.setdefault((found, str(row.evidence.get(PLACES, "")), _rows_of(row)), []).append((tensor, row))
@@ -108,7 +116,7 @@ def _rows_of(row: Outcome) -> str:
     return f" in {'row' if len(rows) == 1 else 'rows'} {some(rows)}" if rows else ""
 
 
-def _sentence(cause: Cause | Word, places: str, rows: _Wrong) -> str:
+def _sentence(cause: Cause | Word, places: str, rows: _Rows) -> str:
     if isinstance(cause, Cause):
         others = [one.phrase.replace("{}", places) for one in _causes(rows[0][1]) if one != cause]
         return ", or ".join([cause.sentence(places), *others]) + (", which is the same here" if others else "")
@@ -133,7 +141,7 @@ def _tried(row: Outcome) -> Iterator[str]:
         yield f"not tried, for this model: {', '.join(map(str, left))}"
 
 
-def _batches(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
+def _batches(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
     wrong = [(t, row) for t, row in rows if row.status in BAD]
     moved = [(t, row) for t, row in rows if not row.evidence.get("same_bits", True)]
     if wrong:
@@ -165,7 +173,7 @@ def _batches(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
         )
 
 
-def _part(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
+def _part(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
     """Report what of the outputs was not compared."""
     shown = next((row.evidence for t, row in rows if t.layer == OUTPUT and "places" in row.evidence), None)
     if shown is None:
@@ -180,7 +188,7 @@ def _part(engine: ComparedWorker, rows: _Wrong) -> Iterator[Finding]:
         yield Finding(kind=FindingKind.PART_COMPARED, severity="note", message=text, workers=(engine.label,))
 
 
-def _again(engine: ComparedWorker, wrong: _Wrong) -> str | None:
+def _again(engine: ComparedWorker, wrong: _Rows) -> str | None:
     if any(t.tensor == ADAPTER_OFF and _cause(row) is None for t, row in wrong):
         return "look at the engine's base, its config and its dtype first: it is outside without the adapter too"
     case = engine.case

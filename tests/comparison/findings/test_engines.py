@@ -24,3 +24,11 @@ def test_what_the_engine_was_not_asked_for_is_no_reason(make_capture: MakeCaptur
     found = compared(make_capture("a", workers, info={"vllm": {"engine": "vllm 1"}}))
     (finding,) = [one for one in found.findings if one.kind == FindingKind.NOTHING_COMPARED]
     assert finding.message == f"forward · vllm · nothing was compared of this engine: {failure}"
+
+
+def test_an_engine_that_answered_another_mode_alone_is_told_which_were_wanted(make_capture: MakeCapture) -> None:
+    workers = {"cpu": [moved()], "vllm": [skipped(ADAPTER_OFF, NOT_IN_FILE), skipped(ADAPTER_ON, NOT_IN_FILE)]}
+    found = compared(make_capture("a", workers, info={"vllm": {"engine": "vllm 1"}}))
+    (finding,) = [one for one in found.findings if one.kind == FindingKind.NOTHING_COMPARED]
+    wanted = "its file has no outputs of adapter_off, adapter_on, and the run has no others"
+    assert finding.message == f"forward · vllm · nothing was compared of this engine: {wanted}"
