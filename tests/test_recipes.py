@@ -78,7 +78,7 @@ def test_every_recipe_is_here() -> None:
     names = ["extending-engines.md", "extending-methods.md", "extending-plugins.md", "extending.md"]
     assert [page.name for page in PAGES] == names
     files = [place["file"] for place, _ in blocks()]
-    assert len(files) == 24
+    assert len(files) == 27
     run = {recipe: [words[0] for words in commands(recipe)] for recipe in recipes()}
     assert {recipe: words for recipe, words in run.items() if words} == {
         "A stage": ["run"],
