@@ -25,8 +25,8 @@ ADAPTER = HERE / "fixtures" / "llama" / "adapter" / "adapter_model.safetensors"
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder into which the distribution was installed; skip where pip cannot build it."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
-    done = subprocess.run([*command, HERE / "fixtures" / "plugin"], capture_output=True, text=True, check=False)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+    done = subprocess.run([*pip, str(HERE / "fixtures" / "plugin")], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"pip cannot build it here: {done.stderr.strip().splitlines()[-1]}")
     return folder
