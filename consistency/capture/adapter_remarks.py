@@ -1,4 +1,4 @@
-"""What is wrong with a saved adapter itself, whatever device it is loaded on, in words. No torch here.
+"""The flaws of a saved adapter that every device shows, and the sentences that say them. No torch here.
 
 A run has these as findings about the stage `adapter`, and a check of a merged folder beside what the folder holds.
 """

@@ -48,8 +48,8 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "env": {0: "printed", **BAD_USE},
     "completion": {0: "printed", **BAD_USE},
 }
-"""Of the commands of `cli/commands/`; a command of a plug-in brings its own. Those of Nagios are in the help of
-`status --format`."""
+"""What each exit status of a command means, for the commands in `cli/commands/`. A plug-in states those of its own
+commands; those that Nagios reads are in the help of `status --format`."""
 
 
 def status_line(statuses: Mapping[int, str]) -> str:

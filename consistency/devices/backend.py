@@ -94,7 +94,7 @@ class Backend:
     recorded: tuple[str, ...] = ()
     """Further variables that influence the values computed, or where they are computed."""
     variants: tuple[Variant, ...] = _GENERIC_VARIANTS
-    """By default those of torch's device-independent switches."""
+    """The kernel variants that the backend offers; by default, those that torch switches alike on every device."""
     alternatives: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """For a bisection: pinned settings that apply to this backend, the value to switch to, and what that is called."""
     of_collectives: Mapping[str, str] = field(default_factory=dict)

@@ -262,7 +262,7 @@ _UNUSED = "these inputs do not reach it, or the model reads its weight itself, w
 
 @dataclass(slots=True)
 class _Skipped:
-    """What was skipped for one reason: the layer of each tensor by its name, and the workers."""
+    """Tensors that were skipped for the same reason: name to layer, and the workers that skipped them."""
 
     workers: list[Workers] = field(default_factory=list)
     layers: dict[str, str] = field(default_factory=dict)

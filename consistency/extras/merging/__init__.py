@@ -1,1 +1,1 @@
-"""What is in a file or a folder of weights: `consistency check-merged` and `consistency diff`. Neither runs a model."""
+"""Commands that read files of weights and run no model: `consistency check-merged` and `consistency diff`."""

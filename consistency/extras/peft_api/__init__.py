@@ -1,1 +1,1 @@
-"""What is done to a model by PEFT's and transformers' interfaces besides loading an adapter: wrapping it."""
+"""Checks of what PEFT and transformers do to a model besides loading an adapter: so far, of wrapping it."""

@@ -334,7 +334,7 @@ def _off(given: Sequence[float], exact: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Logprobs:
-    """What is known of the log probabilities that came with a text.
+    """How the log probabilities that came with a text compare with those of the model.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What was found of texts. No torch here."""
+"""The result of `check-text`: each text with its gaps in tokens and log probabilities. No torch here."""
 
 from __future__ import annotations
 
