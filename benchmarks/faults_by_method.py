@@ -26,11 +26,14 @@ from typing import Any
 
 from benchmarks import zoo
 from benchmarks.generated_parts import show
+from consistency.case import standard
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.errors import InputError
+from consistency.extras.peft_api.adapters.spec import ADAPTERS
+from consistency.extras.peft_api.sharding.spec import SHARDING
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Fault
 from consistency.workflows import judging, pipeline, report_folder
@@ -57,17 +60,17 @@ METHODS = (
 """Low-rank, multiplicative, sparse and spectral methods, those of vectors and norms, and of virtual tokens."""
 
 FAULTS_OF: dict[Stage, tuple[str, ...]] = {
-    Stage.BASE: ("base-bit-flip", "base-through-bfloat16"),
-    Stage.ADAPTER: (
+    standard.BASE: ("base-bit-flip", "base-through-bfloat16"),
+    standard.ADAPTER: (
         "adapter-zeros", "adapter-bit-flip", "adapter-half-a-page", "adapter-layers-swapped", "adapter-old-bytes",
         "adapter-through-bfloat16", "adapter-nan", "adapter-inactive",
     ),
-    Stage.MERGED: ("merge-bit-flip", "merge-zeros", "merge-off", "merge-fails", "merge-not-repeatable"),
-    Stage.FORWARD: ("forward-off", "forward-fails"),
-    Stage.GRADIENT: ("gradient-off", "gradient-zeros", "optimizer-off"),
-    Stage.ADAPTERS: ("adapter-left-after-delete", "adapter-stays-active"),
-    Stage.MEMORY: ("placed-elsewhere",),
-    Stage.SHARDING: ("labels-changed-on-hop", "ids-past-vocabulary"),
+    standard.MERGED: ("merge-bit-flip", "merge-zeros", "merge-off", "merge-fails", "merge-not-repeatable"),
+    standard.FORWARD: ("forward-off", "forward-fails"),
+    standard.GRADIENT: ("gradient-off", "gradient-zeros", "optimizer-off"),
+    ADAPTERS: ("adapter-left-after-delete", "adapter-stays-active"),
+    standard.MEMORY: ("placed-elsewhere",),
+    SHARDING: ("labels-changed-on-hop", "ids-past-vocabulary"),
 }  # fmt: skip
 """Faults by stage. `transfer`, `operators` and `wrapping` never see an adapter."""
 
@@ -202,7 +205,7 @@ def tables(found: Sequence[Subjected]) -> str:
     for stage, names in FAULTS_OF.items():
         lines = [("method", *(f"`{name}`" for name in names)), ("---",) * (1 + len(names))]
         lines += [(f"`{one.method}`", *(cell(one.rows.get(name)) for name in names)) for one in found]
-        parts.append(f"### {stage.value}\n\n{_joined(lines)}")
+        parts.append(f"### {stage}\n\n{_joined(lines)}")
     return "\n\n".join(parts)
 
 
@@ -242,7 +245,7 @@ def figures(found: Sequence[Subjected], took: Mapping[str, float]) -> str:
     """Return the sentences about the run as a whole."""
     planted = [row for one in found for row in one.rows.values() if row.planted]
     passed = sum(row.passed for row in planted)
-    by_stage = ", ".join(f"`{stage.value}` {count}" for stage, count in counts(found).items())
+    by_stage = ", ".join(f"`{stage}` {count}" for stage, count in counts(found).items())
     return (
         f"{passed} of {len(planted)} planted faults found and named, in adapters of {len(found)} methods on "
         f"{', '.join(DEVICES)}: {took['wall']:.0f} s, {took['processor']:.0f} s of processor time.\n\n"

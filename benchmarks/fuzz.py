@@ -27,11 +27,11 @@ from typing import Any
 import msgspec
 
 from consistency.capture.reader import read_capture
+from consistency.case import standard
 from consistency.case.builtin import builtin_folder
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.reading import read_options
-from consistency.case.stages import Stage
 from consistency.comparison.history.baseline import read_baseline
 from consistency.comparison.history.store import History
 from consistency.errors import ConsistencyError
@@ -115,7 +115,7 @@ def _verdict(folder: Path) -> str:
 
 def of_a_run(home: Path) -> Iterator[Surface]:
     """Yield what a run leaves, and what a history keeps of it."""
-    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.BASE, Stage.MERGED))
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(standard.BASE, standard.MERGED))
     history, out = History(str(home / "history")), home / "out"
     pipeline.run(pipeline.prepare(options), out, watch=_silent, past=Past(history=history))
     report = home / "report"

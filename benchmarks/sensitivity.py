@@ -27,9 +27,11 @@ import torch
 
 from benchmarks.generated_parts import show
 from consistency.capture.records import TensorRecord, WorkerInfo
+from consistency.case import standard
 from consistency.case.options import Dtype, Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS
 from consistency.comparison import judge as rules
 from consistency.comparison.records import Records
 from consistency.comparison.workers import ComparedWorker
@@ -47,7 +49,7 @@ from consistency.worker.stages.operators import stage as operators
 
 PAGE = Path(__file__).parents[1] / "docs" / "sensitivity.md"
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
-STAGES = (Stage.OPERATORS, Stage.BASE, Stage.ADAPTER, Stage.MERGED, Stage.FORWARD, Stage.GRADIENT)
+STAGES = (standard.OPERATORS, standard.BASE, standard.ADAPTER, standard.MERGED, standard.FORWARD, standard.GRADIENT)
 
 LARGEST, SMALLEST = 20, -30
 """Exponents of ε that are tried. What is not found at a factor of a million is called never; 2⁻³⁰ is less than half a
@@ -292,7 +294,7 @@ def table(found: list[Found]) -> str:
     """Return the table: per stage, dtype and kind of error the smallest ε, as a power of two."""
     names = ["consistency", *OTHERS]
     lines = [["stage", "dtype", "error in", *names], ["---"] * (3 + len(names))]
-    for one in sorted(found, key=lambda one: (list(Stage).index(Stage(one.stage)), list(DTYPES).index(one.dtype))):
+    for one in sorted(found, key=lambda one: (list(SPECS).index(Stage(one.stage)), list(DTYPES).index(one.dtype))):
         for where in ("element", "row", "tensor"):
             exponents = [one.by[name][where] for name in names]
             said = ["never" if exponent is None else _power(exponent) for exponent in exponents]

@@ -140,7 +140,7 @@ def time_swaps(base: str, adapters: list[Path], stages: tuple[str, ...], dtype: 
     from consistency.capture.writer import CaptureWriter
     from consistency.case.options import Options
     from consistency.case.preflight import prepare_case
-    from consistency.case.stages import Stage
+    from consistency.case.stage import Stage
     from consistency.worker import session
     from consistency.worker.model.kept_base import BaseKeeper
     from consistency.worker.protocol import EventLog, Job

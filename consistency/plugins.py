@@ -21,12 +21,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 GROUP = "consistency.plugins"
-
-_EXTRAS = f"{__package__}.extras"
-_MODULE = "plugin"
 
 
 class Plugin(NamedTuple):
@@ -40,6 +38,8 @@ class Plugin(NamedTuple):
         What it is called where somebody is told that it is there, or that it is not.
     commands : mapping of str to str
         Module by the name of a command of `consistency`; its `add` declares the command.
+    stages : tuple of str
+        Stages, `module:NAME`, each a `consistency.case.stage.StageSpec`; no torch there.
     kinds : tuple of str
         Enumerations of kinds of findings, `module:Enumeration`, that `consistency explain` has an entry for.
     statements : mapping of str to str
@@ -62,6 +62,7 @@ class Plugin(NamedTuple):
 
     name: str
     commands: Mapping[str, str] = {}
+    stages: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     statements: Mapping[str, str] = {}
     faults: tuple[str, ...] = ()
@@ -94,9 +95,13 @@ class Failure(NamedTuple):
 @functools.cache
 def own() -> tuple[Plugin, ...]:
     """Return the extras of this package that are there, by name."""
-    folder = Path(__file__).parent / "extras"
-    names = sorted(place.parent.name for place in folder.glob(f"*/{_MODULE}.py"))
-    return tuple(_checked(importlib.import_module(f"{_EXTRAS}.{name}.{_MODULE}").PLUGIN) for name in names)
+    return tuple(_checked(module.PLUGIN) for module in modules_of("extras", "plugin"))
+
+
+def modules_of(room: str, name: str) -> Iterator[ModuleType]:
+    """Yield the module of this name of each folder of a room of this package, by the folders' names."""
+    for place in sorted((Path(__file__).parent / room).glob(f"*/{name}.py")):
+        yield importlib.import_module(f"{__package__}.{room}.{place.parent.name}.{name}")
 
 
 @functools.cache

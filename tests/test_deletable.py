@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
-from consistency.case.stages import SPECS, Level, Stage
+from consistency.case import standard
+from consistency.case.stage import Level, Stage
+from consistency.case.stages import SPECS
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +53,7 @@ FEATURES = {
 }  # fmt: skip
 """The folders and modules of each feature that is off unless it is asked for."""
 
-CORE = frozenset({Stage.BASE})
+CORE = frozenset({standard.BASE})
 """The stage that loads the model for all others."""
 
 
@@ -169,4 +171,4 @@ def test_without_a_stage_the_others_are_checked(package: Path, run: Run, tmp_pat
     level = Level.STANDARD if Level.STANDARD in levels and Level.QUICK not in levels else Level.QUICK
     checked = without(package, run, tmp_path, part, level=level)
     assert stage not in checked
-    assert checked >= {"base", "adapter", "merged"} - {stage.value}
+    assert checked >= {"base", "adapter", "merged"} - {stage}

@@ -20,7 +20,7 @@ ONE_OF_EACH = ("base-bit-flip", "adapter-layers-swapped", "merge-off", "optimize
 
 def test_every_fault_and_method_is_on_the_page_and_nothing_else() -> None:
     found = {(stage, method, fault) for stage, method, fault, _ in listed(PAGE.read_text(encoding="utf-8"))}
-    faults_of = {stage.value: faults for stage, faults in FAULTS_OF.items()}
+    faults_of = dict(FAULTS_OF.items())
     wanted = {(stage, method, fault) for stage, faults in faults_of.items() for method in METHODS for fault in faults}
     assert found == wanted, "run: python -m benchmarks.faults_by_method DIR --write"
     assert all(FAULTS[fault].stages == (stage,) for stage, faults in FAULTS_OF.items() for fault in faults)
@@ -36,7 +36,7 @@ def test_each_stage_has_faults_that_are_found_in_enough_methods() -> None:
             assert f"`{method}`" in reasons
         cells[stage, method].append(text)
     for stage in FAULTS_OF:
-        found = [method for method in METHODS if method != "LORA" and _all_found(cells[stage.value, method])]
+        found = [method for method in METHODS if method != "LORA" and _all_found(cells[stage, method])]
         assert len(found) >= FEWEST, (stage, found)
 
 

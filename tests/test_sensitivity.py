@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.sensitivity import DTYPES, PAGE, STAGES, measured, planted, smallest, table
-from consistency.case.stages import Stage
+from consistency.case import standard
+from consistency.case.stage import Stage
 
 
 def rows(text: str) -> list[list[str]]:
@@ -24,13 +25,13 @@ def test_the_page_has_every_stage_dtype_and_kind_of_error(name: str, stages: tup
     """Of a trained model too, but operators, which have no model."""
     found = {(row[0].partition(",")[0], row[1], row[2]) for row in of_page(name)}
     errors = ("one element", "one row", "all")
-    assert found == {(stage.value, dtype, error) for stage in stages for dtype in DTYPES for error in errors}
+    assert found == {(stage, dtype, error) for stage in stages for dtype in DTYPES for error in errors}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 def test_the_page_has_what_moved_bytes_show_by_the_real_code() -> None:
     """Computed stages depend on the processor's kernels; of these the page has one machine."""
-    here = rows(table(measured("float32", (Stage.BASE, Stage.ADAPTER))))
+    here = rows(table(measured("float32", (standard.BASE, standard.ADAPTER))))
     page = [row for row in of_page("table") if re.match("base|adapter", row[0])]
     assert here == [row for row in page if row[1] == "float32"]
     assert {row[3] for row in here} == {"2⁻²⁴"}
@@ -40,7 +41,7 @@ def test_the_page_has_what_moved_bytes_show_by_the_real_code() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 def test_an_error_is_planted_in_every_stage() -> None:
     """A session goes on where a stage fails, and the page would lose its rows."""
-    assert {one.stage for one in measured("float32")} == {stage.value for stage in STAGES}
+    assert {one.stage for one in measured("float32")} == set(STAGES)
 
 
 def test_smallest_is_found_by_bisection_and_never_is_said() -> None:

@@ -16,7 +16,7 @@ from consistency.case.engine_file import EngineFile
 from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.profile import Switch
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level, Stage
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Consequence, Finding, TensorComparison, WorkerSummary
 from consistency.errors import CaptureError, InputError, UsageError

@@ -52,7 +52,7 @@ def _facts(option: Option) -> Iterator[list[str]]:
     yield ["default", _default(field.default)]
     for level, value in _by_level(option):
         yield [f"at level {level}", value]
-    asked = [stage.value for stage, spec in SPECS.items() if spec.option == option.attribute]
+    asked = [stage for stage, spec in SPECS.items() if spec.option == option.attribute]
     if asked:
         yield ["asks for", f"stage {', '.join(map(code, asked))}"]
 

@@ -9,7 +9,8 @@ from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Dtype, Placement, Profile
 from consistency.case.profile import Switch
-from consistency.case.stages import HOST_STAGES, LEVELS, SPECS, LeftOut, Level, LevelPlan, Model, Stage
+from consistency.case.stage import Adapters, Level, Model, Stage
+from consistency.case.stages import HOST_STAGES, LEVELS, SPECS, LeftOut, LevelPlan
 from consistency.case.tolerance import Override
 
 
@@ -165,11 +166,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Return the case of the same suite that has a stage in place of this one, by stage."""
         if not self.host_checked_by:
             return {}
-        return {stage.value: self.host_checked_by for stage in HOST_STAGES if stage not in self.stages}
+        return {stage: self.host_checked_by for stage in HOST_STAGES if stage not in self.stages}
 
     def not_checked(self) -> tuple[str, ...]:
         """Return what this run does not check, for the report."""
-        left = [stage for stage in Stage if stage not in self.stages and stage is not Stage.ADAPTERS]
+        left = [stage for stage, spec in SPECS.items() if stage not in self.stages and spec.named_where_left_out]
         skipped = [f"stage {stage}" for stage in left if stage not in self.checked_elsewhere]
         skipped += [in_other_case(stage, case) for stage, case in self.checked_elsewhere.items()]
         rest = [check.text for check in self.plan.left_out if self._is_left_out(check)]
@@ -187,12 +188,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def _of_other_adapters(self) -> list[str]:
         """Return what is checked of the first adapter alone."""
-        alone = [s for s in self.stages if SPECS[s].needs_adapter and s is not Stage.ADAPTERS]
-        alone += [s for s in self.stages if s in (Stage.FORWARD, Stage.SHARDING)]
+        of_first = [stage for stage in self.stages if SPECS[stage].adapters is Adapters.FIRST]
+        alone = sorted(of_first, key=lambda stage: not SPECS[stage].needs_adapter)
         others = " and ".join(one.name for one in self.adapters[1:])
         text = f"{', '.join(alone)} of {others} (checked for {self.adapters[0].name} only)" if others else ""
         found = [text] if text and alone else []
-        return [*found, *(["routing by create_arrow_model"] if Stage.ADAPTERS in self.stages else [])]
+        return [*found, *(check for stage in self.stages for check in SPECS[stage].leaves_out)]
 
     def _cut(self) -> list[str]:
         if not any(SPECS[stage].feeds_inputs for stage in self.stages):

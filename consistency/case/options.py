@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from consistency.case.load_path import GRAMMAR, LoadPath
-from consistency.case.stages import LEVELS, Level, Stage
+from consistency.case.stage import Level, Stage
+from consistency.case.stages import LEVELS, SPECS, stages_of
 from consistency.errors import ConsistencyError
 
 if TYPE_CHECKING:
@@ -112,7 +113,9 @@ def _levels_text() -> str:
         more = ", ".join(stage for stage in plan.stages if stage not in before)
         texts.append(f"{level} ({times[level]}): {'also ' if before else ''}{more}")
         before |= {*plan.stages}
-    return f"stages, and how much of each: {'; '.join(texts)}, and collectives where two GPUs are equal"
+    with_cards = " and ".join(stages_of(lambda spec: spec.with_equal_cards))
+    of_cards = f", and {with_cards} where two GPUs are equal" if with_cards else ""
+    return f"stages, and how much of each: {'; '.join(texts)}{of_cards}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +159,7 @@ class Options:
         choices=get_args(Placement),
     )
     stages: tuple[Stage, ...] | None = declare(
-        None, f"any of {', '.join(Stage)}, with commas (default: by level)", "LIST"
+        None, f"any of {', '.join(SPECS)}, with commas (default: by level)", "LIST"
     )
     load_paths: tuple[LoadPath, ...] | None = declare(None, f"{GRAMMAR} (default: by level and devices)", "LIST")
     level: Level = declare(Level.STANDARD, _levels_text(), choices=tuple(level.value for level in Level))

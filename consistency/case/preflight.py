@@ -20,7 +20,8 @@ from consistency.case.inputs_file import check_inputs_file
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Edge, Options
 from consistency.case.recognition import name_of
-from consistency.case.stages import LEVELS, SPECS, Stage, requested, with_judges
+from consistency.case.stage import Adapters, Stage
+from consistency.case.stages import LEVELS, SPECS, requested, with_judges
 from consistency.errors import InputError, UsageError, did_you_mean, first_line
 
 DEVICE_MAPS = ("auto", "balanced", "sequential")
@@ -216,22 +217,15 @@ def _stages(options: Options) -> tuple[Stage, ...]:
     if options.wrapper is not None:
         _check_function(options.wrapper, what="wrapper", where="--wrapper")
     asked = options.stages
-    if asked is not None and Stage.ADAPTERS in asked and not options.adapters:
-        raise UsageError(
-            "the stage adapters needs several adapters", where="--stages",
-            wanted="--adapter NAME=PATH for each of them",
-        )  # fmt: skip
-    if asked is not None and Stage.WRAPPING in asked and options.wrapper is None:
-        raise UsageError(
-            "nothing wraps the base",
-            where="--stages",
-            wanted="--wrapper python:package.module:function",
-            hint="the function takes the plain model and returns it wrapped",
-        )
+    for stage in asked or ():
+        spec = SPECS[stage]
+        if spec.needs is not None and not getattr(options, spec.option):
+            raise UsageError(spec.needs.sentence, where="--stages", wanted=spec.needs.wanted, hint=spec.needs.hint)
     for stage, spec in SPECS.items():
         value = getattr(options, spec.option) if spec.option else None
         if asked is not None and value is not None and stage not in asked:
-            option = "--adapter NAME=PATH" if stage is Stage.ADAPTERS else Edge.COMMAND_LINE.spell(spec.option)
+            several = spec.adapters is Adapters.ALL
+            option = "--adapter NAME=PATH" if several else Edge.COMMAND_LINE.spell(spec.option)
             value = ", ".join(map(str, value)) if isinstance(value, tuple) else value
             raise UsageError(f"{option} is for the stage {stage}, which is not in --stages", where=option, got=value)
     return requested(options.level, options) if asked is None else with_judges(asked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -18,12 +17,12 @@ from consistency.case.load_path import GRAMMAR, LoadPath
 from consistency.case.named_adapters import NamedAdapter, as_named_adapters, paths_from, with_named_adapters
 from consistency.case.options import OPTIONS, Edge, Option, Options, Source
 from consistency.case.profile import Switch, as_switches, merged
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS
 from consistency.case.tolerance import Override, as_overrides
 from consistency.devices.spec import parse_devices
 from consistency.errors import UsageError, did_you_mean
 
-E = TypeVar("E", bound=enum.StrEnum)
+E = TypeVar("E", bound=str)
 
 _TYPES = get_type_hints(Options, localns={kind.__name__: kind for kind in (EngineFile, NamedAdapter, Override, Switch)})
 _BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.attribute)}
@@ -145,7 +144,7 @@ def _value(option: Option, given: object, where: str) -> object:
         case "devices":
             given = parse_devices(_names(option, given, where), where=where)
         case "stages":
-            given = _members(Stage, _names(option, given, where), "stage", where, wanted="one of " + ", ".join(Stage))
+            given = _members(SPECS, _names(option, given, where), "stage", where, wanted="one of " + ", ".join(SPECS))
         case "load_paths":
             names = _names(option, given, where)
             given = _members(LoadPath, LoadPath if names == ["all"] else names, "load path", where, wanted=GRAMMAR)
@@ -174,17 +173,18 @@ def _names(option: Option, given: object, where: str) -> list[str]:
     return [item.strip() for item in items if item.strip()]
 
 
-def _members(kind: type[E], names: Iterable[str], noun: str, where: str, *, wanted: str) -> tuple[E, ...]:
-    """Return the members of these names, in the order in which the enum has them."""
+def _members(known: Iterable[E], names: Iterable[str], noun: str, where: str, *, wanted: str) -> tuple[E, ...]:
+    """Return those that are known of these names, in the order in which they are known."""
+    every = list(known)
     chosen = set(names)
-    unknown = sorted(chosen - set(kind))
+    unknown = sorted(chosen.difference(every))
     if unknown:
         raise UsageError(
-            f"unknown {noun}: {unknown[0]}", where=where, wanted=wanted, hint=did_you_mean(unknown[0], kind)
+            f"unknown {noun}: {unknown[0]}", where=where, wanted=wanted, hint=did_you_mean(unknown[0], every)
         )
     if not chosen:
         raise UsageError(f"no {noun} given", where=where, wanted=wanted)
-    return tuple(member for member in kind if member in chosen)
+    return tuple(member for member in every if member in chosen)
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

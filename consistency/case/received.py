@@ -17,7 +17,7 @@ from consistency.case.case import Case
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS
 from consistency.errors import InputError
 
 
@@ -70,7 +70,11 @@ def _asked(case: Case, given: Options, folder: Path) -> Iterator[tuple[str, str]
             if not _is_inside(one.path, folder):
                 path = f"{one.name}={one.path}" if one.name else one.path
                 yield "the adapter is in another folder", f"--adapter {shlex.quote(path)}"
-    if given.wrapper is None and case.wrapper is not None and Stage.WRAPPING in case.stages:
+    if (
+        given.wrapper is None
+        and case.wrapper is not None
+        and any(SPECS[stage].option == "wrapper" for stage in case.stages)
+    ):
         yield "a function wraps the base", f"--wrapper {shlex.quote(case.wrapper)}"
     for what, option, wanted, has in (
         ("code that comes with the model", "--trust-remote-code", case.trust_remote_code, given.trust_remote_code),

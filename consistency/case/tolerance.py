@@ -16,7 +16,8 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from consistency.case.stages import SPECS, Kind, Stage, stages_of
+from consistency.case.stage import Kind, Stage
+from consistency.case.stages import SPECS, stages_of
 from consistency.errors import UsageError, did_you_mean
 from consistency.numerics.rules import UNIT_ROUNDOFF
 
@@ -60,7 +61,7 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is a finite number of 0 or more, got {value}")
-        if self.stage is not None and self.stage not in list(Stage):
+        if self.stage is not None and self.stage not in SPECS:
             close = did_you_mean(self.stage, COMPUTED)
             raise ValueError(f"unknown stage: {self.stage}; " + (close or f"a tolerance is for {_or(COMPUTED)}"))
         if self.stage is not None and self.stage not in COMPUTED:

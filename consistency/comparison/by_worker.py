@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.comparison.outcomes import Workers, names_in
 from consistency.comparison.result import BAD, Comparison, Finding, TensorComparison, Verdict, WorkerSummary
 
@@ -54,7 +54,7 @@ def _ratios(comparison: Comparison) -> Iterator[tuple[str, Workers, float]]:
     limits are of another kind.
     """
     for tensor in comparison.tensors:
-        if tensor.stage == Stage.OPERATORS or tensor.rule == "limit":
+        if tensor.stage == standard.OPERATORS or tensor.rule == "limit":
             continue
         for outcome in tensor.outcomes:
             ratio = outcome.share

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from consistency.capture.folder import Capture, capture_name
 from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END
 from consistency.capture.records import WorkerFacts
+from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
-from consistency.case.stages import MOVES_WEIGHTS, Stage, stage_order
+from consistency.case.stages import MOVES_WEIGHTS, stage_order
 from consistency.comparison.findings.collect import collect
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.kinds import FindingKind
@@ -105,7 +106,9 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
         versions=_versions(workers),
         planted=tuple(f"{p.info.planted} in {p.label}" for p in workers if p.info.planted is not None),
         sources=tuple(map(_source, captures)),
-        merging=mergings(workers, wrong=any(t.stage in (*MOVES_WEIGHTS, Stage.MERGED) and t.is_wrong for t in tensors)),
+        merging=mergings(
+            workers, wrong=any(t.stage in (*MOVES_WEIGHTS, standard.MERGED) and t.is_wrong for t in tensors)
+        ),
     )
 
 
@@ -129,7 +132,7 @@ def _source(capture: Capture) -> Source:
 
 def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:
     """Name the alternative paths that were not checked, where there is an adapter to load."""
-    if case.adapter is None or Stage.ADAPTER not in case.stages:
+    if case.adapter is None or standard.ADAPTER not in case.stages:
         return
     left = [f"+{side}" for side in SIDES if side not in {load_path.partition("+")[2] for load_path in taken}]
     if left:
@@ -138,7 +141,7 @@ def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:
 
 def _not_run(tensors: Sequence[TensorComparison]) -> Iterable[str]:
     """Name the modes in which the blocks of a large model were not compared."""
-    ends = (t for t in tensors if t.stage == Stage.FORWARD and t.tensor.endswith(END_TO_END))
+    ends = (t for t in tensors if t.stage == standard.FORWARD and t.tensor.endswith(END_TO_END))
     left = {t.tensor.partition(".")[0]: None for t in ends for row in t.outcomes if BY_BLOCKS in row.evidence}
     if left:
         yield f"the model's blocks with {' and '.join(left)}"
@@ -147,7 +150,7 @@ def _not_run(tensors: Sequence[TensorComparison]) -> Iterable[str]:
 def _not_attended(workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[str]:
     """Name the kernels of attention that users run, where accelerators computed it by the formula alone."""
     names = {worker.label: worker.info.name.partition("@")[0] for worker in workers if not worker.is_cpu}
-    of_model = [tensor for tensor in tensors if tensor.stage == Stage.FORWARD]
+    of_model = [tensor for tensor in tensors if tensor.stage == standard.FORWARD]
     fused = (name in names and ATTENTION in row.evidence for tensor in of_model for name, row in tensor.by_worker())
     if not names or not of_model or any(fused):
         return

@@ -12,7 +12,9 @@ import msgspec
 from consistency.capture.folder import Capture, blob_key, unpack_blocks
 from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import MOVES_WEIGHTS, SPECS, Stage
+from consistency.case import standard
+from consistency.case.stage import Stage
+from consistency.case.stages import MOVES_WEIGHTS, SPECS
 from consistency.comparison.records import Key
 from consistency.comparison.result import NO_DIFFERENCE, Outcome, Status
 from consistency.comparison.workers import ComparedWorker
@@ -46,7 +48,7 @@ def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Outco
     if record.rule == Rule.RELATIVE and record.measure is not None and record.dtype not in UNIT_ROUNDOFF:
         return _skipped(subject, record, f"the rounding of {record.dtype or 'a dtype without a name'} is not known")
     match Rule(record.rule):
-        case Rule.BITWISE if record.stage == Stage.TRANSFER:
+        case Rule.BITWISE if record.stage == standard.TRANSFER:
             return _sent(subject, record)
         case Rule.BITWISE:
             return _moved(subject, reference, record, expected)
@@ -86,7 +88,7 @@ def _unseen(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Out
 def _why_not_run(subject: ComparedWorker, key: Key) -> str | None:
     """Return why a stage, or the mode of it that a tensor is named after, did not run as a whole on a worker."""
     stage, _, mode = key
-    names = dict.fromkeys((mode, SPECS[Stage(stage)].whole)) if stage in set(Stage) else (mode,)
+    names = dict.fromkeys((mode, SPECS[Stage(stage)].whole))
     rows = (subject.records.get((stage, WHOLE_MODEL, name)) for name in names)
     return next((row.reason for row in rows if row is not None and row.status == "skipped"), None)
 
@@ -180,8 +182,10 @@ def _relative(
     if found is None:
         return _equal(subject, record, reference=FLOAT64)
     rounding, reason = record.rounding, None
-    own_products = record.stage != Stage.BASE and (subject.products or reference.products)
-    own_step = record.stage == Stage.TRAJECTORY  # of a training, at this worker's own parameters before it
+    own_products = record.stage != standard.BASE and (subject.products or reference.products)
+    own_step = SPECS[
+        Stage(record.stage)
+    ].own_noise  # at a step of a training, at this worker's own parameters before it
     # where workers multiply in several precisions, the record has what rounding makes in this worker's
     if (
         not own_products

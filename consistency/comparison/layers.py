@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.comparison.outcomes import Graded, Workers, gathered
 from consistency.comparison.result import Comparison, Outcome, Status, TensorComparison, tensor_name
 from consistency.numerics.real import Real
@@ -101,7 +101,7 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
     members = ByArchitecture(comparison)
     equal: dict[tuple[object, ...], dict[str, LayerCell]] = {}  # what is equal everywhere is so in most layers
     for tensor in comparison.tensors:
-        if tensor.stage == Stage.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.outcomes:
+        if tensor.stage == standard.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.outcomes:
             continue
         cells = None
         key = (tensor.classes, len(tensor.workers))

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage, stages_of
+from consistency.case import standard
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS, stages_of
 from consistency.comparison.judge import PAYLOAD, is_as_sent, judge
 from consistency.comparison.outcomes import Outcome, Workers
 from consistency.comparison.records import Key, StageTable
@@ -186,7 +188,7 @@ class _Found:
 
 def _is_expected(worker: ComparedWorker, reference: ComparedWorker, stage: str) -> bool:
     """Return whether a worker should have the tensors of a stage: its case has the stage, at the same level."""
-    if stage in (Stage.TRANSFER, Stage.COLLECTIVES):  # copies into its own device; what its own group does
+    if SPECS[Stage(stage)].other_rows:
         return False
     if stage in _OF_A_GROUP and worker.capture is not reference.capture:  # another group may have another size
         return False
@@ -197,4 +199,4 @@ def _is_expected(worker: ComparedWorker, reference: ComparedWorker, stage: str) 
 
 def _bits(record: TensorRecord) -> str | None:
     """Return what makes workers agree: the digest; for copies, that they arrived as sent."""
-    return PAYLOAD if record.stage == Stage.TRANSFER and is_as_sent(record) else record.digest
+    return PAYLOAD if record.stage == standard.TRANSFER and is_as_sent(record) else record.digest

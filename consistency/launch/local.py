@@ -25,9 +25,10 @@ from consistency.capture.node_group import NodeGroup, name_on
 from consistency.capture.records import WorkerInfo
 from consistency.capture.version import __version__
 from consistency.capture.writer import CaptureWriter
+from consistency.case import standard
 from consistency.case.engine_file import EngineFile
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import SPECS, Stage, stages_of
+from consistency.case.stages import SPECS, stages_of
 from consistency.devices.host import HostFacts, read_host, since
 from consistency.errors import ConsistencyError
 from consistency.launch.assignment import Assignment, Ended
@@ -103,7 +104,7 @@ class _OpenCase:
         _remove(self.scratch)
         if self.error is not None:
             return Captured(task=self.task, error=self.error)
-        judges = Stage.FORWARD in self.task.case.stages
+        judges = standard.FORWARD in self.task.case.stages
         engines = [self._engine(one) for one in self.task.case.engine_outputs if judges]
         manifest = CaptureManifest(
             schema=SCHEMA,

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from consistency.capture.folder import worker_slug
+from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.change import Change
 
@@ -72,7 +72,7 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
     The plain CPU computes the float64 activations where there is one.
     """
     load_paths = case.load_paths or default_load_paths(devices, sides=case.plan.sides)
-    loads = case.adapter is not None and Stage.ADAPTER in case.stages
+    loads = case.adapter is not None and standard.ADAPTER in case.stages
     maker = min(devices, key=lambda info: (not info.spec.is_cpu, info.spec.is_cpu and info.spec.variant is not None))
     turns = _turns(devices)
     waves = []

@@ -31,11 +31,13 @@ from consistency.capture.names import (
     is_method_tensor,
     split_name,
 )  # fmt: skip
+from consistency.case import standard
 from consistency.case.adapter_fit import read_adapter
 from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
 from consistency.case.quantized import states_settings, weights_of
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.launch.plan import WorkerPlan
@@ -108,7 +110,7 @@ def own_place(tensor: TensorComparison) -> Place:
     """Return the place of a tensor's own, whether it is one of the case or not."""
     layer, part = tensor.layer, tensor.tensor
     for row in tensor.outcomes:
-        if tensor.stage == Stage.BASE and row.name_in_file:
+        if tensor.stage == standard.BASE and row.name_in_file:
             layer, part = split_name(row.name_in_file)
             break
     return Place(stage=Stage(tensor.stage), layer=layer, tensor=part)

@@ -16,7 +16,7 @@ from _pytest._code.code import (
 )
 
 from consistency.case.load_path import LoadPath, is_alternative
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.comparison.findings.details import describe
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
@@ -224,7 +224,7 @@ def _items_of(root: Branch, case: SessionCase, session: Session, wanted: Sequenc
         return
     for place in case.places:
         if place.stage not in stages:
-            stage = place.stage.value  # names travel between xdist's processes, which know plain strings alone
+            stage = place.stage  # names travel between xdist's processes, which know plain strings alone
             stages[place.stage] = Branch.from_parent(home, name=stage, nodeid=f"{home.nodeid}::{stage}")
         for plan in case.workers:
             where = plan.name if plan.load_path is LoadPath.ISOLATED else f"{plan.name}-{plan.load_path}"

@@ -22,10 +22,10 @@ from consistency.capture import origin
 from consistency.capture.claim import scratch_folder
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.wording import counted
+from consistency.case import standard
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Edge
 from consistency.case.reading import gather_options
-from consistency.case.stages import Stage
 from consistency.case.suite import gather_suite
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import layers_of
@@ -104,8 +104,8 @@ class SessionCase:
 
 def _prefix(place: Place) -> str:
     # a layer of the base may have another name in its file than in the model, so that stage is checked as a whole
-    if place.is_rest or place.stage is Stage.BASE:
-        return place.stage.value
+    if place.is_rest or place.stage == standard.BASE:
+        return place.stage
     return f"{place.stage}::{place.layer}"
 
 

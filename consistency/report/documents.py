@@ -9,8 +9,9 @@ from pathlib import PurePath
 import msgspec
 
 from consistency.capture.wording import and_more, counted, some
+from consistency.case import standard
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import SPECS, Stage, stage_order
+from consistency.case.stages import SPECS, stage_order
 from consistency.comparison.layers import LayerCell, layers_of
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, WorkerSummary
@@ -92,7 +93,7 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
 
 def tables(comparison: Comparison, found: Groups) -> tuple[ResultTable, ...]:
     """Return a table per default load path: the workers of each architecture, and a cell per stage."""
-    short = {spec.stage.value: spec.short for spec in SPECS.values()}
+    short: dict[str, str] = {spec.stage: spec.short for spec in SPECS.values()}
     columns = tuple(Column(title=name, short=short.get(name, "")) for name in summary.stages(comparison))
     mains = {path: groups for path, groups in found.items() if not is_alternative(path)}
     return tuple(
@@ -110,7 +111,7 @@ def tables(comparison: Comparison, found: Groups) -> tuple[ResultTable, ...]:
 
 def _layers(comparison: Comparison) -> Sheet | None:
     """Return the layers nearest to their tolerance or beyond it, by architecture."""
-    layers = [one for one in layers_of(comparison) if one.stage != Stage.OPERATORS and not one.is_equal]
+    layers = [one for one in layers_of(comparison) if one.stage != standard.OPERATORS and not one.is_equal]
     worst = heapq.nlargest(_LAYERS, layers, key=lambda one: one.badness)
     if not worst:
         return None
@@ -163,7 +164,7 @@ def of_suite(suite: SuiteResult, view: View) -> Document:
     merges = any(case.merging for case in suite.cases)
     lines = _lines(suite.cases, view.most_rows)
     rows = tuple(_row(label, cases, stages, merges=merges) for label, cases in lines)
-    short = {spec.stage.value: spec.short for spec in SPECS.values()}
+    short: dict[str, str] = {spec.stage: spec.short for spec in SPECS.values()}
     columns = [Column(title="verdict"), *(Column(title=name, short=short.get(name, "")) for name in stages)]
     columns += [Column(title=MERGING)] if merges else []
     explained = legend(rows)

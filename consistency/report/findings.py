@@ -11,7 +11,8 @@ import msgspec
 
 from consistency.capture.names import SETTINGS_LAYER, UPDATED
 from consistency.capture.wording import counted
-from consistency.case.stages import MOVES_WEIGHTS, Stage, stages_of
+from consistency.case import standard
+from consistency.case.stages import MOVES_WEIGHTS, stages_of
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.layers import difference_of
 from consistency.comparison.outcomes import gathered
@@ -121,7 +122,7 @@ def _is_reproducible(finding: Finding, hits: _Hits) -> bool:
     kept = [
         (tensor, row) for tensor, row in hits if not tensor.tensor.endswith(f".{UPDATED}") and tensor.rule != Rule.PEER
     ]
-    return any(row.worst_index is not None or tensor.stage == Stage.TRANSFER for tensor, row in kept)
+    return any(row.worst_index is not None or tensor.stage == standard.TRANSFER for tensor, row in kept)
 
 
 def _hits(finding: Finding, tensors: Mapping[str, Sequence[TensorComparison]]) -> _Hits:

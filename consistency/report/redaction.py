@@ -28,7 +28,8 @@ from consistency.capture.names import ANOTHER_BASE, THIS_BASE
 from consistency.case.builtin import builtin_name
 from consistency.case.case import in_other_case
 from consistency.case.recognition import name_of, repository_of
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
+from consistency.case.stages import SPECS
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.text import without_credentials
@@ -61,7 +62,7 @@ _EVERYBODYS = frozenset(
 
 _VOCABULARY = frozenset(
     {
-        *Stage, *Level, *Rule, *Word, "cpu", "cuda", "xpu", "npu", "mps", "hpu", "gpu", "torch", "python",
+        *SPECS, *Level, *Rule, *Word, "cpu", "cuda", "xpu", "npu", "mps", "hpu", "gpu", "torch", "python",
         "consistency", "file", "float64", "float32", "bfloat16", "float16", "equal", "within", "outside", "missing",
         "unexpected", "skipped", "blocked", "consistent", "inconsistent", "incomplete", "error", "warning", "note",
         "lost", "failed", "nan", "inf", "worker", "device", "model", "layer", "tensor", "isolated", "linux",

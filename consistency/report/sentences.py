@@ -10,9 +10,10 @@ import msgspec
 from consistency import plugins
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, listed, some, time_of
+from consistency.case import standard
 from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stages import SPECS
 from consistency.comparison.by_worker import Coverage, coverage, worst_error
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import names_in
@@ -22,7 +23,7 @@ from consistency.report.ranges import folded
 from consistency.report.summary import MOST_COLUMNS, NEARLY_ALL, Groups, ratio_text
 from consistency.text import one_line
 
-_NEED_ADAPTER = frozenset(stage.value for stage, spec in SPECS.items() if spec.needs_adapter)
+_NEED_ADAPTER = frozenset(stage for stage, spec in SPECS.items() if spec.needs_adapter)
 _MOST_WORDS = 64  # of a command line: the captures of eight hosts of eight devices
 _MOST_LOAD_PATHS = 4  # names of load paths that fit a line
 
@@ -157,7 +158,7 @@ def _of_workers(comparison: Comparison) -> str:
 def _what_matches(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
     """State which weights are right and on how many workers; without any, the stages that found no mismatch."""
     names = dict.fromkeys(worker.name for worker in comparison.workers)
-    right = {stage.value: covered[stage] for stage in (Stage.BASE, Stage.ADAPTER) if stage in covered}
+    right = {stage: covered[stage] for stage in (standard.BASE, standard.ADAPTER) if stage in covered}
     right = {stage: one for stage, one in right.items() if not one.wrong}
     workers = _workers(comparison)
     if not covered:
@@ -177,7 +178,7 @@ def _workers(comparison: Comparison) -> str:
 
 
 def _no_adapter(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
-    is_absent = bool(comparison.base) and comparison.adapter is None and Stage.ADAPTER not in covered
+    is_absent = bool(comparison.base) and comparison.adapter is None and standard.ADAPTER not in covered
     return "no adapter was given" if is_absent else ""
 
 

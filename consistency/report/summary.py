@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.capture.wording import counted, some
+from consistency.case import standard
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import Stage, stage_order
+from consistency.case.stages import stage_order
 from consistency.comparison.by_worker import is_larger
 from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.result import BAD, Comparison, TensorComparison
@@ -221,7 +222,7 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
     if cell.elsewhere and not cell.counts:
         return CellText(kind="elsewhere", text="", spoken=f"checked in case {one_line(cell.elsewhere)}")
     if cell.bad:
-        place = f"from {one_line(cell.first_bad)}" if stage == Stage.FORWARD and cell.first_bad else ""
+        place = f"from {one_line(cell.first_bad)}" if stage == standard.FORWARD and cell.first_bad else ""
         spoken = f"mismatch in {cell.bad} of {cell.total} tensors {place}".rstrip()
         return CellText(kind="outside", text=f"{cell.bad}/{cell.total}", spoken=spoken, place=place)
     if cell.flag:
@@ -233,7 +234,7 @@ def cell_text(stage: str, cell: Cell | None) -> CellText:
     if "within" in cell.counts and cell.worst_ratio is not None:
         text = ratio_text(cell.worst_ratio)
         spoken = f"within tolerance, worst error/tolerance {text}"
-        worst_layer = one_line(cell.worst_layer) if stage == Stage.MERGED else ""
+        worst_layer = one_line(cell.worst_layer) if stage == standard.MERGED else ""
         is_near = cell.worst_ratio > NEARLY_ALL
         return CellText(kind="within", text=text, spoken=spoken, worst_layer=worst_layer, is_near=is_near)
     if "equal" in cell.counts or "within" in cell.counts:

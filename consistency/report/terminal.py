@@ -13,7 +13,7 @@ from rich.text import Text
 
 from consistency import plugins
 from consistency.capture.wording import and_more, counted, size, some
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.comparison.findings.host import MOST_ADVICE, about, advise
 from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
@@ -240,7 +240,7 @@ def _cell(write: Writer, cell: CellText, *, places: bool, worst_layer: bool) -> 
 def _tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
     """Write the tensors with a mismatch; all of them where `verbose` asks for it."""
     shown = [
-        tensor for tensor in comparison.tensors if verbose or (tensor.is_wrong and tensor.stage != Stage.TRANSFER)
+        tensor for tensor in comparison.tensors if verbose or (tensor.is_wrong and tensor.stage != standard.TRANSFER)
     ]  # the matrix shows those of copies
     if not shown:
         return

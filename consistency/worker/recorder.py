@@ -15,7 +15,8 @@ import torch
 from consistency.capture.folder import pack_blocks
 from consistency.capture.names import LIMITS, WHOLE_MODEL
 from consistency.capture.records import RecordStatus, TensorRecord
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS
 from consistency.case.tolerance import Override, choose
 from consistency.numerics.aten_calls import largest_share
 from consistency.numerics.bound import UserAllowance

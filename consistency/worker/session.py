@@ -18,8 +18,10 @@ import torch
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
 from consistency.capture.writer import write_json
+from consistency.case import standard
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import SPECS, Model, Stage, StageSpec, run_order
+from consistency.case.stage import Model, Stage, StageSpec
+from consistency.case.stages import SPECS, run_order
 from consistency.devices.interface import register
 from consistency.errors import UsageError
 from consistency.numerics.digest import TensorDigest, digest
@@ -33,7 +35,7 @@ from consistency.worker.memory.offload_choice import choose
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
 from consistency.worker.model.expected_adapter import expected_adapter
-from consistency.worker.model.float64_reference import FILE_OF, give_up
+from consistency.worker.model.float64_reference import give_up
 from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.inputs import digest_of, sourced_inputs
 from consistency.worker.model.kept_base import BaseKeeper, Taken
@@ -91,7 +93,7 @@ class Session:
             for number, spec in enumerate(specs):
                 if spec.model is not Model.UNUSED and case.needs_model and context is None and not self._left:
                     context = self._loaded(machine, specs)
-                if spec.stage is Stage.BASE and spec.stage in self._begun:
+                if spec.stage == standard.BASE and spec.stage in self._begun:
                     continue  # it has run between loading the base and loading the adapter
                 if spec.model is not Model.UNUSED and self._left:
                     record_blocked(record, spec, self._left, raised=self._left)
@@ -152,16 +154,16 @@ class Session:
                 raise
             why = stated(error)
             record_blocked(context.record, spec, f"the stage failed: {why}", raised=why)
-            if self._job.makes_reference and spec.stage in FILE_OF:
+            if self._job.makes_reference and spec.reference_file:
                 text = f"{self._job.name}, which computes it, failed: {why}"
-                give_up(Path(self._job.scratch), FILE_OF[spec.stage], text)
+                give_up(Path(self._job.scratch), spec.reference_file, text)
             error.__traceback__ = None  # its frames hold tensors
             left = "" if self._unchanged is None else self._unchanged.restore()
             if left:
                 self._left = f"the stage {spec.stage} failed and left the model changed: {left}"
             self._check(spec.stage)
             return
-        if spec.stage is Stage.ADAPTER and self._detour:
+        if spec.stage == standard.ADAPTER and self._detour:
             record_blocked(context.record, spec, self._detour, raised=self._detour)
         self._check(spec.stage)
         self._update(stages_done=(*self._state.stages_done, spec.stage))
@@ -194,9 +196,9 @@ class Session:
             initial={},
             rewritten=frozenset(),
         )
-        checks_base = SPECS[Stage.BASE] in specs
+        checks_base = SPECS[standard.BASE] in specs
         if checks_base:
-            self._run(SPECS[Stage.BASE], context)
+            self._run(SPECS[standard.BASE], context)
         if case.adapter is not None or self._structure is not None:
             others = loaded.on_device(loaded.tensors.keys() - context.digests.keys())
             context.digests.update({name: digest(tensor) for name, tensor in others})  # no tensor stays in this frame

@@ -14,7 +14,7 @@ import torch
 
 from consistency.capture.names import RAISED, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import StageSpec
+from consistency.case.stage import StageSpec
 from consistency.errors import ConsistencyError, first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.identity import start_of

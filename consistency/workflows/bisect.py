@@ -22,11 +22,13 @@ import msgspec
 from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
+from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.received import received
-from consistency.case.stages import SPECS, Stage, with_judges
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS, with_judges
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
@@ -396,7 +398,7 @@ def _candidates(subject: ComparedWorker, reference: ComparedWorker, stage: str) 
         yield Change(name=f"{other} threads" if other != 1 else "1 thread", threads=other)
     if subject.info.environment.get("dtype") in ("bfloat16", "float16") and subject.case.adapter is not None:
         yield Change(name="autocast_adapter_dtype=False", autocast_adapter_dtype=False)
-    computes = stage != Stage.COLLECTIVES  # which has no product, and no attention
+    computes = SPECS[Stage(stage)].multiplies
     for name, (value, text) in backend.alternatives.items():
         if computes and name in subject.info.asked and name not in variant.settings:
             yield Change(name=text, settings={name: value})
@@ -405,7 +407,7 @@ def _candidates(subject: ComparedWorker, reference: ComparedWorker, stage: str) 
     load_path = LoadPath(subject.load_path)
     if load_path.main is LoadPath.SHARED:
         yield Change(name="the other devices hidden", load_path=load_path.beside(LoadPath.ISOLATED))
-    if stage == Stage.ADAPTER:
+    if stage == standard.ADAPTER:
         yield from _load_paths(load_path, is_cpu=spec.is_cpu)
 
 

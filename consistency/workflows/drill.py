@@ -23,7 +23,8 @@ from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stage import Adapters
+from consistency.case.stages import SPECS
 from consistency.comparison.result import Comparison, Finding, with_provenance
 from consistency.devices.discovery import accelerators, select
 from consistency.devices.spec import DeviceInfo
@@ -194,8 +195,9 @@ def without_fault(
     stages = {stage for fault in faults if not fault.base and (several or not fault.several) for stage in fault.stages}
     needed = {stage for stage in stages if adapter or options.adapters or not SPECS[stage].needs_adapter}
     wrapper = next((fault.wrapper for fault in faults if fault.wrapper and needed.issuperset(fault.stages)), None)
-    own = dataclasses.replace(options, stages=tuple(stage for stage in Stage if stage in needed), wrapper=wrapper)
-    return own if Stage.ADAPTERS not in needed else with_adapters(own, several)
+    own = dataclasses.replace(options, stages=tuple(stage for stage in SPECS if stage in needed), wrapper=wrapper)
+    of_several = any(SPECS[stage].adapters is Adapters.ALL for stage in needed)
+    return with_adapters(own, several) if of_several else own
 
 
 def _load_paths(faults: Sequence[Fault], plan: pipeline.Plan) -> tuple[LoadPath, ...]:

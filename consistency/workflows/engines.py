@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from consistency.capture.folder import Capture
+from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_header
 from consistency.case.engine_file import EngineFile
@@ -18,7 +19,6 @@ from consistency.case.inference.outputs import check_files_of, read_outputs
 from consistency.case.inference.request import Request
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
 from consistency.errors import CaptureError, InputError
 
 
@@ -46,7 +46,8 @@ def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
         read_header(Path(case.inputs))
     paths = tuple(EngineFile(name=one.name, path=str(Path(one.path).expanduser().resolve())) for one in files)
     found = msgspec.structs.replace(
-        case, engine_outputs=paths, stages=(Stage.FORWARD,), steps=None, soak_s=None, load=False, only=(), wrapper=None,
+        case, engine_outputs=paths, stages=(standard.FORWARD,), steps=None, soak_s=None, load=False, only=(),
+        wrapper=None,
         adapters=(), device_map=None, allow_pickle=False, trust_remote_code=False, load_paths=None, repeat=1,
     )  # fmt: skip
     for one in paths:

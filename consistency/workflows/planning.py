@@ -15,7 +15,8 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import HOST_STAGES, MODEL_LESS, Level, Stage, requested
+from consistency.case.stage import Level
+from consistency.case.stages import HOST_STAGES, MODEL_LESS, SPECS, requested
 from consistency.case.suite import SuiteOptions
 from consistency.devices.backends import backend_of
 from consistency.devices.cores import threads_per_worker
@@ -97,7 +98,7 @@ def _threads(devices: Sequence[DeviceInfo]) -> int:
 def _on_devices(case: Case, devices: Sequence[DeviceInfo]) -> Case:
     """Return a case with the reason why its workers cannot see all devices, where they cannot.
 
-    At level `thorough` two equal cards do together what the stage `collectives` checks too.
+    At level `thorough` two equal cards do together what some stages check too.
 
     Raises
     ------
@@ -112,7 +113,9 @@ def _on_devices(case: Case, devices: Sequence[DeviceInfo]) -> Case:
     chosen = set(case.stages) not in (of_level, of_level & set(MODEL_LESS))
     if chosen or case.level is not Level.THOROUGH or not _are_two_equal(devices) or reason:
         return case
-    return msgspec.structs.replace(case, stages=tuple(s for s in Stage if s in case.stages or s is Stage.COLLECTIVES))
+    return msgspec.structs.replace(
+        case, stages=tuple(s for s, spec in SPECS.items() if s in case.stages or spec.with_equal_cards)
+    )
 
 
 def _are_two_equal(devices: Sequence[DeviceInfo]) -> bool:

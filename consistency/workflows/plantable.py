@@ -18,13 +18,16 @@ import numpy as np
 
 from consistency.capture.claim import scratch_folder
 from consistency.capture.names import WEIGHT
+from consistency.case import standard
 from consistency.case.adapter_fit import read_adapter
 from consistency.case.builtin import BUILTIN_CASES, builtin_folder
 from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_checkpoint, read_json
 from consistency.case.named_adapters import NamedAdapter
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS
 from consistency.comparison.result import Comparison
+from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.numerics.rules import Rule
 from consistency.worker.faults.fault import Fault, Need
 
@@ -101,8 +104,8 @@ def _seen(healthy: Comparison, case: Case) -> dict[str, Any]:
         if not any(row.status in JUDGED for row in rows):
             unchecked[stage] = next((row.reason for row in rows if row.reason), "it has nothing to check")
     judged = [tensor for tensor in healthy.tensors if any(row.status in JUDGED for row in tensor.outcomes)]
-    merged = [tensor for tensor in judged if tensor.stage == Stage.MERGED and tensor.tensor == WEIGHT]
-    split = [tensor for tensor in judged if tensor.stage == Stage.TENSOR_PARALLEL]
+    merged = [tensor for tensor in judged if tensor.stage == standard.MERGED and tensor.tensor == WEIGHT]
+    split = [tensor for tensor in judged if tensor.stage == TENSOR_PARALLEL]
     return {
         "unchecked": unchecked,
         "judged": frozenset(tensor.name for tensor in judged),
@@ -220,7 +223,7 @@ def _keys(subject: Subject) -> str:
 
 
 def _plan(subject: Subject) -> str:
-    if subject.judged is None or any(name.startswith(f"{Stage.TENSOR_PARALLEL}::") for name in subject.judged):
+    if subject.judged is None or any(name.startswith(f"{TENSOR_PARALLEL}::") for name in subject.judged):
         return ""
     return "transformers has no plan that splits this model"
 

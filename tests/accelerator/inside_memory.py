@@ -18,12 +18,13 @@ import transformers
 
 from consistency.capture.json_codec import decode_json
 from consistency.capture.records import TensorRecord
+from consistency.case import standard
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.options import Placement as Placed
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.worker import session
 from consistency.worker.memory.host_memory import private_bytes
 from consistency.worker.memory.placement import Placement
@@ -54,7 +55,7 @@ def look(tmp_path: Path) -> Callable[..., tuple[Facts, WorkerState]]:
         folder = tmp_path / str(next(number))
         folder.mkdir()
         job = Job(
-            case=case or prepare_case(Options(base="builtin:llama", stages=(Stage.MEMORY,))), name=device,
+            case=case or prepare_case(Options(base="builtin:llama", stages=(standard.MEMORY,))), name=device,
             device=device, load_path="shared", folder=str(folder), blobs=str(folder), scratch=str(folder), settings={},
             makes_reference=False, threads=1, parent_pid=os.getpid(), fault=fault,
         )  # fmt: skip
@@ -133,7 +134,7 @@ def test_faults(look: Callable[..., tuple[Facts, WorkerState]], fault: str, told
         assert wrong.evidence == {"got": {"lora_A": "npu:0"}, "wanted": "npu:1"}
 
 
-EVERY = (Stage.BASE, Stage.ADAPTER, Stage.MERGED, Stage.MEMORY)
+EVERY = (standard.BASE, standard.ADAPTER, standard.MERGED, standard.MEMORY)
 
 
 def llama(folder: Path, *, layers: int, placement: Placed, stages: tuple[Stage, ...] = EVERY) -> Case:
@@ -190,7 +191,7 @@ def test_host_memory_does_not_grow_with_the_model(
     assert peaks[1] == pytest.approx(peaks[0], rel=0.1), peaks
 
 
-@pytest.mark.parametrize("stages", [(Stage.MEMORY,), (Stage.BASE, Stage.MEMORY)], ids=["alone", "after base"])
+@pytest.mark.parametrize("stages", [(standard.MEMORY,), (standard.BASE, standard.MEMORY)], ids=["alone", "after base"])
 def test_no_weight_of_an_offloaded_base_stays_on_the_device(
     look: Callable[..., tuple[Facts, WorkerState]], tmp_path: Path, stages: tuple[Stage, ...]
 ) -> None:

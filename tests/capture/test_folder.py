@@ -31,7 +31,7 @@ from consistency.capture.whole_file import write_fully
 from consistency.capture.writer import CaptureWriter, write_json
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.errors import CaptureError
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real

@@ -7,14 +7,17 @@ import msgspec
 import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
+from consistency.case import standard
 from consistency.case.case import Case, Fit
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import LEVELS, Level, Stage
+from consistency.case.stage import Level
+from consistency.case.stages import LEVELS, SPECS
+from consistency.extras.peft_api.adapters.spec import ADAPTERS
 
 
 def test_a_case_survives_json() -> None:
     case = Case(
-        name="x", base="/b", adapter=None, stages=(Stage.MERGED,), load_paths=(LoadPath.SHARED,), level=Level.QUICK
+        name="x", base="/b", adapter=None, stages=(standard.MERGED,), load_paths=(LoadPath.SHARED,), level=Level.QUICK
     )
     assert decode_json(encode_json(case), Case) == case
 
@@ -40,8 +43,8 @@ def test_a_report_names_what_was_not_looked_at() -> None:
     assert quick.not_checked() == ("stage forward", "stage gradient", trained, "stage memory", *later, *rest)
     widened = Case(name="x", base="/b", level=Level.QUICK)
     assert widened.not_checked() == (trained, *later, *rest)
-    narrowed = Case(name="x", base="/b", level=Level.STANDARD, stages=(Stage.ADAPTER,), repeat=2)
-    others = [stage for stage in Stage if stage not in (Stage.ADAPTER, Stage.ADAPTERS)]  # one adapter has no such stage
+    narrowed = Case(name="x", base="/b", level=Level.STANDARD, stages=(standard.ADAPTER,), repeat=2)
+    others = [stage for stage in SPECS if stage not in (standard.ADAPTER, ADAPTERS)]  # one adapter has no such stage
     assert narrowed.not_checked() == tuple(f"stage {stage}" for stage in others)
     thorough = Case(name="x", base="/b", level=Level.THOROUGH, repeat=2, stages=LEVELS[Level.THOROUGH].stages)
     on_request = ("stage trajectory", *together, "stage wrapping")
@@ -54,8 +57,8 @@ def test_a_report_names_what_was_not_looked_at() -> None:
         (Case(name="x", base="/b", level=Level.QUICK), {0, 1, 2, 3, 4, 5}),
         (Case(name="x", base="/b", level=Level.QUICK, repeat=2), {0, 1, 2, 3}),
         (Case(name="x", base="/b", level=Level.QUICK, soak_s=1.0), {0, 1, 2, 3, 4}),
-        (Case(name="x", base="/b", level=Level.QUICK, stages=(Stage.TRANSFER,)), {0, 3, 4, 5}),
-        (Case(name="x", base="/b", level=Level.QUICK, stages=(Stage.OPERATORS,)), {1, 2, 3, 4, 5}),
+        (Case(name="x", base="/b", level=Level.QUICK, stages=(standard.TRANSFER,)), {0, 3, 4, 5}),
+        (Case(name="x", base="/b", level=Level.QUICK, stages=(standard.OPERATORS,)), {1, 2, 3, 4, 5}),
     ],
 )
 def test_what_is_named_does_not_hang_on_its_words(case: Case, named: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +75,7 @@ def test_a_report_names_what_did_not_fit() -> None:
     assert (cut.sequences(), cut.tokens) == (2, 4)
     added = ("6 of 8 sequences, for lack of memory", "12 of 16 tokens of each, for lack of memory")
     assert cut.not_checked() == (*whole.not_checked(), *added)
-    bytes_alone = msgspec.structs.replace(cut, stages=(Stage.ADAPTER,))
+    bytes_alone = msgspec.structs.replace(cut, stages=(standard.ADAPTER,))
     assert not [text for text in bytes_alone.not_checked() if "memory" in text and not text.startswith("stage")]
 
 

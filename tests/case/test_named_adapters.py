@@ -12,9 +12,9 @@ from consistency.case.named_adapters import NamedAdapter, as_named_adapters
 from consistency.case.options import Edge, add_options
 from consistency.case.preflight import prepare_case
 from consistency.case.reading import gather_options, make_options
-from consistency.case.stages import Stage
 from consistency.case.suite import gather_suite
 from consistency.errors import UsageError
+from consistency.extras.peft_api.adapters.spec import ADAPTERS
 from consistency.workflows.plantable import several_adapters
 
 ONE_TWO = (NamedAdapter(name="one", path="./x"), NamedAdapter(name="two", path="org/y"))
@@ -102,7 +102,7 @@ def test_names_for_some_of_them_are_refused() -> None:
 def test_the_case_has_the_stage_and_says_what_the_others_leave_out() -> None:
     with several_adapters() as adapters:
         case = prepare_case(make_options({"base": "builtin:llama", "adapters": adapters}))
-        assert Stage.ADAPTERS in case.stages
+        assert ADAPTERS in case.stages
         assert case.adapter == case.adapters[0].path
         assert any(
             text.startswith("adapter, merged, ") and " of second (checked for first only)" in text
@@ -110,7 +110,7 @@ def test_the_case_has_the_stage_and_says_what_the_others_leave_out() -> None:
         )
         assert "routing by create_arrow_model" in case.not_checked()
         alone = prepare_case(make_options({"base": "builtin:llama"}))
-        assert Stage.ADAPTERS not in alone.stages
+        assert ADAPTERS not in alone.stages
         assert not any("adapters" in text for text in alone.not_checked())
         with pytest.raises(UsageError, match="which is not in"):
             prepare_case(make_options({"base": "builtin:llama", "adapters": adapters, "stages": "merged"}))

@@ -11,7 +11,7 @@ import pytest
 
 from consistency.case.options import OPTIONS, Edge, Option, Options, add_options
 from consistency.case.reading import gather_options, read_options
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS
 from consistency.cli.main import build_parser
 from consistency.pytest_plugin import plugin
 
@@ -85,4 +85,4 @@ def test_run_and_capture_have_the_same_options() -> None:
 
 def test_the_help_names_every_stage() -> None:
     (stages,) = [option for option in OPTIONS if option.name == "stages"]
-    assert all(stage in stages.help for stage in Stage)
+    assert all(stage in stages.help for stage in SPECS)

@@ -11,8 +11,10 @@ from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.reading import make_options, read_options
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
 from consistency.errors import ConsistencyError, InputError, UsageError
+from consistency.extras.peft_api.sharding.spec import SHARDING
+from consistency.extras.peft_api.wrapping.spec import WRAPPING
 
 FACTORY = "python:package.module:wrap"
 
@@ -23,12 +25,12 @@ def case(**options: Any) -> Case:
 
 def test_stages_that_an_option_makes_possible() -> None:
     plain = case()
-    assert not {Stage.SHARDING, Stage.WRAPPING} & set(plain.stages)
+    assert not {SHARDING, WRAPPING} & set(plain.stages)
     assert {"stage sharding", "stage wrapping"} <= set(plain.not_checked())
-    assert Stage.SHARDING in case(level=Level.THOROUGH).stages
+    assert SHARDING in case(level=Level.THOROUGH).stages
     assert "stage wrapping" in case(level=Level.THOROUGH).not_checked()
-    assert set(case(wrapper=FACTORY).stages) == {*plain.stages, Stage.WRAPPING}
-    assert set(case(device_map="auto").stages) == {*plain.stages, Stage.SHARDING}
+    assert set(case(wrapper=FACTORY).stages) == {*plain.stages, WRAPPING}
+    assert set(case(device_map="auto").stages) == {*plain.stages, SHARDING}
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,14 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.numpy import save_file
 
+from consistency.case import standard
 from consistency.case.adapter_fit import check_files, read_adapter
 from consistency.case.inputs_file import paragraphs
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Edge, Options, Source
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import LEVELS, Level, Stage
+from consistency.case.stage import Level
+from consistency.case.stages import LEVELS
 from consistency.errors import InputError, UsageError
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj")
@@ -72,11 +74,11 @@ def check(base: Path | None, adapter: Path | None) -> None:
 
 def test_a_base_and_its_adapter_make_a_case(tmp_path: Path) -> None:
     base, adapter = make_base(tmp_path / "llama"), make_adapter(tmp_path / "mine")
-    stages = (Stage.ADAPTER, Stage.MERGED)
+    stages = (standard.ADAPTER, standard.MERGED)
     options = Options(base=str(base), adapter=str(adapter), stages=stages, load_paths=tuple(LoadPath), dtype="float16")
     case = prepare_case(options)
     assert (case.base, case.adapter, case.name) == (str(base), str(adapter), "llama + mine")
-    assert case.stages == (Stage.ADAPTER, Stage.MERGED)
+    assert case.stages == (standard.ADAPTER, standard.MERGED)
     assert case.load_paths == tuple(LoadPath)
     assert case.dtype == "float16"
     assert case.inputs is None
@@ -444,12 +446,12 @@ def test_a_stage_that_needs_an_adapter_is_refused_without_one(
     tmp_path: Path, edge: Edge, stages: str, adapter: str
 ) -> None:
     base = str(make_base(tmp_path / "base"))
-    for asked in ((Stage.ADAPTER,), (Stage.BASE, Stage.MERGED)):
+    for asked in ((standard.ADAPTER,), (standard.BASE, standard.MERGED)):
         with pytest.raises(UsageError, match="without an adapter") as error:
             prepare_case(Options(base=base, stages=asked, source=Source(edge=edge)))
         assert error.value.where == stages
         assert str(error.value.wanted).startswith(adapter)
-    assert Stage.ADAPTER in prepare_case(Options(base=base)).stages, "of a level it is skipped, and said to be"
+    assert standard.ADAPTER in prepare_case(Options(base=base)).stages, "of a level it is skipped, and said to be"
 
 
 def test_prefixes_that_select_nothing_are_refused(tmp_path: Path) -> None:

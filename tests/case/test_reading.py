@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from consistency.case import standard
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Edge, Options
 from consistency.case.reading import gather_options, make_options, read_options
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
+from consistency.case.stages import SPECS
 from consistency.case.tolerance import Override
 from consistency.errors import UsageError
 
@@ -49,7 +51,7 @@ def test_a_whole_configuration_is_read(tmp_path: Path) -> None:
         name="mine",
         devices=("cpu", "cuda:0@tf32"),
         dtype="bfloat16",
-        stages=(Stage.ADAPTER, Stage.MERGED),
+        stages=(standard.ADAPTER, standard.MERGED),
         load_paths=tuple(LoadPath),
         level=Level.THOROUGH,
         repeat=3,
@@ -69,7 +71,7 @@ def test_an_empty_configuration_is_the_defaults(tmp_path: Path) -> None:
 
 def test_lists_may_be_written_with_commas(tmp_path: Path) -> None:
     table = read_options(toml(tmp_path, 'devices = "cpu, cuda:1"\nstages = "base,adapter"\nload_paths = "shared"'))
-    assert (table["devices"], table["stages"]) == (("cpu", "cuda:1"), (Stage.BASE, Stage.ADAPTER))
+    assert (table["devices"], table["stages"]) == (("cpu", "cuda:1"), (standard.BASE, standard.ADAPTER))
     assert table["load_paths"] == (LoadPath.SHARED,)
     assert make_options({"only": " a, b ,,c ", "devices": "cpu"}).only == ("a", "b", "c")
     assert make_options({"only": ""}).only == ()
@@ -161,10 +163,10 @@ def test_a_bad_option_is_refused(table: dict[str, Any], what: str) -> None:
 
 
 def test_stages_run_in_the_order_in_which_the_numbers_depend_on_one_another() -> None:
-    assert make_options({"stages": list(reversed(Stage))}).stages == tuple(Stage)
-    for order in itertools.permutations(Stage, 3):
-        assert make_options({"stages": order}).stages == tuple(sorted(order, key=list(Stage).index))
-    assert make_options({"stages": "forward,base,base"}).stages == (Stage.BASE, Stage.FORWARD)
+    assert make_options({"stages": list(reversed(SPECS))}).stages == tuple(SPECS)
+    for order in itertools.permutations(SPECS, 3):
+        assert make_options({"stages": order}).stages == tuple(sorted(order, key=list(SPECS).index))
+    assert make_options({"stages": "forward,base,base"}).stages == (standard.BASE, standard.FORWARD)
 
 
 def test_all_is_every_load_path() -> None:

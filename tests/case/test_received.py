@@ -10,12 +10,14 @@ import msgspec
 import pytest
 
 from consistency.capture.folder import MANIFEST
+from consistency.case import standard
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.options import Options
 from consistency.case.received import check_received, received
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
 from consistency.errors import InputError
+from consistency.extras.peft_api.wrapping.spec import WRAPPING
 from consistency.workflows import pipeline
 from tests.capture.resealing import reseal
 from tests.conftest import Cli
@@ -30,7 +32,7 @@ ASKING: dict[str, tuple[dict[str, Any], Options, str]] = {
     "code": ({"base": OWN, "trust_remote_code": True}, Options(trust_remote_code=True), "--trust-remote-code"),
     "pickles": ({"base": OWN, "allow_pickle": True}, Options(allow_pickle=True), "--allow-pickle"),
     "a wrapper": (
-        {"base": OWN, "wrapper": "python:os:abort", "stages": (Stage.WRAPPING,)},
+        {"base": OWN, "wrapper": "python:os:abort", "stages": (WRAPPING,)},
         Options(wrapper="python:os:abort"),
         "--wrapper python:os:abort",
     ),
@@ -66,7 +68,7 @@ def test_a_case_of_the_package_needs_nothing(tmp_path: Path) -> None:
 def test_bisect_runs_nothing_that_a_report_brings(tmp_path: Path, cli_here: Cli, monkeypatch: Any) -> None:
     out = tmp_path / "run"
     options = Options(
-        devices=("cpu", "cpu@baseline"), stages=(Stage.MERGED,), only=("merged::model.layers.0.self_attn",)
+        devices=("cpu", "cpu@baseline"), stages=(standard.MERGED,), only=("merged::model.layers.0.self_attn",)
     )
     pipeline.run(pipeline.prepare(options), out, watch=lambda *_: None)
     monkeypatch.chdir(tmp_path)

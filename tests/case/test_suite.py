@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from consistency.case.options import Edge, Options
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.case.suite import SuiteOptions, folder_name, gather_suite
 from consistency.errors import UsageError
 

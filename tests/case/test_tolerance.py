@@ -15,7 +15,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.case.case import Case
 from consistency.case.options import Edge, Options
 from consistency.case.reading import gather_options, make_options
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS
 from consistency.case.tolerance import COMPUTED, Override, as_overrides, choose, of_architecture
 from consistency.errors import UsageError
 from consistency.numerics.rules import UNIT_ROUNDOFF
@@ -226,4 +226,4 @@ def test_bytes_that_were_moved_are_out_of_reach(stage: str) -> None:
 
 def test_every_stage_computes_or_moves_bytes_or_has_limits_of_its_own() -> None:
     moves, limits = {"transfer", "base", "adapter"}, {"memory", "sharding", "generation", "wrapping"}
-    assert {stage.value for stage in Stage} - moves - limits == set(COMPUTED)
+    assert set(SPECS) - moves - limits == set(COMPUTED)

@@ -13,7 +13,8 @@ from consistency.capture.adapter_remarks import AdapterFlaw
 from consistency.capture.engine_causes import Cause
 from consistency.capture.records import RecordStatus, WorkerStatus
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import LEVELS, SPECS, Level, Model, Stage
+from consistency.case.stage import Level, Model, Stage
+from consistency.case.stages import LEVELS, SPECS
 from consistency.cli.glossary import GlossaryEntry, explained, glossary, known_words
 from consistency.cli.main import build_parser
 from consistency.cli.parser import OF_EVERY_COMMAND, statuses_by_command

@@ -7,7 +7,7 @@ from typing import Any
 from consistency.capture.names import CASTING, CHAIN, DIRECT, HOST_STAGED, OVERLAPPED, STRIDED, pair_name
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts
@@ -16,7 +16,7 @@ from tests.comparison.made_records import measured
 from tests.conftest import MakeCapture
 
 DEVICES = ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
-CASE: dict[str, Any] = {"base": "", "adapter": None, "stages": (Stage.TRANSFER,)}
+CASE: dict[str, Any] = {"base": "", "adapter": None, "stages": (standard.TRANSFER,)}
 
 
 def copies(pair: tuple[str, str], kind: str = DIRECT, word: str | None = None, **of: Any) -> TensorRecord:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from consistency.capture.folder import SCHEMA, Capture, CaptureManifest, WorkerCapture
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS
 from consistency.comparison.compare import compare
 from consistency.comparison.result import BAD, Comparison, Finding
 from consistency.numerics.rules import Rule
@@ -30,7 +30,7 @@ def records(draw: st.DrawFn) -> TensorRecord:
     )
     has_measure = status in ("within", "outside") or draw(st.booleans())
     return TensorRecord(
-        stage=draw(st.sampled_from([stage.value for stage in Stage])),
+        stage=draw(st.sampled_from(list(SPECS))),
         layer=draw(st.sampled_from(["layers.0", "cpu->cuda:0", "cpum>cuda:0", "model", "adapter_settings", "logits"])),
         tensor=draw(st.sampled_from(["weight", "lora_A", "placement", "direct", "adapter_on", "loaded_again"])),
         rule=draw(st.sampled_from([rule.value for rule in Rule])),
@@ -105,4 +105,4 @@ def test_no_wrong_row_is_consistent_and_no_stage_is_named_that_was_not_compared(
     judged = {stage for stage, status in rows if status in COMPARED}
     assert judged
     text = sentence(found).partition(";")[0]
-    assert {stage.value for stage in Stage if re.search(rf"\b{stage.value}\b", text)} <= judged, text
+    assert {stage for stage in SPECS if re.search(rf"\b{stage}\b", text)} <= judged, text

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from consistency.case.case import Case
-from consistency.case.stages import HOST_STAGES, Stage
+from consistency.case.stages import HOST_STAGES, SPECS
 from consistency.comparison.result import Finding
 from consistency.comparison.suite import (
     CaseResult,
@@ -114,8 +114,8 @@ def test_inputs_that_cannot_be_used_are_findings() -> None:
 
 def test_what_another_case_checks_is_not_left_out() -> None:
     """The stages of the host are those of the first case."""
-    whole = Case(name="first", base="b", stages=tuple(Stage))
-    rest = tuple(stage for stage in Stage if stage not in HOST_STAGES)
+    whole = Case(name="first", base="b", stages=tuple(SPECS))
+    rest = tuple(stage for stage in SPECS if stage not in HOST_STAGES)
     other = Case(name="other", base="b", stages=rest, host_checked_by="first")
     texts = [case.not_checked() for case in (whole, other)]
     assert any("stage transfer" in text for text in texts[1])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
 from consistency.cli.main import main
 from consistency.devices import discovery
 from consistency.devices.discovery import accelerators, cpu_info, discover, select
@@ -307,11 +307,11 @@ def test_an_exclusive_device_is_not_shared_and_that_is_said(monkeypatch: pytest.
     found = accelerators()
     assert {info.unusable for info in found} == {""}
     assert default_load_paths(found) == (LoadPath.ISOLATED,)
-    case = budget_of(Case(name="x", base="", stages=(Stage.OPERATORS,)), found).case
+    case = budget_of(Case(name="x", base="", stages=(standard.OPERATORS,)), found).case
     reason = "cuda:0, whose compute mode lets one process use it at a time (nvidia-smi -c 0 ends that)"
     assert f"the load path shared ({reason})" in case.not_checked()
-    assert budget_of(Case(name="x", base="", stages=(Stage.OPERATORS,)), found[:1]).case.not_shared == ""
-    asked = Case(name="x", base="", stages=(Stage.OPERATORS,), load_paths=(LoadPath.SHARED,))
+    assert budget_of(Case(name="x", base="", stages=(standard.OPERATORS,)), found[:1]).case.not_shared == ""
+    asked = Case(name="x", base="", stages=(standard.OPERATORS,), load_paths=(LoadPath.SHARED,))
     with pytest.raises(UsageError, match="cannot see all devices") as caught:
         budget_of(asked, found)
     assert caught.value.got == reason

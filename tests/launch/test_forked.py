@@ -18,11 +18,11 @@ import pytest
 
 from consistency.capture.folder import WorkerCapture
 from consistency.capture.reader import read_capture
+from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import UsageError
@@ -172,7 +172,7 @@ def looked(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, A
     """Run a base that looks at its process in two kernel variants; return what it saw, by variant."""
     home.mkdir()
     monkeypatch.setenv("LOOK", str(home))
-    found = captured(Case(name="look", base="python:look:make", stages=(Stage.BASE,)), home / "capture")
+    found = captured(Case(name="look", base="python:look:make", stages=(standard.BASE,)), home / "capture")
     assert [one.info.reason for one in found] == ["ended with exit status 7; last event: load base"] * 2
     seen = {path.stem: json.loads(path.read_text()) for path in home.glob("*.json")}
     for facts in seen.values():
@@ -284,7 +284,7 @@ def test_libraries_that_cannot_be_imported_so_end_no_more_than_they_do_by_exec(
     """The words are those of workers started by exec, for such they are."""
     (tmp_path / "sitecustomize.py").write_text(FAILING.format(how=how))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    case = prepare_case(Options(base="builtin:llama", stages=(Stage.BASE,)))
+    case = prepare_case(Options(base="builtin:llama", stages=(standard.BASE,)))
 
     def outcome(target: Path) -> list[tuple[object, ...]]:
         try:
@@ -335,7 +335,7 @@ def sleepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     home.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("LOOK", str(home))
-    case = Case(name="sleeps", base="python:sleeper:make", stages=(Stage.BASE,))
+    case = Case(name="sleeps", base="python:sleeper:make", stages=(standard.BASE,))
     importers = Importers(models=False, folder=tmp_path)
     plans = plan_waves(case, select(["cpu", "cpu@baseline"]))[0]
     found = []

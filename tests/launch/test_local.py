@@ -17,8 +17,8 @@ import pytest
 
 from consistency.capture.node_group import NodeGroup
 from consistency.capture.reader import read_capture
+from consistency.case import standard
 from consistency.case.case import Case
-from consistency.case.stages import Stage
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import InputError
@@ -58,9 +58,9 @@ def captured(home: Path, *cases: Case, seen: list[str]) -> Iterator[Captured]:
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_case_that_ends_the_process_costs_that_case_alone(tmp_path: Path, started: list[list[str]]) -> None:
-    first = Case(name="first", base="", stages=(Stage.TRANSFER,))
-    unusable = Case(name="no-such-function", base="python:os:no_such_function", stages=(Stage.BASE,))
-    aborting = Case(name="aborts", base="python:os:abort", stages=(Stage.BASE,))
+    first = Case(name="first", base="", stages=(standard.TRANSFER,))
+    unusable = Case(name="no-such-function", base="python:os:no_such_function", stages=(standard.BASE,))
+    aborting = Case(name="aborts", base="python:os:abort", stages=(standard.BASE,))
     cases = (first, unusable, aborting, msgspec.structs.replace(first, name="last"))
     seen: list[str] = []
     found = {one.task.case.name: one for one in captured(tmp_path, *cases, seen=seen)}
@@ -120,7 +120,7 @@ def test_a_worker_that_is_stopped_writes_its_stack_and_does_not_go_on(tmp_path: 
     process = subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path)], start_new_session=True)
     os.waitpid(process.pid, os.WUNTRACED)
     assert (tmp_path / "began").exists()
-    case = Case(name="one", base="", stages=(Stage.TRANSFER,))
+    case = Case(name="one", base="", stages=(standard.TRANSFER,))
     (plan,) = plan_waves(case, select(["cpu"]))[0]
     one = Assignment(number=0, case=case, plan=plan, folder=tmp_path, blobs=tmp_path, scratch=tmp_path, fault=None)
     WorkerProcess(assignments=deque([one]), process=process)._end_with_stack(one)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
+from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.launch.plan import default_load_paths, in_lanes, merged_waves, plan_waves, side_by_side
 
@@ -132,7 +133,7 @@ def test_a_alternative_path_brings_its_default_path_with_it() -> None:
 
 def test_without_an_adapter_or_its_stage_there_is_nothing_to_take() -> None:
     assert sides(Case(name="x", base="base"), "cuda:0") == [("cuda:0", [])]
-    merged = Case(name="x", base="base", adapter="adapter", stages=(Stage.MERGED,))
+    merged = Case(name="x", base="base", adapter="adapter", stages=(standard.MERGED,))
     assert sides(merged, "cuda:0") == [("cuda:0", [])]
 
 

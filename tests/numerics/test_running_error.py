@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.numerics.dtype import UNIT_ROUNDOFF, named
 from consistency.numerics.precision import Precision
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from consistency.case import standard
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
 from consistency.comparison.result import Comparison
 from consistency.devices.discovery import select
+from consistency.extras.serving.generation.spec import GENERATION
 from consistency.launch.plan import WorkerPlan
 from consistency.pytest_plugin.item_names import EVERYTHING_ELSE, SEQUENCES, WAYS, Place, RowFinder, places
 from consistency.worker.stages.generation import stage
 from tests.report.made_comparisons import comparison, tensor
 
-DELTA, WEIGHT = (Place(stage=Stage.MERGED, layer="layers.0", tensor=name) for name in ("delta", "weight"))
-REST = Place(stage=Stage.MERGED, layer="", tensor=EVERYTHING_ELSE)
+DELTA, WEIGHT = (Place(stage=standard.MERGED, layer="layers.0", tensor=name) for name in ("delta", "weight"))
+REST = Place(stage=standard.MERGED, layer="", tensor=EVERYTHING_ELSE)
 
 
 def of(place: Place, found: Comparison) -> list[str]:
@@ -41,7 +42,7 @@ def test_generation_has_an_item_for_each_layer_and_way_and_text() -> None:
     """Named without torch, which its stage imports."""
     assert stage.SEQUENCES == SEQUENCES
     assert tuple(stage.WAYS) == WAYS
-    case = Case(name="llama", base=str(builtin_folder("llama") / "base"), adapter=None, stages=(Stage.GENERATION,))
+    case = Case(name="llama", base=str(builtin_folder("llama") / "base"), adapter=None, stages=(GENERATION,))
     found = [place.name for place in places(case)]
     assert {"model.layers.1.mlp.cache", "model.layers.0.alone", "prompt 3.text"} < set(found)
     assert found[-1] == EVERYTHING_ELSE

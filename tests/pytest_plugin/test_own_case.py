@@ -99,7 +99,7 @@ def test_failures_show_tensor_device_and_cause(own_tests: pytest.Pytester) -> No
         "ERROR test_own.py::test_without_the_fixture - Failed: *does nothing without the fixture consistency_report",
     ])  # fmt: skip
     runs = (own_tests.path / "runs.txt").read_text().splitlines()
-    assert runs == ["('cpu',) (<Stage.ADAPTER: 'adapter'>,)"], "tests with the same options share one run"
+    assert runs == ["('cpu',) (<standard.ADAPTER: 'adapter'>,)"], "tests with the same options share one run"
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import pytest
 
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage, stages_of
+from consistency.case.stage import Stage
+from consistency.case.stages import stages_of
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Finding
 from consistency.numerics.rules import Rule

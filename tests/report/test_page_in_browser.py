@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS
 from consistency.comparison.result import ArchitectureGroup, Comparison, Outcome, Status, TensorComparison
 from consistency.numerics.real import Real
 from consistency.report.html import as_html
@@ -343,7 +343,7 @@ def test_on_a_narrow_screen_nothing_is_cut(opened: Open) -> None:
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         made = four_architectures()
-        stages = [msgspec.structs.replace(made.tensors[0], stage=stage) for stage in Stage]
+        stages = [msgspec.structs.replace(made.tensors[0], stage=stage) for stage in SPECS]
         made = msgspec.structs.replace(made, tensors=(*made.tensors, *stages))
         assert run(opened(made), "return document.documentElement.scrollWidth") == 390
         parts = "[...document.querySelectorAll('#groups .scroll, .window, .grid th, .grid td')]"

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, THIS_BASE, TRAINED_ON
+from consistency.case import standard
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
-from consistency.case.stages import Stage
 from consistency.cli.main import build_parser, main
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
@@ -198,7 +198,7 @@ def test_a_name_that_was_given_is_taken_out_whatever_it_is(base: str) -> None:
 
 @pytest.mark.parametrize("name", ["acme-secret", "a", "forward"])
 def test_the_case_that_has_a_stage_of_this_one_is_taken_out(name: str) -> None:
-    case = Case(name="second", base="/b", stages=(Stage.FORWARD,), host_checked_by=name)
+    case = Case(name="second", base="/b", stages=(standard.FORWARD,), host_checked_by=name)
     elsewhere: dict[str, Any] = {"not_checked": case.not_checked(), "checked_elsewhere": case.checked_elsewhere}
     found = comparison([tensor([["cpu"]])], base="/srv/llama", adapter=None, **elsewhere)
     table = json.loads(as_bytes(found))

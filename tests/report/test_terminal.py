@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consistency.capture.records import StageMemory
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS
 from consistency.comparison.result import (
     ArchitectureGroup,
     Comparison,
@@ -177,17 +177,17 @@ MODEL = "Intel(R) Xeon(R) Platinum 8592+ Processor @ 1.90GHz (family 6 model 207
 def test_no_cell_and_no_name_is_cut_at_any_width(width: int, model: str) -> None:
     """Stages are abbreviated, and the legend says how, or have a line each; every device has its cells."""
     workers = (worker("cpu", "x86-64", model=model), *(worker(f"cuda:{i}", model=model) for i in range(3)))
-    tensors = [tensor([ALL], stage=stage, ratio=0.123, statuses=dict.fromkeys(ALL, "within")) for stage in Stage]
+    tensors = [tensor([ALL], stage=stage, ratio=0.123, statuses=dict.fromkeys(ALL, "within")) for stage in SPECS]
     text = printed(comparison(tensors, workers=workers), width=width)
     lines = text.splitlines()
     assert "…" not in text
     assert all(len(line) <= width for line in lines)
-    assert {stage.value for stage in Stage} <= set(text.split())
+    assert set(SPECS) <= set(text.split())
     assert {"cpu (reference)", "cuda:0", "cuda:1", "cuda:2"} <= {
         name for line in lines for name in re.split(r"[,\s]{2,}|, ", line.strip())
     }
-    assert text.count("≤ 0.12") == 2 * len(Stage)
-    in_a_row = [line for line in lines if line.count("≤ 0.12") == len(Stage)]
+    assert text.count("≤ 0.12") == 2 * len(SPECS)
+    in_a_row = [line for line in lines if line.count("≤ 0.12") == len(SPECS)]
     assert len(in_a_row) == (2 if width >= 170 else 0)
     assert ("fwd forward" in text) == (width == 170), "there is room for whole names at 220"
 

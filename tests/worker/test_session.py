@@ -14,7 +14,9 @@ import transformers
 from safetensors.torch import save_file
 
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage, StageSpec, run_order
+from consistency.case import standard
+from consistency.case.stage import Stage, StageSpec
+from consistency.case.stages import run_order
 from consistency.case.tolerance import Override
 from consistency.errors import InputError
 from consistency.worker import session
@@ -66,11 +68,11 @@ def test_nothing_depends_on_the_addresses_of_tensors(
 ) -> None:
     base = saved(a_llama(tie_word_embeddings=True), tmp_path / "llama")
     adapter = on_llama(base, peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
-    stages = (Stage.BASE, Stage.ADAPTER, Stage.MEMORY)
+    stages = (standard.BASE, standard.ADAPTER, standard.MEMORY)
 
     def rows() -> dict[Any, Any]:
         found = look(base, adapter, stages=stages)
-        return {r.key: (r.status, r.digest, r.word) for r in found if r.stage != Stage.MEMORY}
+        return {r.key: (r.status, r.digest, r.word) for r in found if r.stage != standard.MEMORY}
 
     with_addresses = rows()
     real = torch.Tensor.data_ptr

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
+from consistency.case import standard
 from consistency.case.builtin import builtin_folder
 from consistency.case.options import Options
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.devices.discovery import discover
 from consistency.errors import InputError, UsageError
+from consistency.extras.training.collectives.spec import COLLECTIVES
+from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.launch.change import Change
 from consistency.launch.environment import worker_environment
 from consistency.launch.forked import Importer, Importers
@@ -161,7 +164,7 @@ def test_a_variable_of_the_library_explains_a_wrong_sum(tmp_path: Path, monkeypa
     """The fault reads the variable in the place of NCCL: that NCCL obeys it is not shown here."""
     fault = {"cpu@baseline": "sum-wrong-with-p2p"}
     only = ("collectives::all_reduce.sum",)
-    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.COLLECTIVES,), only=only, level=Level.QUICK)
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(COLLECTIVES,), only=only, level=Level.QUICK)
     plan = dataclasses.replace(pipeline.prepare(options), faults=fault)
     pipeline.run(plan, tmp_path / "out", watch=lambda *_: None)
     changes = [Change(name=f"{name}=1", environment={name: "1"}) for name in ("NCCL_SHM_DISABLE", "NCCL_P2P_DISABLE")]
@@ -176,7 +179,7 @@ def test_a_variable_of_the_library_explains_a_wrong_sum(tmp_path: Path, monkeypa
 @pytest.mark.skipif(len(KERNELS) < 2, reason="this processor has one kernel variant: there is no group")
 def test_what_is_recorded_only_where_it_is_wrong_is_gone_where_it_is_not_recorded(tmp_path: Path) -> None:
     fault = {"cpu@baseline": "split-part-of-another"}
-    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.FORWARD, Stage.TENSOR_PARALLEL))
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(standard.FORWARD, TENSOR_PARALLEL))
     plan = dataclasses.replace(pipeline.prepare(options), faults=fault)
     pipeline.run(plan, tmp_path / "out", watch=lambda *_: None)
     again: list[Trial] = []
@@ -190,7 +193,7 @@ def test_what_is_recorded_only_where_it_is_wrong_is_gone_where_it_is_not_recorde
 def test_a_stage_that_fails_without_a_change_is_said(tmp_path: Path) -> None:
     """It was said that the tensor is not recorded alone, as of a tensor that its stage leaves out."""
     only = ("collectives::broadcast",)
-    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.COLLECTIVES,), only=only, level=Level.QUICK)
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(COLLECTIVES,), only=only, level=Level.QUICK)
     done = pipeline.run(pipeline.prepare(options), tmp_path / "out", watch=lambda *_: None)
     tensor = next(one.name for one in done.comparison.tensors if one.layer.startswith("broadcast"))
     with pytest.raises(InputError, match=r"(?s)nothing was tested.*IndexError: planted"):
@@ -233,7 +236,7 @@ def test_a_kernel_that_is_wrong_in_float64_too_does_not_judge_itself(
     monkeypatch.syspath_prepend(tmp_path)
     source: dict[str, Any] = {"base": "python:wrong_kernel:load", "adapter": str(folder / "adapter")}
     only = ("gradient::model.layers.0",)
-    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.GRADIENT,), only=only, **source)
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(standard.GRADIENT,), only=only, **source)
     done = pipeline.run(pipeline.prepare(options), tmp_path / "out", watch=lambda *_: None)
     assert {worker for finding in done.comparison.findings for worker in finding.workers} == {"cpu@baseline"}
     change = Change(name="kernels", environment={"ATEN_CPU_CAPABILITY": None})
@@ -247,7 +250,7 @@ def test_a_kernel_that_is_wrong_in_float64_too_does_not_judge_itself(
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bisect") / "out"
     only = ("merged::model.layers.0.self_attn",)
-    options = Options(devices=("cpu", "cpu@baseline"), stages=(Stage.MERGED,), only=only)
+    options = Options(devices=("cpu", "cpu@baseline"), stages=(standard.MERGED,), only=only)
     pipeline.run(pipeline.prepare(options), out, watch=lambda *_: None)
     return out
 

@@ -10,9 +10,11 @@ import pytest
 from consistency.capture.folder import CaptureManifest
 from consistency.capture.json_codec import decode_json
 from consistency.capture.reader import read_capture
+from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.options import Options
-from consistency.case.stages import MODEL_LESS, Level, Stage
+from consistency.case.stage import Level
+from consistency.case.stages import MODEL_LESS
 from consistency.errors import UsageError
 from consistency.workflows.pipeline import doctor_plan
 from tests.conftest import Cli
@@ -41,9 +43,9 @@ def test_doctor_without_any_model(cli_here: Cli, tmp_path: Path) -> None:
 
 def test_doctor_takes_every_stage_that_needs_no_model() -> None:
     plan = doctor_plan(Options(devices=("cpu",), level=Level.QUICK))
-    assert plan.case.stages == (Stage.TRANSFER, Stage.OPERATORS, Stage.MEMORY), "no group of ranks"
+    assert plan.case.stages == (standard.TRANSFER, standard.OPERATORS, standard.MEMORY), "no group of ranks"
     assert not plan.case.needs_model
-    assert Case(name="x", base="b", stages=(*MODEL_LESS, Stage.BASE)).needs_model
+    assert Case(name="x", base="b", stages=(*MODEL_LESS, standard.BASE)).needs_model
     with pytest.raises(UsageError):
         doctor_plan(Options(devices=("cuda:99",)))
 

@@ -12,9 +12,10 @@ import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
+from consistency.case import standard
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, Finding, TensorComparison
 from consistency.devices.spec import DeviceInfo, parse_device
@@ -91,7 +92,7 @@ def test_a_warning_of_the_case_itself_is_no_sign_of_a_fault() -> None:
     """Such as that a torch built for CUDA finds no GPU."""
     warning = Finding(kind="no-accelerator", severity="warning", message="no device", workers=("cpu",))
     check_healthy(comparison(warning))
-    fault = Fault(name="merge-off", plant="", expected="differs", stages=(Stage.MERGED,))
+    fault = Fault(name="merge-off", plant="", expected="differs", stages=(standard.MERGED,))
     trial = Trial(fault=fault, worker="w", expected="differs", known=frozenset({("no-accelerator", "cpu")}))
     assert _row(trial, comparison(warning, finding("differs", "w"))).passed
     assert not _row(dataclasses.replace(trial, known=frozenset()), comparison(warning, finding("differs", "w"))).passed
@@ -135,7 +136,7 @@ def finding(kind: str, *workers: str, message: str = "outside the bound") -> Fin
 
 
 def test_what_is_missed_misnamed_or_blamed_on_others_does_not_pass() -> None:
-    fault = Fault(name="merge-off", plant="", expected="differs", stages=(Stage.MERGED,), words="outside the bound")
+    fault = Fault(name="merge-off", plant="", expected="differs", stages=(standard.MERGED,), words="outside the bound")
     trial = Trial(fault=fault, worker="w", expected="differs")
     assert _row(trial, comparison(finding("differs", "w"))).passed
     assert not _row(trial, comparison()).passed

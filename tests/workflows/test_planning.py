@@ -9,14 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from consistency.case import standard
 from consistency.case.budget.fit import MARGIN, Budget
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import HOST_STAGES, Level, Stage
+from consistency.case.stage import Level
+from consistency.case.stages import HOST_STAGES
 from consistency.case.suite import SuiteOptions
 from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo, DeviceSpec, parse_device
 from consistency.errors import InputError, UsageError
+from consistency.extras.training.collectives.spec import COLLECTIVES
 from consistency.report.plan import render_suite, suite_as_table
 from consistency.workflows import pipeline, planning
 
@@ -68,7 +71,9 @@ def test_each_worker_of_each_wave_has_its_stages() -> None:
     for worker in found.workers:
         names = [stage.stage for stage in worker.stages]
         assert names[0] == "start"
-        assert names.index("load base") < names.index(Stage.BASE) < names.index("load adapter") < names.index("merged")
+        assert (
+            names.index("load base") < names.index(standard.BASE) < names.index("load adapter") < names.index("merged")
+        )
         assert set(case.stages) <= set(names)
 
 
@@ -176,7 +181,7 @@ def test_an_accelerator_has_one_process_at_a_time() -> None:
         (("H100", "A100"), {"level": Level.THOROUGH}, False),
         (("H100",), {"level": Level.THOROUGH}, False),
         (("H100", "H100"), {}, False),
-        (("H100", "H100"), {"level": Level.THOROUGH, "stages": (Stage.BASE,)}, False),
+        (("H100", "H100"), {"level": Level.THOROUGH, "stages": (standard.BASE,)}, False),
     ],
 )
 def test_two_equal_cards_do_together_what_a_level_checks(
@@ -188,8 +193,8 @@ def test_two_equal_cards_do_together_what_a_level_checks(
         for index, model in enumerate(models)
     ]
     found = planning.budget_of(case, cards).case
-    assert (Stage.COLLECTIVES in found.stages) is is_there
+    assert (COLLECTIVES in found.stages) is is_there
     assert any(text == "stage collectives" for text in found.not_checked()) is not is_there
     machine = msgspec.structs.replace(case, base="", stages=pipeline._STAGES)
     if "stages" not in given:
-        assert (Stage.COLLECTIVES in planning.budget_of(machine, cards).case.stages) is is_there
+        assert (COLLECTIVES in planning.budget_of(machine, cards).case.stages) is is_there

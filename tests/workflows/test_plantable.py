@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from consistency.case import standard
 from consistency.case.checkpoint import TensorHeader
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Need
 from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
@@ -110,7 +110,7 @@ def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
             "`generate` gives this base no positions of the tokens",
         ),
         (
-            "forward-fails", {"unchecked": {Stage.FORWARD: "a mixture of experts"}},
+            "forward-fails", {"unchecked": {standard.FORWARD: "a mixture of experts"}},
             "stage forward checks nothing of this case: a mixture of experts",
         ),
     ],
@@ -139,5 +139,5 @@ def test_every_need_has_a_case_that_lacks_it() -> None:
     nothing.append(Subject(has_adapter=True, dtype="float32", workers=2, judged=frozenset()))
     nothing.append(Subject(**{**HEALTHY, "base_config": {"quantization_config": {"load_in_4bit": True}}}))
     lacking = {need for fault in FAULTS.values() for need in fault.needs for subject in nothing
-               if why_not(dataclasses.replace(fault, needs=(need,), stages=(Stage.MEMORY,)), subject)}  # fmt: skip
+               if why_not(dataclasses.replace(fault, needs=(need,), stages=(standard.MEMORY,)), subject)}  # fmt: skip
     assert lacking == set(Need)

@@ -14,9 +14,10 @@ import pytest
 import consistency
 from consistency.capture.folder import WorkerCapture
 from consistency.capture.reader import read_capture
+from consistency.case import standard
 from consistency.case.builtin import builtin_folder
 from consistency.case.options import Edge
-from consistency.case.stages import HOST_STAGES, Stage
+from consistency.case.stages import HOST_STAGES
 from consistency.case.suite import SuiteOptions, gather_suite
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError, UsageError
@@ -229,7 +230,7 @@ def test_the_host_is_checked_in_the_first_case_of_a_level(config: Path) -> None:
 def test_a_case_that_does_not_check_the_host_is_not_said_to_have_done_so(config: Path) -> None:
     given = options_of(config, level="quick").chosen(["one", "two"])
     one, two = given.cases
-    cases = (dataclasses.replace(one, stages=(Stage.ADAPTER,)), dataclasses.replace(two, stages=None))
+    cases = (dataclasses.replace(one, stages=(standard.ADAPTER,)), dataclasses.replace(two, stages=None))
     plan = suite.prepare_suite(dataclasses.replace(given, cases=cases))
     found = [case.plan.case for case in plan.cases if case.plan is not None]
     assert set(HOST_STAGES) <= set(found[1].stages)

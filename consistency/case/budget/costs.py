@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case
-from consistency.case.stages import MOST_MERGED, SPECS, Level, Stage
+from consistency.case.stage import Level, Stage
+from consistency.case.stages import MOST_MERGED, SPECS
 
 MIB = 2**20
 

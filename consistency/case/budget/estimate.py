@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from consistency.case import standard
 from consistency.case.budget.costs import (
     ACCELERATOR_PROCESS_BYTES,
     LIBRARY_BYTES,
@@ -23,17 +24,18 @@ from consistency.case.budget.costs import (
 )
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case
-from consistency.case.stages import SPECS, Stage, run_order
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS, run_order
 from consistency.devices.spec import DeviceSpec
+
+START = "start"
+"""Name of the step before the first stage."""
 
 SOAK = "soak"
 """Name of the step after the last stage that repeats them (`--for`)."""
 
-WEIGHTS = {
-    "start": 4.0, Stage.MERGED: 4.0, Stage.FORWARD: 8.0, Stage.GRADIENT: 12.0, Stage.ADAPTERS: 8.0,
-    Stage.TRAJECTORY: 120.0,
-}  # fmt: skip
-"""Of a worker's time, for the progress: about how many seconds each takes of a small model. Every other stage has 1."""
+WEIGHT_OF_THE_START = 4.0
+"""As a stage's `weight`: to import the libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +104,17 @@ class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
     def shares(self, soak_s: float | None) -> list[tuple[str, float]]:
         """Return each stage with its share of the worker's time, by nominal weights: for the progress."""
-        weights = [(soak_s or 0.0) if one.stage == SOAK else WEIGHTS.get(one.stage, 1.0) for one in self.stages]
+        weights = [_weight(one.stage, soak_s) for one in self.stages]
         return [(one.stage, weight / sum(weights)) for one, weight in zip(self.stages, weights, strict=True)]
+
+
+def _weight(step: str, soak_s: float | None) -> float:
+    """Return the nominal weight of a stage, or of a step of loading."""
+    if step == SOAK:
+        return soak_s or 0.0
+    if step == START:
+        return WEIGHT_OF_THE_START
+    return SPECS[Stage(step)].weight
 
 
 def estimate_worker(case: Case, shape: Shape, worker: PlannedWorker, *, offloads: bool = False) -> WorkerEstimate:
@@ -132,18 +143,18 @@ def estimate_worker(case: Case, shape: Shape, worker: PlannedWorker, *, offloads
 
 def _costs(case: Case, setting: Setting, worker: PlannedWorker) -> Iterator[tuple[str, Cost]]:
     """Yield what a worker does, in the order in which its session does it."""
-    yield "start", Cost()
+    yield START, Cost()
     loaded = False
     for spec in run_order(case.stages, sees_others=worker.sees_others):
         if case.needs_model and not loaded and spec.model.name != "UNUSED":
             loaded = True
             yield "load base", load_base(setting)
-            if Stage.BASE in case.stages:
-                yield Stage.BASE, cost_of(Stage.BASE, setting)
+            if standard.BASE in case.stages:
+                yield standard.BASE, cost_of(standard.BASE, setting)
             if case.adapter is not None:
                 yield "load adapter", load_adapter(setting)
                 yield "base, after the adapter", after_adapter(setting)
-        if spec.stage is Stage.BASE or (spec.needs_adapter and case.adapter is None):
+        if spec.stage == standard.BASE or (spec.needs_adapter and case.adapter is None):
             continue
         yield spec.stage, cost_of(spec.stage, setting)
 
@@ -161,7 +172,7 @@ def _stages(
         if name == "load base" and (not on_device or offloads):
             private += shape.converted_bytes
         own, window = cost.host_bytes, cost.window_bytes
-        if on_device and setting.makes_reference and name in (Stage.FORWARD, Stage.GRADIENT):
+        if on_device and setting.makes_reference and name in (standard.FORWARD, standard.GRADIENT):
             # without a CPU among the devices, this worker loads the model on the host too
             own += shape.converted_bytes + shape.adapter_bytes
             window += shape.mapped_bytes
@@ -184,7 +195,7 @@ def _stages(
             device += shape.adapter_bytes
         elif name == "load adapter":
             private += shape.adapter_bytes
-        if name == Stage.FORWARD and shape.merges_whole and not on_device:
+        if name == standard.FORWARD and shape.merges_whole and not on_device:
             # the whole model is merged in place: a mapped page that is written becomes the worker's own
             rewritten = min(shape.mapped_bytes, sum(layer.elements for layer in shape.layers) * shape.width)
             mapped -= rewritten

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from consistency.case.budget.estimate import PlannedWorker, estimate_worker
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case
-from consistency.case.stages import Stage
 from consistency.devices.spec import DeviceSpec
 
 WORKING_MARGIN = 1.25
@@ -17,9 +14,8 @@ _ANY = PlannedWorker(label="", spec=DeviceSpec(type="accelerator"))
 
 
 def needed_bytes(case: Case, shape: Shape) -> int:
-    """Return the memory of a device that holds the base; `sharding` loads another copy only where one fits."""
-    stages = tuple(stage for stage in case.stages if stage is not Stage.SHARDING)
-    peak = estimate_worker(msgspec.structs.replace(case, stages=stages), shape, _ANY).device_bytes or 0
+    """Return the memory of a device that holds the base."""
+    peak = estimate_worker(case, shape, _ANY).device_bytes or 0
     known = shape.loaded_bytes + (shape.adapter_bytes if case.adapter is not None else 0)
     return known + int(WORKING_MARGIN * max(0, peak - known))
 

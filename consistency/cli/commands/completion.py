@@ -44,10 +44,10 @@ def _completion(parsed: argparse.Namespace) -> int:
 def _values(command: str) -> Mapping[str, Iterable[str]]:
     """Return the values of options that take a list of them, of which a shell completes the first, and of words."""
     from consistency.case.load_path import LoadPath
-    from consistency.case.stages import Stage
+    from consistency.case.stages import SPECS
     from consistency.devices.backends import BACKENDS, backend_of
 
-    stages = [stage.value for stage in Stage]
+    stages = [*SPECS]
     kinds = {kind: backend_of(kind) for kind in ("cpu", *BACKENDS)}
     return {
         "--stages": stages,

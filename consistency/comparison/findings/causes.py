@@ -11,8 +11,9 @@ import msgspec
 
 from consistency.capture.names import SETTINGS_LAYER, WHOLE_MODEL
 from consistency.capture.wording import and_more, listed, some
+from consistency.case import standard
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
+from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import CORRECTLY_ROUNDED, describe
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
@@ -305,11 +306,11 @@ def _is_of_the_file(cause: _Cause, group: _Group) -> bool:
 
 def _deeper(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -> str:
     """State that an adapter is for a deeper base, where all that has no counterpart is in layers past its last."""
-    if cause.word != Word.UNEXPECTED or cause.stage != Stage.ADAPTER:
+    if cause.word != Word.UNEXPECTED or cause.stage != standard.ADAPTER:
         return ""
     wrong = {tensor.name for tensor in group.tensors}
     beyond = [_depth(tensor) for tensor in group.tensors]
-    there = [_depth(tensor) for tensor in tensors if tensor.stage == Stage.ADAPTER and tensor.name not in wrong]
+    there = [_depth(tensor) for tensor in tensors if tensor.stage == standard.ADAPTER and tensor.name not in wrong]
     if None in beyond or not (last := max((one for one in there if one is not None), default=-1) + 1) > 0:
         return ""
     deepest = [one for one in beyond if one is not None]

@@ -7,7 +7,7 @@ from typing import Any
 
 from consistency.capture.soak import ChangedTensor
 from consistency.capture.wording import counted
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.comparison.result import Outcome, TensorComparison
 from consistency.numerics.rules import Rule
 
@@ -59,7 +59,7 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
     if evidence.get("ratio") is not None:
         of = f"{evidence['of']} is " if "of" in evidence else ""
         parts.append(f"{of}{_number(evidence['ratio'])}× the reference")
-    shown = _OF_A_PEAK | _EVIDENCE if tensor.stage == Stage.MEMORY else _EVIDENCE
+    shown = _OF_A_PEAK | _EVIDENCE if tensor.stage == standard.MEMORY else _EVIDENCE
     parts += [text.format(_number(evidence[k])) for k, text in shown.items() if evidence.get(k) is not None]
     blocks = evidence.get("blocks")
     if blocks and isinstance(blocks, list) and row.worst_index is None:

@@ -11,8 +11,8 @@ import msgspec
 from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
 from consistency.capture.names import ADAPTER_OFF, BATCHES, NOT_IN_FILE
 from consistency.capture.wording import listed, some
+from consistency.case import standard
 from consistency.case.inference.request import OUTPUT
-from consistency.case.stages import Stage
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
@@ -30,7 +30,7 @@ def find_engines(evidence: ComparisonEvidence) -> Iterable[Finding]:
         rows = [
             (t, row)
             for t in evidence.tensors
-            if t.stage == Stage.FORWARD and (row := t.outcome(engine.label)) is not None
+            if t.stage == standard.FORWARD and (row := t.outcome(engine.label)) is not None
         ]
         yield from _wrong(engine, [(t, row) for t, row in rows if t.layer == OUTPUT and row.status in BAD])
         yield from _batches(engine, [(t, row) for t, row in rows if t.layer == BATCHES])
@@ -84,12 +84,12 @@ def _wrong(engine: ComparedWorker, wrong: _Rows) -> Iterator[Finding]:
         found = _cause(row) or row.word or Word(row.status)
         same.setdefault((found, str(row.evidence.get(PLACES, "")), _rows_of(row)), []).append((tensor, row))
     for (cause, places, of_rows), rows in same.items():
-        opening = f"{Stage.FORWARD} · {engine.label} · {listed([t.tensor for t, _ in rows])}{of_rows}: "
+        opening = f"{standard.FORWARD} · {engine.label} · {listed([t.tensor for t, _ in rows])}{of_rows}: "
         yield Finding(
             kind=cause.value,
             severity="error",
             message=opening + _sentence(cause, places, rows),
-            general=f"{Stage.FORWARD} · {engine.label}: {_sentence(cause, places, rows[:1])}",
+            general=f"{standard.FORWARD} · {engine.label}: {_sentence(cause, places, rows[:1])}",
             workers=(engine.label,),
             tensors=tuple(t.name for t, _ in rows),
             cause=_sentence(cause, places, rows) if isinstance(cause, Cause) else None,
@@ -149,8 +149,8 @@ def _batches(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
         yield Finding(
             kind=FindingKind.BATCH_VARIANT,
             severity="error",
-            message=f"{Stage.FORWARD} · {engine.label} · {some(reasons, 2)}",
-            general=f"{Stage.FORWARD} · {engine.label} · the answer depends on the batch",
+            message=f"{standard.FORWARD} · {engine.label} · {some(reasons, 2)}",
+            general=f"{standard.FORWARD} · {engine.label} · the answer depends on the batch",
             workers=(engine.label,),
             tensors=tuple(t.name for t, _ in wrong),
             detail=tuple(reasons),
@@ -158,7 +158,7 @@ def _batches(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
         )
     elif moved:
         largest = max(float(row.evidence["max_abs"]) for _, row in moved)
-        opening = f"{Stage.FORWARD} · {engine.label} · row 0 has other bits"
+        opening = f"{standard.FORWARD} · {engine.label} · row 0 has other bits"
         yield Finding(
             kind=FindingKind.BATCH_VARIANT,
             severity="note",
@@ -184,7 +184,9 @@ def _part(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
     if "top_k" in shown:
         parts.append(f"the {shown['top_k']} largest of {shown['vocabulary']} values of each place")
     if parts:
-        text = f"{Stage.FORWARD} · {engine.label} · compared in {' and '.join(parts)}: the engine's file has no others"
+        text = (
+            f"{standard.FORWARD} · {engine.label} · compared in {' and '.join(parts)}: the engine's file has no others"
+        )
         yield Finding(kind=FindingKind.PART_COMPARED, severity="note", message=text, workers=(engine.label,))
 
 

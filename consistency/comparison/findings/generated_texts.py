@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.wording import some
-from consistency.case.stages import Stage
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
+from consistency.extras.serving.generation.spec import GENERATION
 
 
 def find_undecided_texts(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report each text that parts from the reference's where rounding explains it, and how soon two part."""
     workers_by_text: dict[tuple[str, str], list[str]] = {}
     for tensor in evidence.tensors:
-        if tensor.stage != Stage.GENERATION:
+        if tensor.stage != GENERATION:
             continue
         for row in tensor.outcomes:
             if row.status == "within" and row.reason:
@@ -28,7 +28,7 @@ def find_undecided_texts(evidence: ComparisonEvidence) -> Iterator[Finding]:
         yield Finding(
             kind=FindingKind.UNDECIDED_TEXT,
             severity="note",
-            message=f"{Stage.GENERATION} · {some(workers)} · {text}",
+            message=f"{GENERATION} · {some(workers)} · {text}",
             workers=tuple(workers),
             tensors=(name,),
         )

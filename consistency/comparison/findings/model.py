@@ -17,7 +17,8 @@ from consistency.capture.names import (
 )
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
-from consistency.case.stages import Stage
+from consistency.case import standard
+from consistency.case.stage import Stage
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
@@ -33,7 +34,7 @@ def find_no_effect(evidence: ComparisonEvidence) -> Iterable[Finding]:
     by_capture = gathered((id(p.capture), p) for p in with_adapter)
     outputs_of = functools.cache(_outputs)  # workers that saw the same share a table
     for workers in by_capture.values():
-        tables = [p.records.stage(Stage.FORWARD) for p in workers if not p.case.only]
+        tables = [p.records.stage(standard.FORWARD) for p in workers if not p.case.only]
         outputs = [equal for table in tables if (equal := outputs_of(table)) is not None]
         if any(not equal for equal, _ in outputs):
             continue
@@ -82,7 +83,7 @@ def _outputs(table: StageTable) -> tuple[bool, int] | None:
 
 def _cause(p: ComparedWorker) -> str:
     """Return why the adapter can change nothing, where its file, its settings or its deltas show it."""
-    settings = p.records.get((Stage.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
+    settings = p.records.get((standard.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
     if settings is None or settings.status == "outside":  # an error of its own: the adapter is not active
         return ""
     match settings.effect:
@@ -91,7 +92,7 @@ def _cause(p: ComparedWorker) -> str:
         case "zero-scaling" | "zero-weights":
             return f"{settings.evidence.get('zero')} {'is' if settings.effect == 'zero-scaling' else 'are'} zero"
         case "layers":
-            deltas = [r for (_, _, tensor), r in p.records.stage(Stage.MERGED).items() if tensor == DELTA]
+            deltas = [r for (_, _, tensor), r in p.records.stage(standard.MERGED).items() if tensor == DELTA]
             if deltas and not p.case.only and all(record.effect == "zero-delta" for record in deltas):
                 return f"{len(deltas)} of {len(deltas)} deltas are zero"
     return ""
@@ -99,14 +100,14 @@ def _cause(p: ComparedWorker) -> str:
 
 def _adding(p: ComparedWorker) -> Iterator[str]:
     """Yield the layers that a merge adds something to."""
-    for (_, layer, tensor), record in p.records.stage(Stage.MERGED).items():
+    for (_, layer, tensor), record in p.records.stage(standard.MERGED).items():
         if tensor == DELTA and record.measure is not None and not record.effect:
             yield layer
 
 
 def _acts_on_all_tokens(p: ComparedWorker) -> bool:
     """Return whether equal outputs show something: the inputs may lack the tokens that an adapter is for."""
-    settings = p.records.get((Stage.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
+    settings = p.records.get((standard.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
     return settings is not None and settings.status != "outside" and settings.effect != "some-tokens"
 
 
@@ -118,7 +119,7 @@ def find_quantized(evidence: ComparisonEvidence) -> Iterable[Finding]:
 
 def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Compare the error of requantizing with half a step and with what the adapter adds."""
-    merged = _having(compared, Stage.MERGED, lambda one: "error_in_steps_max" in one.evidence)
+    merged = _having(compared, standard.MERGED, lambda one: "error_in_steps_max" in one.evidence)
     if not merged:
         return
     records = [record for found in merged.values() for record in found]
@@ -161,7 +162,7 @@ def _share(record: TensorRecord) -> float | None:
 
 
 def _repacked(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
-    found = _having(compared, Stage.BASE, lambda one: one.tensor == AFTER_A_PASS and one.status != "equal")
+    found = _having(compared, standard.BASE, lambda one: one.tensor == AFTER_A_PASS and one.status != "equal")
     if not found:
         return
     first = next(iter(found.values()))[0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
+from consistency.case import standard
 from consistency.case.builtin import builtin_name
 from consistency.case.case import Case
-from consistency.case.stages import LEVELS, Level, Stage, requested
+from consistency.case.stage import Level
+from consistency.case.stages import LEVELS, requested
 from consistency.comparison.findings.evidence import ComparisonEvidence
 
 _REPEAT = " --repeat 2"
@@ -37,7 +39,7 @@ def compare_with_source(evidence: ComparisonEvidence, stage: str) -> str | None:
     if evidence.reference is None:
         return None
     case = evidence.reference.case
-    folder = case.adapter if stage == Stage.ADAPTER else case.base
+    folder = case.adapter if stage == standard.ADAPTER else case.base
     if not folder:
         return None
     return f"compare it with what it was copied from: consistency diff SOURCE {shlex.quote(folder)}"

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from consistency.capture.names import END_TO_END, NO_OUTPUT, OVERFLOWS, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, listed, some
+from consistency.case import standard
 from consistency.case.load_path import is_alternative
-from consistency.case.stages import Stage
+from consistency.case.stages import SPECS
 from consistency.comparison.by_worker import coverage
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
@@ -108,7 +109,7 @@ def _keys(table: Mapping[Key, TensorRecord]) -> Iterator[Key]:
     """
     for key, record in table.items():
         if record.status not in _ABSENT and key[1] != WHOLE_MODEL:
-            own = record.rule == Rule.LIMIT or key[0] == Stage.TRANSFER
+            own = record.rule == Rule.LIMIT or key[0] == standard.TRANSFER
             yield (key[0], "", "") if own else key
 
 
@@ -127,7 +128,7 @@ def find_unexplained(evidence: ComparisonEvidence) -> Iterable[Finding]:
     for tensor in evidence.tensors:
         named = (all_named if is_alternative(tensor.load_path) else errors).get(tensor.name, frozenset())
         for row in tensor.outcomes if tensor.is_wrong else ():
-            if row.status in BAD and "" not in named and not (named and tensor.stage == Stage.TRANSFER):
+            if row.status in BAD and "" not in named and not (named and tensor.stage == standard.TRANSFER):
                 left = [worker for worker in row.workers if worker not in named]
                 by_stage.setdefault(tensor.stage, {}).setdefault(tensor.name, {}).update(dict.fromkeys(left))
     for stage, of_stage in by_stage.items():
@@ -205,7 +206,7 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     ] = {}  # workers by dtype and first block, empty where none is known
     outputs: dict[str, None] = {}
     for p in compared:
-        records = [record for record in p.records.stage(Stage.FORWARD).values() if not record.load_path]
+        records = [record for record in p.records.stage(standard.FORWARD).values() if not record.load_path]
         lost = [
             record for record in records
             if record.tensor.endswith(END_TO_END) and (seen := record.measure) is not None
@@ -235,7 +236,7 @@ def _in_files(compared: Sequence[ComparedWorker]) -> dict[str, list[str]]:
     found: dict[str, dict[str, None]] = {}
     for record in _records(compared):
         if record.not_finite:
-            file = "adapter's file" if record.stage == Stage.ADAPTER else "base's files"
+            file = "adapter's file" if record.stage == standard.ADAPTER else "base's files"
             values = f"{record.not_finite} of {counted(math.prod(record.shape), 'value')}"
             found.setdefault(file, {})[f"{values} of {record.tensor} of {record.layer}"] = None
     return {file: list(places) for file, places in found.items()}
@@ -301,7 +302,7 @@ def _reasons_reported(tensors: Iterable[TensorComparison]) -> set[tuple[str, str
     They are of what has no number to compare with, and of what is missing because a stage did not run.
     """
     missing = {(tensor.stage, row.reason) for tensor in tensors for row in tensor.outcomes if row.status == "missing"}
-    return missing | {(stage.value, NOT_FINITE) for stage in Stage}
+    return missing | {(stage, NOT_FINITE) for stage in SPECS}
 
 
 FINDERS = (

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from consistency.capture.names import ADAPTER_ON
 from consistency.capture.wording import counted, some
-from consistency.case.stages import Stage
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import Finding, Outcome, TensorComparison
+from consistency.extras.training.collectives.spec import COLLECTIVES
+from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
@@ -42,7 +43,7 @@ def find_ranks(evidence: ComparisonEvidence) -> Iterator[Finding]:
 
 def _healthy(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
     """Say of a model in parts whether its difference from one device is healthy, where no tensor is wrong."""
-    split = [tensor for tensor in tensors if tensor.stage == Stage.TENSOR_PARALLEL]
+    split = [tensor for tensor in tensors if tensor.stage == TENSOR_PARALLEL]
     ends = [
         tensor
         for tensor in split
@@ -81,7 +82,7 @@ def _sums_again(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
     """Report, once for each set of workers, how many sums they did not repeat bit for bit, and by which library."""
     found: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for tensor in tensors:
-        if tensor.stage != Stage.COLLECTIVES or tensor.rule != Rule.LIMIT:
+        if tensor.stage != COLLECTIVES or tensor.rule != Rule.LIMIT:
             continue
         for row in tensor.outcomes:
             if row.status == "within" and row.reason:
@@ -90,7 +91,7 @@ def _sums_again(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
         yield Finding(
             kind=FindingKind.NOT_REPEATABLE,
             severity="note",
-            message=f"{Stage.COLLECTIVES} · {some(workers)} · {counted(len(names), 'sum')} had other bits, within "
+            message=f"{COLLECTIVES} · {some(workers)} · {counted(len(names), 'sum')} had other bits, within "
             f"tolerance, when repeated: the order is not fixed ({library})",
             workers=workers,
             tensors=tuple(names),

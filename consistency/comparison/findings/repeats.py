@@ -8,8 +8,9 @@ from itertools import chain, pairwise
 from consistency.capture.names import SUM_OVER_RANKS
 from consistency.capture.soak import MOST_NUMBERS, ChangedTensor, Condition, Occurrences, Soak, SoakedStage
 from consistency.capture.wording import and_more, counted, listed, size, some
+from consistency.case import standard
 from consistency.case.duration import duration_text
-from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS, Stage
+from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.comparison.findings.details import describe_change
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
@@ -232,7 +233,7 @@ def _workers_that_changed(tensor: TensorComparison) -> Iterator[str]:
     not show whether it is wrong again.
     """
     for row in tensor.outcomes:
-        is_reported = tensor.stage == Stage.ADAPTER and row.status in BAD
+        is_reported = tensor.stage == standard.ADAPTER and row.status in BAD
         if row.repeated is False and not is_reported:
             yield from row.workers
 

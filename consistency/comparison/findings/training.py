@@ -11,14 +11,15 @@ import msgspec
 
 from consistency.capture.names import GRADIENT, UPDATED
 from consistency.capture.wording import counted, some
-from consistency.case.stages import MOVES_WEIGHTS, Stage
+from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.next_command import run_again
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
+from consistency.extras.training.trajectory.spec import TRAJECTORY
 
-STAGE = Stage.TRAJECTORY
+STAGE = TRAJECTORY
 CURVE, FORWARD, STEPWISE = "curve", "forward", "steps"
 """Tensors of this stage's rows: of the fact with the figures of every step, of hidden states and outputs, and of the
 reason why steps are not judged."""

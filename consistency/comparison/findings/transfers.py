@@ -19,7 +19,7 @@ from consistency.capture.names import (
     split_pair,
 )
 from consistency.capture.wording import counted, listed, some
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
@@ -181,7 +181,7 @@ def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
     homes: dict[str, dict[Pair, Cell]] = {}
     vias: dict[tuple[str, Pair, str], str] = {}
     for tensor in tensors:
-        pair = split_pair(tensor.layer) if tensor.stage == Stage.TRANSFER else None
+        pair = split_pair(tensor.layer) if tensor.stage == standard.TRANSFER else None
         for worker, row in tensor.by_worker() if pair is not None else ():
             assert pair is not None
             home = home_of(worker)
@@ -251,7 +251,7 @@ def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: Host
     return Finding(
         kind=word,
         severity="error",
-        message=f"{Stage.TRANSFER} · {some(workers)} · {'; '.join(parts)}",
+        message=f"{standard.TRANSFER} · {some(workers)} · {'; '.join(parts)}",
         workers=workers,
         tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in seen)),
         cause="; ".join(reason.text for reason in why) or None,
@@ -303,7 +303,7 @@ def _describe(tensor: TensorComparison, row: Outcome) -> str:
 
 def without_transfers(_: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
     """Return tensors without copies between devices."""
-    return [tensor for tensor in tensors if tensor.stage != Stage.TRANSFER]
+    return [tensor for tensor in tensors if tensor.stage != standard.TRANSFER]
 
 
 FINDERS = (

@@ -22,7 +22,7 @@ from consistency.capture.names import (
     TRAINED_ON,
 )
 from consistency.capture.wording import size, some
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
@@ -78,7 +78,7 @@ def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
     layouts: dict[str, dict[str, None]] = {}
     remarks: dict[AdapterRemark, dict[str, None]] = {}
     for p in evidence.workers:
-        settings = p.records.get((Stage.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
+        settings = p.records.get((standard.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
         recorded = {} if settings is None else settings.evidence
         if recorded.get(TRAINED_ON):
             bases.setdefault(str(recorded[TRAINED_ON]), {})[p.label] = None

@@ -9,6 +9,7 @@ _ENGINES = "consistency.extras.serving.engines"
 
 PLUGIN = Plugin(
     name="serving",
+    stages=("consistency.extras.serving.generation.spec:SPEC",),
     commands={
         "inputs": f"{_ENGINES}.command",
         "engine": f"{_ENGINES}.command",

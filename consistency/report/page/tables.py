@@ -10,7 +10,6 @@ from typing import Any
 
 from consistency.capture.records import StageMemory
 from consistency.capture.wording import size
-from consistency.case.stages import Stage
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Outcome, TensorComparison, WorkerSummary
 from consistency.report.marks import letter
@@ -271,7 +270,7 @@ def texts(tensors: Sequence[TensorComparison]) -> list[PromptTexts]:
     found = []
     for tensor in tensors:
         rows = [row for row in tensor.outcomes if isinstance(row.evidence.get("written"), list)]
-        if tensor.stage == Stage.GENERATION and rows:
+        if rows:
             near = tuple(share or 0.0 for share in numbers(rows[0].evidence, "near"))
             alike = gathered((_parted(row), worker) for row in rows for worker in row.workers)
             found.append(PromptTexts(prompt=tensor.layer, texts=tuple(alike.items()), near=near))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from consistency.capture.wording import some
-from consistency.case.stages import Stage
 from consistency.comparison.findings.training import CURVE, first_steps
 from consistency.comparison.result import TensorComparison
+from consistency.extras.training.trajectory.spec import TRAJECTORY
 
 MOST_LINES = 6
 """Each has a stroke of its own."""
@@ -59,7 +59,7 @@ class Trainings:
 
 def trainings(tensors: Sequence[TensorComparison]) -> Trainings | None:
     """Return the curves of a run, None where no device trained alone."""
-    found = [row for t in tensors if t.stage == Stage.TRAJECTORY and t.tensor == CURVE for row in t.outcomes]
+    found = [row for t in tensors if t.stage == TRAJECTORY and t.tensor == CURVE for row in t.outcomes]
     found = [row for row in found if _is_known(row.evidence, "loss")]
     if not found:
         return None

@@ -6,18 +6,26 @@ Drill, tests and documents read these rows. No torch here: a fault's module is i
 from __future__ import annotations
 
 from consistency import plugins
+from consistency.case import standard
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
+from consistency.extras.peft_api.adapters.spec import ADAPTERS
+from consistency.extras.peft_api.sharding.spec import SHARDING
+from consistency.extras.serving.generation.spec import GENERATION
+from consistency.extras.training.collectives.spec import COLLECTIVES
+from consistency.extras.training.replicas.spec import REPLICAS
+from consistency.extras.training.shards.spec import SHARDS
+from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
+from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.worker.faults.fault import Fault, Need
 
 MIXTURE = "python:consistency.worker.faults.routing:mixture"
 
-_ADAPTER, _MERGED, _MEMORY = (Stage.ADAPTER,), (Stage.MERGED,), (Stage.MEMORY,)
-_TRANSFER, _OPERATORS, _GRADIENT = (Stage.TRANSFER,), (Stage.OPERATORS,), (Stage.GRADIENT,)
-_ADAPTERS, _COLLECTIVES = (Stage.ADAPTERS,), (Stage.COLLECTIVES,)
-_REPLICAS, _SHARDS, _TENSOR_PARALLEL = (Stage.REPLICAS,), (Stage.SHARDS,), (Stage.TENSOR_PARALLEL,)
-_TRAJECTORY, _GENERATION = (Stage.TRAJECTORY,), (Stage.GENERATION,)
-_BASE, _FORWARD, _SHARDING = (Stage.BASE,), (Stage.FORWARD,), (Stage.SHARDING,)
+_ADAPTER, _MERGED, _MEMORY = (standard.ADAPTER,), (standard.MERGED,), (standard.MEMORY,)
+_TRANSFER, _OPERATORS, _GRADIENT = (standard.TRANSFER,), (standard.OPERATORS,), (standard.GRADIENT,)
+_ADAPTERS, _COLLECTIVES = (ADAPTERS,), (COLLECTIVES,)
+_REPLICAS, _SHARDS, _TENSOR_PARALLEL = (REPLICAS,), (SHARDS,), (TENSOR_PARALLEL,)
+_TRAJECTORY, _GENERATION = (TRAJECTORY,), (GENERATION,)
+_BASE, _FORWARD, _SHARDING = (standard.BASE,), (standard.FORWARD,), (SHARDING,)
 
 _ROWS: tuple[Fault, ...] = (
     Fault(name="adapter-zeros", plant="adapter:zeros", expected="zeros", stages=_ADAPTER, case="C1"),

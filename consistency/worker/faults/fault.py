@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 
 
 class Need(enum.Enum):

@@ -18,24 +18,14 @@ from safetensors.torch import save_file
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
-from consistency.case.stages import Stage
 from consistency.errors import CaptureError
 from consistency.numerics.error_spread import ErrorLimits
 from consistency.numerics.file_tensor import Readable, mapped, read_tensor
 from consistency.worker.protocol import (
-    GENERATION_FILE,
-    GRADIENT_FILE,
     REFERENCE_FILE,
     REFERENCE_LOST,
-    TRAJECTORY_FILE,
     EventLog,
 )
-
-FILE_OF = {
-    Stage.FORWARD: REFERENCE_FILE, Stage.GRADIENT: GRADIENT_FILE, Stage.TRAJECTORY: TRAJECTORY_FILE,
-    Stage.GENERATION: GENERATION_FILE,
-}  # fmt: skip
-"""By the stage that makes it, or waits for it."""
 
 POLL_S = 0.05
 NOTE_EVERY_S = 5.0

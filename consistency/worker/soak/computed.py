@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, END_TO_END
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.worker import cpu_error
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.model import half_kernels
@@ -31,7 +31,9 @@ def forward(context: Context, ledger: Ledger) -> Again:
     moved = _is_moved(context, inputs)
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
     modes = [
-        mode for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if ledger.has(Stage.FORWARD, f"{mode}.{END_TO_END}")
+        mode
+        for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED)
+        if ledger.has(standard.FORWARD, f"{mode}.{END_TO_END}")
     ]
     path = context.scratch / REFERENCE_FILE
     reference = Reference.of(path) if path.exists() else None
@@ -41,14 +43,14 @@ def forward(context: Context, ledger: Ledger) -> Again:
             with half_kernels.computing(kernels):
                 ends = in_mode(context.model, mode, functools.partial(activations, context.model, inputs))
             for name, tensor in ends.items():
-                ledger.see((Stage.FORWARD, name, f"{mode}.{END_TO_END}"), tensor, own=moved)
-            if reference is not None and ledger.has(Stage.FORWARD, mode):
+                ledger.see((standard.FORWARD, name, f"{mode}.{END_TO_END}"), tensor, own=moved)
+            if reference is not None and ledger.has(standard.FORWARD, mode):
                 with half_kernels.computing(kernels):
                     results, _ = in_mode(
                         context.model, mode, functools.partial(by_blocks, context, inputs, mode, reference)
                     )
                 for name, result in results.items():
-                    ledger.see((Stage.FORWARD, *row_of(mode, name)), result, own=moved)
+                    ledger.see((standard.FORWARD, *row_of(mode, name)), result, own=moved)
                 del results
             yield
 
@@ -70,7 +72,7 @@ def gradient(context: Context, ledger: Ledger) -> Again:
             with half_kernels.computing(kernels):
                 found = gradients_of(of, reference, Replay(decisions_file(context), context.model, title))
             for name, gradient in found.items():
-                ledger.see((Stage.GRADIENT, *row_of_gradient(context, name)), gradient, own=moved)
+                ledger.see((standard.GRADIENT, *row_of_gradient(context, name)), gradient, own=moved)
         yield
 
     return again

@@ -9,7 +9,7 @@ import torch
 
 from consistency.capture.names import pair_name
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.measure import Measure
@@ -27,7 +27,7 @@ def operators(context: Machine, ledger: Ledger) -> Again:
         (operation, dtype)
         for operation in operations(context.job.case.level)
         for dtype in operation.dtypes
-        if ledger.knows((Stage.OPERATORS, operation.name, operation.row(dtype)))
+        if ledger.knows((standard.OPERATORS, operation.name, operation.row(dtype)))
     ]
     held: dict[tuple[str, str], list[torch.Tensor]] = {}
     # on the CPU the first run has computed from NumPy's memory, which is aligned otherwise
@@ -47,7 +47,7 @@ def operators(context: Machine, ledger: Ledger) -> Again:
     def again() -> Iterator[None]:
         for operation, dtype in wanted:
             result = of_operators.compute(operation, inputs_of(operation, dtype))
-            ledger.see((Stage.OPERATORS, operation.name, operation.row(dtype)), result, own=own)
+            ledger.see((standard.OPERATORS, operation.name, operation.row(dtype)), result, own=own)
             yield
 
     return again
@@ -59,7 +59,7 @@ def transfer(context: Machine, ledger: Ledger) -> Again:
     def again() -> Iterator[None]:
         copies = Copies(context.job, _Deliveries(context.record, ledger))
         for source, destination in copies.pairs():
-            if context.record.wants(Stage.TRANSFER, pair_name(source.name, destination.name)):
+            if context.record.wants(standard.TRANSFER, pair_name(source.name, destination.name)):
                 copies.pair(source, destination)
                 yield
         copies.end()

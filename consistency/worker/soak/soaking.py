@@ -15,7 +15,7 @@ import torch
 
 from consistency.capture.soak import MOST_NUMBERS, Condition, Soak, SoakedStage
 from consistency.case.duration import duration_text
-from consistency.case.stages import Stage, StageSpec
+from consistency.case.stage import Stage, StageSpec
 from consistency.devices.host.condition import read_cpu, read_gpu
 from consistency.worker import determinism
 from consistency.worker.memory.host_memory import private_bytes

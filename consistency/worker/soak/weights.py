@@ -17,7 +17,7 @@ from consistency.capture.names import (
     module_place,
     split_name,
 )
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.numerics.identity import start_of
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import adapted_layers
@@ -36,7 +36,7 @@ def base(context: Context, ledger: Ledger) -> Again:
         for name, tensor in context.base.on_device():
             layer, part = split_name(name)
             part = f"{part}_after_adapter" if name in context.rewritten else part
-            ledger.see((Stage.BASE, layer, part), tensor, expected=functools.partial(context.expected_base, name))
+            ledger.see((standard.BASE, layer, part), tensor, expected=functools.partial(context.expected_base, name))
             yield
 
     return again
@@ -57,7 +57,9 @@ def adapter(context: Context, ledger: Ledger) -> Again:
                 continue
             key = context.expected[name][0] if name in context.expected else name.replace(f".{ADAPTER_NAME}", "")
             ledger.see(
-                (Stage.ADAPTER, *adapter_place(key)), tensor, expected=functools.partial(expected, name, tensor.dtype)
+                (standard.ADAPTER, *adapter_place(key)),
+                tensor,
+                expected=functools.partial(expected, name, tensor.dtype),
             )
             yield
 
@@ -75,16 +77,16 @@ def merged(context: Context, ledger: Ledger) -> Again:
         for name, layer in adapted_layers(context.model):
             place = module_place(name)
             with context.base.onload(layer):
-                if ledger.knows((Stage.MERGED, place, DELTA)):
+                if ledger.knows((standard.MERGED, place, DELTA)):
                     with torch.no_grad():
-                        ledger.see((Stage.MERGED, place, DELTA), delta_weight(layer))
+                        ledger.see((standard.MERGED, place, DELTA), delta_weight(layer))
                 for safe, tensor, beside in ((False, WEIGHT, BIAS), (True, SAFE_WEIGHT, SAFE_BIAS)):
-                    if ledger.knows((Stage.MERGED, place, tensor)):
+                    if ledger.knows((standard.MERGED, place, tensor)):
                         with merge(layer, safe=safe) as weight:
-                            ledger.see((Stage.MERGED, place, tensor), weight)
+                            ledger.see((standard.MERGED, place, tensor), weight)
                             bias = bias_of(layer)
                             if bias is not None:
-                                ledger.see((Stage.MERGED, place, beside), bias)
+                                ledger.see((standard.MERGED, place, beside), bias)
                         del weight
             yield
 

@@ -92,12 +92,12 @@ INPUTS = "inputs"
 """Layer name of the rows about a stage's inputs."""
 
 
-def inputs_fit(context: Context, stage: str, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Record the check of ids and labels on the CPU; report whether the model may run on a device.
+def inputs_fit(context: Context, stage: str, inputs: Mapping[str, torch.Tensor], *, every: bool = False) -> bool:
+    """Record what is wrong with ids and labels, or `every` check of them; report whether the model may run on a device.
 
-    `forward` records only what is wrong; `sharding` records every check.
+    They are looked at on the CPU.
     """
-    model, every = context.base.model, stage == "sharding"
+    model = context.base.model
     seen = look(inputs, Tables.of(model))
     if every or any(one.word for one in seen):  # else the tokenizer's file, which may be large, is not needed
         seen = look(inputs, Tables.of(model, context.base_folder))

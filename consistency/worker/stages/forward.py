@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,8 +28,10 @@ from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
+from consistency.case import standard
 from consistency.case.inference.request import OUTPUT
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS
 from consistency.devices.backends import CPU
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import TensorDigest, digest
@@ -343,7 +345,7 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
     tables = Tables(
         failures=exact.failures, names=tuple(tensors), limits=limits_of(found),
     )  # fmt: skip
-    if context.job.others_wait or case.soak_s is not None or {Stage.SHARDING, Stage.GENERATION} & {*case.stages}:
+    if context.job.others_wait or case.soak_s is not None or _is_read(case.stages):
         publish(context.scratch, tensors, tables)
     return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=tensors)
 
@@ -422,6 +424,11 @@ def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mo
 
 def _of_mode(tensors: Results, mode: str) -> Results:
     return {name.removeprefix(f"{mode}::"): one for name, one in tensors.items() if name.startswith(f"{mode}::")}
+
+
+def _is_read(stages: Iterable[Stage]) -> bool:
+    """Return whether another stage of the same worker reads the float64 results."""
+    return any(standard.FORWARD in (*SPECS[stage].by, *SPECS[stage].reads) for stage in stages)
 
 
 def _engines(context: Context, model: torch.nn.Module, inputs: Activations, exact: Exact) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from consistency.capture.names import SUM_OVER_RANKS
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS
 from consistency.worker.decisions.track import Table
-from consistency.worker.model.float64_reference import FILE_OF, Reference, wait_for
+from consistency.worker.model.float64_reference import Reference, wait_for
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.protocol import DECISIONS_FILE, RankGroup
 from consistency.worker.quantized.held import quantized_layers
@@ -44,7 +45,7 @@ def in_group(
             # What is computed here follows from gradients or activations that were added up over the ranks. Where one
             # group spans all nodes, all hosts share each sum and have to agree. Of collectives some add up nothing:
             # their stage tells which.
-            if stage is not Stage.COLLECTIVES and ranks.world > 2 and not ranks.group.nodes:
+            if SPECS[stage].multiplies and ranks.world > 2 and not ranks.group.nodes:
                 context.record.operations.note(SUM_OVER_RANKS)
             run(ranks)
     except Skip as skip:
@@ -82,6 +83,6 @@ def float64_of(context: Context, stage: Stage) -> Reference | str:
     """
     if stage not in context.job.case.stages:
         return f"the stage {stage}, whose float64 results judge it, is not run"
-    found = wait_for(context.scratch, context.events, FILE_OF[stage])
+    found = wait_for(context.scratch, context.events, SPECS[stage].reference_file)
     decided = Table.of(context.scratch / DECISIONS_FILE.format(stage)).passes
     return UNFOLLOWED if not isinstance(found, str) and any(decided.values()) else found

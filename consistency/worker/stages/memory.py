@@ -13,7 +13,7 @@ import torch
 
 from consistency.capture.names import MERGE_PEAK, PLACEMENT, SAFE_MERGE_PEAK, adapter_place, module_place
 from consistency.capture.records import RecordStatus
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.numerics.rules import passes, ratio
 from consistency.numerics.words import Word
 from consistency.worker.memory.host_memory import peak_bytes, reset_peak, resident_bytes

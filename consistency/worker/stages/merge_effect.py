@@ -28,7 +28,8 @@ from msgspec.structs import replace
 from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, MERGING, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import MOST_MERGED, Level
+from consistency.case.stage import Level
+from consistency.case.stages import MOST_MERGED
 from consistency.numerics.decisions import Watch
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import Float64Mode, in_float64

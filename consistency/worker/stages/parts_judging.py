@@ -19,7 +19,7 @@ from consistency.capture.names import (
 )
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import listed, some
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import digest

@@ -22,7 +22,7 @@ import torch
 from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.numerics.chunks import Chunk, Chunks, Stretch
 from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.digest import digest

@@ -17,7 +17,8 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.soak import ChangedTensor
 from consistency.capture.transport import is_remote
 from consistency.capture.wording import counted
-from consistency.case.stages import MOVES_WEIGHTS, Stage
+from consistency.case import standard
+from consistency.case.stages import MOVES_WEIGHTS
 from consistency.comparison.judge import judge, read_stored
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key
@@ -175,7 +176,7 @@ def _of_soak(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> 
         return record
     return msgspec.structs.replace(
         record,
-        rule=Rule.BITWISE if record.stage in (*MOVES_WEIGHTS, Stage.TRANSFER) else record.rule,
+        rule=Rule.BITWISE if record.stage in (*MOVES_WEIGHTS, standard.TRANSFER) else record.rule,
         status="outside",
         blob=change.blob,
         reference_blob=change.reference_blob,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from consistency.capture.names import CALLS, CUT, HOST, LIMITS, NOT_RECOMPUTED, split_pair
+from consistency.case import standard
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
 from consistency.devices.spec import parse_device
 from consistency.errors import CaptureError, first_line
 from consistency.text import one_line
@@ -72,9 +72,9 @@ def parts_of(evidence: Evidence) -> Parts:
         if actual is not None and (actual.shape, actual.dtype) == (expected.shape, expected.dtype):
             whole["actual"] = actual
         tensors, window = cut_moved(whole, worst)
-        hop = _hop(evidence) if record.stage == Stage.TRANSFER else {"via": _via(evidence)}
+        hop = _hop(evidence) if record.stage == standard.TRANSFER else {"via": _via(evidence)}
         return Parts(script="moved.py", tensors=tensors, window=window, facts=hop)
-    if record.stage == Stage.TRANSFER:
+    if record.stage == standard.TRANSFER:
         return Parts(script="moved.py", tensors={"expected": _payload()}, window="generated", facts=_hop(evidence))
     why_not = str(record.evidence.get(NOT_RECOMPUTED, ""))
     if CALLS in record.ingredients and made_of.keys() == stored.keys() and actual is not None and expected is not None:

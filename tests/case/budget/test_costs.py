@@ -7,6 +7,7 @@ import functools
 
 import pytest
 
+from consistency.case import standard
 from consistency.case.budget.costs import (
     LOAD_BYTES,
     LOAD_SHARE,
@@ -24,7 +25,8 @@ from consistency.case.budget.costs import (
 )
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case, Fit
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level, Stage
+from consistency.case.stages import SPECS
 from tests.case.budget.shapes import LARGE, SMALL, deeper
 
 
@@ -34,13 +36,13 @@ def setting(**changes: object) -> Setting:
 
 
 def test_every_stage_has_a_cost() -> None:
-    for stage in Stage:
+    for stage in SPECS:
         taken = cost_of(stage, setting())
         assert min(taken.host_bytes, taken.device_bytes, taken.window_bytes) >= 0
 
 
 def test_gradient_grows_with_the_depth_by_the_states_between_blocks() -> None:
-    cost, deep = functools.partial(cost_of, Stage.GRADIENT), deeper(LARGE, 2)
+    cost, deep = functools.partial(cost_of, standard.GRADIENT), deeper(LARGE, 2)
     once, twice = cost(setting(shape=deep)), cost(setting(shape=deeper(deep, 2)))
     states = 4 * 16 * deep.blocks * 4096  # sequences × tokens × blocks × hidden
     # values and their gradients in bfloat16; in float64 both, and in float32 what is to be the same the second time
@@ -48,7 +50,7 @@ def test_gradient_grows_with_the_depth_by_the_states_between_blocks() -> None:
     assert twice.host_bytes - once.host_bytes == of_states
 
 
-@pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
+@pytest.mark.parametrize("stage", [standard.FORWARD, standard.GRADIENT])
 def test_fewer_sequences_and_fewer_tokens_take_less_memory(stage: Stage) -> None:
     cost = functools.partial(cost_of, stage)
 
@@ -59,14 +61,14 @@ def test_fewer_sequences_and_fewer_tokens_take_less_memory(stage: Stage) -> None
     assert taken(Fit(tokens=4, sequences=1)) < taken(Fit(tokens=4))
 
 
-@pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
+@pytest.mark.parametrize("stage", [standard.FORWARD, standard.GRADIENT])
 def test_only_the_worker_that_makes_the_reference_computes_in_float64(stage: Stage) -> None:
     cost = functools.partial(cost_of, stage)
     other = cost(setting(makes_reference=False))
     assert other.host_bytes < cost(setting()).host_bytes
 
 
-@pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
+@pytest.mark.parametrize("stage", [standard.FORWARD, standard.GRADIENT])
 def test_the_decisions_of_a_router_are_in_scratch_files(stage: Stage) -> None:
     """A score for each position."""
     plain, routed = (cost_of(stage, setting(shape=dataclasses.replace(LARGE, experts=experts))) for experts in (0, 8))
@@ -85,7 +87,7 @@ def test_inputs_of_a_file_have_their_own_size() -> None:
 
 
 def test_the_result_of_a_step_has_a_file_and_what_all_are_given_stays() -> None:
-    cost = functools.partial(cost_of, Stage.GRADIENT)
+    cost = functools.partial(cost_of, standard.GRADIENT)
     found, other = cost(setting()), cost(setting(makes_reference=False))
     assert found.scratch_bytes == other.scratch_bytes == LARGE.largest_trained_elements * 4
     states = 4 * 16 * (LARGE.blocks + 1) * (LARGE.hidden or 0)
@@ -95,11 +97,11 @@ def test_the_result_of_a_step_has_a_file_and_what_all_are_given_stays() -> None:
 
 @pytest.mark.parametrize(("shape", "modes"), [(LARGE, 1), (SMALL, 2)])
 def test_exact_results_of_blocks_stay(shape: Shape, modes: int) -> None:
-    found = functools.partial(cost_of, Stage.FORWARD)(setting(shape=shape))
+    found = functools.partial(cost_of, standard.FORWARD)(setting(shape=shape))
     rows = setting(shape=shape).positions
     of_one = rows * ((RESULTS_OF_BLOCK * shape.blocks + 1) * (shape.hidden or 0) + (shape.vocabulary or 0)) * 8
     assert found.kept_bytes == modes * of_one
-    assert functools.partial(cost_of, Stage.FORWARD)(setting(makes_reference=False)).kept_bytes == 0
+    assert functools.partial(cost_of, standard.FORWARD)(setting(makes_reference=False)).kept_bytes == 0
 
 
 def test_sizes_are_those_that_the_worker_uses() -> None:
@@ -122,8 +124,8 @@ def test_a_merge_in_float64_takes_three_arrays_of_the_largest_layer() -> None:
     def host_bytes(level: Level) -> int:
         case = Case(name="x", base="b", adapter="a", level=level)
         shape = dataclasses.replace(LARGE, sequences=1, tokens=16)
-        return functools.partial(cost_of, Stage.FORWARD)(setting(shape=shape, case=case)).host_bytes
+        return functools.partial(cost_of, standard.FORWARD)(setting(shape=shape, case=case)).host_bytes
 
     elements = LARGE.largest_layer_elements
-    thorough, standard = host_bytes(Level.THOROUGH), host_bytes(Level.STANDARD)
-    assert thorough - standard >= (3 * 8 - 2 * 4) * elements
+    of_thorough, of_standard = host_bytes(Level.THOROUGH), host_bytes(Level.STANDARD)
+    assert of_thorough - of_standard >= (3 * 8 - 2 * 4) * elements

@@ -7,16 +7,18 @@ import dataclasses
 import msgspec
 import pytest
 
+from consistency.case import standard
 from consistency.case.budget import fit
-from consistency.case.budget.estimate import WEIGHTS, PlannedWorker
+from consistency.case.budget.estimate import START, WEIGHT_OF_THE_START, PlannedWorker
 from consistency.case.budget.fit import MARGIN, Budget, make_budget
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case, Fit
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS
 from consistency.devices.spec import parse_device
 from tests.case.budget.shapes import GIB, LARGE
 
-CASE = Case(name="x", base="b", adapter="a", stages=(Stage.BASE, Stage.GRADIENT))
+CASE = Case(name="x", base="b", adapter="a", stages=(standard.BASE, standard.GRADIENT))
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +161,7 @@ def test_waves_do_not_share_memory() -> None:
 
 
 def test_only_a_tied_weight_that_is_adapted_makes_the_merged_layers_private(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = msgspec.structs.replace(CASE, stages=(Stage.FORWARD, Stage.MEMORY))
+    given = msgspec.structs.replace(CASE, stages=(standard.FORWARD, standard.MEMORY))
     head = dataclasses.replace(LARGE.layers[0], name="lm_head")
 
     def private(shape: Shape) -> int:
@@ -181,8 +183,10 @@ def test_a_soak_takes_what_it_repeats_and_has_the_share_of_its_time() -> None:
     assert found.stages[-1].stage == "soak"
     assert found.stages[-1].host_private_bytes == plain.host_private_bytes
     *before, (_, of_soak) = found.shares(SOAKED.soak_s)
-    assert of_soak == 7200 / (7200 + sum(WEIGHTS.get(name, 1.0) for name, _ in before))
-    facts = msgspec.structs.replace(SOAKED, stages=(Stage.MEMORY,))
+    assert of_soak == 7200 / (
+        7200 + sum(WEIGHT_OF_THE_START if name == START else SPECS[Stage(name)].weight for name, _ in before)
+    )
+    facts = msgspec.structs.replace(SOAKED, stages=(standard.MEMORY,))
     (worker,) = make_budget(facts, planned("cpu"), available_bytes=None).workers
     assert "soak" not in [stage.stage for stage in worker.stages]
 
@@ -212,7 +216,7 @@ def test_scratch_files_in_memory_take_memory() -> None:
     assert (on_disk.scratch_in_memory, found.scratch_in_memory) == (False, True)
     of_each = [worker.scratch_bytes for worker in found.workers]
     assert found.scratch_bytes == on_disk.scratch_bytes == sum(of_each) + found.workers[0].kept_bytes
-    gradient = [next(s for s in b.workers[0].stages if s.stage == Stage.GRADIENT) for b in (on_disk, found)]
+    gradient = [next(s for s in b.workers[0].stages if s.stage == standard.GRADIENT) for b in (on_disk, found)]
     assert gradient[1].host_private_bytes - gradient[0].host_private_bytes == gradient[0].scratch_bytes > 0
     assert found.host_private_bytes == sum(w.host_private_bytes for w in found.workers) + found.workers[0].kept_bytes
 

@@ -8,6 +8,7 @@ import peft
 import pytest
 import transformers
 
+from consistency.case import standard
 from consistency.case.budget.estimate import PlannedWorker
 from consistency.case.budget.fit import make_budget
 from consistency.case.budget.placement import is_offloaded, needed_bytes
@@ -15,8 +16,8 @@ from consistency.case.budget.shape import read_shape
 from consistency.case.builtin import builtin_folder
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
 from consistency.devices.spec import parse_device
+from consistency.extras.peft_api.sharding.spec import SHARDING
 from tests.case.budget.shapes import GIB, LARGE
 
 
@@ -33,14 +34,14 @@ def test_it_is_more_than_the_tensors_that_are_loaded(dtype: Any) -> None:
 
 
 def test_another_copy_of_the_base_is_not_needed() -> None:
-    case, more = (prepare_case(Options(stages=stages)) for stages in ((Stage.BASE,), (Stage.BASE, Stage.SHARDING)))
+    case, more = (prepare_case(Options(stages=stages)) for stages in ((standard.BASE,), (standard.BASE, SHARDING)))
     assert needed_bytes(case, LARGE) == needed_bytes(more, LARGE)
 
 
 @pytest.mark.parametrize("placement", ["auto", "device", "offload"])
 def test_the_plan_offloads_what_the_device_does_not_hold(placement: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("consistency.case.budget.fit.read_shape", lambda _: LARGE)
-    case = prepare_case(Options(stages=(Stage.BASE, Stage.MERGED), placement=placement))
+    case = prepare_case(Options(stages=(standard.BASE, standard.MERGED), placement=placement))
 
     def planned(device_gib: float | None) -> str:
         memory_bytes = None if device_gib is None else int(device_gib * GIB)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stages import SPECS
 from consistency.comparison.compare import compare
+from consistency.extras.training.replicas.spec import REPLICAS
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture
 
-STAGE = Stage.REPLICAS
+STAGE = REPLICAS
 WHY = "no other worker runs beside this one on a device of its type"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.case.tolerance import Override
 from consistency.comparison.result import Comparison, Finding
 from tests.comparison.made_records import compared, computed, errors, only_row

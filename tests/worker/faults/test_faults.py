@@ -21,11 +21,14 @@ from consistency.case.load_path import LoadPath
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level, Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.discovery import discover
+from consistency.extras.peft_api.adapters.spec import ADAPTERS
 from consistency.extras.peft_api.wrapping.faults import HARMLESS_WRAPPER
+from consistency.extras.serving.generation.spec import GENERATION
+from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.worker import session
 from consistency.worker.faults import plant
 from consistency.worker.faults.catalogue import FAULTS
@@ -79,9 +82,7 @@ HERE = [f for f in FAULTS.values() if not f.accelerators and not NOT_IN_TWO & {*
 OF_A_GROUP = {f.name for f in HERE if Need.RANKS in f.needs}  # in tests/worker/stages/collectives
 WRONG = [f for f in HERE if f.name not in {*LOST, *OTHERS, *OF_A_GROUP}]
 LONG = {
-    name
-    for stage in (Stage.ADAPTERS, Stage.TRAJECTORY, Stage.GENERATION)
-    for name in [f.name for f in WRONG if f.stages[0] is stage][2:]
+    name for stage in (ADAPTERS, TRAJECTORY, GENERATION) for name in [f.name for f in WRONG if f.stages[0] is stage][2:]
 }
 """Faults of stages that take seconds, but for two of each."""
 SENTENCES = {

@@ -12,7 +12,8 @@ import transformers
 
 from consistency.case.case import Case, Fit
 from consistency.case.inputs_file import paragraphs
-from consistency.case.stages import LEVELS, Level
+from consistency.case.stage import Level
+from consistency.case.stages import LEVELS
 from consistency.errors import InputError
 from consistency.worker.model import inputs as made
 from consistency.worker.model.inputs import TEXT, _encoded, digest_of, fixed_inputs, sourced_inputs

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import LEVELS, Level
+from consistency.case.stage import Level
+from consistency.case.stages import LEVELS
 from consistency.worker.faults import plant
 from consistency.worker.model.running import activations
 from consistency.worker.soak import computed, weights

@@ -9,7 +9,8 @@ import pytest
 
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON
 from consistency.case.builtin import builtin_folder
-from consistency.case.stages import LEVELS, Level
+from consistency.case.stage import Level
+from consistency.case.stages import LEVELS
 from consistency.comparison.result import Comparison
 
 Run = Callable[..., Comparison]

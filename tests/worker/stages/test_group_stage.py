@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from consistency.capture.names import SUM_OVER_RANKS
+from consistency.case import standard
 from consistency.case.case import Case
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
+from consistency.extras.training.replicas.spec import REPLICAS
+from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.worker.nondeterministic import NondeterministicOperations
 from consistency.worker.ranks.group import GroupError
 from consistency.worker.recorder import Skip
@@ -23,10 +26,10 @@ from consistency.worker.stages.group_stage import float64_of, in_group
 from consistency.worker.stages.shards import stage as shards
 
 
-@pytest.mark.parametrize("stage", [Stage.FORWARD, Stage.GRADIENT])
+@pytest.mark.parametrize("stage", [standard.FORWARD, standard.GRADIENT])
 def test_results_of_a_stage_that_is_not_run_are_not_waited_for(tmp_path: Path, stage: Stage) -> None:
     """`--only` and bisect run a stage without the others: nobody would ever write its results."""
-    case = Case(name="one", base="", stages=(Stage.TENSOR_PARALLEL,))
+    case = Case(name="one", base="", stages=(TENSOR_PARALLEL,))
     context = SimpleNamespace(job=SimpleNamespace(case=case), scratch=tmp_path, events=None)
     found = float64_of(cast("Any", context), stage)
     assert found == f"the stage {stage}, whose float64 results judge it, is not run"
@@ -70,7 +73,7 @@ def test_a_process_group_is_held_for_longer_than_what_ran_in_it(monkeypatch: pyt
     monkeypatch.setattr(group_stage, "met", lambda group, _: group)
     context = SimpleNamespace(job=SimpleNamespace(group=object()), device=torch.device("cpu"), events=None)
     with pytest.raises(Skip, match="a rank is lost"):
-        in_group(cast("Any", context), Stage.REPLICAS, run)
+        in_group(cast("Any", context), REPLICAS, run)
     assert held == [True]
 
 
@@ -91,5 +94,5 @@ def test_what_follows_from_a_sum_over_three_ranks_may_differ_from_host_to_host(
         job=SimpleNamespace(group=object()), device=torch.device("cpu"), events=None,
         record=SimpleNamespace(operations=operations),
     )  # fmt: skip
-    in_group(cast("Any", context), Stage.REPLICAS, lambda _: None)
+    in_group(cast("Any", context), REPLICAS, lambda _: None)
     assert operations.ran() == excused

@@ -8,7 +8,7 @@ import peft
 import pytest
 
 from consistency.case import stages
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import on_llama
 

@@ -14,7 +14,7 @@ import transformers
 from peft.tuners.lora.layer import Linear
 
 from consistency.capture.merge_effect import MergeEffect
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.comparison.merging import Advice, Merging, judged
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.model.inputs import first_sequences

@@ -11,8 +11,9 @@ import torch
 
 from consistency.capture.names import AFTER_A_PASS, DEQUANTIZED, SETTINGS
 from consistency.capture.records import TensorRecord
+from consistency.case import standard
 from consistency.case.named_adapters import NamedAdapter
-from consistency.case.stages import Stage
+from consistency.extras.peft_api.adapters.spec import ADAPTERS
 from consistency.worker.faults import plant
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Need
@@ -32,7 +33,7 @@ def of_layer(records: list[TensorRecord]) -> dict[str, str]:
 @pytest.mark.parametrize("kind", [*BITSANDBYTES, *TORCHAO])
 def test_every_part_and_the_weight_equal_the_file(kind: str, tmp_path: Path, look: Look) -> None:
     base, adapter = quantized(kind, tmp_path)
-    found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+    found = look(base, adapter, dtype="auto", stages=(standard.BASE,))
     statuses = of_layer(found)
     parts = {
         "nf4": {"weight", "weight_absmax", "weight_quant_map", SETTINGS, AFTER_A_PASS},
@@ -92,10 +93,10 @@ def test_one_flipped_bit_of_a_code_is_found(
     kind: str, tmp_path: Path, look: Look, planted: Callable[[Change], None]
 ) -> None:
     base, adapter = quantized(kind, tmp_path)
-    healthy = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+    healthy = look(base, adapter, dtype="auto", stages=(standard.BASE,))
     (whole,) = (r.measure for r in healthy if (r.layer, r.tensor) == (LAYER, DEQUANTIZED))
     planted(flip_a_code)
-    found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+    found = look(base, adapter, dtype="auto", stages=(standard.BASE,))
     wrong = {(r.layer, r.tensor): r for r in found if r.status == "outside"}
     codes = "weight_qdata" if kind in TORCHAO else "weight"
     assert wrong.keys() == {(LAYER, codes), (LAYER, DEQUANTIZED)}
@@ -111,7 +112,7 @@ def test_one_scale_that_is_off_by_a_millionth_is_found(
 ) -> None:
     base, adapter = quantized(kind, tmp_path)
     planted(change_a_scale)
-    found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+    found = look(base, adapter, dtype="auto", stages=(standard.BASE,))
     wrong = {r.tensor for r in found if r.status == "outside"}
     names = {"nf4-nested": "weight_nested_absmax", "int8": "SCB"}
     assert names.get(kind, "weight_scale" if kind in TORCHAO else "weight_absmax") in wrong
@@ -122,7 +123,7 @@ def test_one_scale_that_is_off_by_a_millionth_is_found(
 def test_what_the_drill_plants_is_found_and_named(kind: str, fault: str, tmp_path: Path, look: Look) -> None:
     base, adapter = quantized(kind, tmp_path)
     with plant(fault):
-        found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+        found = look(base, adapter, dtype="auto", stages=(standard.BASE,))
     wrong = {r.tensor: r for r in found if r.status == "outside"}
     assert {r.layer for r in found if r.status == "outside"} == {LAYER}
     assert FAULTS[fault].expected in {r.word for name, r in wrong.items() if name != DEQUANTIZED}
@@ -132,7 +133,7 @@ def test_what_the_drill_plants_is_found_and_named(kind: str, fault: str, tmp_pat
 def test_several_adapters_are_not_merged_into_quantized_weights(kind: str, tmp_path: Path, look: Look) -> None:
     base, adapter = quantized(kind, tmp_path)
     two = tuple(NamedAdapter(name=name, path=str(adapter)) for name in ("one", "two"))
-    found = look(base, adapter, dtype="auto", adapters=two, stages=(Stage.ADAPTERS,))
+    found = look(base, adapter, dtype="auto", adapters=two, stages=(ADAPTERS,))
     assert not [(r.layer, r.tensor, r.reason) for r in found if r.status in ("outside", "missing", "blocked")]
     (skipped,) = [r.reason or "" for r in found if r.tensor == "quantized weights"]
     assert skipped.startswith("several adapters are not merged into the quantized weights of ")
@@ -148,7 +149,7 @@ def test_another_table_is_found(kind: str, tmp_path: Path, look: Look, planted: 
         state.code = state.code.roll(1)
 
     planted(swap)
-    found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+    found = look(base, adapter, dtype="auto", stages=(standard.BASE,))
     assert "weight_quant_map" in {r.tensor for r in found if r.status == "outside"}
 
 
@@ -159,7 +160,7 @@ def test_other_settings_are_found(tmp_path: Path, look: Look, planted: Callable[
         layer.weight.quant_state.offset = layer.weight.quant_state.offset * 1.01
 
     planted(move)
-    wrong = {r.tensor: r for r in look(base, adapter, dtype="auto", stages=(Stage.BASE,)) if r.status == "outside"}
+    wrong = {r.tensor: r for r in look(base, adapter, dtype="auto", stages=(standard.BASE,)) if r.status == "outside"}
     assert wrong.keys() == {SETTINGS, DEQUANTIZED}
     assert wrong[SETTINGS].evidence.keys() == {"nested_offset"}
 
@@ -176,7 +177,7 @@ def test_a_kernel_that_reads_right_bytes_wrongly_is_found(
         return real((packed << 4) | (packed >> 4), *arguments, **options)
 
     monkeypatch.setattr(functional, "dequantize_4bit", swapped)
-    found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+    found = look(base, adapter, dtype="auto", stages=(standard.BASE,))
     assert {r.tensor for r in found if r.status == "outside"} == {DEQUANTIZED}
 
 
@@ -195,7 +196,7 @@ def test_weights_that_a_pass_leaves_in_another_form_are_recorded(
         return found
 
     monkeypatch.setattr(Linear4bit, "forward", forward)
-    found = look(base, adapter, dtype="auto", stages=(Stage.BASE, Stage.MERGED))
+    found = look(base, adapter, dtype="auto", stages=(standard.BASE, standard.MERGED))
     (after,) = [r for r in found if r.tensor == AFTER_A_PASS]
     assert after.status == "within"
     assert "off by up to" in after.evidence["read"]
@@ -207,7 +208,7 @@ def test_a_kind_without_formula_is_compared_between_devices(
 ) -> None:
     base, adapter = quantized("torchao-int8", tmp_path)
     monkeypatch.setattr("consistency.worker.stages.quantized_base.weight_of_layer", lambda _: None)
-    found = look(base, adapter, dtype="auto", stages=(Stage.BASE,))
+    found = look(base, adapter, dtype="auto", stages=(standard.BASE,))
     (weight,) = [r for r in found if r.layer == LAYER and r.tensor == DEQUANTIZED]
     assert weight.status == "measured"
     assert weight.digest is not None
@@ -219,7 +220,7 @@ def test_a_kind_without_formula_is_compared_between_devices(
 def test_gradients_through_quantized_layers_are_compared(kind: str, tmp_path: Path, look: Look) -> None:
     """What a forward pass leaves in an 8-bit layer is what its backward pass reads: it was taken away in between."""
     base, adapter = quantized(kind, tmp_path)
-    found = look(base, adapter, dtype="auto", stages=(Stage.FORWARD, Stage.GRADIENT))
-    rows = [r for r in found if r.stage == Stage.GRADIENT and r.tensor.endswith(".gradient")]
+    found = look(base, adapter, dtype="auto", stages=(standard.FORWARD, standard.GRADIENT))
+    rows = [r for r in found if r.stage == standard.GRADIENT and r.tensor.endswith(".gradient")]
     assert len(rows) > 4
     assert {r.status for r in rows} == {"within"}

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.requirements import requirements_of
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level, Stage
 from consistency.comparison.result import Comparison
 from consistency.devices.discovery import discover
+from consistency.extras.training.collectives.spec import COLLECTIVES
+from consistency.extras.training.replicas.spec import REPLICAS
 from consistency.launch.fleet.engine import NodeTask, Standing, TaskState
 from consistency.launch.fleet.options import FleetOptions
 from consistency.workflows.fleet.run import FleetPlan, run_fleet
@@ -90,7 +93,7 @@ pytestmark = [
 
 @pytest.mark.slow
 def test_every_node_has_a_group_of_its_own(tmp_path: Path) -> None:
-    found = fleet(Processes(), tmp_path / "out", Stage.COLLECTIVES)
+    found = fleet(Processes(), tmp_path / "out", COLLECTIVES)
     assert found.verdict == "consistent"
     assert [worker.name for worker in found.workers] == ["n1:cpu", "n1:cpu@baseline", "n2:cpu", "n2:cpu@baseline"]
     assert groups(found) == {("cpu", "cpu@baseline")}
@@ -100,19 +103,19 @@ def test_every_node_has_a_group_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_devices_of_all_nodes_form_one_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # both nodes are this machine, whose name may have no address
-    found = fleet(Processes(), tmp_path / "out", Stage.COLLECTIVES, Stage.REPLICAS, together=True)
+    found = fleet(Processes(), tmp_path / "out", COLLECTIVES, REPLICAS, together=True)
     assert found.verdict == "consistent", [finding.message for finding in found.findings]
     ranks = ("n1:cpu", "n1:cpu@baseline", "n2:cpu", "n2:cpu@baseline")
     assert ranks in groups(found)
-    names = {tensor.tensor.partition(" of ")[2] for tensor in found.tensors if tensor.stage == Stage.REPLICAS}
+    names = {tensor.tensor.partition(" of ")[2] for tensor in found.tensors if tensor.stage == REPLICAS}
     assert "4 ranks" in names
     assert not (tmp_path / "out" / "captures" / "together").exists()
 
 
 @pytest.mark.slow
 def test_a_node_that_never_comes_is_named_by_the_others(tmp_path: Path) -> None:
-    found = fleet(OneNodeIsDown(), tmp_path / "out", Stage.COLLECTIVES, Stage.OPERATORS, together=True)
+    found = fleet(OneNodeIsDown(), tmp_path / "out", COLLECTIVES, standard.OPERATORS, together=True)
     assert found.verdict == "incomplete"
     (skipped,) = (f.message for f in found.findings if f.kind == "skipped" and f.message.startswith("collectives"))
     assert "node n2 was lost: it takes no task: it is drained" in skipped
-    assert any(tensor.stage == Stage.OPERATORS for tensor in found.tensors), "what needs no group is kept"
+    assert any(tensor.stage == standard.OPERATORS for tensor in found.tensors), "what needs no group is kept"

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from consistency.case import standard
 from consistency.case.options import Options
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.worker.faults import compute, computed
 from consistency.worker.model import call_trace
 from consistency.worker.stages import block_rule
@@ -67,7 +68,7 @@ def with_wrong_kernel(function: Callable[..., torch.Tensor] = silu) -> Iterator[
         undo()
 
 
-def found_with(fault: str | None, out: Path, stage: Stage = Stage.FORWARD) -> Path:
+def found_with(fault: str | None, out: Path, stage: Stage = standard.FORWARD) -> Path:
     options = Options(base="builtin:llama", devices=("cpu", FAULTY), stages=(stage,))
     plan = dataclasses.replace(pipeline.prepare(options), faults={} if fault is None else {FAULTY: fault})
     with in_this_process():
@@ -183,7 +184,7 @@ def test_wrong_calls_are_wrong_in_float64_too(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_wrong_kernel_of_the_backward_pass_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "gradients_off", functools.partial(wrong_kernel, silu_backward))
-    made = reproduce(found_with("gradient-off", tmp_path / "run", Stage.GRADIENT), 1, tmp_path / "reproducer")
+    made = reproduce(found_with("gradient-off", tmp_path / "run", standard.GRADIENT), 1, tmp_path / "reproducer")
     assert (made.happens_here, made.shows) == (False, True)
     with with_wrong_kernel(silu_backward):
         status, text = run_here(made.folder)

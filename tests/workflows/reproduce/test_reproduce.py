@@ -20,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from consistency.capture.folder import MANIFEST
 from consistency.capture.records import TensorRecord
 from consistency.capture.soak import ChangedTensor, Occurrences, Soak
+from consistency.case import standard
 from consistency.case.options import Options
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.comparison.result import Finding
 from consistency.errors import CaptureError, UsageError
+from consistency.extras.peft_api.adapters.spec import ADAPTERS
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.words import Word
@@ -41,7 +43,7 @@ from tests.report.made_comparisons import comparison
 pytestmark = pytest.mark.process
 
 FAULTY = "cpu@baseline"
-PLANTED = {Stage.ADAPTER: "adapter-zeros", Stage.MERGED: "merge-zeros", Stage.FORWARD: "forward-off"}
+PLANTED = {standard.ADAPTER: "adapter-zeros", standard.MERGED: "merge-zeros", standard.FORWARD: "forward-off"}
 
 
 def run_with_fault(stage: Stage, out: Path) -> Path:
@@ -55,7 +57,7 @@ def run_with_fault(stage: Stage, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_with_fault(Stage.ADAPTER, tmp_path_factory.mktemp("run") / "out")
+    return run_with_fault(standard.ADAPTER, tmp_path_factory.mktemp("run") / "out")
 
 
 def number_of(report: Path, stage: str) -> int:
@@ -66,8 +68,8 @@ def number_of(report: Path, stage: str) -> int:
 @pytest.fixture(scope="module")
 def made(report: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reproduced]:
     folder, runs = tmp_path_factory.mktemp("made"), tmp_path_factory.mktemp("runs")
-    others = {stage: run_with_fault(stage, runs / stage) for stage in (Stage.MERGED, Stage.FORWARD)}
-    reports = {Stage.ADAPTER: report, **others}
+    others = {stage: run_with_fault(stage, runs / stage) for stage in (standard.MERGED, standard.FORWARD)}
+    reports = {standard.ADAPTER: report, **others}
     return {stage: reproduce(one, number_of(one, stage), folder / stage) for stage, one in reports.items()}
 
 
@@ -107,7 +109,7 @@ def test_script_shows_the_wrong_bytes_of_the_finding(made: dict[str, Reproduced]
 def test_several_adapters_of_one_model(tmp_path: Path) -> None:
     """A file that hotswap leaves a tensor of, and a weight that all adapters are merged into."""
     with several_adapters() as adapters:
-        options = Options(base="builtin:llama", adapters=adapters, devices=("cpu", FAULTY), stages=(Stage.ADAPTERS,))
+        options = Options(base="builtin:llama", adapters=adapters, devices=("cpu", FAULTY), stages=(ADAPTERS,))
         faults = {"cpu": "hotswap-leaves-one", FAULTY: "merge-bit-flip"}
         plan = dataclasses.replace(pipeline.prepare(options), faults=faults)
         with in_this_process():
@@ -366,7 +368,7 @@ def test_a_full_disk_leaves_nothing(report: Path, tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
     try:
         with pytest.raises(CaptureError, match="cannot write the reproducer"):
-            reproduce(report, number_of(report, Stage.ADAPTER), tmp_path / "repro")
+            reproduce(report, number_of(report, standard.ADAPTER), tmp_path / "repro")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not any(tmp_path.iterdir())
@@ -376,12 +378,12 @@ def test_a_full_disk_leaves_nothing(report: Path, tmp_path: Path) -> None:
 def test_the_earlier_one_stays_until_the_new_one_is_made(report: Path, tmp_path: Path) -> None:
     """Whoever is killed in between leaves the earlier one aside, which the next one puts back before its work."""
     for out in (tmp_path / "repro", tmp_path / "repro.zip"):
-        reproduce(report, number_of(report, Stage.ADAPTER), out)
+        reproduce(report, number_of(report, standard.ADAPTER), out)
         with pytest.raises(UsageError):
             reproduce(report, 99, out, replace=True)
-        reproduce(report, number_of(report, Stage.ADAPTER), out, replace=True)
+        reproduce(report, number_of(report, standard.ADAPTER), out, replace=True)
     (tmp_path / ".repro.partial").mkdir()
     (tmp_path / ".repro.partial" / "left").touch()
     (tmp_path / "repro").rename(tmp_path / ".repro.earlier")
-    reproduce(report, number_of(report, Stage.ADAPTER), tmp_path / "repro", replace=True)
+    reproduce(report, number_of(report, standard.ADAPTER), tmp_path / "repro", replace=True)
     assert {one.name for one in tmp_path.iterdir()} == {"repro", "repro.zip"}

@@ -17,7 +17,7 @@ import torch
 
 from consistency.capture.records import TensorRecord
 from consistency.case.budget.costs import CUT_ELEMENTS, CUT_STEPS
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of

@@ -14,7 +14,7 @@ import torch
 
 from consistency.capture.names import module_place
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.numerics.bound import Allowance, cycles_allowance, merged_in_turn_allowance
 from consistency.numerics.chunks import LowRankProduct, LowRankTensor, low_rank_chunks
 from consistency.numerics.digest import digest

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.numerics.running_error import Sum, exact_sum
 from consistency.worker.ranks.group import Joined
 
@@ -201,7 +201,7 @@ def _ring(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
 
 STRIDED = "all_reduce.strided"
 
-COLLECTIVES: tuple[Collective, ...] = (
+EVERY_COLLECTIVE: tuple[Collective, ...] = (
     Collective(
         name="all_reduce.sum", run=_all_reduce(dist.ReduceOp.SUM), combined=Combine.SUM, is_same=True,
         dtypes=(*FLOATS, "int32", "int64"),

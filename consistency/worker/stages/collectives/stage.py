@@ -20,8 +20,8 @@ import torch.distributed as dist
 from consistency.capture.names import SUM_OVER_RANKS
 from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.capture.wording import some
-from consistency.case.stages import Stage
 from consistency.errors import first_line
+from consistency.extras.training.collectives.spec import COLLECTIVES
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
@@ -32,7 +32,7 @@ from consistency.worker.memory.mapped_pages import trim
 from consistency.worker.ranks.group import GroupError, Joined
 from consistency.worker.stages.bound_rule import record_bounded
 from consistency.worker.stages.collectives.operations import (
-    COLLECTIVES,
+    EVERY_COLLECTIVE,
     SIZES,
     SIZES_OF_SOME,
     STRIDED,
@@ -44,7 +44,7 @@ from consistency.worker.stages.collectives.operations import (
 from consistency.worker.stages.context import Machine
 from consistency.worker.stages.group_stage import in_group
 
-STAGE = Stage.COLLECTIVES
+STAGE = COLLECTIVES
 SAME_BITS = "same bits on all ranks"
 REPEATED = "same bits twice"
 
@@ -94,7 +94,7 @@ class _Trials:
         self._who = "+".join(ranks.names) if self._of_some else f"{ranks.world} ranks"
 
     def run(self, sizes: Sequence[int]) -> None:
-        for number, collective in enumerate(COLLECTIVES):
+        for number, collective in enumerate(EVERY_COLLECTIVE):
             if not self._context.record.wants(STAGE, collective.name):
                 continue
             if collective.name == STRIDED and self._overlooks_gaps():
@@ -104,7 +104,7 @@ class _Trials:
             for dtype in collective.dtypes:
                 for size in dict.fromkeys(collective.size(size, dtype, self._ranks.world) for size in sizes):
                     step = f"{collective.name} {dtype} {size} of {self._who}"
-                    self._context.events.step(step, number, len(COLLECTIVES))
+                    self._context.events.step(step, number, len(EVERY_COLLECTIVE))
                     has_it = self._try(collective, dtype, size)
                     if size >= _LARGE:
                         trim()

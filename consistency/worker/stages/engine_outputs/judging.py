@@ -17,11 +17,11 @@ from consistency.capture.folder import worker_slug
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, BATCHES, NOT_IN_FILE
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.capture.writer import write_json
+from consistency.case import standard
 from consistency.case.engine_file import EngineFile
 from consistency.case.inference.outputs import Outputs, batch_size, check_dtype, read_outputs, refuse
 from consistency.case.inference.request import MODES, OUTPUT
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
 from consistency.errors import InputError
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import exact_chunks
@@ -92,7 +92,7 @@ def _info(one: EngineFile, outputs: Outputs, elapsed_s: float) -> WorkerInfo:
         status="ok",
         engine=engine,
         environment={"dtype": about.dtype, "batch_invariant": about.batch_invariant, "engine_settings": about.settings},
-        stages_done=(Stage.FORWARD,),
+        stages_done=(standard.FORWARD,),
         inputs_digest=about.case.inputs,
         elapsed_s=round(elapsed_s, 3),
     )
@@ -117,9 +117,9 @@ def _judge(
     view = View(outputs, known.shape, forward.inputs.get("attention_mask"))
     judge = _Engine(context=context, forward=forward, view=view, record=record, passes=passes)
     for mode in MODES if context.job.case.adapter is not None else (ADAPTER_OFF,):
-        if record.wants(Stage.FORWARD, OUTPUT):
+        if record.wants(standard.FORWARD, OUTPUT):
             judge.mode(mode)
-    if record.wants(Stage.FORWARD, OUTPUT):
+    if record.wants(standard.FORWARD, OUTPUT):
         record_batches(
             view,
             record,
@@ -148,16 +148,16 @@ class _Engine:
         if mode not in self.view.outputs.modes or exact is None or drawn is None:
             why = NOT_IN_FILE if exact is not None else self.forward.failures.get(_exact(mode), "")
             why = why or "the model does not run in this mode"
-            self.record.skipped(Stage.FORWARD, why, mode, layer=OUTPUT, rule=Rule.RELATIVE, unsupported=True)
+            self.record.skipped(standard.FORWARD, why, mode, layer=OUTPUT, rule=Rule.RELATIVE, unsupported=True)
             return
         missing = self.view.rows_missing
         if missing:
             rows = f"{'row' if len(missing) == 1 else 'rows'} {', '.join(map(str, missing))}"
             few = f"the engine gave no outputs of {rows} of {self.view.shape[0]}"
-            self.record.fact(Stage.FORWARD, OUTPUT, f"{mode} of {rows}", status="missing", reason=few)
+            self.record.fact(standard.FORWARD, OUTPUT, f"{mode} of {rows}", status="missing", reason=few)
         actual, truth = self.view.actual(mode), self.view.model(mode, exact)
         rounding = rounding_error([self.view.drawn(mode, one, truth) for one in drawn], truth, independent_rows)
-        tolerance = self.record.tolerance(stage=Stage.FORWARD, layer=OUTPUT, dtype=_dtype(about.dtype))
+        tolerance = self.record.tolerance(stage=standard.FORWARD, layer=OUTPUT, dtype=_dtype(about.dtype))
         bound = _Bound(dtype=about.dtype, rounding=rounding, tolerance=tolerance)
         found = measure_against_exact(actual, truth, tolerance)
         if found.worst_index is not None:  # in the model's logits, where a reader looks
@@ -176,7 +176,7 @@ class _Engine:
         if tolerance is None:
             found = msgspec.structs.replace(found, ratio=Real(share))
         row = TensorRecord(
-            Stage.FORWARD, OUTPUT, mode, rule=Rule.RELATIVE, status="measured", rounding=rounding, evidence=evidence,
+            standard.FORWARD, OUTPUT, mode, rule=Rule.RELATIVE, status="measured", rounding=rounding, evidence=evidence,
             reason=reason, dtype=about.dtype,
         )  # fmt: skip
         self.record.computed(
@@ -311,7 +311,8 @@ def record_batches(
                 f"most {float(moved.max()):.3g}, although the engine promises that batching changes no bit"
             )
         record.fact(
-            Stage.FORWARD, BATCHES, name, status="outside" if reason else "equal" if same else "within", reason=reason,
+            standard.FORWARD, BATCHES, name, status="outside" if reason else "equal" if same else "within",
+            reason=reason,
             evidence={"promised": promised, "same_bits": same, "max_abs": float(moved.max()), "rule_ratio": share},
         )  # fmt: skip
 

@@ -21,7 +21,8 @@ import torch
 
 from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, WHOLE_MODEL
 from consistency.capture.records import RecordStatus
-from consistency.case.stages import Level, Stage
+from consistency.case import standard
+from consistency.case.stage import Level
 from consistency.devices.backends import CPU
 from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.exact import Float64Mode
@@ -171,7 +172,7 @@ def run(context: Context) -> None:
 def _inputs(context: Context) -> tuple[Sequences | None, str]:
     """Return the sequences of the stage `forward`, or None and why they are not generated in other ways."""
     case, model = context.job.case, context.model
-    if Stage.FORWARD not in case.stages:
+    if standard.FORWARD not in case.stages:
         return None, "the stage forward, whose float64 results judge it, is not run"
     if not getattr(base_of(model), "can_generate", lambda: False)():
         return None, "the model generates no text"
@@ -336,7 +337,7 @@ def _is_wrong_in_float64(context: Context, name: str, exact: _Exact, place: str)
 
 
 def _decisions(context: Context) -> Any:
-    return context.scratch / DECISIONS_FILE.format(Stage.FORWARD)
+    return context.scratch / DECISIONS_FILE.format(standard.FORWARD)
 
 
 def _skip(context: Context, layer: str, tensor: str, reason: str) -> None:

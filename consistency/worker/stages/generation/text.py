@@ -26,8 +26,8 @@ from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.wording import counted
 from consistency.case.case import Case
 from consistency.case.recognition import has_tokenizer
-from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
+from consistency.extras.serving.generation.spec import GENERATION
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error_spread import Spread
 from consistency.numerics.exact import Float64Mode
@@ -77,9 +77,7 @@ def record_text(context: Context, sequences: Sequences) -> None:
     failure = answer if isinstance(answer, str) else answer.tables.failures.get(TEXT)
     if isinstance(answer, str) or failure:
         is_lost = isinstance(answer, str)
-        context.record.fact(
-            Stage.GENERATION, WHOLE_MODEL, TEXT, status="blocked" if is_lost else "skipped", reason=failure
-        )
+        context.record.fact(GENERATION, WHOLE_MODEL, TEXT, status="blocked" if is_lost else "skipped", reason=failure)
         return
     path, exact, unlike = (answer.known(name) for name in (_PATH, LOGITS, _UNLIKE))
     products = cpu_error.products_on(context.model, context.device)
@@ -205,7 +203,7 @@ def _record_prompt(context: Context, number: int, own: torch.Tensor, path: torch
         )
         evidence = {"token": step, "id": int(own[step]), "other_id": other, "gap": abs(gap), "allowed": limit}
     context.record.fact(
-        Stage.GENERATION, f"prompt {number}", TEXT,
+        GENERATION, f"prompt {number}", TEXT,
         status="outside" if is_wrong else "within" if reason else "equal", word=Word.OTHER_TOKEN if is_wrong else None,
         share=max(shares), reason=reason,
         evidence={"tokens": len(own), "written": _pieces(context, own.tolist()), "near": near, **evidence},
@@ -237,7 +235,7 @@ def _record_partings(
     tokens = {name_of(one): tokens_to_part(gap, own, unlike if one == dtype else 1) for one, own in of.items()}
     own, *rest = (f"{_some(count)} in {name}" for name, count in tokens.items())
     context.record.fact(
-        Stage.GENERATION, WHOLE_MODEL, TEXT, status="within",
+        GENERATION, WHOLE_MODEL, TEXT, status="within",
         reason=f"{tied} of {len(gap)} tokens are nearly tied: two healthy devices write the same text for {own}"
         + (f"; in others at the earliest after {', '.join(rest)}" if rest else ""),
         evidence={

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from consistency.capture.records import RecordStatus
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.devices.backends import backend_of
 from consistency.devices.products import Products
 from consistency.errors import first_line

@@ -55,7 +55,7 @@ import numpy as np
 import torch
 from torch.nn import functional as nn
 
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.numerics.running_error import Tracked
 from consistency.worker.stages.operators import exact_forms
 from consistency.worker.training import adamw

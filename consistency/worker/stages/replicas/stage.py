@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted
-from consistency.case.stages import Stage
+from consistency.extras.training.replicas.spec import REPLICAS
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -29,7 +29,7 @@ from consistency.worker.stages.step_judging import StepJudge
 from consistency.worker.training.backward import parts_of, put_back, trainable
 from consistency.worker.training.steps import AVERAGED, STEPS, UPDATED, batches_of, own_gradients, trained_by
 
-STAGE = Stage.REPLICAS
+STAGE = REPLICAS
 START = "start"
 DRIFT = "drift"
 

@@ -24,7 +24,7 @@ import torch
 
 from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
 from consistency.capture.records import RecordStatus
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.errors import InputError, first_line
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
@@ -90,7 +90,7 @@ def run(context: Context) -> None:
     if inputs is None or reason:
         raise Skip(reason)
     inputs = with_labels(inputs, model)
-    if not inputs_fit(context, STAGE, inputs):
+    if not inputs_fit(context, STAGE, inputs, every=True):
         return
     _require_room(context)
     ways: list[Layout] = []
@@ -188,14 +188,14 @@ def _equal(tensors: Inputs, expected: Inputs) -> bool:
 
 def _by_blocks(context: Context, way: Layout, model: torch.nn.Module, inputs: Inputs) -> _Blocks:
     """Run the blocks of a layout on what the stage `forward` gives them, and judge their results."""
-    if Stage.FORWARD not in context.job.case.stages:
+    if standard.FORWARD not in context.job.case.stages:
         return _Blocks(reason="differs bitwise; the stage forward, whose float64 results judge it, is not run")
     reference = wait_for(context.scratch, context.events)
     if isinstance(reference, str):
         return _Blocks(reason=reference)
     mode = ADAPTER_OFF if context.job.case.adapter is None else ADAPTER_ON
     replay = Replay(
-        context.scratch / DECISIONS_FILE.format(Stage.FORWARD), model,
+        context.scratch / DECISIONS_FILE.format(standard.FORWARD), model,
         cpu_error.products_on(context.model, context.device),
     )  # fmt: skip
     found = _Blocks()

@@ -10,7 +10,7 @@ from peft import load_peft_weights
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from consistency.capture.names import adapter_place
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.numerics.diagnosis_moved import diagnose_moved, diagnose_structure
 from consistency.numerics.distance import measure
 from consistency.numerics.words import Word

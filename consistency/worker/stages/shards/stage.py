@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.wording import counted
-from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
+from consistency.extras.training.shards.spec import SHARDS
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.words import Word
@@ -74,7 +74,7 @@ from consistency.worker.training.steps import (
     whole_of_step,
 )
 
-STAGE = Stage.SHARDS
+STAGE = SHARDS
 AFTERWARDS = "adapter added after fully_shard"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from consistency.capture.names import adapter_place
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.worker.model.loading import load_model

@@ -18,7 +18,8 @@ import torch
 
 from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage
+from consistency.case import standard
+from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
 from consistency.worker.model.block_backward import backward_by_blocks
@@ -36,7 +37,7 @@ from consistency.worker.stages.group_stage import float64_of, in_group, to_train
 from consistency.worker.stages.parts_judging import record_gathered, record_gradient, record_held
 from consistency.worker.training.backward import Tensors, trainable
 
-STAGE = Stage.TENSOR_PARALLEL
+STAGE = TENSOR_PARALLEL
 
 
 def run(context: Context) -> None:
@@ -70,7 +71,7 @@ def run(context: Context) -> None:
 
 def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inputs: Tensors) -> None:
     """Record the results of blocks and the outputs with the adapter and without."""
-    reference = float64_of(context, Stage.FORWARD)
+    reference = float64_of(context, standard.FORWARD)
     if isinstance(reference, str):
         context.record.skipped(STAGE, reference, "outputs")
         return
@@ -111,7 +112,7 @@ def _record_gradients(
     context: Context, ranks: Joined, model: torch.nn.Module, names: Sequence[str], inputs: Tensors
 ) -> None:
     """Record the gradients, by blocks."""
-    reference = float64_of(context, Stage.GRADIENT)
+    reference = float64_of(context, standard.GRADIENT)
     if isinstance(reference, str):
         raise Skip(reference)
     of, found = backward_of(model, list(names), inputs), dict[str, torch.Tensor]()

@@ -15,8 +15,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from consistency.capture.names import WHOLE_MODEL
-from consistency.case.stages import SPECS, Stage
+from consistency.case.stages import SPECS
 from consistency.devices.backends import CPU
+from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.worker import cpu_error
 from consistency.worker.model.float64_reference import Reference, give_up, wait_for
 from consistency.worker.model.loading import load_model
@@ -37,7 +38,7 @@ from consistency.worker.stages.trajectory.yardstick import (
 from consistency.worker.training.backward import Tensors, parts_of
 from consistency.worker.training.steps import AVERAGED, UPDATED, StepFile
 
-STAGE = Stage.TRAJECTORY
+STAGE = TRAJECTORY
 STEPS = 20
 """Where `--steps` does not say how many."""
 

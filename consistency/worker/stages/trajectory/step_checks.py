@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage
 from consistency.devices.backends import CPU
+from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
 from consistency.numerics.rules import passes as is_within
@@ -35,7 +35,7 @@ from consistency.worker.stages.trajectory.passes import TrainingPasses
 from consistency.worker.stages.trajectory.yardstick import ExactTraining
 from consistency.worker.training.backward import Tensors
 
-STAGE = Stage.TRAJECTORY
+STAGE = TRAJECTORY
 DRAWN = 4
 """Passes with noise at each step, at most."""
 

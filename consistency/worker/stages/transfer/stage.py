@@ -26,8 +26,9 @@ from consistency.capture.names import (
     pair_name,
 )
 from consistency.capture.records import RecordStatus, TensorRecord
+from consistency.case import standard
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
 from consistency.errors import first_line
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
@@ -80,7 +81,7 @@ def run(context: Machine) -> None:
     for number, (source, destination) in enumerate(pairs, start=1):
         layer = pair_name(source.name, destination.name)
         context.events.step(layer, number, len(pairs))
-        if record.wants(Stage.TRANSFER, layer):
+        if record.wants(standard.TRANSFER, layer):
             copies.pair(source, destination)
     copies.end()
 
@@ -147,7 +148,7 @@ class Copies:
     def end(self) -> None:
         """Record what needs all pairs."""
         own = self._places[0]
-        if not own.is_host and self._record.wants(Stage.TRANSFER, pair_name(own.name, HOST)):
+        if not own.is_host and self._record.wants(standard.TRANSFER, pair_name(own.name, HOST)):
             self._sender.tell_of_digest(own)
 
     def _large(self, name: str, path: tuple[Place, ...], size: int) -> None:
@@ -212,7 +213,7 @@ class Copies:
 
     def _absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
         row = TensorRecord(
-            Stage.TRANSFER, name, kind, rule=Rule.BITWISE, status=status, reason=reason, dtype="uint8",
+            standard.TRANSFER, name, kind, rule=Rule.BITWISE, status=status, reason=reason, dtype="uint8",
             shape=(sum(evidence.get("bytes", ())),), evidence=evidence,
         )  # fmt: skip
         self._record.write(row)
@@ -222,7 +223,7 @@ class Copies:
         total = sum(evidence["bytes"])
         evidence["read_back"] = next((d.read_back for d in found if d.read_back != BOTH_AGREE), BOTH_AGREE)
         row = TensorRecord(
-            Stage.TRANSFER,
+            standard.TRANSFER,
             name,
             kind,
             rule=Rule.BITWISE,

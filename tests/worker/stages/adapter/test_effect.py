@@ -14,9 +14,10 @@ from consistency.capture.folder import SCHEMA, CaptureManifest
 from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import CaptureWriter
+from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level, Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.kinds import FindingKind
 from consistency.worker import session
@@ -24,8 +25,8 @@ from consistency.worker.protocol import EventLog
 from tests.worker.made_jobs import job_in
 
 TARGETS = ["q_proj", "v_proj"]
-STAGES = (Stage.ADAPTER, Stage.MERGED, Stage.FORWARD)
-OF_WEIGHTS = (Stage.ADAPTER, Stage.MERGED)
+STAGES = (standard.ADAPTER, standard.MERGED, standard.FORWARD)
+OF_WEIGHTS = (standard.ADAPTER, standard.MERGED)
 
 Effect = Callable[..., tuple[str, list[str]]]
 

@@ -16,10 +16,10 @@ from msgspec.structs import asdict
 from consistency.capture.names import CAST_ON_THE_WAY, LOADED_AGAIN
 from consistency.capture.records import TensorRecord
 from consistency.capture.writer import CaptureWriter
+from consistency.case import standard
 from consistency.case.load_path import LoadPath
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Stage
 from consistency.numerics.digest import digest
 from consistency.worker import recorder, session
 from consistency.worker.model.loading import ADAPTER_NAME
@@ -51,7 +51,7 @@ def taken(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[TensorRecord],
     Return the records, the model before and after, and whether PEFT found poison whenever it loaded again.
     """
     home = tmp_path_factory.mktemp("load_paths")
-    case = prepare_case(Options(base="builtin:llama", dtype="bfloat16", stages=(Stage.ADAPTER,)))
+    case = prepare_case(Options(base="builtin:llama", dtype="bfloat16", stages=(standard.ADAPTER,)))
     seen: list[Fingerprint] = []
     poisoned: list[bool] = []
     real, real_load = load_paths.run, peft.PeftModel.load_adapter

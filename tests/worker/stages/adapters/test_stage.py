@@ -13,8 +13,10 @@ import transformers
 from peft.tuners.lora.model import LoraModel
 
 from consistency.capture.records import TensorRecord
+from consistency.case import standard
 from consistency.case.named_adapters import NamedAdapter
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
+from consistency.extras.peft_api.adapters.spec import ADAPTERS
 from consistency.worker.environment import release
 from consistency.worker.stages.adapters import chance, combining, cut, stage
 from consistency.worker.stages.adapters.combining import TYPES
@@ -31,9 +33,7 @@ Several = Callable[..., list[TensorRecord]]
 def several(llama: Path, look: Look, tmp_path: Path) -> Several:
     """Return the records of the stage for adapters with these configs, and of the stage `merged` after it."""
 
-    def run(
-        *, stages: tuple[Stage, ...] = (Stage.ADAPTERS,), dtype: str = "float32", **configs: Any
-    ) -> list[TensorRecord]:
+    def run(*, stages: tuple[Stage, ...] = (ADAPTERS,), dtype: str = "float32", **configs: Any) -> list[TensorRecord]:
         named = []
         for number, (name, config) in enumerate(configs.items()):
             torch.manual_seed(number)
@@ -99,10 +99,10 @@ def test_every_step_of_two_loras(several: Several, dtype: str) -> None:
 
 
 def test_the_stages_after_it_find_the_model_as_it_was(several: Several) -> None:
-    stages = (Stage.ADAPTERS, Stage.MERGED, Stage.FORWARD)
+    stages = (ADAPTERS, standard.MERGED, standard.FORWARD)
     found = several(stages=stages, one=lora(), two=lora())
     alone = several(stages=stages[1:], one=lora(), two=lora())
-    kept = {one.key: (one.digest, one.status) for one in found if one.stage != Stage.ADAPTERS}
+    kept = {one.key: (one.digest, one.status) for one in found if one.stage != ADAPTERS}
     assert kept == {one.key: (one.digest, one.status) for one in alone}
     assert kept
 

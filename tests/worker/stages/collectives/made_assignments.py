@@ -7,13 +7,14 @@ from pathlib import Path
 
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
-from consistency.case.stages import Stage
+from consistency.case.stage import Stage
 from consistency.devices.spec import DeviceInfo, parse_device
+from consistency.extras.training.collectives.spec import COLLECTIVES
 from consistency.launch.assignment import Assignment
 from consistency.launch.plan import WorkerPlan
 
 
-def assigned(home: Path, name: str, *, stages: Sequence[Stage] = (Stage.COLLECTIVES,)) -> Assignment:
+def assigned(home: Path, name: str, *, stages: Sequence[Stage] = (COLLECTIVES,)) -> Assignment:
     """Return what a worker on a device has to do."""
     info = DeviceInfo(spec=parse_device(name), architecture="a", model="m")
     plan = WorkerPlan(info=info, load_path=LoadPath.ISOLATED)

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.numerics.running_error import Sum
 from consistency.worker.stages.collectives.operations import (
     BLOCK,
-    COLLECTIVES,
+    EVERY_COLLECTIVE,
     LARGEST_BYTES,
     SIZES,
     Collective,
@@ -20,7 +20,7 @@ from consistency.worker.stages.collectives.operations import (
     groups_of,
 )
 
-BY_NAME = {collective.name: collective for collective in COLLECTIVES}
+BY_NAME = {collective.name: collective for collective in EVERY_COLLECTIVE}
 
 
 def numbers(collective: Collective, dtype: str, size: int, world: int) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def test_what_is_expected_block_by_block_is_that_of_the_whole(name: str) -> None
 @pytest.mark.parametrize("world", [2, 3, 64])
 def test_no_tensor_exceeds_the_largest(world: int) -> None:
     largest = SIZES[Level.THOROUGH][-1]
-    for collective in COLLECTIVES:
+    for collective in EVERY_COLLECTIVE:
         for dtype in collective.dtypes:
             size = collective.size(largest, dtype, world)
             gave = size * world if collective.in_parts else size

@@ -11,15 +11,16 @@ import pytest
 
 from consistency.capture.names import SUM_OVER_RANKS
 from consistency.capture.reader import read_capture
+from consistency.case import standard
 from consistency.case.options import Options
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
 from consistency.devices.discovery import discover
 from consistency.launch.local import _form_groups
 from consistency.numerics.rules import Rule
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Need
 from consistency.worker.stages.collectives.operations import (
-    COLLECTIVES,
+    EVERY_COLLECTIVE,
     SIZES,
     SIZES_OF_SOME,
     groups_of,
@@ -61,7 +62,7 @@ def test_healthy_ranks_are_consistent(tmp_path: Path, cli: Cli, level: Level) ->
     found = report(tmp_path / "out")
     assert {finding["severity"] for finding in found["findings"]} <= {"note"}
     names = {outcome["layer"] for outcome in found["outcomes"]}
-    assert names == {collective.name for collective in COLLECTIVES}
+    assert names == {collective.name for collective in EVERY_COLLECTIVE}
     sizes = {outcome["tensor"] for outcome in found["outcomes"] if outcome["layer"] == "all_reduce.sum"}
     assert {f"bfloat16 {size} of {len(DEVICES)} ranks" for size in SIZES[level]} <= sizes
     for members in groups_of(len(DEVICES)):
@@ -150,6 +151,6 @@ def test_ranks_are_workers_of_one_kind_that_run_side_by_side(tmp_path: Path) -> 
     mixed = [assigned(tmp_path, name) for name in ("cpu", "cuda:0", "cuda:1", "npu:0")]
     _form_groups(mixed, stall_s=60)
     assert [one.group and one.group.ranks for one in mixed] == [None, ("cuda:0", "cuda:1"), ("cuda:0", "cuda:1"), None]
-    other = [assigned(tmp_path, name, stages=(Stage.OPERATORS,)) for name in ("cpu", "cpu@baseline")]
+    other = [assigned(tmp_path, name, stages=(standard.OPERATORS,)) for name in ("cpu", "cpu@baseline")]
     _form_groups(other, stall_s=60)
     assert [one.group for one in other] == [None, None]

@@ -14,10 +14,10 @@ from consistency.capture.folder import SCHEMA, CaptureManifest
 from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import CaptureWriter
+from consistency.case import standard
 from consistency.case.budget.costs import Setting, cost_of
 from consistency.case.budget.shape import read_shape
 from consistency.case.case import Case
-from consistency.case.stages import Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison
 from consistency.worker import session
@@ -36,7 +36,7 @@ Compare = Callable[[float], Comparison]
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """Return a T5 with adapted units whose pre-activation is exactly zero: the gradient of their factors jumps."""
     base, adapter = t5_with_units_at_zero(tmp_path_factory.mktemp("t5"), layers=1)
-    return case_of(base, adapter, stages=(Stage.GRADIENT,))
+    return case_of(base, adapter, stages=(standard.GRADIENT,))
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_undecided_units_are_no_finding(compare_with: Compare) -> None:
 def test_what_decisions_take_of_the_disk_is_in_the_budget(compare_with: Compare, case: Case, tmp_path: Path) -> None:
     shape = read_shape(case)
     costs = [
-        cost_of(Stage.GRADIENT, Setting(shape=one, case=case, on_device=False, makes_reference=True)).kept_bytes
+        cost_of(standard.GRADIENT, Setting(shape=one, case=case, on_device=False, makes_reference=True)).kept_bytes
         for one in (shape, dataclasses.replace(shape, kinked_units=0))
     ]  # fmt: skip
     compare_with(0.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.worker.model import merging
 from consistency.worker.stages.merged import requantized
 from tests.worker.conftest import Look
@@ -28,7 +28,7 @@ def weights(records: list[TensorRecord]) -> list[TensorRecord]:
 @pytest.mark.parametrize("kind", [*BITSANDBYTES, *TORCHAO])
 def test_a_merge_is_within_what_quantizing_may_do(kind: str, dtype: str, tmp_path: Path, look: Look) -> None:
     base, adapter = quantized(kind, tmp_path, dtype=dtype)
-    found = look(base, adapter, dtype="auto", stages=(Stage.MERGED,))
+    found = look(base, adapter, dtype="auto", stages=(standard.MERGED,))
     assert [record.status for record in found if record.tensor == "delta"] == ["within"] * 2
     for record in weights(found):
         assert record.status == "within", record.evidence
@@ -55,7 +55,7 @@ def test_codes_that_are_cut_instead_of_rounded_are_found(
         return cut_down(weight.float() * (127 / largest[:, None])).to(torch.int8), largest, None
 
     monkeypatch.setattr(functional, "int8_vectorwise_quant", quantize)
-    for record in weights(look(base, adapter, dtype="auto", stages=(Stage.MERGED,))):
+    for record in weights(look(base, adapter, dtype="auto", stages=(standard.MERGED,))):
         assert record.status == "outside"
         assert record.evidence["error_in_steps_max"] > 0.9
 
@@ -75,7 +75,7 @@ def test_four_bit_codes_of_another_level_are_found(
         return packed, state
 
     monkeypatch.setattr(functional, "quantize_4bit", quantize)
-    for record in weights(look(base, adapter, dtype="auto", stages=(Stage.MERGED,))):
+    for record in weights(look(base, adapter, dtype="auto", stages=(standard.MERGED,))):
         assert record.status == "outside"
 
 
@@ -94,7 +94,7 @@ def test_a_wrong_scale_of_torchao_is_found(
         weight.scale[2] *= 1.02
 
     monkeypatch.setattr(torchao.TorchaoLoraLinear, "merge", merge)
-    for record in weights(look(base, adapter, dtype="auto", stages=(Stage.MERGED,))):
+    for record in weights(look(base, adapter, dtype="auto", stages=(standard.MERGED,))):
         assert record.status == "outside"
 
 
@@ -111,7 +111,7 @@ def test_a_delta_that_the_merge_leaves_out_is_found(
         return real(layer, safe=safe)
 
     monkeypatch.setattr(requantized, "merged", merged)
-    for record in weights(look(base, adapter, dtype="auto", stages=(Stage.MERGED,))):
+    for record in weights(look(base, adapter, dtype="auto", stages=(standard.MERGED,))):
         assert record.status == "outside"
         assert record.evidence["error_in_steps_max"] > 0.75
 
@@ -121,7 +121,7 @@ def test_the_model_is_as_it_was_after_the_stage(kind: str, tmp_path: Path, look:
     base, adapter = quantized(kind, tmp_path)
     alone, after = (
         [r for r in look(base, adapter, dtype="auto", stages=stages) if r.stage == "forward"]
-        for stages in ((Stage.FORWARD,), (Stage.MERGED, Stage.FORWARD))
+        for stages in ((standard.FORWARD,), (standard.MERGED, standard.FORWARD))
     )
     assert [r.digest for r in after] == [r.digest for r in alone]
     judged = [r for r in after if not r.tensor.endswith(".given")]
@@ -139,7 +139,7 @@ def test_a_method_without_exact_value_is_compared_between_devices(tmp_path: Path
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "plain")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True)
     adapter = adapter_on(plain, config, tmp_path / "dora")
-    for record in weights(look(base, adapter, dtype="auto", stages=(Stage.MERGED,))):
+    for record in weights(look(base, adapter, dtype="auto", stages=(standard.MERGED,))):
         assert record.status == "measured"
         assert record.digest is not None
         assert record.reason is not None

@@ -16,7 +16,7 @@ from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 from safetensors.torch import load_file, save_file
 
 from consistency.capture.records import TensorRecord
-from consistency.case.stages import Stage
+from consistency.case import standard
 from consistency.numerics.chunks import LowRankProduct, LowRankTensor
 from consistency.numerics.error import measure_low_rank
 from consistency.numerics.measure import Measure
@@ -34,7 +34,7 @@ def merged(llama: Path, look: Look) -> Callable[..., list[TensorRecord]]:
     adapter = on_llama(llama, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
 
     def run(**changes: Any) -> list[TensorRecord]:
-        found = look(llama, adapter, **{"dtype": "bfloat16", "stages": (Stage.MERGED,), **changes})
+        found = look(llama, adapter, **{"dtype": "bfloat16", "stages": (standard.MERGED,), **changes})
         return [msgspec.structs.replace(record, order=0) for record in found]
 
     return run
@@ -120,7 +120,7 @@ def test_a_merge_that_writes_into_its_delta_spoils_nothing(
 @needs_method("ShadowConfig")
 def test_pefts_own_reason_is_given_where_a_whole_block_is_not_merged(llama: Path, look: Look) -> None:
     config = peft.ShadowConfig(r=2, shadow_num_hidden_layers=1, task_type="CAUSAL_LM")
-    found = look(llama, on_llama(llama, config), stages=(Stage.MERGED,))
+    found = look(llama, on_llama(llama, config), stages=(standard.MERGED,))
     assert [one.status for one in found] == ["skipped"] * 2, "merged, and merged safely"
     expected = "PEFT does not merge this layer: NotImplementedError: ShadowPEFT cannot be merged"
     assert all(one.reason is not None and one.reason.startswith(expected) for one in found)
@@ -159,17 +159,17 @@ def test_an_error_in_pefts_own_code_is_found_where_a_form_is_known(
     config, place, wrong = METHODS[method]
     adapter = on_llama(llama, config())
     for dtype in ("float32", "bfloat16"):
-        records = [r for r in look(llama, adapter, dtype=dtype, stages=(Stage.MERGED,)) if r.tensor != "delta"]
+        records = [r for r in look(llama, adapter, dtype=dtype, stages=(standard.MERGED,)) if r.tensor != "delta"]
         assert {(r.rule, r.status) for r in records} == {("bound", "within")}
     monkeypatch.setattr(place, wrong)
-    broken = [r for r in look(llama, adapter, stages=(Stage.MERGED,)) if r.tensor != "delta"]
+    broken = [r for r in look(llama, adapter, stages=(standard.MERGED,)) if r.tensor != "delta"]
     assert {(r.rule, r.status) for r in broken} == {("bound", "outside")}
     assert all(r.reference_blob and set(r.ingredients) == {"allowed"} for r in broken)
 
 
 def test_what_has_no_form_is_compared_with_peft_in_float64(llama: Path, look: Look) -> None:
     adapter = on_llama(llama, peft.VeraConfig(r=4, target_modules=["q_proj"]))
-    assert [(r.tensor, r.rule, r.status) for r in look(llama, adapter, stages=(Stage.MERGED,))] == [
+    assert [(r.tensor, r.rule, r.status) for r in look(llama, adapter, stages=(standard.MERGED,))] == [
         ("delta", "peer", "skipped"), ("weight", "relative", "measured"), ("weight_safe_merge", "relative", "measured"),
     ]  # fmt: skip
 
@@ -180,7 +180,7 @@ def test_a_bias_that_a_merge_changes_is_judged(masked_bert: Path, look: Look, mo
     adapter = adapter_on(model, config, masked_bert.parent / "adapter")
 
     def biases() -> set[tuple[str, str, str]]:
-        records = look(masked_bert, adapter, stages=(Stage.MERGED,))
+        records = look(masked_bert, adapter, stages=(standard.MERGED,))
         return {(r.layer.rpartition(".")[2], r.tensor, r.status) for r in records if r.tensor.startswith("bias")}
 
     assert biases() == {("query", "bias", "within"), ("query", "bias_safe_merge", "within")}
@@ -204,7 +204,7 @@ def test_experts_are_judged_by_their_own_factors(tmp_path: Path, look: Look, mon
     adapter = adapter_on(transformers.MixtralForCausalLM.from_pretrained(base), lora, tmp_path / "adapter")
 
     def statuses() -> set[tuple[str, str, str]]:
-        return {(r.tensor, r.rule, r.status) for r in look(base, adapter, stages=(Stage.MERGED,))}
+        return {(r.tensor, r.rule, r.status) for r in look(base, adapter, stages=(standard.MERGED,))}
 
     tensors = ("delta", "weight", "weight_safe_merge")
     assert statuses() == {(tensor, "bound", "within") for tensor in tensors}
@@ -219,7 +219,9 @@ def test_a_layer_whose_tensor_is_not_in_the_file_is_said_to_lack_it(llama: Path,
     tensors = load_file(file)
     lost = next(name for name in sorted(tensors) if "lora_B" in name)
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata={"format": "pt"})
-    found = [r for r in look(llama, adapter, stages=(Stage.MERGED,)) if r.tensor == "delta" and r.status == "skipped"]
+    found = [
+        r for r in look(llama, adapter, stages=(standard.MERGED,)) if r.tensor == "delta" and r.status == "skipped"
+    ]
     assert [r.reason for r in found] == ["the adapter's file has no lora_B of this layer: its merged weight is judged"]
 
 
@@ -232,7 +234,7 @@ def test_a_scaling_that_is_not_the_files_is_found_and_so_is_the_merge_by_it(
     )
 
     def statuses() -> set[tuple[str, str]]:
-        found = look(llama, adapter, stages=(Stage.ADAPTER, Stage.MERGED))
+        found = look(llama, adapter, stages=(standard.ADAPTER, standard.MERGED))
         return {(r.tensor, r.status) for r in found if r.stage == "merged" or r.tensor == "rank_and_scaling"}
 
     merged = ("delta", "weight", "weight_safe_merge")

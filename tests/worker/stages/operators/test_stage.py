@@ -12,7 +12,7 @@ import torch
 from consistency.capture.names import UNSUPPORTED
 from consistency.capture.records import TensorRecord
 from consistency.capture.writer import CaptureWriter
-from consistency.case.stages import Level
+from consistency.case.stage import Level
 from consistency.case.tolerance import Override
 from consistency.devices.backends import BACKENDS
 from consistency.devices.products import Products

@@ -16,11 +16,13 @@ from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import CaptureWriter
+from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
+from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.worker import session
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.decisions.track import Flip
@@ -62,7 +64,7 @@ def train(tmp_path: Path, small: dict[str, str]) -> Train:
     """Train one worker in this process, with a fault planted in it."""
 
     def run(fault: str | None = None, **options: Any) -> Comparison:
-        given = {**small, "stages": (Stage.TRAJECTORY,), "level": Level.QUICK, "steps": STEPS}
+        given = {**small, "stages": (TRAJECTORY,), "level": Level.QUICK, "steps": STEPS}
         case = prepare_case(Options(**{**given, **options}))
         slug = worker_slug(FAULTY, "isolated")
         with CaptureWriter(tmp_path / "capture") as writer:
@@ -149,7 +151,7 @@ def test_without_the_detection_a_fault_is_missed(train: Train, fault: str, monke
 
 
 def test_the_stages_that_take_one_step_miss_a_fault_of_a_later_one(train: Train) -> None:
-    asked = (Stage.FORWARD, Stage.GRADIENT, Stage.TRAJECTORY)
+    asked = (standard.FORWARD, standard.GRADIENT, TRAJECTORY)
     found = train(FAULTS[2], stages=asked)
     assert {finding.kind for finding in errors(found)} == {"left-trajectory"}
     wrong = {tensor.stage for tensor in found.tensors if tensor.is_wrong}
@@ -281,6 +283,6 @@ def test_a_fault_is_found_in_a_half_type(train: Train) -> None:
 
 def test_a_case_says_so_where_it_asks_for_steps() -> None:
     case = prepare_case(dataclasses.replace(Options(base="builtin:llama"), steps=7))
-    assert (case.steps, Stage.TRAJECTORY in case.stages) == (7, True)
+    assert (case.steps, TRAJECTORY in case.stages) == (7, True)
     without = prepare_case(Options(base="builtin:llama"))
-    assert (without.steps, Stage.TRAJECTORY in without.stages) == (None, False)
+    assert (without.steps, TRAJECTORY in without.stages) == (None, False)

@@ -11,8 +11,9 @@ import torch
 
 from consistency.capture.names import CASTING, DIRECT, HOST, OVERLAPPED, STRIDED, large_copy
 from consistency.capture.records import TensorRecord
+from consistency.case import standard
 from consistency.case.case import Case
-from consistency.case.stages import Level, Stage
+from consistency.case.stage import Level
 from consistency.numerics.digest import TensorDigest, as_bytes, digest
 from consistency.worker.faults import plant
 from consistency.worker.protocol import EventLog
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
 
 def look(folder: Path, *, level: Level = Level.QUICK, only: tuple[str, ...] = ()) -> dict[str, TensorRecord]:
     folder.mkdir(exist_ok=True)
-    case = Case(name="x", base="", stages=(Stage.TRANSFER,), level=level, only=only)
+    case = Case(name="x", base="", stages=(standard.TRANSFER,), level=level, only=only)
     job = job_of(case, folder, name="cpu@baseline", makes_reference=False)
     with EventLog(folder / "events.jsonl") as events, Recorder(folder, folder, only=only) as record:
         transfer.run(cast("Machine", SimpleNamespace(job=job, events=events, record=record)))

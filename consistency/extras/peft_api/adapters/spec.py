@@ -1,0 +1,27 @@
+"""Stage `adapters`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case.stage import Adapters, Kind, Needs, Stage, StageSpec
+from consistency.numerics.rules import Rule
+
+ADAPTERS = Stage("adapters")
+
+# with several adapters alone
+SPEC = StageSpec(
+    stage=ADAPTERS,
+    place=90,
+    kind=Kind.COMPUTES,
+    rule=Rule.BITWISE,
+    worker="consistency.worker.stages.adapters.stage:run",
+    cost="consistency.case.budget.costs:adapters",
+    short="multi",
+    needs_adapter=True,
+    levels=(),
+    option="adapters",
+    weight=8.0,
+    adapters=Adapters.ALL,
+    named_where_left_out=False,
+    leaves_out=("routing by create_arrow_model",),
+    needs=Needs(sentence="the stage adapters needs several adapters", wanted="--adapter NAME=PATH for each of them"),
+)

@@ -1,0 +1,24 @@
+"""Stage `sharding`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Kind, Level, Stage, StageSpec
+from consistency.numerics.rules import Rule
+
+SHARDING = Stage("sharding")
+
+# it loads the base twice more, which takes too long for the level `standard`
+SPEC = StageSpec(
+    stage=SHARDING,
+    place=110,
+    kind=Kind.FACTS,
+    rule=Rule.LIMIT,
+    worker="consistency.worker.stages.sharding.stage:run",
+    cost="consistency.case.budget.costs:nothing",
+    short="shard",
+    levels=(Level.THOROUGH,),
+    option="device_map",
+    opens_devices=True,
+    reads=(standard.FORWARD,),
+)

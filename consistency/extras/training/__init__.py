@@ -1,0 +1,1 @@
+"""Training by several devices, and the steps of one training."""

@@ -1,0 +1,23 @@
+"""Stage `replicas`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case.stage import Kind, Stage, StageSpec
+from consistency.numerics.rules import Rule
+
+REPLICAS = Stage("replicas")
+
+SPEC = StageSpec(
+    stage=REPLICAS,
+    place=140,
+    kind=Kind.COMPUTES,
+    rule=Rule.BOUND,
+    worker="consistency.worker.stages.replicas.stage:run",
+    cost="consistency.case.budget.costs:replicas",
+    short="repl",
+    needs_adapter=True,
+    levels=(),
+    feeds_inputs=True,
+    opens_devices=True,
+    together=True,
+)

@@ -1,0 +1,23 @@
+"""Stage `shards`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case.stage import Kind, Stage, StageSpec
+from consistency.numerics.rules import Rule
+
+SHARDS = Stage("shards")
+
+SPEC = StageSpec(
+    stage=SHARDS,
+    place=150,
+    kind=Kind.COMPUTES,
+    rule=Rule.BOUND,
+    worker="consistency.worker.stages.shards.stage:run",
+    cost="consistency.case.budget.costs:shards",
+    short="fsdp",
+    needs_adapter=True,
+    levels=(),
+    feeds_inputs=True,
+    opens_devices=True,
+    together=True,
+)

@@ -1,0 +1,25 @@
+"""Stage `tensor-parallel`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Kind, Stage, StageSpec
+from consistency.numerics.rules import Rule
+
+TENSOR_PARALLEL = Stage("tensor-parallel")
+
+SPEC = StageSpec(
+    stage=TENSOR_PARALLEL,
+    place=160,
+    kind=Kind.COMPUTES,
+    rule=Rule.BLOCK,
+    worker="consistency.worker.stages.tensor_parallel.stage:run",
+    cost="consistency.case.budget.costs:tensor_parallel",
+    short="tp",
+    needs_adapter=True,
+    levels=(),
+    feeds_inputs=True,
+    opens_devices=True,
+    together=True,
+    by=(standard.FORWARD, standard.GRADIENT),
+)

@@ -1,0 +1,29 @@
+"""Stage `trajectory`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Kind, Stage, StageSpec
+from consistency.numerics.rules import Rule
+
+TRAJECTORY = Stage("trajectory")
+
+# on request alone: every step takes some passes on the CPU
+SPEC = StageSpec(
+    stage=TRAJECTORY,
+    place=80,
+    kind=Kind.COMPUTES,
+    rule=Rule.BLOCK,
+    worker="consistency.worker.stages.trajectory.stage:run",
+    cost="consistency.case.budget.costs:trajectory",
+    short="traj",
+    needs_adapter=True,
+    levels=(),
+    feeds_inputs=True,
+    option="steps",
+    before=standard.FORWARD,
+    whole="curve",
+    weight=120.0,
+    own_noise=True,
+    reference_file="trajectory.safetensors",
+)

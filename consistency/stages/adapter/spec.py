@@ -1,0 +1,20 @@
+"""Stage `adapter`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Kind, StageSpec
+from consistency.numerics.rules import Rule
+
+SPEC = StageSpec(
+    stage=standard.ADAPTER,
+    place=40,
+    kind=Kind.MOVES,
+    rule=Rule.BITWISE,
+    worker="consistency.worker.stages.adapter.stage:run",
+    cost="consistency.case.budget.costs:adapter",
+    short="adapt",
+    again="consistency.worker.soak.weights:adapter",
+    items="consistency.pytest_plugin.item_names:adapter_items",
+    needs_adapter=True,
+)

@@ -1,0 +1,19 @@
+"""Stage `base`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Adapters, Kind, StageSpec
+from consistency.numerics.rules import Rule
+
+SPEC = StageSpec(
+    stage=standard.BASE,
+    place=30,
+    kind=Kind.MOVES,
+    rule=Rule.BITWISE,
+    worker="consistency.worker.stages.base:run",
+    cost="consistency.case.budget.costs:base",
+    again="consistency.worker.soak.weights:base",
+    items="consistency.pytest_plugin.item_names:base_items",
+    adapters=Adapters.NONE,
+)

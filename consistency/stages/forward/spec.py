@@ -1,0 +1,23 @@
+"""Stage `forward`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Kind, Level, StageSpec
+from consistency.numerics.rules import Rule
+
+SPEC = StageSpec(
+    stage=standard.FORWARD,
+    place=60,
+    kind=Kind.COMPUTES,
+    rule=Rule.BLOCK,
+    worker="consistency.worker.stages.forward:run",
+    short="fwd",
+    again="consistency.worker.soak.computed:forward",
+    items="consistency.pytest_plugin.item_names:forward_items",
+    levels=(Level.STANDARD, Level.THOROUGH),
+    feeds_inputs=True,
+    option="engine_outputs",
+    weight=8.0,
+    reference_file="reference.safetensors",
+)

@@ -1,0 +1,25 @@
+"""Stage `gradient`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Kind, Level, StageSpec
+from consistency.numerics.rules import Rule
+
+SPEC = StageSpec(
+    stage=standard.GRADIENT,
+    place=70,
+    kind=Kind.COMPUTES,
+    rule=Rule.BLOCK,
+    worker="consistency.worker.stages.gradient.stage:run",
+    cost="consistency.case.budget.costs:gradient",
+    short="grad",
+    again="consistency.worker.soak.computed:gradient",
+    needs_adapter=True,
+    levels=(Level.STANDARD, Level.THOROUGH),
+    feeds_inputs=True,
+    whole="adapter_on",
+    before=standard.FORWARD,  # whose merge leaves a tied weight's pages private: less memory is held here
+    weight=12.0,
+    reference_file="gradient.safetensors",
+)

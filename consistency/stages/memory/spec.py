@@ -1,0 +1,20 @@
+"""Stage `memory`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Adapters, Kind, Level, Model, StageSpec
+from consistency.numerics.rules import Rule
+
+SPEC = StageSpec(
+    stage=standard.MEMORY,
+    place=100,
+    kind=Kind.FACTS,
+    rule=Rule.LIMIT,
+    worker="consistency.worker.stages.memory:run",
+    cost="consistency.case.budget.costs:memory",
+    short="mem",
+    model=Model.OPTIONAL,
+    levels=(Level.STANDARD, Level.THOROUGH),
+    adapters=Adapters.NONE,
+)

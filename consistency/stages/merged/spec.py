@@ -1,0 +1,21 @@
+"""Stage `merged`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Kind, StageSpec
+from consistency.numerics.rules import Rule
+
+SPEC = StageSpec(
+    stage=standard.MERGED,
+    place=50,
+    kind=Kind.COMPUTES,
+    rule=Rule.BOUND,
+    worker="consistency.worker.stages.merged.stage:run",
+    cost="consistency.case.budget.costs:merged",
+    short="merge",
+    again="consistency.worker.soak.weights:merged",
+    items="consistency.pytest_plugin.item_names:merged_items",
+    needs_adapter=True,
+    weight=4.0,
+)

@@ -1,0 +1,20 @@
+"""Stage `operators`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Adapters, Kind, Model, StageSpec
+from consistency.numerics.rules import Rule
+
+SPEC = StageSpec(
+    stage=standard.OPERATORS,
+    place=20,
+    kind=Kind.COMPUTES,
+    rule=Rule.BOUND,
+    worker="consistency.worker.stages.operators.stage:run",
+    cost="consistency.case.budget.costs:without_model",
+    short="ops",
+    again="consistency.worker.soak.machine:operators",
+    model=Model.UNUSED,
+    adapters=Adapters.NONE,
+)

@@ -1,0 +1,22 @@
+"""Stage `transfer`: what it declares."""
+
+from __future__ import annotations
+
+from consistency.case import standard
+from consistency.case.stage import Adapters, Kind, Model, StageSpec
+from consistency.numerics.rules import Rule
+
+SPEC = StageSpec(
+    stage=standard.TRANSFER,
+    place=10,
+    kind=Kind.MOVES,
+    rule=Rule.BITWISE,
+    worker="consistency.worker.stages.transfer.stage:run",
+    cost="consistency.case.budget.costs:without_model",
+    short="trans",
+    again="consistency.worker.soak.machine:transfer",
+    model=Model.UNUSED,
+    opens_devices=True,
+    adapters=Adapters.NONE,
+    other_rows=True,
+)
