@@ -33,12 +33,12 @@ from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.worker import cpu_error
 from consistency.worker.decisions.track import Track
+from consistency.worker.judging.gradients import crossing_by, in_float64
 from consistency.worker.model import float64_reference, half_kernels
 from consistency.worker.model.block_backward import Backward, backward_by_blocks
 from consistency.worker.model.block_pass import ResultPlace, as_exact, rounded, run_by_blocks
 from consistency.worker.model.inputs import sourced_inputs
 from consistency.worker.model.running import tokens_of
-from consistency.worker.stages.gradients import crossing_by, in_float64
 from consistency.worker.training.backward import of_outputs, trainable
 
 Fault = Callable[[Any], Any]

@@ -70,7 +70,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.worker import session
 from consistency.worker.protocol import EventLog, Job
-from consistency.worker.stages.merged import stage
+from consistency.stages.merged import worker as stage
 
 real = stage.run
 stage.run = lambda context: metered("merged", lambda: real(context))

@@ -24,15 +24,15 @@ from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.devices.backends import BACKENDS, CPU
 from consistency.devices.products import Products
+from consistency.extras.serving.generation.text import _gaps, _two_largest, chance_to_part, share_unlike
 from consistency.numerics.error_spread import Spread
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.cpu_error import with_noise
+from consistency.worker.judging.block_rule import LEAST_PASSES
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations
 from consistency.worker.model.ways import LOGITS, generated
-from consistency.worker.stages.block_rule import LEAST_PASSES
-from consistency.worker.stages.generation.text import _gaps, _two_largest, chance_to_part, share_unlike
 
 _LENGTH, _BATCH = 8, 8
 

@@ -39,13 +39,13 @@ from consistency.devices.discovery import cpu_info
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.file_tensor import mapped
+from consistency.stages.forward import worker as forward
+from consistency.stages.gradient import worker as gradient
+from consistency.stages.merged import worker as merged
+from consistency.stages.operators import worker as operators
 from consistency.worker import session
 from consistency.worker.protocol import EventLog, Job
 from consistency.worker.recorder import Recorder
-from consistency.worker.stages import forward
-from consistency.worker.stages.gradient import stage as gradient
-from consistency.worker.stages.merged import stage as merged
-from consistency.worker.stages.operators import stage as operators
 
 PAGE = Path(__file__).parents[1] / "docs" / "sensitivity.md"
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")

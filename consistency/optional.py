@@ -1,6 +1,6 @@
 """Parts of this package that others name and do not import: where one is deleted, what it adds is gone, and no more.
 
-A part is named by its module, or by a function of it: `consistency.worker.stages.transfer.stage:run`.
+A part is named by its module, or by a function of it: `consistency.stages.transfer.worker:run`.
 """
 
 from __future__ import annotations

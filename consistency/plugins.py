@@ -57,7 +57,7 @@ class Plugin(NamedTuple):
         Types of devices, `module:NAME`, each a `consistency.devices.backend.Backend`.
     forms : tuple of str
         Closed forms of adapter methods, `module:function`: called once, it returns what makes a form by PEFT's class of
-        the layer and that of its LoRA's variant, as `worker/stages/merged/forms/registry.py` has its own.
+        the layer and that of its LoRA's variant, as `stages/merged/forms/registry.py` has its own.
     """
 
     name: str

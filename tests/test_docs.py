@@ -18,7 +18,7 @@ from consistency.case.stage import Level
 from consistency.case.stages import LEVELS, SPECS, run_order
 from consistency.case.suite import gather_suite
 from consistency.numerics.rules import FALSE_ALARM, HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, error_factor
-from consistency.worker.stages.operators.table import operations
+from consistency.stages.operators.table import operations
 from tests.documents import FENCE, SPAN, commands, refused
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -171,8 +171,8 @@ EXTRAS = {
     "training": (
         "comparison/findings/ranks.py", "comparison/findings/training.py", "report/page/trajectories.py",
         "worker/faults/collectives.py", "worker/faults/ranks.py", "worker/faults/trajectory.py", "worker/ranks",
-        "worker/stages/collectives", "worker/stages/group_stage.py", "worker/stages/replicas", "worker/stages/shards",
-        "worker/stages/step_judging.py", "worker/stages/parts_judging.py", "worker/stages/tensor_parallel",
+        "worker/stages/collectives", "extras/training/group_stage.py", "worker/stages/replicas", "worker/stages/shards",
+        "extras/training/step_judging.py", "extras/training/parts_judging.py", "worker/stages/tensor_parallel",
         "worker/stages/trajectory",
     ),
     "peft_api": (
@@ -277,12 +277,12 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
     "worker/model/loading.py": ("peft_api: case.named_adapters",),
     "worker/protocol.py": ("operations: capture.soak",),
     "worker/session.py": ("diagnosis: worker.faults", "operations: worker.soak.soaking"),
-    "worker/stages/context.py": ("stage: sharding",),
-    "worker/stages/forward.py": (
+    "worker/context.py": ("stage: sharding",),
+    "stages/forward/worker.py": (
         "serving: case.inference.request", "serving: worker.stages.engine_outputs.judging", "stage: generation",
         "stage: sharding",
     ),
-    "worker/training/steps.py": ("training: worker.ranks.group", "training: worker.ranks.parts"),
+    "extras/training/steps.py": ("training: worker.ranks.group", "training: worker.ranks.parts"),
     "workflows/comparing.py": (
         "operations: comparison.history.suite", "serving: case.engine_file", "serving: workflows.engines",
     ),

@@ -139,7 +139,7 @@ def test_a_finding_is_in_the_report(extended: Path, make_capture: MakeCapture) -
 
 def test_an_adapter_method_is_judged_by_its_form(extended: Path) -> None:
     code = (
-        "import peft; from tests.worker.stages.merged.forms.made_layers import DTYPES, adapted, largest, moved\n"
+        "import peft; from tests.stages.merged.forms.made_layers import DTYPES, adapted, largest, moved\n"
         "config = peft.MissConfig(r=12, target_modules=['linear'])\n"
         "for one in (one for pair in DTYPES[:5] for one in adapted(config, *pair)):\n"
         "    tested = one.tensors()['plain']\n"

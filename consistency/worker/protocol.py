@@ -74,7 +74,7 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
     say so before it is taken for the silent one."""
     node: str = ""
     """Name of this node, where the workers of several form the group: then `ranks` are this node's alone until all
-    nodes have met (`consistency.worker.ranks.nodes`)."""
+    nodes have met (`consistency.extras.training.ranks.nodes`)."""
     nodes: tuple[str, ...] = ()
     """Of all nodes, in the order of their ranks."""
     has_met: bool = False

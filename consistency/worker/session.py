@@ -26,8 +26,10 @@ from consistency.devices.interface import register
 from consistency.errors import UsageError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
+from consistency.stages.base import worker as base
 from consistency.worker import determinism, environment
 from consistency.worker.bound_kernels import BOUND, choose_by_device
+from consistency.worker.context import Context, Machine
 from consistency.worker.device_check import require_device
 from consistency.worker.memory.host_memory import reset_peak
 from consistency.worker.memory.mapped_pages import release, trim
@@ -47,8 +49,6 @@ from consistency.worker.nondeterministic import NondeterministicOperations
 from consistency.worker.protocol import STATE_FILE, EventLog, Job, WorkerState
 from consistency.worker.recorder import Recorder
 from consistency.worker.stage_failure import Unchanged, is_of_a_stage, record_blocked, stated
-from consistency.worker.stages import base
-from consistency.worker.stages.context import Context, Machine
 from consistency.worker.uncollected import uncollected
 
 

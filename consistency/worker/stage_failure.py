@@ -18,11 +18,11 @@ from consistency.case.stage import StageSpec
 from consistency.errors import ConsistencyError, first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.identity import start_of
+from consistency.worker.context import Context
 from consistency.worker.device_error import Trouble, device_error, ends_the_worker
 from consistency.worker.model.structure import Structure
 from consistency.worker.quantized.held import is_composite
 from consistency.worker.recorder import Recorder
-from consistency.worker.stages.context import Context
 
 
 def is_of_a_stage(error: Exception, device: torch.device) -> bool:

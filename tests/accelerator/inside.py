@@ -306,7 +306,7 @@ def test_pinned_memory_is_the_hosts() -> None:
 
 
 def test_copies_of_the_stage_transfer_take_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from consistency.worker.stages.transfer import copying, delivery, payload
+    from consistency.stages.transfer import copying, delivery, payload
 
     pinned, copy = [], copying.copy
 

@@ -17,9 +17,9 @@ from consistency.case.reading import make_options
 from consistency.numerics.digest import digest
 from consistency.worker import session
 from consistency.worker.protocol import EventLog, Job
-from consistency.worker.stages import forward
-from consistency.worker.stages.gradient import stage as gradient
-from consistency.worker.stages.trajectory import step_checks
+from consistency.stages.forward import worker as forward
+from consistency.stages.gradient import worker as gradient
+from consistency.extras.training.trajectory import step_checks
 
 def publish(real, scratch, exact, *rest):
     for name, tensor in sorted(exact.items()):

@@ -15,7 +15,7 @@ from consistency.capture.records import TensorRecord
 from consistency.comparison.compare import compare
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
-from consistency.worker.stages.block_rule import OTHER_HOST
+from consistency.worker.judging.block_rule import OTHER_HOST
 from tests.comparison.made_records import (
     compared,
     computed,

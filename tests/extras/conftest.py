@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.worker.conftest import _seeded, llama, look, masked_bert
+from tests.worker.conftest import _seeded, llama, look, masked_bert, told
 
-__all__ = ["_seeded", "llama", "look", "masked_bert"]
+__all__ = ["_seeded", "llama", "look", "masked_bert", "told"]

@@ -14,8 +14,8 @@ from consistency.case.stage import Level
 from consistency.numerics.dtype import UNIT_ROUNDOFF, named
 from consistency.numerics.precision import Precision
 from consistency.numerics.running_error import Arithmetic, Tracked, measure_tracked
-from consistency.worker.stages.operators import stage as operators
-from consistency.worker.stages.operators.table import Operation, operations
+from consistency.stages.operators import worker as operators
+from consistency.stages.operators.table import Operation, operations
 
 TABLE = [(operation, dtype) for operation in operations(Level.THOROUGH) for dtype in operation.dtypes]
 NAMES = [f"{operation.name} {dtype} {operation.size}" for operation, dtype in TABLE]

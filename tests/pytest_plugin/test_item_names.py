@@ -10,10 +10,10 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.comparison.result import Comparison
 from consistency.devices.discovery import select
+from consistency.extras.serving.generation import worker as stage
 from consistency.extras.serving.generation.spec import GENERATION
 from consistency.launch.plan import WorkerPlan
 from consistency.pytest_plugin.item_names import EVERYTHING_ELSE, SEQUENCES, WAYS, Place, RowFinder, places
-from consistency.worker.stages.generation import stage
 from tests.report.made_comparisons import comparison, tensor
 
 DELTA, WEIGHT = (Place(stage=standard.MERGED, layer="layers.0", tensor=name) for name in ("delta", "weight"))

@@ -19,6 +19,7 @@ from consistency.case.stage import Stage, StageSpec
 from consistency.case.stages import run_order
 from consistency.case.tolerance import Override
 from consistency.errors import InputError
+from consistency.stages.forward import worker as forward
 from consistency.worker import session
 from consistency.worker.memory import mapped_pages
 from consistency.worker.memory.placement import Placement
@@ -26,7 +27,6 @@ from consistency.worker.model.id_checks import KernelAssertedError
 from consistency.worker.model.kept_base import BaseKeeper
 from consistency.worker.model.weight_files import WeightFiles
 from consistency.worker.protocol import EventLog
-from consistency.worker.stages import forward
 from tests.versions import loads_onto_mixtures
 from tests.worker.conftest import Look
 from tests.worker.made_jobs import job_of

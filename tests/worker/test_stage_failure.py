@@ -14,10 +14,10 @@ import transformers
 from consistency.capture.names import LOADED_AGAIN, RAISED
 from consistency.capture.records import TensorRecord
 from consistency.errors import InputError
+from consistency.stages.memory import worker as memory
+from consistency.stages.merged import worker as merged
 from consistency.worker import session
 from consistency.worker.stage_failure import is_of_a_stage, stated
-from consistency.worker.stages import memory
-from consistency.worker.stages.merged import stage as merged
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import on_llama, perturb
 

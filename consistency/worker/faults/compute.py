@@ -13,8 +13,8 @@ from consistency.worker.training import adamw
 
 Compute = Callable[..., torch.Tensor]
 
-_operator = instead("consistency.worker.stages.operators.stage:compute")
-_gradient = instead("consistency.worker.stages.gradient.stage:computed")
+_operator = instead("consistency.stages.operators.worker:compute")
+_gradient = instead("consistency.stages.gradient.worker:computed")
 
 
 @_operator
@@ -38,7 +38,7 @@ def softmax_fails(real: Compute, operation: Any, inputs: list[torch.Tensor]) -> 
     return real(operation, inputs)
 
 
-@instead("consistency.worker.stages.gradient.stage:gradients_of")
+@instead("consistency.stages.gradient.worker:gradients_of")
 def gradients_off(real: Callable[..., dict[str, torch.Tensor]], of: Any, *given: Any) -> dict[str, torch.Tensor]:
     factor = factor_beyond_rounding(next(of.model.parameters()).dtype, 1e-3)
     return {name: gradient * factor for name, gradient in real(of, *given).items()}
@@ -59,7 +59,7 @@ def one_layer_lost() -> Undo:
     return computed()
 
 
-@instead("consistency.worker.stages.gradient.optimizer_step:stepped")
+@instead("consistency.stages.gradient.optimizer_step:stepped")
 def step_off(real: Compute, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Let the optimizer go a thousandth too far."""
     with mock.patch.object(adamw, "LEARNING_RATE", adamw.LEARNING_RATE * 1.001):

@@ -24,7 +24,7 @@ from consistency.worker.model.structure import blocks_of, parts_of
 
 Tensors = dict[str, torch.Tensor]
 
-_results = changing("consistency.worker.stages.forward:results_of")
+_results = changing("consistency.stages.forward.worker:results_of")
 _calls = itertools.count(1)
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -186,7 +186,7 @@ def results_off(found: Tensors) -> Tensors:
     return found
 
 
-@instead("consistency.worker.stages.forward:results_of")
+@instead("consistency.stages.forward.worker:results_of")
 def layer_zero(real: Callable[..., Tensors], model: torch.nn.Module, *given: Any) -> Tensors:
     """Let the first part of one layer return zeros for all rows but the first."""
     blocks = [*blocks_of(model).values()]

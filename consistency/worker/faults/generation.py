@@ -72,7 +72,7 @@ def off_in_steps(real: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor,
     return layer.base_layer(x) if is_step else real(layer, x, *args, **kwargs)
 
 
-@changing("consistency.worker.stages.generation.text:_written")
+@changing("consistency.extras.serving.generation.text:_written")
 def another_token(written: torch.Tensor) -> None:
     """Choose one token that is not the most likely."""
     written[0, 2] += 1

@@ -68,7 +68,7 @@ def third_copy(
 def _at_merged(act: Callable[[], None]) -> Install:
     """Act in the middle of the run."""
 
-    @instead("consistency.worker.stages.merged.stage:run")
+    @instead("consistency.stages.merged.worker:run")
     def run(real: Callable[..., None], context: Any) -> None:
         act()
         real(context)

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from consistency.extras.training.ranks.parts import held, part_of
 from consistency.worker.faults.planting import Undo, instead
-from consistency.worker.ranks.parts import held, part_of
 
 _SEED = 1
 """Of a rank that draws other numbers than the rest."""
 
 _made = instead("torch.nn.parallel.distributed:DistributedDataParallel.__init__")
 _passed = instead("torch.nn.parallel.distributed:DistributedDataParallel.forward")
-_split = instead("consistency.worker.stages.tensor_parallel.stage:load_tensor_parallel")
+_split = instead("consistency.extras.training.tensor_parallel.worker:load_tensor_parallel")
 
 
 def _reducing(choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def _draw_again(model: torch.nn.Module) -> None:
                 parameter.copy_(torch.from_numpy(np.asarray(values)))
 
 
-@instead("consistency.worker.stages.shards.stage:fully_shard")
+@instead("consistency.extras.training.shards.worker:fully_shard")
 def other_seed(real: Callable[..., Any], module: torch.nn.Module, *more: Any, **given: Any) -> Any:
     """Initialize this rank's adapter anew, of which FSDP2 takes this rank's part."""
     _draw_again(module)

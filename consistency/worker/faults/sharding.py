@@ -21,7 +21,7 @@ def old_bytes(moved: Any) -> Any:
     return {**moved, "labels": changed}
 
 
-@instead("consistency.worker.stages.sharding.stage:fixed_inputs")
+@instead("consistency.extras.peft_api.sharding.worker:fixed_inputs")
 def an_added_token(real: Callable[..., Any], case: Any, model: Any) -> Any:
     """Use the id of a token that was added to a tokenizer, and to no table of embeddings."""
     inputs, reason = real(case, model)

@@ -11,7 +11,7 @@ import torch
 from consistency.worker.faults.planting import Undo, factor_beyond_rounding, instead, together
 from consistency.worker.model.structure import blocks_of
 
-_STAGE = "consistency.worker.stages.trajectory"
+_STAGE = "consistency.extras.training.trajectory"
 _Compute = Callable[..., Any]
 
 

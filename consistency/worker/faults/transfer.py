@@ -13,7 +13,7 @@ from consistency.worker.model.poison import INTEGERS
 
 Copy = Callable[[torch.Tensor, torch.Tensor], None]
 
-_copy = instead("consistency.worker.stages.transfer.copying:copy")
+_copy = instead("consistency.stages.transfer.copying:copy")
 
 
 @_copy
@@ -38,7 +38,7 @@ def stale_under_load() -> Undo:
     loaded = False
     earlier: dict[int, torch.Tensor] = {}
 
-    @instead("consistency.worker.stages.transfer.delivery:under_load")
+    @instead("consistency.stages.transfer.delivery:under_load")
     @contextmanager
     def under_load(real: Callable[..., Any], *args: Any) -> Iterator[None]:
         nonlocal loaded

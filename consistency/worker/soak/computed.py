@@ -9,19 +9,19 @@ import torch
 
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, END_TO_END
 from consistency.case import standard
+from consistency.stages.forward.worker import by_blocks, in_mode, row_of
+from consistency.stages.gradient.worker import decisions_file, gradients_of
 from consistency.worker import cpu_error
+from consistency.worker.context import Context
 from consistency.worker.decisions.replay import Replay
+from consistency.worker.judging.gradients import backward_of
+from consistency.worker.judging.gradients import row_of as row_of_gradient
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.running import activations, tokens_of
 from consistency.worker.protocol import GRADIENT_FILE, REFERENCE_FILE
 from consistency.worker.soak.ledger import Again, Ledger
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.forward import by_blocks, in_mode, row_of
-from consistency.worker.stages.gradient.stage import decisions_file, gradients_of
-from consistency.worker.stages.gradients import backward_of
-from consistency.worker.stages.gradients import row_of as row_of_gradient
 from consistency.worker.training.backward import trained
 
 

@@ -13,12 +13,12 @@ from consistency.case import standard
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.digest import TensorDigest
 from consistency.numerics.measure import Measure
+from consistency.stages.operators import worker as of_operators
+from consistency.stages.operators.table import Operation, operations
+from consistency.stages.transfer.worker import Copies
+from consistency.worker.context import Machine
 from consistency.worker.recorder import KEEP_BYTES, Recorder
 from consistency.worker.soak.ledger import Again, Ledger
-from consistency.worker.stages.context import Machine
-from consistency.worker.stages.operators import stage as of_operators
-from consistency.worker.stages.operators.table import Operation, operations
-from consistency.worker.stages.transfer.stage import Copies
 
 
 def operators(context: Machine, ledger: Ledger) -> Again:

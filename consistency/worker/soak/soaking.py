@@ -18,13 +18,13 @@ from consistency.case.duration import duration_text
 from consistency.case.stage import Stage, StageSpec
 from consistency.devices.host.condition import read_cpu, read_gpu
 from consistency.worker import determinism
+from consistency.worker.context import Machine
 from consistency.worker.memory.host_memory import private_bytes
 from consistency.worker.memory.mapped_pages import trim
 from consistency.worker.memory.placement import Allocator
 from consistency.worker.recorder import KEEP_BYTES
 from consistency.worker.soak.ledger import Again, Ledger, now
 from consistency.worker.soak.load import Busy, busy
-from consistency.worker.stages.context import Machine
 
 _TELL_S = 1.0
 _NOTE_S = 5.0

@@ -19,14 +19,14 @@ from consistency.capture.names import (
 )
 from consistency.case import standard
 from consistency.numerics.identity import start_of
+from consistency.stages.merged.forms.bias import bias_of
+from consistency.stages.merged.worker import delta_weight
+from consistency.worker.context import Context
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.model.merging import merged as merge
 from consistency.worker.quantized.held import is_composite
 from consistency.worker.soak.ledger import Again, Ledger
-from consistency.worker.stages.context import Context
-from consistency.worker.stages.merged.forms.bias import bias_of
-from consistency.worker.stages.merged.stage import delta_weight
 
 
 def base(context: Context, ledger: Ledger) -> Again:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from consistency.capture.records import TensorRecord
+from consistency.stages.memory import worker as memory
 from consistency.worker.memory import placement as module
 from consistency.worker.memory.placement import (
     Call,
@@ -26,7 +27,6 @@ from consistency.worker.memory.placement import (
     listed_by_nvml,
 )
 from consistency.worker.recorder import Recorder
-from consistency.worker.stages import memory
 from tests.capture.whole import read_records
 
 OWN, OTHER = torch.device("cuda:1"), torch.device("cuda:0")

@@ -55,7 +55,7 @@ def test_a_run_records_it(llama: Path, tmp_path: Path, look: Look) -> None:
 def test_a_base_that_does_not_fit_twice_is_not_loaded_again(
     llama: Path, tmp_path: Path, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("consistency.worker.stages.adapter.stage.available_bytes", lambda: 1)
+    monkeypatch.setattr("consistency.stages.adapter.worker.available_bytes", lambda: 1)
     rows = look(llama, made(llama, draws(), tmp_path / "adapter"), stages=("adapter",))
     (row,) = (row for row in rows if row.tensor == "another_seed")
     assert row.status == "skipped"

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.errors import CaptureError
+from consistency.stages.gradient import worker as gradient
 from consistency.worker import device_error
 from consistency.worker.model import running
 from consistency.worker.model.merging import disabled
 from consistency.worker.model.running import activations, is_of_the_model, model_code, outputs, parameters_kept, refusal
 from consistency.worker.recorder import Skip
-from consistency.worker.stages.gradient import stage as gradient
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import adapter_on, an_attention
 

@@ -15,11 +15,11 @@ import torch
 from consistency.capture.records import TensorRecord
 from consistency.case.stage import Level
 from consistency.case.stages import LEVELS
+from consistency.stages.forward.worker import by_blocks
+from consistency.stages.gradient import worker as of_gradient
 from consistency.worker.faults import plant
 from consistency.worker.model.running import activations
 from consistency.worker.soak import computed, weights
-from consistency.worker.stages.forward import by_blocks
-from consistency.worker.stages.gradient import stage as of_gradient
 from tests.worker.model.made_models import on_llama
 from tests.worker.soak.conftest import Left, SoakOf, of
 

@@ -14,9 +14,9 @@ from consistency.case.builtin import builtin_folder
 from consistency.numerics.exact import HAS_GRAD_DTYPE
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.widening import PART_BYTES
+from consistency.worker.judging.gradients import as_it_is, from_end_to_end
 from consistency.worker.memory.peak import ProfilerMeter
 from consistency.worker.model.block_backward import Backward, NoGradientError
-from consistency.worker.stages.gradients import as_it_is, from_end_to_end
 from consistency.worker.training.backward import PASSES, loss_weights, of_outputs, parts_of, trained
 from tests.versions import needs_method
 from tests.worker.model.made_models import on_llama

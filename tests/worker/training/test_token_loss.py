@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consistency.worker.stages.trajectory.passes import TokenLoss
+from consistency.extras.training.trajectory.passes import TokenLoss
 from consistency.worker.training.backward import loss_weights
 
 IDS = torch.tensor([[1, 2, 0], [3, 3, 1]])

@@ -21,8 +21,8 @@ from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.stage import Stage
 from consistency.worker.faults import compute, computed
+from consistency.worker.judging import block_rule
 from consistency.worker.model import call_trace
-from consistency.worker.stages import block_rule
 from consistency.workflows import pipeline
 from consistency.workflows.reproduce import parts
 from consistency.workflows.reproduce.folder import Reproduced, reproduce

@@ -28,17 +28,17 @@ from consistency.errors import ConsistencyError
 from consistency.extras.merging.check_merged.folder import Stored
 from consistency.extras.merging.check_merged.names import common_prefix
 from consistency.numerics.exact import Float64Mode
+from consistency.stages.merged.forms.bias import Bias
+from consistency.stages.merged.forms.low_rank_product import factors_of_experts
+from consistency.stages.merged.forms.registry import Make, files_of, maker_of
+from consistency.stages.merged.forms.source import Source
 from consistency.worker import determinism
 from consistency.worker.model.drawn_on_loading import remark_on_draws
 from consistency.worker.model.expected_adapter import expected_adapter
 from consistency.worker.model.loading import ADAPTER_NAME, UNUSABLE, load_adapter, load_base
+from consistency.worker.model.low_rank import Expected, low_rank_of
 from consistency.worker.model.merging import NO_MERGE, adapted_layers
 from consistency.worker.model.weight_files import WeightFiles
-from consistency.worker.stages.low_rank import Expected, low_rank_of
-from consistency.worker.stages.merged.forms.bias import Bias
-from consistency.worker.stages.merged.forms.low_rank_product import factors_of_experts
-from consistency.worker.stages.merged.forms.registry import Make, files_of, maker_of
-from consistency.worker.stages.merged.forms.source import Source
 
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"^(?P<module>.+)\.lora_(?P<part>A\.weight|B\.weight|B\.bias|embedding_A|embedding_B)$")

@@ -19,8 +19,8 @@ from consistency.numerics.dtype import HALF_SMALLEST_SUBNORMAL, UNIT_ROUNDOFF, n
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.measure import Measure
 from consistency.numerics.typed import Typed, half_ulp
-from consistency.worker.stages.merged.forms.form import Form, Judged
-from consistency.worker.stages.merged.forms.source import Source
+from consistency.stages.merged.forms.form import Form, Judged
+from consistency.stages.merged.forms.source import Source
 
 
 class _Cast(Form):

@@ -48,7 +48,7 @@ def harmless(model: torch.nn.Module) -> torch.nn.Module:
 def _wrapping_with(make: Callable[[torch.nn.Module], torch.nn.Module]) -> Install:
     """Wrap the base in something other than what the user's function returns."""
 
-    @instead("consistency.extras.peft_api.wrapping.stage:wrap")
+    @instead("consistency.extras.peft_api.wrapping.worker:wrap")
     def wrapped(real: Callable[..., Any], text: str, plain: torch.nn.Module) -> torch.nn.Module:
         real(text, plain)
         return make(plain)

@@ -35,19 +35,19 @@ from consistency.errors import InputError
 from consistency.extras.serving.check_text.logprobs import LogprobWay, ways_of
 from consistency.extras.serving.check_text.report import LogprobGap, TextReport, TextResult, TokenGap, Verdict
 from consistency.extras.serving.check_text.texts import Text, Tokens, encoded, other_tokens
+from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
+from consistency.extras.serving.engine_outputs.passes import Passes
 from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.dtype import name_of
 from consistency.numerics.error_spread import Spread
 from consistency.worker.cpu_error import with_noise
+from consistency.worker.judging.block_rule import LEAST_PASSES, MOST_PASSES
 from consistency.worker.model import half_kernels
 from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.merging import MergeRefusedError
 from consistency.worker.model.running import Activations, activations, base_of, model_code
 from consistency.worker.recorder import Skip
-from consistency.worker.stages.block_rule import LEAST_PASSES, MOST_PASSES
-from consistency.worker.stages.engine_outputs.explanations import merges, mistakes
-from consistency.worker.stages.engine_outputs.passes import Passes
 
 Step = Callable[[str], None]
 

@@ -21,7 +21,7 @@ from consistency.extras.serving.check_text import check
 from consistency.extras.serving.check_text.check import check_text
 from consistency.extras.serving.check_text.report import TextReport
 from consistency.extras.serving.check_text.texts import Text, Tokens, read_texts
-from consistency.worker.stages.engine_outputs import explanations
+from consistency.extras.serving.engine_outputs import explanations
 from tests.conftest import Cli
 from tests.worker.model.made_models import SIZES, adapter_on, case_of, on_llama, saved
 

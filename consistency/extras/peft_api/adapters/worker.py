@@ -1,0 +1,222 @@
+"""Stage `adapters`: several adapters in one model, loaded, switched, combined, merged, replaced and deleted.
+
+Each is loaded alone first, then all of them into one model. After every step the bytes of the adapters and of the base
+are compared with their files, and results with those of the adapter alone: on one device they are the same program on
+the same numbers, so no bit may differ. What is computed, combined factors and merged weights, has a derived bound.
+
+It uses PEFT's public functions alone, and a step that PEFT refuses is `skipped` with its reason. The model
+is left as it was: `worker/model/structure.py` puts back the modules that the stage found.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from consistency.capture.names import WHOLE_MODEL, adapter_place
+from consistency.capture.records import TensorRecord
+from consistency.extras.peft_api.adapters.combining import combine
+from consistency.extras.peft_api.adapters.hotswap import hotswap
+from consistency.extras.peft_api.adapters.merging import merge
+from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, Digests, MultiAdapterModel, results
+from consistency.numerics.dtype import name_of
+from consistency.numerics.rules import Rule
+from consistency.worker.context import Context, inputs_fit
+from consistency.worker.environment import release
+from consistency.worker.model.expected_adapter import expected_adapter, is_made_anew
+from consistency.worker.model.inputs import fixed_inputs
+from consistency.worker.model.loading import UNUSABLE, load_adapter
+from consistency.worker.model.running import model_code
+from consistency.worker.model.structure import Structure
+from consistency.worker.model.weight_files import WeightFiles
+from consistency.worker.recorder import Skip
+
+_WIDENED = (torch.float16, torch.bfloat16)
+"""Dtypes of a base in which PEFT widens an adapter, if it is asked to."""
+
+
+def run(context: Context) -> None:
+    """Record every step, and put the model back."""
+    _require_several(context)
+    whole = Structure(context.model)
+    try:
+        with warnings.catch_warnings():
+            # that an adapter is merged over another, or is active when it is deleted, is meant here
+            warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+            several = _loaded(context)
+            _check_loaded(several)
+            for done, (step, check) in enumerate(_STEPS.items()):
+                context.events.step(step, done, len(_STEPS))
+                _unless_refused(several, step, check)
+    finally:
+        whole.restore()
+
+
+def _require_several(context: Context) -> None:
+    if context.bare is None:
+        raise Skip("the case has one adapter: give several as --adapter NAME=PATH")
+    if context.base.offload is not None:
+        raise Skip("the base is streamed from the host: adapters are switched on a model that is on its device")
+    if context.rewritten:
+        rewrites = "loading the first adapter rewrites weights of the base"
+        raise Skip(f"{rewrites}, so the others would be loaded onto another base")
+
+
+def _loaded(context: Context) -> MultiAdapterModel:
+    """Load each adapter alone, then all into one model."""
+    case, bare = context.job.case, context.bare
+    assert bare is not None
+    inputs, off, alone = _inputs(context), dict[str, str](), dict[str, Digests]()
+    bare.restore()
+    if inputs is not None:
+        try:
+            with model_code(context.base.model):
+                off = results(context.base.model, inputs)
+        except Skip as skip:
+            _no_results(context, str(skip))
+            inputs = None
+    for done, one in enumerate(case.adapters):
+        context.events.step(f"{one.name} alone", done, len(case.adapters))
+        model: Any = load_adapter(context.base, case, instead=one, autocast=context.job.autocast_adapter_dtype)
+        if inputs is not None:
+            alone[one.name] = results(model, inputs)
+        del model
+        bare.restore()
+    first, *others = case.adapters
+    model = load_adapter(context.base, case, instead=first, autocast=context.job.autocast_adapter_dtype)
+    for one in others:
+        with model_code(context.device, f"PEFT does not load {one.name} beside {first.name}: ", kinds=UNUSABLE):
+            model.load_adapter(
+                one.path, adapter_name=one.name, autocast_adapter_dtype=context.job.autocast_adapter_dtype
+            )
+    if release("peft") < (0, 19):
+        _load_again(context, model)
+    model.eval()
+    state, expected = model.state_dict(keep_vars=True), {}
+    for one in case.adapters:
+        files = WeightFiles.of_adapter(one.path, allow_pickle=case.allow_pickle)
+        with model_code(context.device, f"PEFT does not load {one.name} again beside the others: ", kinds=(KeyError,)):
+            every = expected_adapter(model, files, one.name)
+        expected[one.name] = {name: its for name, its in every.items() if not is_made_anew(state, name, one.name)}
+    return MultiAdapterModel(context=context, model=model, expected=expected, inputs=inputs, alone=alone, off=off)
+
+
+def _load_again(context: Context, model: Any) -> None:
+    """Load the further adapters' files again, and record that PEFT has rounded them.
+
+    Before version 0.19 PEFT makes the parameters of a further adapter in the dtype of the base, and widens them after
+    it has loaded the file into them.
+    """
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    for one in context.job.case.adapters[1:]:
+        weights = load_peft_weights(one.path, device="cpu")
+        set_peft_model_state_dict(model, weights, adapter_name=one.name)
+    half = sorted({name_of(p.dtype) for p in context.base.model.parameters() if p.dtype in _WIDENED})
+    if half and context.job.autocast_adapter_dtype:
+        reason = (
+            f"PEFT {importlib.metadata.version('peft')} rounds an adapter that it loads beside another to {half[0]}, "
+            "the dtype of the base, which PEFT 0.19 does not: the files were loaded again before they were compared"
+        )
+        context.record.fact(STAGE, "load_adapter", "values", status="skipped", reason=reason)
+
+
+def _inputs(context: Context) -> dict[str, torch.Tensor] | None:
+    inputs, reason = fixed_inputs(context.job.case, context.base.model)
+    if inputs is not None and not reason and not inputs_fit(context, STAGE, inputs):
+        reason = "ids or labels are past the end of a table"
+    if inputs is None or reason:
+        _no_results(context, reason)
+        return None
+    return inputs
+
+
+def _no_results(context: Context, reason: str) -> None:
+    context.record.fact(STAGE, WHOLE_MODEL, "results", status="skipped", reason=reason)
+
+
+def _check_loaded(several: MultiAdapterModel) -> None:
+    """Record every tensor of every adapter, side by side in one model, against its file."""
+    record, state = several.context.record, several.model.state_dict(keep_vars=True)
+    for name, expected in several.expected.items():
+        for parameter, (key, tensor) in expected.items():
+            layer, part = adapter_place(key)
+            if not record.wants(STAGE, layer):
+                continue
+            actual = state.get(parameter)
+            row = TensorRecord(STAGE, layer, f"{name}.{part}", rule=Rule.BITWISE, status="equal")
+            if actual is None or actual.is_meta:
+                record.write(replace(
+                    row, status="missing", shape=tuple(tensor.shape), dtype=name_of(tensor.dtype),
+                    reason="in the file, and not in the model beside the other adapters",
+                ))  # fmt: skip
+                continue
+            record.moved(row, actual=actual, expected=tensor.to(actual.dtype))
+
+
+def _switch(several: MultiAdapterModel) -> None:
+    """Let each adapter be active alone, the first one last, so that each replaces another."""
+    for name in (*several.names[1:], several.names[0]):
+        several.model.set_adapter(name)
+        step = f"set_adapter({name})"
+        several.check_active(step, [name])
+        several.check_result(step, name)
+    several.check_bytes("set_adapter")
+
+
+def _together(several: MultiAdapterModel) -> None:
+    """Let all adapters be active at once."""
+    with several.active(*several.names):
+        several.check_active("all active", several.names)
+        if several.inputs is not None:
+            results(several.model, several.inputs)
+    several.check_result("all active", several.names[0])
+    several.check_bytes("all active")
+
+
+def _disable(several: MultiAdapterModel) -> None:
+    """Disable all adapters, and enable them again."""
+    step = "disable_adapter"
+    with several.model.disable_adapter():
+        several.check_result(step)
+    several.check_result(step, several.names[0])
+    several.check_bytes(step)
+
+
+def _delete(several: MultiAdapterModel) -> None:
+    """Delete one adapter after the other, the last but one active, until one is left."""
+    *deleted, last = several.names
+    for number, name in enumerate(deleted, start=1):
+        step = f"delete_adapter({name})"
+        several.model.delete_adapter(name)
+        several.check_deleted(step, name)
+        several.check_bytes(step, several.names[number:])
+    several.model.set_adapter(last)
+    several.check_result("delete_adapter", last)
+
+
+_STEPS: dict[str, Callable[[MultiAdapterModel], None]] = {
+    "set_adapter": _switch,
+    "all active": _together,
+    "disable_adapter": _disable,
+    "add_weighted_adapter": combine,
+    "merge": merge,
+    "hotswap": hotswap,
+    "delete_adapter": _delete,
+}
+"""Every step by the name of its row where PEFT refuses it; the last one leaves no model for another."""
+
+
+def _unless_refused(several: MultiAdapterModel, step: str, check: Callable[[MultiAdapterModel], None]) -> None:
+    prefix = "PEFT does not do this with these adapters: "
+    try:
+        with model_code(several.context.device, prefix, kinds=(*UNUSABLE, NotImplementedError)), torch.no_grad():
+            check(several)
+        several.done(step)
+    except Skip as refused:
+        several.refused(step, str(refused))

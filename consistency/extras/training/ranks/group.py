@@ -1,0 +1,316 @@
+"""A group of ranks: the workers that run side by side, one per device, joined by torch.distributed.
+
+They meet in a folder of the run, not at a port: nothing but this host is needed, and two runs cannot meet. Each rank
+announces itself there, waits until all have, and then makes the process group. A rank that the launcher has lost is
+named there too, so that none waits longer than the launcher does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # they are in C
+
+from consistency.errors import first_line
+from consistency.extras.training.ranks.nodes import why_lost
+from consistency.worker.device_error import is_of_the_device
+from consistency.worker.protocol import EventLog, RankGroup, lost_rank
+from consistency.worker.recorder import Skip
+
+_FIRST_POLL_S, _POLL_S = 0.001, 0.05
+_SIGN_S = 5.0
+"""Seconds between two signs of life while a rank waits for others to come."""
+
+_NOTICE_S = 40.0
+"""How long a rank whose peer is gone waits for the launcher to say what became of it: on a busy machine that takes a
+while, and a group that failed by itself is rare."""
+
+_REFUSAL_S = 20.0
+"""How long a rank whose library raises waits for the same from all others."""
+
+_OF_THE_GROUP = ("gloo", "nccl", "timed out", "timeout", "connection closed", "connection reset", "broken pipe", "hccl")
+"""Words in the errors that a collective raises, which have no class of their own but with NCCL."""
+
+
+class GroupError(Exception):
+    """The group cannot go on: a rank is lost, or a collective failed.
+
+    Attributes
+    ----------
+    lost : bool
+        Whether the launcher has lost a rank, which its own worker reports.
+    """
+
+    def __init__(self, reason: str, *, lost: bool = False) -> None:
+        super().__init__(reason)
+        self.lost = lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What one rank has of a group."""
+
+    group: RankGroup
+    device: torch.device
+    """What is sent lies there."""
+    store: Store
+    """Passes texts between ranks beside the collectives, which may be broken."""
+    events: EventLog
+    folder: Path
+    """Of this stage and this group alone."""
+    process_group: dist.ProcessGroup
+    """Theirs; of all, torch's default."""
+    members: tuple[int, ...] | None = None
+    """Which ranks of the group it is that talk here, in their order; None is all of them."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        names = self.group.ranks
+        return names if self.members is None else tuple(names[member] for member in self.members)
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank if self.members is None else self.members.index(self.group.rank)
+
+    @property
+    def world(self) -> int:
+        return len(self.names)
+
+    @property
+    def of_so_many(self) -> str:
+        """Return the ending of the name of a tensor whose bits depend on how many ranks made it."""
+        return f" of {self.world} ranks"
+
+    def part(self, members: tuple[int, ...]) -> Joined | None:
+        """Make a group of some of the ranks, which every rank has to call; return None to those that are not in it."""
+        with self.talking(f"making a group of {len(members)} ranks"):
+            made = dist.new_group(list(members), timeout=timedelta(seconds=self.group.timeout_s))
+        if self.group.rank not in members:
+            return None
+        store = PrefixStore("-".join(map(str, members)), self.store)
+        return dataclasses.replace(self, store=store, members=members, process_group=made)
+
+    @contextmanager
+    def talking(self, what: str) -> Iterator[None]:
+        """Tell the others what this rank waits in, and name the rank that keeps it waiting for too long.
+
+        Raises
+        ------
+        GroupError
+            A collective failed or took longer than `RankGroup.timeout_s`; with the rank that is lost or has not come.
+        """
+        self.store.set(f"at/{self.rank}", what)
+        try:
+            yield
+        except RuntimeError as error:
+            raise _error(self.group, self._late(what, error), self.events, self.folder) from error
+
+    @contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """Call a library that calls collectives itself: what it raises, the group or the library is at fault for.
+
+        Raises
+        ------
+        GroupError
+            As `talking`.
+        Skip
+            Every rank's library raised.
+        """
+        self.store.set(f"at/{self.rank}", what)
+        try:
+            yield
+        except (GroupError, Skip):
+            raise
+        except Exception as error:  # model code of any kind may raise anything
+            if isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _OF_THE_GROUP):
+                raise _error(self.group, self._late(what, error), self.events, self.folder) from error
+            if is_of_the_device(error, self.device):
+                self._leave(error)
+                raise
+            if self._all_raise(what, error):
+                raise Skip(f"{what}: {first_line(error)}") from error
+            raise
+
+    def _all_raise(self, what: str, error: Exception) -> bool:
+        """Return whether every rank raises in the same place; if not, tell the others that this one has left."""
+        self.store.set(f"raised/{what}/{self.rank}", "")
+        wanted = [f"raised/{what}/{rank}" for rank in range(self.world)]
+        until = time.monotonic() + min(_REFUSAL_S, self.group.timeout_s / 2)
+        while time.monotonic() < until:
+            if self.store.check(wanted):
+                return True
+            time.sleep(_POLL_S)
+        self._leave(error)
+        return False
+
+    def _leave(self, error: Exception) -> None:
+        left_rank(self.folder, self.names[self.rank]).write_text(first_line(error), encoding="utf-8")
+
+    def _late(self, what: str, error: Exception) -> str:
+        """Return which ranks are not in the same collective, and where they are."""
+        places = {name: self.store.get(f"at/{rank}").decode() for rank, name in enumerate(self.names)}
+        others = [f"{name} is still in {place}" for name, place in places.items() if place != what]
+        return f"{what}: {'; '.join(others) or 'every rank is in it'}: {str(error).splitlines()[0]}"
+
+    @contextmanager
+    def numbered(self) -> Iterator[None]:
+        """Say in the environment what torchrun says there, for libraries that read it."""
+        given = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.device.index or 0}
+        kept = {name: os.environ.get(name) for name in given}
+        os.environ.update({name: str(value) for name, value in given.items()})
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+    def answers(self, name: str, own: str) -> list[str]:
+        """Return what every rank has to say under a name, in the order of the ranks.
+
+        It waits for ranks that are still at work, however long: the launcher knows which of them is lost. So a
+        collective that begins after it waits for nobody who has yet to come.
+
+        Raises
+        ------
+        GroupError
+            A rank is lost, or has left the stage.
+        """
+        self.store.set(f"at/{self.rank}", name)
+        self.store.set(f"{name}/{self.rank}", own)
+        told, pause_s = time.monotonic(), _FIRST_POLL_S
+        for rank, peer in enumerate(self.names):
+            while not self.store.check([f"{name}/{rank}"]):
+                if (reason := _lost(self.group, self.folder)) is not None:
+                    raise GroupError(f"{reason}, during {name}", lost=True)
+                if time.monotonic() - told > _SIGN_S:
+                    self.events.wait(f"for {peer} in {name}")
+                    told = time.monotonic()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_S)
+        return [self.store.get(f"{name}/{rank}").decode() for rank in range(self.world)]
+
+    def others_than(self, answers: Sequence[str]) -> list[str]:
+        """Return the ranks that agree on something else than this one: none if it agrees with most, or with the first.
+
+        Parameters
+        ----------
+        answers : sequence of str
+            Of every rank, in their order.
+        """
+        (common, count), *_ = Counter(answers).most_common(1)
+        if 2 * count <= len(answers):  # without a majority the first rank is the reference, as everywhere
+            common = answers[0]
+        if answers[self.rank] == common:
+            return []
+        return [rank for rank, one in zip(self.names, answers, strict=True) if one == common]
+
+
+def left_rank(folder: Path, name: str) -> Path:
+    """Return the file in which a rank says why it alone has left a stage."""
+    return folder / f"left-{name.replace(':', '-')}"
+
+
+@contextmanager
+def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str) -> Iterator[Joined]:
+    """Join a group, whose nodes have met, for a stage, and leave it at the end.
+
+    Raises
+    ------
+    GroupError
+        A rank is lost before it came, or the group cannot be made.
+    Skip
+        There is no other rank.
+    """
+    if len(group.ranks) < 2:
+        raise Skip("no worker of another node runs on a device of its type")
+    folder = Path(group.folder) / stage
+    _meet(group, folder, events)
+    if not group.nodes:  # the address of this host's name may be none that answers; the ranks are all here
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # an error after the time limit, in place of an abort
+    limit = timedelta(seconds=group.timeout_s)
+    store = FileStore(str(folder / "store"), len(group.ranks))
+    store.set_timeout(limit)
+    # its functions have the group as a default: imported later, as with an optimizer, they keep it with its threads,
+    # and one that still runs while the interpreter ends aborts the process
+    import torch.distributed.nn  # noqa: F401
+
+    try:
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device), store=PrefixStore("group", store), rank=group.rank,
+            world_size=len(group.ranks), timeout=limit, device_id=None if device.type == "cpu" else device,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        reason = f"the group cannot be made: {first_line(error)}"
+        raise _error(group, reason, events, folder) from error
+    try:
+        assert dist.group.WORLD is not None
+        yield Joined(
+            group=group, device=device, store=PrefixStore("answers", store), events=events, folder=folder,
+            process_group=dist.group.WORLD,
+        )  # fmt: skip
+    except Exception as error:  # whatever ends this rank's part, the others are told
+        tells = not isinstance(error, Skip) and not (isinstance(error, GroupError) and error.lost)
+        if tells:
+            left_rank(folder, group.ranks[group.rank]).write_text(first_line(error), encoding="utf-8")
+        raise
+    finally:
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _meet(group: RankGroup, folder: Path, events: EventLog) -> None:
+    """Wait until every rank is here."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"rank-{group.rank}").touch()
+    told = 0.0
+    while missing := [name for number, name in enumerate(group.ranks) if not (folder / f"rank-{number}").exists()]:
+        if (reason := _lost(group, folder)) is not None:
+            raise GroupError(reason, lost=True)
+        if time.monotonic() - told > _SIGN_S:
+            events.wait(f"for {', '.join(missing)} to join the group")
+            told = time.monotonic()
+        time.sleep(_POLL_S)
+
+
+def _error(group: RankGroup, otherwise: str, events: EventLog, folder: Path) -> GroupError:
+    """Return which rank was lost and why, where the launcher says so in time; else what happened here.
+
+    A rank that another one keeps waiting gives up after half the time in which the launcher gives that one up, so it
+    waits as long again.
+    """
+    is_late = any(word in otherwise.lower() for word in ("timed out", "timeout"))
+    until = time.monotonic() + _NOTICE_S + (group.timeout_s if is_late else 0)
+    told = time.monotonic()
+    while time.monotonic() < until:
+        if (reason := _lost(group, folder)) is not None:
+            return GroupError(f"{reason}, during {otherwise}", lost=True)
+        if time.monotonic() - told > _SIGN_S:
+            events.wait("for what became of a rank")
+            told = time.monotonic()
+        time.sleep(_POLL_S)
+    return GroupError(otherwise)
+
+
+def _lost(group: RankGroup, folder: Path) -> str | None:
+    """Return the first rank that the launcher has lost, or that has left by itself, and why."""
+    if (reason := why_lost(group)) is not None:
+        return reason
+    for name in group.ranks:
+        with suppress(OSError):
+            return f"{name} was lost: {lost_rank(Path(group.folder), name).read_text(encoding='utf-8')}"
+    for name in group.ranks:
+        with suppress(OSError):
+            return f"{name} has failed: {left_rank(folder, name).read_text(encoding='utf-8')}"
+    return None

@@ -1,0 +1,70 @@
+"""The adapter that a sharded model saves, read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import load_peft_weights
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from consistency.capture.names import adapter_place
+from consistency.case.stage import Stage
+from consistency.extras.training.ranks.group import Joined
+from consistency.numerics.diagnosis_moved import diagnose_moved, diagnose_structure
+from consistency.numerics.distance import measure
+from consistency.numerics.words import Word
+from consistency.worker.context import Context
+from consistency.worker.model.running import model_code
+from consistency.worker.recorder import Skip
+
+SAVED = "saved"
+
+
+def record_saved(
+    context: Context, ranks: Joined, stage: Stage, model: torch.nn.Module, gathered: Mapping[str, torch.Tensor]
+) -> None:
+    """Save the adapter as accelerate does, from the first rank, which compares the file with what the ranks hold.
+
+    Parameters
+    ----------
+    gathered : mapping of str to torch.Tensor
+        The adapter's parameters, put together from what all ranks hold, on the CPU, by name in the model.
+    """
+    folder = ranks.folder / SAVED
+    with ranks.calling("saving the adapter"):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        state: dict[str, Any] = get_model_state_dict(model, options=options)
+        if ranks.rank != 0:
+            return
+        try:
+            with model_code(model, "PEFT does not save it from a model in parts: "):
+                adapted: Any = model
+                adapted.save_pretrained(str(folder), state_dict=state)
+        except Skip as why:  # the other ranks go on
+            context.record.skipped(stage, str(why), SAVED)
+            return
+    in_file = load_peft_weights(str(folder), device="cpu")
+    for name, tensor in gathered.items():
+        key = context.expected[name][0]
+        layer, part = adapter_place(key)
+        word: Word | None = Word.MISSING
+        evidence: dict[str, Any] = {}
+        if key in in_file:
+            expected = tensor.to(in_file[key].dtype)
+            word, evidence = _difference(in_file[key], expected)
+        context.record.fact(
+            stage, layer, f"{part}.{SAVED}", status="equal" if word is None else "outside", word=word,
+            evidence=evidence, reason="not in the file that the ranks saved" if key not in in_file else None,
+        )  # fmt: skip
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[Word | None, dict[str, Any]]:
+    diagnosis = diagnose_structure(actual, expected)
+    if diagnosis is None:
+        found = measure(actual, expected)
+        if not found.mismatched:
+            return None, {}
+        diagnosis = diagnose_moved(actual, expected, found)
+    return diagnosis.word, dict(diagnosis.evidence)

@@ -1,0 +1,204 @@
+"""A few steps of training by the ranks of a group, each on its own batch.
+
+What each step leaves is in one file for each rank, which all read: gradients and parameters of a large adapter do not
+fit in memory several times, and are judged tensor by tensor once the training is over. Of a tensor that ranks hold in
+parts, each file has the part of its rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from consistency.extras.training.ranks.group import Joined
+from consistency.extras.training.ranks.parts import held, part_of, put_together
+from consistency.numerics.file_tensor import Elements, Readable, elements_of, mapped
+from consistency.worker.model.running import outputs_by
+from consistency.worker.model.tensor_file import TensorFile
+from consistency.worker.training.adamw import optimizer_of
+from consistency.worker.training.backward import Tensors, go_back, of_outputs
+
+STEPS = 3
+"""With the second step the optimizer has moments, with the third these are used again."""
+
+OWN, SEEN, AVERAGED, UPDATED = "own", "seen", "averaged", "updated"
+"""What there is of each step: a rank's own gradient; the whole parameter that the model computes with, where ranks hold
+parts; the gradient that the optimizer gets; and the parameter afterwards."""
+
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+class StepFile:
+    """What one rank, or a device alone, has of each step, by kind, parameter and step.
+
+    Parameters
+    ----------
+    parameters : mapping of str to torch.nn.Parameter
+        Of which dtype and shape are taken.
+    ranks : tuple of int
+        The rank that has them, and how many hold parts: a device alone holds all of each.
+    of_another : bool
+        Read the file that another process has written.
+
+    Attributes
+    ----------
+    steps : int
+        How many there are.
+    parts : dict of str to RankPart
+        What the rank holds of each parameter.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        parameters: Parameters,
+        *,
+        steps: int = STEPS,
+        kinds: Sequence[str] = (OWN, SEEN, AVERAGED, UPDATED),
+        ranks: tuple[int, int] = (0, 1),
+        of_another: bool = False,
+    ) -> None:
+        self.steps = steps
+        self.parts = {name: part_of(p, rank=ranks[0], world=ranks[1]) for name, p in parameters.items()}
+        layout = {
+            f"{kind}/{name}": (parameter.dtype, (steps, *self._shape(kind, name)))
+            for kind in kinds
+            for name, parameter in parameters.items()
+        }
+        self._file = TensorFile(path, layout, of_another=of_another)
+
+    @classmethod
+    def of_rank(cls, ranks: Joined, title: str, rank: int, parameters: Parameters) -> StepFile:
+        """Return the file of one rank of a group, which this rank writes if it is its own."""
+        path = ranks.folder / f"{title}-{rank}.safetensors"
+        return cls(path, parameters, ranks=(rank, ranks.world), of_another=rank != ranks.rank)
+
+    def _shape(self, kind: str, name: str) -> tuple[int, ...]:
+        return self.parts[name].whole if kind == SEEN else self.parts[name].shape
+
+    def write(self, kind: str, step: int, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor on any device, or the part of it that this rank holds."""
+        self._file.write(f"{kind}/{name}", step, held(tensor).to("cpu").contiguous())
+
+    def read(self, kind: str, name: str) -> Readable | None:
+        """Return a tensor of all steps `(steps, *shape)`, None where none was written."""
+        return self._file.read(f"{kind}/{name}")
+
+    def of_step(self, kind: str, name: str, step: int) -> torch.Tensor:
+        """Return the tensor of one step."""
+        tensor = self.read(kind, name)
+        assert tensor is not None
+        return mapped(tensor)[step]
+
+    def elements(self, kind: str, name: str, step: int) -> Elements:
+        """Return a function that gives elements of the flattened tensor of one step."""
+        tensor = self.read(kind, name)
+        assert tensor is not None
+        read, start = elements_of(tensor), step * math.prod(tensor.shape[1:])
+        return lambda part: read(slice(start + part.start, start + part.stop))
+
+    def close(self, *, remove: bool = False) -> None:
+        self._file.close(remove=remove)
+
+
+def whole_of_step(files: Sequence[StepFile], kind: str, name: str, step: int) -> torch.Tensor:
+    """Return a tensor of one step from what all ranks hold of it."""
+    return put_together([file.of_step(kind, name, step) for file in files], files[0].parts[name])
+
+
+Watching = Callable[[StepFile, int], AbstractContextManager[None]]
+"""Given the file and the number of a step, writes into it what is to be seen in a pass alone."""
+
+
+def own_gradients(parameters: Parameters) -> Watching:
+    """Return what writes a rank's own gradients as they reach the parameters, before anybody averages them."""
+
+    @contextmanager
+    def watching(file: StepFile, step: int) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for name, parameter in parameters.items():
+                hooks.callback(parameter.register_hook(functools.partial(file.write, OWN, step, name)).remove)
+            yield
+
+    return watching
+
+
+def _watching_nothing(_file: StepFile, _step: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+@contextmanager
+def trained_by(
+    ranks: Joined,
+    title: str,
+    model: torch.nn.Module,
+    parameters: Parameters,
+    batches: Sequence[Tensors],
+    *,
+    call: Callable[..., Any] | None = None,
+    watching: Watching = _watching_nothing,
+) -> Iterator[list[StepFile]]:
+    """Train for a few steps, and yield the files of all ranks in their order.
+
+    The loss of a batch is that of `consistency.worker.training.backward`.
+
+    Parameters
+    ----------
+    title : str
+        What is trained, in words of a file's name.
+    batches : sequence of dict
+        One for each step.
+    call : callable, optional
+        Runs the model, where a wrapper around it does.
+    watching : callable, optional
+        Active during the passes of each step.
+    """
+    with ExitStack() as stack:
+        own = StepFile.of_rank(ranks, title, ranks.rank, parameters)
+        stack.callback(own.close)
+        with ranks.calling(f"training, {title}"):
+            _train(ranks, title, model, parameters, batches, own, call=call or model, watching=watching)
+        ranks.answers(f"{title}, trained", "")
+        files = []
+        for rank in range(ranks.world):
+            file = own if rank == ranks.rank else StepFile.of_rank(ranks, title, rank, parameters)
+            if file is not own:
+                stack.callback(file.close)
+            files.append(file)
+        yield files
+
+
+def _train(
+    ranks: Joined,
+    title: str,
+    model: torch.nn.Module,
+    parameters: Parameters,
+    batches: Sequence[Tensors],
+    file: StepFile,
+    *,
+    call: Callable[..., Any],
+    watching: Watching,
+) -> None:
+    optimizer = optimizer_of(parameters.values())
+    for step, batch in enumerate(batches):
+        ranks.events.step(f"{title}, step {step + 1}", step, len(batches))
+        with watching(file, step):
+            go_back(of_outputs(outputs_by(call, model, batch)))
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                file.write(AVERAGED, step, name, parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, parameter in parameters.items():
+            file.write(UPDATED, step, name, parameter)
+
+
+def batches_of(parts: Sequence[Tensors], *, rank: int, world: int) -> list[Tensors]:
+    """Distribute the parts of a batch over ranks and steps, from the first again where there are too few."""
+    return [parts[(step * world + rank) % len(parts)] for step in range(STEPS)]

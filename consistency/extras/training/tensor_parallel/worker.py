@@ -1,0 +1,129 @@
+"""Stage `tensor-parallel`: the ranks of a group hold parts of each layer by transformers' plan, with PEFT's adapter.
+
+Each rank holds its part of the files' bytes. Logits with and without the adapter, and its gradients, are compared with
+the float64 results of the stages `forward` and `gradient` by what rounding makes on one device: so much more may they
+not be off, and so *is the difference healthy?* has an answer.
+
+A plan splits attention heads, which not every number of ranks divides: the ranks form groups of the largest size that
+does, side by side. A mixture of experts that has a plan for these is loaded by both plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
+from consistency.capture.records import TensorRecord
+from consistency.case import standard
+from consistency.extras.training.group_stage import float64_of, in_group, to_train
+from consistency.extras.training.parts_judging import record_gathered, record_gradient, record_held
+from consistency.extras.training.ranks.group import Joined
+from consistency.extras.training.ranks.parts import gradient_held, part_of, whole
+from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
+from consistency.numerics.file_tensor import mapped
+from consistency.numerics.rules import Rule
+from consistency.worker.context import Context
+from consistency.worker.judging.block_rule import record_block
+from consistency.worker.judging.gradients import backward_of, crossing_by
+from consistency.worker.model.block_backward import backward_by_blocks
+from consistency.worker.model.block_pass import ResultPlace, computing_on
+from consistency.worker.model.running import outputs_by, without_gradients
+from consistency.worker.model.tensor_parallel import load_tensor_parallel, ranks_of_a_plan
+from consistency.worker.protocol import RankGroup
+from consistency.worker.recorder import Skip
+from consistency.worker.training.backward import Tensors, trainable
+
+STAGE = TENSOR_PARALLEL
+
+
+def run(context: Context) -> None:
+    """Load the model in parts with the other ranks, and compare what it holds and computes."""
+    inputs, names = to_train(context)
+
+    def divides_the_heads(group: RankGroup) -> RankGroup:
+        size = ranks_of_a_plan(context.base.model, len(group.ranks))
+        first = group.rank // size * size
+        if size == 1 or first + size > len(group.ranks):
+            heads = "no group of ranks divides" if size == 1 else f"{size} of {len(group.ranks)} ranks divide"
+            raise Skip(f"{heads} the attention heads of this model")
+        return group.part(first, size)
+
+    def compare(ranks: Joined) -> None:
+        with ranks.numbered(), ranks.calling("loading by the tensor parallel plan"):
+            model = load_tensor_parallel(context.job.case, ranks.world)
+        with ranks.calling("reading what each rank holds"):
+            reason = record_held(context, ranks, STAGE, model, names)
+        if reason:
+            context.record.skipped(STAGE, reason, "outputs and gradients")
+            return
+        with ranks.calling("gathering the tensors"):
+            record_gathered(context, STAGE, model, names)
+        _record_outputs(context, ranks, model, inputs)
+        with context.record.skipping(STAGE, "gradients"):
+            _record_gradients(context, ranks, model, names, inputs)
+
+    in_group(context, STAGE, compare, choose=divides_the_heads)
+
+
+def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inputs: Tensors) -> None:
+    """Record the results of blocks and the outputs with the adapter and without."""
+    reference = float64_of(context, standard.FORWARD)
+    if isinstance(reference, str):
+        context.record.skipped(STAGE, reference, "outputs")
+        return
+    adapted: Any = model
+    for mode in (ADAPTER_ON, ADAPTER_OFF):
+        exact = {name.partition("::")[2]: name for name in reference.tables.names if name.startswith(f"{mode}::")}
+        if not exact:
+            context.record.skipped(STAGE, reference.tables.failures.get(mode, "no float64 result"), mode)
+            continue
+        found: Tensors = {}
+
+        def given(name: str, own: torch.Tensor, mode: str = mode) -> torch.Tensor:
+            return reference.given(mode, name, own)
+
+        def take(place: ResultPlace, result: torch.Tensor, found: Tensors = found) -> None:
+            found[str(place)] = whole(result).detach().to("cpu")
+
+        with (
+            ranks.calling(f"a forward pass, {mode}"),
+            torch.no_grad(),
+            without_gradients(model),
+            adapted.disable_adapter() if mode == ADAPTER_OFF else nullcontext(),
+            computing_on(model, given, take),
+        ):
+            for name, output in outputs_by(model, model, inputs).items():
+                take(ResultPlace(name), output)
+        for name, result in found.items():
+            place = ResultPlace.of(name)
+            if name in exact and context.record.wants(STAGE, place.layer):
+                tensor = f"{mode}.{place.part}" if place.part else mode
+                row = TensorRecord(
+                    STAGE, place.layer, f"{tensor}{ranks.of_so_many}", rule=Rule.BLOCK, status="measured"
+                )  # fmt: skip
+                record_block(context, row, result, reference=reference, name=exact[name])
+
+
+def _record_gradients(
+    context: Context, ranks: Joined, model: torch.nn.Module, names: Sequence[str], inputs: Tensors
+) -> None:
+    """Record the gradients, by blocks."""
+    reference = float64_of(context, standard.GRADIENT)
+    if isinstance(reference, str):
+        raise Skip(reference)
+    of, found = backward_of(model, list(names), inputs), dict[str, torch.Tensor]()
+    with ranks.calling("a backward pass"), trainable(model, of.wanted.values()):
+        backward_by_blocks(of, crossing_by(reference), found.__setitem__)
+    for name, gradient in found.items():
+        exact = reference.read(name)
+        if exact is not None:
+            parameter = of.wanted.get(name)
+            own = whole(gradient) if parameter is None else gradient_held(parameter, gradient)
+            record_gradient(
+                context, STAGE, name, own.to("cpu").contiguous(), reference=reference, ending=ranks.of_so_many,
+                part=part_of(mapped(exact) if parameter is None else parameter, rank=ranks.rank, world=ranks.world),
+            )  # fmt: skip

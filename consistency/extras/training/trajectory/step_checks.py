@@ -1,0 +1,158 @@
+"""Judge the gradients of each step, by blocks, at the parameters of an exact training.
+
+A trajectory as a whole cannot be judged: near a gradient of zero the optimizer goes either way, so healthy trainings
+part by any multiple of what rounding makes. One step can: every device computes its gradients at the same parameters,
+those of a training by exact gradients, on what its blocks are given (`stages/gradients.py`). Nothing that an
+earlier step did is held against a later one, so the first step outside is where it began.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import msgspec
+import torch
+
+from consistency.capture.records import TensorRecord
+from consistency.devices.backends import CPU
+from consistency.extras.training.trajectory.passes import TrainingPasses
+from consistency.extras.training.trajectory.spec import TRAJECTORY
+from consistency.extras.training.trajectory.yardstick import ExactTraining
+from consistency.numerics.file_tensor import mapped
+from consistency.numerics.rules import Rule
+from consistency.numerics.rules import passes as is_within
+from consistency.worker import cpu_error
+from consistency.worker.context import Context
+from consistency.worker.decisions.replay import Replay
+from consistency.worker.decisions.track import Track
+from consistency.worker.judging.block_rule import block_ratio, record_block, record_flips
+from consistency.worker.judging.gradients import in_float64, row_of, with_noise
+from consistency.worker.model import half_kernels
+from consistency.worker.model.float64_reference import Reference, give_up, publish, wait_for
+from consistency.worker.model.running import model_code
+from consistency.worker.protocol import DECISIONS_FILE, STEP_FILE, TRAJECTORY_FILE
+from consistency.worker.recorder import Skip
+from consistency.worker.training.backward import Tensors
+
+STAGE = TRAJECTORY
+DRAWN = 4
+"""Passes with noise at each step, at most."""
+
+STEPWISE = "steps"
+"""Tensor of the row that says why gradients are not judged."""
+
+OTHER_DECISIONS = "at {} of {} steps the device decides by other operations than float64: not judged there"
+
+
+class StepChecks:
+    """Judges the gradients of each step; of every tensor it records the first that is outside, or the last one.
+
+    Parameters
+    ----------
+    twin : TrainingPasses or None
+        Of the same model on the CPU, where this worker makes what all are judged by.
+    start : dict
+        The parameters before the first step, on the CPU.
+    """
+
+    def __init__(
+        self, context: Context, own: TrainingPasses, twin: TrainingPasses | None, start: Tensors, steps: int
+    ) -> None:
+        self._context = context
+        self._own = own
+        self._twin = twin
+        self._steps = steps
+        self._training = None if twin is None else ExactTraining(context, twin, start, steps)
+        self._recorded: set[str] = set()
+        self._has_flipped = False
+
+    def check(self) -> None:
+        """Judge every step, and record why one is not."""
+        left_out, reason = 0, ""
+        for step in range(self._steps):
+            self._context.events.step(f"step {step + 1}, by blocks", step, self._steps)
+            answer = self._answer(step)
+            if isinstance(answer, str):
+                reason = answer
+                break
+            left_out += not self._judge(step, answer)
+        if self._training is not None and not reason:
+            with self._on_cpu():
+                self._training.publish()
+        if reason or left_out:
+            reason = reason or OTHER_DECISIONS.format(left_out, self._steps)
+            self._context.record.skipped(STAGE, reason, STEPWISE)
+
+    def _on_cpu(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._context.device.type == CPU else self._context.events.on_cpu()
+
+    def _answer(self, step: int) -> Reference | str:
+        """Return what all are judged by at a step, or why nothing is."""
+        context = self._context
+        if self._twin is None or self._training is None:
+            return wait_for(context.scratch, context.events, STEP_FILE.format(step))
+        with self._on_cpu():
+            try:
+                with model_code(self._twin.model):  # code may insist on its own dtype
+                    return self._make(step, self._twin, self._training)
+            except Skip as skip:
+                self._training.close()
+                give_up(context.scratch, TRAJECTORY_FILE, str(skip))
+                return str(skip)
+
+    def _make(self, step: int, twin: TrainingPasses, training: ExactTraining) -> Reference:
+        context, parameters = self._context, training.parameters
+        twin.begin(parameters)
+        of, loss = twin.backward(step)
+        track = Track(_decisions(context, step))
+        exact = in_float64(of, track)
+        taken = twin.taken(loss, exact.gradients, torch.float64)
+        tensors, tables = exact.tensors_with(with_noise(context, of, exact, track, most=DRAWN), of.wanted)
+        track.publish()
+        training.take(step, taken)
+        tensors |= {_before(name): tensor for name, tensor in parameters.items()}
+        tables = msgspec.structs.replace(tables, names=tuple(tensors))
+        file = STEP_FILE.format(step)
+        if context.job.others_wait:
+            publish(context.scratch, tensors, tables, file)
+        return Reference(path=context.scratch / file, tables=tables, made=tensors)
+
+    def _judge(self, step: int, answer: Reference) -> bool:
+        """Judge the gradients of one step; return whether they can be."""
+        context, is_last = self._context, step == self._steps - 1
+        before = {name: answer.read(_before(name)) for name in self._own.parameters}
+        self._own.begin({name: mapped(tensor) for name, tensor in before.items() if tensor is not None})
+        title = cpu_error.products_on(context.model, context.device)
+        replay = Replay(_decisions(context, step), context.model, title)
+        found = self._own.own_by_blocks(step, answer, replay)
+        beyond = [flip for flip in replay.flips if not flip.is_undecided]
+        if beyond and not self._has_flipped:
+            self._has_flipped = True
+            record_flips(context, STAGE, beyond, more={"step": step + 1})
+        if not replay.is_complete():
+            return False
+        for name, gradient in found.items():
+            layer, tensor = row_of(context, name)
+            if name in self._recorded or 0 in gradient.shape or not context.record.wants(STAGE, layer):
+                continue
+            if answer.read(name) is None:
+                continue
+            ratio = block_ratio(context, STAGE, layer, gradient, answer, name)
+            if is_last or (ratio is not None and not is_within(ratio)):
+                self._recorded.add(name)
+                row = TensorRecord(
+                    STAGE, layer, tensor, rule=Rule.BLOCK, status="measured",
+                    evidence={"step": step + 1, **half_kernels.evidence(self._own.kernels)},
+                )  # fmt: skip
+                record_block(context, row, gradient, reference=answer, name=name)
+        return True
+
+
+def _before(name: str) -> str:
+    """Return the name in the file of a step of a parameter before it."""
+    return f"before::{name}"
+
+
+def _decisions(context: Context, step: int) -> Path:
+    return context.scratch / DECISIONS_FILE.format(f"{STAGE}-{step}")

@@ -1,0 +1,96 @@
+"""Which layers have a closed form: PEFT's layer classes, and how to make the form of each.
+
+A class that another one derives from may override anything, so only PEFT's own classes count. What has no
+form here, or lacks a tensor in its file, is compared with PEFT's code in float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from consistency import plugins
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.stages.merged.forms.dora import Dora
+from consistency.stages.merged.forms.form import Form
+from consistency.stages.merged.forms.ia3 import IA3
+from consistency.stages.merged.forms.loha import LoHa
+from consistency.stages.merged.forms.lokr import LoKr
+from consistency.stages.merged.forms.low_rank_product import (
+    LoraConvolution,
+    of_convolution,
+    of_embedding,
+    of_experts,
+    of_linear,
+)
+from consistency.stages.merged.forms.source import Source
+from consistency.worker.context import Context
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.low_rank import Expected
+from consistency.worker.precision import products_of
+
+Make = Callable[[Source], Form | None]
+
+
+def form_of(context: Context, name: str, layer: Any, weight: Callable[[], torch.Tensor]) -> Form | None:
+    """Return the closed form of a layer; `weight` reads its weight before the merge."""
+    make = maker_of(layer)
+    files = {} if make is None else files_of(context.expected, name, layer)
+    if make is None or not files:
+        return None
+    on_cpu = context.device.type == "cpu"
+    products = products_of(context.device)
+    return make(Source(layer=layer, weight=weight(), files=files, products=products, on_cpu=on_cpu))
+
+
+def files_of(expected: Expected, name: str, layer: Any) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors of one layer from its file, by name in the layer, in their dtypes on the device."""
+    found = {}
+    for part, parameter in layer.named_parameters():
+        known = expected.get(f"{name}.{part}")
+        if known is not None and parameter.dtype in UNIT_ROUNDOFF:
+            found[part] = known[1].to(parameter.dtype)
+    return found
+
+
+def maker_of(layer: Any) -> Make | None:
+    """Return what makes the form of a layer, None where there is none."""
+    variant = getattr(layer, "lora_variant", {}).get(ADAPTER_NAME)
+    return makers().get((type(layer), variant if variant is None or isinstance(variant, type) else type(variant)))
+
+
+@functools.cache
+def makers() -> Mapping[tuple[type, type | None], Make]:
+    """Return what makes a form, by PEFT's class of the layer and that of its LoRA's variant."""
+    from peft.tuners import LoHaModel, LoKrModel
+    from peft.tuners.ia3 import layer as ia3
+    from peft.tuners.lora import layer as lora
+    from peft.tuners.lora import variants
+
+    def dora_on_linear(source: Source) -> Form | None:
+        return Dora.of(source, of_linear(source), by_row=not source.layer.fan_in_fan_out)
+
+    def dora_on_embedding(source: Source) -> Form | None:
+        return Dora.of(source, of_embedding(source), by_row=False)
+
+    def dora_on_convolution(source: Source) -> Form | None:
+        return Dora.of(source, of_convolution(source), by_row=True)
+
+    of_plugins: dict[tuple[type, type | None], Make] = {}
+    for _, forms in plugins.offered("forms"):
+        of_plugins |= forms()
+    return of_plugins | {
+        **dict.fromkeys(((layer, None) for layer in LoHaModel.layers_mapping.values()), LoHa.of),
+        **dict.fromkeys(((layer, None) for layer in LoKrModel.layers_mapping.values()), LoKr.of),
+        **dict.fromkeys(((layer, None) for layer in (ia3.Linear, ia3.Conv2d, ia3.Conv3d)), IA3.of),
+        **dict.fromkeys(((layer, None) for layer in (lora.Conv1d, lora.Conv2d, lora.Conv3d)), LoraConvolution.of),
+        (lora.ParamWrapper, None): of_experts,
+        (lora.Linear, variants.DoraLinearVariant): dora_on_linear,
+        (lora.Embedding, variants.DoraEmbeddingVariant): dora_on_embedding,
+        (lora.Conv1d, variants.DoraConv1dVariant): dora_on_convolution,
+        (lora.Conv2d, variants.DoraConv2dVariant): dora_on_convolution,
+        (lora.Conv3d, variants.DoraConv3dVariant): dora_on_convolution,
+    }

@@ -1,0 +1,255 @@
+"""Stage `merged`: delta and merged weight of every adapted layer, through PEFT's own merge.
+
+The merge of a method with a closed form, as LoRA has on any layer, is compared per element, by the derived bound, with
+the exact value computed in float64 from the bytes in the files: on linear layers and embeddings by its two factors
+(`low_rank.py`), else by its form (`forms/`). A method without one is compared with the same PEFT code run in float64 on
+the CPU. A user's tolerance replaces either rule, around the same exact values.
+
+The model is left as it was, to the bit: a layer is merged into a copy of its weight (`worker/model/merging.py`), so
+besides the model there are a few copies of one layer's weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from consistency.capture.names import BIAS, DELTA, SAFE_BIAS, SAFE_WEIGHT, WEIGHT, module_place
+from consistency.numerics.digest import digest
+from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.exact import Float64Mode
+from consistency.numerics.file_tensor import Readable, mapped
+from consistency.numerics.independent_errors import independent_lines
+from consistency.numerics.measure import Measure
+from consistency.numerics.rules import RoundingError, Rule
+from consistency.stages.merged import requantized
+from consistency.stages.merged.forms.bias import bias_of, exact_bias
+from consistency.stages.merged.forms.form import Form
+from consistency.stages.merged.forms.registry import form_of, maker_of
+from consistency.stages.merged.judging import Computed, Truth, judge
+from consistency.worker import cpu_error
+from consistency.worker.context import Context
+from consistency.worker.judging.bound_rule import record_bounded
+from consistency.worker.model.loading import ADAPTER_NAME
+from consistency.worker.model.low_rank import LowRank, low_rank_of
+from consistency.worker.model.merging import (
+    NO_MERGE,
+    adapted_layers,
+    digest_merged,
+    has_quantized_weight,
+    merged,
+    restored,
+    taking,
+    weight_name,
+    weight_of,
+)
+from consistency.worker.model.running import model_code
+from consistency.worker.precision import products_of
+from consistency.worker.recorder import Skip
+
+_TOGETHER_BYTES = 256 * 2**20
+"""Tensors of a layer are held and measured together where its delta, in float32, is no larger. Their exact values are
+made once then, half the work of measuring; but of a large vocabulary's layer one tensor is held at a time."""
+
+
+def run(context: Context) -> None:
+    """Record delta, merged weight and, where the level asks, safely merged weight of every adapted layer."""
+    layers = list(adapted_layers(context.model))
+    with context.record.skipping("merged", WEIGHT):
+        if not layers:
+            raise Skip("this adapter adds nothing to a weight: there is nothing to merge")
+    for done, (name, layer) in enumerate(layers):
+        place = module_place(name)
+        if not context.record.wants("merged", place):
+            continue
+        context.events.step(place, done, len(layers))
+        with context.base.onload(layer):
+            _look(context, name, place, layer)
+
+
+def _look(context: Context, name: str, place: str, layer: Any) -> None:
+    low_rank = low_rank_of(context.device, name, layer, context.expected)
+    form = _form(context, name, layer) if low_rank is None else None
+    shape = form.shape if form is not None else () if low_rank is None else low_rank.shape
+    together = bool(shape) and 4 * math.prod(shape) <= _TOGETHER_BYTES
+    known: dict[str, tuple[Measure | None, RoundingError | None]] = {}
+    waiting: list[Computed] = []
+
+    def settle() -> None:
+        judge(context, place, waiting, known)
+        waiting.clear()
+
+    if hasattr(layer, "get_delta_weight"):
+        waiting += _delta(
+            context, place, layer, Truth(low_rank=low_rank, form=form, lacks=_lacks(context, name, layer))
+        )
+    if has_quantized_weight(layer):
+        settle()
+        requantized.record(context, place, layer, low_rank)
+        return
+    if not together:
+        settle()
+    # a plain LoRA's merge adds the delta, and half of its time is computing it; runs that are compared compute anew
+    delta = waiting[0].actual if waiting and context.job.case.repeat == 1 else None
+    version = None if delta is None else delta._version
+    with nullcontext() if delta is None else taking(layer, {ADAPTER_NAME: delta}):
+        for computed in _merged(context, name, place, layer, low_rank, form):
+            waiting.append(computed)
+            del computed  # or it is held while the next one is made
+            if not together:
+                settle()
+    if delta is not None and delta._version != version:  # a merge has written into it
+        waiting[0] = replace(waiting[0], actual=delta_weight(layer))
+    settle()
+
+
+def _lacks(context: Context, name: str, layer: Any) -> str:
+    """Return the first tensor of the adapter in a layer that its file does not hold, by PEFT's name for it."""
+    own = (part for part, _ in layer.named_parameters() if f".{ADAPTER_NAME}" in f".{part}")
+    return next((part.partition(".")[0] for part in own if f"{name}.{part}" not in context.expected), "")
+
+
+def _form(context: Context, name: str, layer: Any) -> Form | None:
+    """Return the closed form of a layer whose weight is in a format that has a bound: a quantized one is in none."""
+    if maker_of(layer) is None or has_quantized_weight(layer) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
+        return None
+    return form_of(context, name, layer, lambda: _base_weight(context, name, layer))
+
+
+def _merged(
+    context: Context, name: str, place: str, layer: Any, low_rank: LowRank | None, form: Form | None
+) -> Iterator[Computed]:
+    """Yield the merged weights of a layer; record where PEFT does not merge."""
+    rule = Rule.RELATIVE if low_rank is None and form is None else Rule.BOUND
+    truth: Truth | None = None
+    exact = exact_bias(context, name, layer)
+    for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
+        with context.record.skipping("merged", SAFE_WEIGHT if safe else WEIGHT, layer=place, rule=rule):
+            with model_code(context.device, "PEFT does not merge this layer: ", kinds=NO_MERGE):
+                _refuse_without_weight(layer)
+                tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
+                # before the merge: of a layer that is merged, PEFT merges no copy
+                truth = truth or (Truth(form=form) if form is not None else _truth(context, name, layer, low_rank))
+                rounding = None if tolerance else _rounding_error(context, name, layer, truth, safe=safe)
+                with merged(layer, safe=safe) as weight:
+                    here, bias = digest(weight), bias_of(layer)
+                again = [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
+            if exact is not None and bias is not None:
+                tensor = SAFE_BIAS if safe else BIAS
+                record_bounded(
+                    context.record, "merged", place, tensor, actual=bias.to("cpu"), exact=exact, digests=[digest(bias)]
+                )
+            yield Computed(
+                actual=weight, safe=safe, digests=[here, *again], rule=rule, truth=truth, tolerance=tolerance,
+                rounding=rounding,
+            )  # fmt: skip
+            del weight
+
+
+def _refuse_without_weight(layer: Any) -> None:
+    """Let PEFT say why it does not merge what has no weight of its own, such as a whole block."""
+    if hasattr(layer, "get_param") or hasattr(layer.get_base_layer(), weight_name(layer)):
+        return
+    with restored(layer):
+        layer.merge(safe_merge=False, adapter_names=[ADAPTER_NAME])
+
+
+def _base_weight(context: Context, name: str, layer: Any) -> torch.Tensor:
+    """Return the weight before the merge: the file's bytes, or the device's where no file holds it unchanged."""
+    part = f"base_layer.{weight_name(layer)}"
+    if hasattr(layer, "get_param"):  # below further wrappers, if several parameters of a module are adapted
+        part = next(part for part, parameter in layer.named_parameters() if parameter is layer.get_param())
+    known = context.expected_under(name, part)
+    return weight_of(layer).to("cpu", copy=True) if known is None else known
+
+
+def _delta(context: Context, place: str, layer: Any, truth: Truth) -> list[Computed]:
+    refuses = model_code(context.device, "PEFT gives no delta of this layer: ", kinds=(*NO_MERGE, KeyError))
+    with context.record.skipping("merged", DELTA, layer=place):
+        with refuses, torch.no_grad():
+            delta = delta_weight(layer)
+            again = [digest(delta_weight(layer)) for _ in range(context.job.case.repeat - 1)]
+        tolerance = context.record.tolerance(stage="merged", layer=place, dtype=delta.dtype)
+        digests = [digest(delta), *again]
+        return [Computed(actual=delta, safe=None, digests=digests, rule=Rule.BOUND, truth=truth, tolerance=tolerance)]
+    return []
+
+
+def delta_weight(layer: Any) -> torch.Tensor:
+    """Return what a merge would add to a layer's weight; raises one of `NO_MERGE` where PEFT gives no tensor."""
+    delta = layer.get_delta_weight(ADAPTER_NAME)
+    if not isinstance(delta, torch.Tensor):  # BOFT: the rotations that make it
+        raise TypeError(f"get_delta_weight gives a {type(delta).__name__}, not a tensor")
+    return delta if delta.layout is torch.strided else delta.to_dense()  # SHiRA's is sparse
+
+
+def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None) -> Truth:
+    """Return the reference of a layer's merged weight; a safe merge is the same function in exact arithmetic.
+
+    Empty where the weight is of no number format to bound, or where PEFT does not merge a copy in
+    float64: then the other workers are the reference.
+    """
+    if weight_of(layer).dtype not in UNIT_ROUNDOFF:
+        return Truth()
+    if low_rank is not None:
+        return Truth(low_rank=low_rank, base=_base_weight(context, name, layer))
+    try:
+        with model_code(context.device, kinds=NO_MERGE):
+            twin = _copy_from_files(context, name, layer).double()
+            with Float64Mode():
+                return Truth(exact=_merge_copy(twin, safe=False))
+    except Skip:
+        return Truth()
+
+
+def _rounding_error(context: Context, name: str, layer: Any, truth: Truth, *, safe: bool) -> RoundingError | None:
+    """Return the error that rounding makes in a merge without closed form, with products as on the device.
+
+    The elements of a row or a column may share one error, as by a norm: see `independent_lines`.
+    """
+    exact = truth.exact
+    if exact is None:
+        return None
+
+    def samples(weight: Readable, truth: Readable) -> int:
+        return independent_lines(mapped(weight)[None], mapped(truth)[None])
+
+    def merge() -> torch.Tensor:
+        with _disable_current_modes():  # reading the files is not part of the merge
+            twin = _copy_from_files(context, name, layer)
+        return _merge_copy(twin, safe=safe)
+
+    drawn = cpu_error.draw(
+        products_of(context.device),
+        cpu_error.passes_for(exact.numel() * max(exact.shape, default=1)),
+        merge,
+        lambda weight: {name: samples(weight, exact)} if weight.shape == exact.shape else {},
+    )
+    return cpu_error.rounding_error(drawn, exact, samples) if drawn[0].shape == exact.shape else None
+
+
+def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
+    """Copy one layer to the CPU and give it the bytes in the files, so that no fault of the device is in it."""
+    twin = copy.deepcopy(layer).to("cpu")
+    with torch.no_grad():
+        for part, parameter in (*twin.named_parameters(), *twin.named_buffers()):
+            if f"{name}.{part}" in context.expected:
+                parameter.copy_(context.expected[f"{name}.{part}"][1])
+            elif part.startswith("base_layer."):
+                known = context.expected_under(name, part)
+                if known is not None:
+                    parameter.copy_(known)
+    return twin
+
+
+def _merge_copy(twin: Any, *, safe: bool) -> torch.Tensor:
+    with torch.no_grad():
+        twin.merge(safe_merge=safe, adapter_names=[ADAPTER_NAME])
+        return weight_of(twin)

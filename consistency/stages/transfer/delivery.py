@@ -1,0 +1,209 @@
+"""Send copies and check what arrived, after checking that each device can be filled and read at all.
+
+A delivery is read twice: as a digest that the device computes, and as a copy on the host. Both cross the lane to the
+host, so a device first has to return values that it made itself; then a broken lane to the host is reported as such,
+and not as N broken copies into the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from consistency.capture.names import FILLING, HOST, READING, pair_name
+from consistency.errors import first_line
+from consistency.numerics.digest import TensorDigest, as_bytes, digest
+from consistency.stages.transfer import copying as copies
+from consistency.stages.transfer.background_load import all_at_once, under_load, wait
+from consistency.stages.transfer.payload import Payload
+from consistency.worker.device_error import is_of_the_device
+from consistency.worker.model.poison import poisoned
+
+BOTH_AGREE = "agree"
+HOST_DIFFERS = "the device's own digest is right, the copy on the host is not"
+DIGEST_DIFFERS = "the copy on the host is right, the device's own digest is not"
+COPY_ALONE = "the copy on the host alone: of what the device made itself, its own digest is wrong"
+
+_NUMBERS, _ODD = 65536, 30011  # all products differ, and the largest is below 2³¹
+
+
+class NotTriedError(Exception):
+    """The source cannot be filled or the destination not read back, so the copy cannot be checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """An end of a copy: its name as the user knows it, and the device as torch numbers it in this worker."""
+
+    name: str
+    device: torch.device
+
+    @property
+    def is_host(self) -> bool:
+        return self.device.type == "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """The outcome of one copy."""
+
+    payload: Payload
+    seen: TensorDigest
+    wanted: TensorDigest
+    """`seen`, `wanted`: of the whole buffer at the destination: computed by the device, and expected."""
+    wrong: bool
+    host: torch.Tensor | None = None
+    """The buffer read back, where it is wrong."""
+    read_back: str = BOTH_AGREE
+    """Whether the two readings agree."""
+    took_s: float = 0.0
+    """From the first hop's start to the last one's end; 0 for concurrent copies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Witness:
+    """Which of the two readings of a device are reliable."""
+
+    digest: bool = True
+    """The one that the device computes, with weights that the host has sent it."""
+    copy: bool = True
+    """The one on the host."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sender:
+    """Send copies along paths of places."""
+
+    tell: Callable[[str, str, Delivery], None]
+    """Called with a pair, `FILLING` or `READING`, and the delivery where a device cannot be filled or read."""
+    broken: set[str]
+    """Pairs whose copies are known to be wrong, by name."""
+    witnesses: dict[str, Witness] = field(default_factory=dict)
+    unfilled: set[str] = field(default_factory=set)
+
+    def one_by_one(self, path: Sequence[Place], payloads: Sequence[Payload]) -> Iterator[Delivery]:
+        """Send each along the path, from place to place, and yield the outcome.
+
+        Raises
+        ------
+        NotTriedError
+        """
+        devices = [place.device for place in path]
+        for payload in payloads:
+            start = payload.take(self._filled(path[0], payload))
+            stops = [poisoned(tuple(start.shape), start.dtype, place.device) for place in path[1:-1]]
+            landing = payload.landing(path[-1].device)
+            wait(devices)
+            began = time.perf_counter()
+            at = start
+            for stop in (*stops, payload.put(landing)):
+                copies.copy(at, stop)
+                at = stop
+            wait(devices)
+            yield self._read(payload, path[-1], landing, took_s=time.perf_counter() - began)
+
+    def together(
+        self, path: Sequence[Place], payloads: Sequence[Payload], *, pinned: bool = False
+    ) -> Iterator[Delivery]:
+        """Send all at once, under load, and yield each outcome; `pinned`: from or to pinned memory of the host.
+
+        Raises
+        ------
+        NotTriedError
+        """
+        devices = [place.device for place in path]
+        starts = [self._filled(path[0], payload) for payload in payloads]
+        landings = [payload.landing(path[-1].device) for payload in payloads]
+        if pinned:
+            starts, landings = ([_pinned(one) for one in buffers] for buffers in (starts, landings))
+        wait(devices)
+        with under_load(devices):
+            pairs = zip(starts, landings, strict=True)
+            all_at_once([functools.partial(copies.copy, start, landing) for start, landing in pairs], devices)
+            wait(devices)
+        for payload, landing in zip(payloads, landings, strict=True):
+            yield self._read(payload, path[-1], landing, took_s=0.0)
+
+    def witness(self, place: Place) -> Witness:
+        """Check how reliably a device can be read, by values that it makes itself, without a copy to it."""
+        if place.is_host:
+            return Witness()
+        if place.name not in self.witnesses:
+            made = torch.arange(_NUMBERS, dtype=torch.int32, device=place.device) * _ODD
+            right, host = _made_on_host(), made.to("cpu")
+            if torch.equal(host, right):
+                found = Witness(digest=digest(made).value == digest(right).value)
+            else:
+                found = Witness(digest=False, copy=False)  # the digest crosses the same lane
+                self._unread(place, host, BOTH_AGREE)
+            self.witnesses[place.name] = found
+        return self.witnesses[place.name]
+
+    def tell_of_digest(self, place: Place) -> None:
+        """Report a device's own digest that is wrong where no copy to the device explains it."""
+        witness = self.witness(place)
+        if witness.copy and not witness.digest and pair_name(HOST, place.name) not in self.broken:
+            self._unread(place, _made_on_host(), DIGEST_DIFFERS)
+
+    def _unread(self, place: Place, host: torch.Tensor, read_back: str) -> None:
+        right = _made_on_host()
+        made = Payload(name=f"the reading of {place.name}", sent=right, expected=right)
+        found = Delivery(
+            payload=made, seen=digest(host), wanted=digest(right), wrong=True, host=host, read_back=read_back
+        )
+        self.tell(pair_name(place.name, HOST), READING, found)
+
+    def _filled(self, source: Place, payload: Payload) -> torch.Tensor:
+        """Return the payload on the device that sends it; not copied through the seam, which is under test."""
+        if source.is_host:
+            return payload.sent
+        buffer = payload.sent.to(source.device)
+        witness = self.witness(source)
+        if not witness.copy:  # it cannot be read here, but its further copies can
+            return buffer
+        seen, wanted = digest(buffer if witness.digest else buffer.to("cpu")), digest(payload.sent)
+        if seen.value == wanted.value:
+            return buffer
+        lane = pair_name(HOST, source.name)
+        if lane not in self.unfilled:  # the worker of that device may not see it, or may not take part
+            self.unfilled.add(lane)
+            sent = Payload(name=f"the filling of {payload.name}", sent=payload.sent, expected=payload.sent)
+            self.tell(
+                lane, FILLING, Delivery(payload=sent, seen=seen, wanted=wanted, wrong=True, host=buffer.to("cpu"))
+            )
+        raise NotTriedError(f"its source could not be filled: a copy {lane} did not arrive")
+
+    def _read(self, payload: Payload, destination: Place, landing: torch.Tensor, *, took_s: float) -> Delivery:
+        """Read the delivery back twice."""
+        witness, lane = self.witness(destination), pair_name(destination.name, HOST)
+        if not witness.copy:
+            raise NotTriedError(f"what arrives cannot be read back: copies {lane} fail")
+        wanted, seen, host = digest(payload.expected), digest(landing), landing.to("cpu")
+        by_digest, by_copy = seen.value == wanted.value, torch.equal(as_bytes(host), as_bytes(payload.expected))
+        if not witness.digest:
+            by_digest, seen = by_copy, digest(host)
+        read_back = BOTH_AGREE if by_digest == by_copy else HOST_DIFFERS if by_digest else DIGEST_DIFFERS
+        # a lane to the host that is known to be wrong is reported as that pair, and proves nothing about another
+        wrong = not by_digest or (not by_copy and lane not in self.broken)
+        return Delivery(
+            payload=payload, seen=seen, wanted=wanted, wrong=wrong, host=host if wrong else None,
+            read_back=read_back if witness.digest else COPY_ALONE, took_s=took_s,
+        )  # fmt: skip
+
+
+def _pinned(buffer: torch.Tensor) -> torch.Tensor:
+    try:
+        return buffer.pin_memory() if buffer.device.type == "cpu" else buffer
+    except RuntimeError as error:
+        if is_of_the_device(error):
+            raise
+        raise NotTriedError(f"no memory of the host is pinned for this device: {first_line(error)}") from error
+
+
+def _made_on_host() -> torch.Tensor:
+    return torch.from_numpy(np.arange(_NUMBERS, dtype=np.int32) * np.int32(_ODD))

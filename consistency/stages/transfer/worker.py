@@ -1,0 +1,289 @@
+"""Stage `transfer`: copies into this worker's device from every other visible one, and to and from the host.
+
+The model is not used. Destinations are poisoned before each copy and read back twice (`delivery.py`). The workers of a
+shared wave together make the matrix of all pairs; a worker that sees only its own device checks copies to and from the
+host, and the CPU's worker copies within the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from consistency.capture.names import (
+    CASTING,
+    CHAIN,
+    DIRECT,
+    HOST,
+    HOST_STAGED,
+    OVERLAPPED,
+    PINNED,
+    STRIDED,
+    large_copy,
+    pair_name,
+)
+from consistency.capture.records import RecordStatus, TensorRecord
+from consistency.case import standard
+from consistency.case.load_path import LoadPath
+from consistency.case.stage import Level
+from consistency.errors import first_line
+from consistency.numerics.diagnosis import Diagnosis
+from consistency.numerics.diagnosis_moved import Known, diagnose_moved
+from consistency.numerics.digest import as_bytes, combine
+from consistency.numerics.distance import measure
+from consistency.numerics.dtype import name_of
+from consistency.numerics.measure import Measure
+from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
+from consistency.stages.transfer.delivery import BOTH_AGREE, Delivery, NotTriedError, Place, Sender
+from consistency.stages.transfer.payload import Payload, casting, contiguous, strided
+from consistency.worker.context import Machine
+from consistency.worker.device_error import computes, device_error, ends_the_worker, is_out_of_memory
+from consistency.worker.memory.host_memory import free_bytes
+from consistency.worker.protocol import Job
+from consistency.worker.recorder import Recorder
+
+KIB, MIB = 2**10, 2**20
+
+# 3 bytes fill no word and 4097 no page; drivers switch copy methods somewhere between 64 KiB and 1 MiB
+_SMALL = (3, 4097, 64 * KIB, MIB)
+
+_MORE = (*_SMALL, 16 * MIB)
+SIZES: dict[Level, tuple[int, ...]] = {Level.QUICK: _SMALL, Level.STANDARD: _MORE, Level.THOROUGH: _MORE}
+"""Bytes of the direct copies of each pair. They follow from the level alone, so that captures can be compared."""
+
+LARGE: tuple[int, ...] = (256 * MIB, 1024 * MIB)
+"""Further sizes of the level `thorough`, each a separate tensor: not every machine has room for them."""
+
+_SHARE = 8
+"""A large copy may take one part in so many of the free memory: source, destination, expected and received bytes
+coexist, and as much again is left free."""
+
+_LAYOUT_BYTES = (64 * KIB, MIB)
+_AT_ONCE, _AT_ONCE_BYTES = 4, MIB
+_CASTS = (
+    (torch.float32, torch.bfloat16),  # `autocast_adapter_dtype=False` under a bfloat16 base does this one
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float32),
+)
+_KEEP_BYTES = MIB  # of each wrong copy: N×N of them may be wrong, and the range of bytes is recorded anyway
+_REMEMBERED = 32  # payloads of up to 1 MiB that a wrong copy is compared with, to identify its bytes
+
+
+def run(context: Machine) -> None:
+    """Check every pair that this worker answers for, and record what each kind of copy delivered."""
+    job, record = context.job, context.record
+    copies = Copies(job, record)
+    pairs = copies.pairs()
+    for number, (source, destination) in enumerate(pairs, start=1):
+        layer = pair_name(source.name, destination.name)
+        context.events.step(layer, number, len(pairs))
+        if record.wants(standard.TRANSFER, layer):
+            copies.pair(source, destination)
+    copies.end()
+
+
+def places(job: Job) -> tuple[Place, ...]:
+    """Return the ends of this worker's copies: its own device first, then the host, then other visible devices."""
+    own = torch.device(job.device)
+    host = Place(name=HOST, device=torch.device("cpu"))
+    if own.type == "cpu":
+        return (host,)
+    found = [Place(name=job.name.partition("@")[0], device=own), host]
+    if job.load_path == LoadPath.SHARED:
+        found += (
+            Place(name=f"{own.type}:{index}", device=torch.device(own.type, index))
+            for index in range(torch.get_device_module(own.type).device_count())
+            if index != own.index
+        )
+    return tuple(found)
+
+
+class Copies:
+    """One worker's copies."""
+
+    def __init__(self, job: Job, record: Recorder) -> None:
+        self._level = job.case.level
+        self._record = record
+        self._places = places(job)
+        self._broken: set[str] = set()
+        self._sent: list[tuple[str, torch.Tensor]] = []
+        self._sender = Sender(tell=self._trouble, broken=self._broken)
+
+    def pairs(self) -> list[tuple[Place, Place]]:
+        own, *others = self._places
+        if own.is_host:
+            return [(own, own)]
+        # device to host comes first: reading back is evidence only if that lane works
+        return [(own, others[0]), (others[0], own), (own, own), *((other, own) for other in others[1:])]
+
+    def pair(self, source: Place, destination: Place) -> None:
+        """Check every kind of copy of one pair."""
+        name, path = pair_name(source.name, destination.name), (source, destination)
+
+        def parcels(kind: str, sizes: Sequence[int]) -> list[Payload]:
+            return [contiguous(f"{name} {kind}, {size} bytes", size) for size in sizes]
+
+        self._look(DIRECT, path, parcels(DIRECT, SIZES[self._level]))
+        self._look(STRIDED, path, [strided(f"{name} {STRIDED}, {size} bytes", size) for size in _LAYOUT_BYTES])
+        casts = [casting(f"{name} {name_of(a)} to {name_of(b)}", _LAYOUT_BYTES[0], a, b) for a, b in _CASTS]
+        self._look(CASTING, path, casts)
+        if not (source.is_host or destination.is_host or source == destination):
+            self._look(HOST_STAGED, (source, self._places[1], destination), parcels(HOST_STAGED, _LAYOUT_BYTES))
+        third = next((place for place in self._places if not place.is_host and place not in path), None)
+        if third is not None:
+            self._look(CHAIN, (source, third, destination), parcels(CHAIN, _LAYOUT_BYTES))
+        crowd = [contiguous(f"{name} {OVERLAPPED} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
+        self._look(OVERLAPPED, path, crowd)
+        if self._level is Level.THOROUGH and not (source.is_host and destination.is_host):
+            if source.is_host or destination.is_host:
+                crowd = [contiguous(f"{name} {PINNED} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
+                self._look(PINNED, path, crowd)
+            for size in LARGE:
+                self._large(name, path, size)
+
+    def end(self) -> None:
+        """Record what needs all pairs."""
+        own = self._places[0]
+        if not own.is_host and self._record.wants(standard.TRANSFER, pair_name(own.name, HOST)):
+            self._sender.tell_of_digest(own)
+
+    def _large(self, name: str, path: tuple[Place, ...], size: int) -> None:
+        """Make a copy that may be too large for this machine, after checking that it fits."""
+        host = self._places[1]
+        lacking = [
+            p.name for p in (*path, host) if (room := free_bytes(p.device)) is not None and size > room // _SHARE
+        ]
+        if lacking:
+            why = f"a copy of {size >> 20} MiB is more than one part in {_SHARE} of what is free on "
+            self._absent(name, large_copy(size), "skipped", why + " and ".join(dict.fromkeys(lacking)), {})
+        else:
+            self._look(large_copy(size), path, [contiguous(f"{name}, {size} bytes", size)])
+
+    def _look(self, kind: str, path: tuple[Place, ...], payloads: Sequence[Payload]) -> None:
+        """Send payloads along a path of places and record what arrived."""
+        name = pair_name(path[0].name, path[-1].name)
+        evidence: dict[str, Any] = {"bytes": [payload.bytes for payload in payloads]}
+        if len(path) > 2:
+            evidence["via"] = path[1].name
+        elif (peer := _peer_access(path[0].device, path[1].device)) is not None:
+            evidence["peer_access"] = peer
+        together = functools.partial(self._sender.together, pinned=kind == PINNED)
+        send = together if kind in (OVERLAPPED, PINNED) else self._sender.one_by_one
+        try:
+            found = list(send(path, payloads))
+        except NotTriedError as error:
+            self._absent(name, kind, "skipped", str(error), evidence)
+            return
+        except (RuntimeError, MemoryError) as error:
+            self._failed(name, kind, path, error, evidence)
+            return
+        last = found[-1]
+        if kind in (DIRECT, *map(large_copy, LARGE)) and not last.wrong:  # a dropped copy would be the fastest
+            evidence["gb_per_s"] = float(f"{last.payload.bytes / max(last.took_s, 1e-9) / 1e9:.3g}")
+        self._write(name, kind, found, evidence)
+
+    def _failed(
+        self, name: str, kind: str, path: tuple[Place, ...], error: Exception, evidence: dict[str, Any]
+    ) -> None:
+        """Record a copy that raised an error.
+
+        One of this worker's device ends the worker, and is raised. Where another device is on the path, that may be the
+        one that fails, which its own worker will know. Memory may run out of a large copy alone.
+        """
+        own = self._places[0]
+        is_alone = all(place.is_host or place == own for place in path)
+        if ends_the_worker(error, own.device) is not None and not computes(own.device):
+            raise error
+        if is_out_of_memory(error) and (not is_alone or kind in map(large_copy, LARGE)):
+            self._absent(name, kind, "skipped", "no memory left for it", evidence)
+            return
+        if is_alone and ends_the_worker(error, own.device) is not None:
+            raise error
+        self._broken.add(name)
+        status: RecordStatus = "missing" if device_error(error) is None else "blocked"
+        self._absent(name, kind, status, f"the copy fails: {first_line(error)}", evidence)
+
+    def _trouble(self, name: str, kind: str, found: Delivery) -> None:
+        """Record that a device cannot be filled or read, which is no fault of a copy between devices."""
+        self._write(name, kind, [found], {"bytes": [found.payload.bytes]})
+
+    def _absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
+        row = TensorRecord(
+            standard.TRANSFER, name, kind, rule=Rule.BITWISE, status=status, reason=reason, dtype="uint8",
+            shape=(sum(evidence.get("bytes", ())),), evidence=evidence,
+        )  # fmt: skip
+        self._record.write(row)
+
+    def _write(self, name: str, kind: str, found: Sequence[Delivery], evidence: dict[str, Any]) -> None:
+        """Record the copies of one kind as one tensor, their bytes concatenated."""
+        total = sum(evidence["bytes"])
+        evidence["read_back"] = next((d.read_back for d in found if d.read_back != BOTH_AGREE), BOTH_AGREE)
+        row = TensorRecord(
+            standard.TRANSFER,
+            name,
+            kind,
+            rule=Rule.BITWISE,
+            status="equal",
+            shape=(total,),
+            dtype="uint8",
+            digest=combine("uint8", (total,), tuple(b for d in found for b in d.seen.blocks)).value,
+            reference="payload",
+            reference_digest=combine("uint8", (total,), tuple(b for d in found for b in d.wanted.blocks)).value,
+            evidence=evidence,
+        )
+        wrong = [delivery for delivery in found if delivery.wrong]
+        if wrong:
+            self._broken.add(name)
+            held, right = _what_differs(wrong[0])
+            seen = measure(held, right)
+            diagnosis = self._diagnose(wrong[0].payload, held, right, seen, [d.payload for d in found])
+            where = {"copy": wrong[0].payload.name, "wrong_copies": len(wrong), "copies": len(found)}
+            self._record.differs(row, held, right, seen, diagnosis, evidence=where, keep=held.nbytes <= _KEEP_BYTES)
+        else:
+            self._record.write(row)
+        sent = [(d.payload.name, d.payload.put(d.payload.expected)) for d in found if d.payload.bytes <= MIB]
+        self._sent = [*self._sent, *sent][-_REMEMBERED:]
+
+    def _diagnose(
+        self, payload: Payload, held: torch.Tensor, right: torch.Tensor, seen: Measure, together: Sequence[Payload]
+    ) -> Diagnosis:
+        """Name what arrived instead; `differs` where only the device's own digest is wrong."""
+        if seen.mismatched == 0:
+            return Diagnosis(word=Word.DIFFERS, evidence={"digest_only": True})
+        others = [(s.name, s.put(s.expected)) for s in together if s is not payload]
+        known = Known(
+            poison=payload.poison,
+            swapped=lambda tensor: _owner(tensor, others),
+            stale=lambda tensor: _owner(tensor, self._sent),
+        )
+        return diagnose_moved(held, right, seen, known=known)
+
+
+def _what_differs(wrong: Delivery) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return received and expected bytes; with the gaps between them where only these differ."""
+    payload = wrong.payload
+    assert wrong.host is not None
+    held, right = payload.put(wrong.host).contiguous(), payload.put(payload.expected).contiguous()
+    return (wrong.host, payload.expected) if torch.equal(as_bytes(held), as_bytes(right)) else (held, right)
+
+
+def _owner(tensor: torch.Tensor, payloads: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+    raw = as_bytes(tensor)
+    for name, payload in payloads:
+        if payload.numel() * payload.element_size() == raw.numel() and torch.equal(as_bytes(payload), raw):
+            return f"what was sent as {name}"
+    return None
+
+
+def _peer_access(source: torch.device, destination: torch.device) -> bool | None:
+    """Return whether one device can access the other's memory directly, None where that does not apply."""
+    if "cpu" in (source.type, destination.type) or source == destination:
+        return None
+    module = torch.get_device_module(source.type)
+    if not hasattr(module, "can_device_access_peer"):
+        return None
+    return bool(module.can_device_access_peer(source, destination))

@@ -1,1 +1,0 @@
-"""One module or folder per stage, and what all of them use."""

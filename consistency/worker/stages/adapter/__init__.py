@@ -1,1 +1,0 @@
-"""Stage `adapter`: the adapter's bytes on the device against its file."""

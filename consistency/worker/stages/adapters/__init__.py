@@ -1,1 +1,0 @@
-"""Stage `adapters`: several adapters in one model."""

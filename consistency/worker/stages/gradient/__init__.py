@@ -1,1 +1,0 @@
-"""Stage `gradient`: one backward pass and one optimizer step."""

@@ -1,1 +1,0 @@
-"""Stage `merged`: deltas and merged weights."""

@@ -1,1 +1,0 @@
-"""Stage `operators`: single operations against float64."""

@@ -1,1 +1,0 @@
-"""Stage `replicas`: training by DistributedDataParallel."""

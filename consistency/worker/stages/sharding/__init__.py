@@ -1,1 +1,0 @@
-"""Stage `sharding`: the model split over several devices."""

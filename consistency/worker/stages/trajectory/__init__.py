@@ -1,1 +1,0 @@
-"""Stage `trajectory`: some steps of training on each device alone."""

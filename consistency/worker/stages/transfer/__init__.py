@@ -1,1 +1,0 @@
-"""Stage `transfer`: copies between devices and the host."""
