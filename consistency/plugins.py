@@ -45,6 +45,8 @@ class Plugin(NamedTuple):
     statements : mapping of str to str
         What a report says in the place of a run's verdict, `module:function`, by the name of what was compared: the
         only load path of its rows. The function takes a `Comparison` and returns a `Statement`.
+    after_stages : tuple of str
+        What a worker does after its stages, `module:function`; it takes a `consistency.worker.context.AfterStages`.
     faults : tuple of str
         Rows of planted faults, `module:ROWS`, which the drill finds (`consistency.worker.faults.fault`).
     api : mapping of str to str
@@ -65,6 +67,7 @@ class Plugin(NamedTuple):
     stages: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     statements: Mapping[str, str] = {}
+    after_stages: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     api: Mapping[str, str] = {}
     finders: tuple[str, ...] = ()

@@ -141,7 +141,7 @@ def references() -> Iterator[str]:
     for spec in SPECS.values():
         yield from filter(None, (spec.worker, spec.again, spec.items, spec.cost))
     yield from (row.writer for row in FORMATS)
-    yield from (fault.installer for fault in FAULTS.values())
+    yield from (fault.plant for fault in FAULTS.values())
 
 
 def test_every_reference_is_there() -> None:
@@ -182,7 +182,7 @@ EXTRAS = {
     "operations": (
         "capture/node_group.py", "capture/node_status.py", "capture/soak.py", "cli/commands/fleet.py",
         "cli/commands/history.py", "cli/commands/status.py", "cli/fleet.py", "comparison/history", "launch/fleet",
-        "report/history.py", "report/history_page.py", "report/status", "worker/soak", "workflows/fleet",
+        "report/history.py", "report/history_page.py", "report/status", "workflows/fleet",
     ),
     "diagnosis": (
         "cli/commands/bisect.py", "cli/commands/drill.py", "cli/commands/reproduce.py", "report/redaction.py",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from consistency.capture.names import module_place
+from consistency.case.stage import StageSpec
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.worker.memory.per_stage import StageMemoryLog
 from consistency.worker.memory.placement import Placement
@@ -86,6 +88,21 @@ class Context(Machine):
         if found is None:  # a tensor in the place of the base's
             found = f"{module_place(layer)}.{part.removeprefix('base_layer.')}"
         return self.expected_base(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AfterStages:
+    """What a plug-in is given that goes on after the stages (`consistency.plugins.Plugin.after_stages`)."""
+
+    context: Machine
+    """A `Context` where a model is loaded."""
+    specs: Sequence[StageSpec]
+    """Of the case's stages, in the order in which they ran."""
+    device_uuid: str | None
+    update: Callable[..., None]
+    """Change fields of the worker's state, by name, and write it."""
+    step: Callable[[str], AbstractContextManager[None]]
+    """Count what is done inside as a step of the worker: its time, its memory, and the settings that it changed."""
 
 
 INPUTS = "inputs"

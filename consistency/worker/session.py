@@ -6,8 +6,8 @@ import dataclasses
 import gc
 import importlib
 import pkgutil
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
+from consistency import plugins
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
 from consistency.capture.writer import write_json
@@ -29,7 +30,7 @@ from consistency.numerics.words import Word
 from consistency.stages.base import worker as base
 from consistency.worker import determinism, environment
 from consistency.worker.bound_kernels import BOUND, choose_by_device
-from consistency.worker.context import Context, Machine
+from consistency.worker.context import AfterStages, Context, Machine
 from consistency.worker.device_check import require_device
 from consistency.worker.memory.host_memory import reset_peak
 from consistency.worker.memory.mapped_pages import release, trim
@@ -112,8 +113,8 @@ class Session:
                     for later in specs[number + 1 :]:
                         record.skipped(later.stage, "an earlier kernel assertion took the device's context with it")
                     return False
-            if case.soak_s is not None and not self._left:
-                self._soak(context or machine, specs)
+            if not self._left:
+                self._go_on(context or machine, specs)
         if context is not None and self._structure is not None:
             self._bases.keep(job, context.model, context.base, self._structure, context.digests)
         return True
@@ -168,14 +169,20 @@ class Session:
         self._check(spec.stage)
         self._update(stages_done=(*self._state.stages_done, spec.stage))
 
-    def _soak(self, context: Machine, specs: list[StageSpec]) -> None:
-        """Compute the same again until the time is up."""
-        from consistency.worker.soak.soaking import Soaking
+    def _go_on(self, context: Machine, specs: list[StageSpec]) -> None:
+        """Do what plug-ins do after the stages."""
+        after = AfterStages(
+            context=context, specs=specs, device_uuid=self._state.environment.get("device_uuid"),
+            update=self._update, step=self._step,
+        )  # fmt: skip
+        for _, go_on in plugins.offered("after_stages"):
+            go_on(after)
 
-        self._begin("soak")
-        uuid = self._state.environment.get("device_uuid")
-        Soaking(context, specs, lambda soak: self._update(soak=soak), uuid=uuid).run()
-        self._check("soak")
+    @contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        self._begin(name)
+        yield
+        self._check(name)
 
     def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:
         """Load base and adapter; the stage `base` runs in between."""

@@ -347,7 +347,7 @@ def test_tensors_travel_through_files(tmp_path: Any) -> None:
 
 
 def test_a_load_takes_a_part_of_the_memory_and_gives_it_back() -> None:
-    from consistency.worker.soak.load import busy
+    from consistency.extras.operations.soak.load import busy
 
     npu.empty_cache()
     before = npu.memory_allocated(1)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from consistency.plugins import Plugin
 
-_WRAPPING = "consistency.extras.peft_api.wrapping"
+_PEFT_API = "consistency.extras.peft_api"
+_STAGES = ("adapters", "sharding", "wrapping")
 
 PLUGIN = Plugin(
     name="peft_api",
-    stages=(
-        "consistency.extras.peft_api.adapters.spec:SPEC",
-        "consistency.extras.peft_api.sharding.spec:SPEC",
-        "consistency.extras.peft_api.wrapping.spec:SPEC",
-    ),
-    faults=(f"{_WRAPPING}.faults:ROWS",),
+    stages=tuple(f"{_PEFT_API}.{stage}.spec:SPEC" for stage in _STAGES),
+    faults=tuple(f"{_PEFT_API}.{stage}.faults:ROWS" for stage in _STAGES),
     # these import torch when they are used
-    api={"WrapperReport": f"{_WRAPPING}.report", "check_wrapped": f"{_WRAPPING}.check"},
+    api={"WrapperReport": f"{_PEFT_API}.wrapping.report", "check_wrapped": f"{_PEFT_API}.wrapping.check"},
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from consistency.plugins import Plugin
 
 _CHECK_TEXT = "consistency.extras.serving.check_text"
+_GENERATION = "consistency.extras.serving.generation"
 _ENGINES = "consistency.extras.serving.engines"
 
 PLUGIN = Plugin(
     name="serving",
-    stages=("consistency.extras.serving.generation.spec:SPEC",),
+    stages=(f"{_GENERATION}.spec:SPEC",),
+    faults=(f"{_GENERATION}.faults:ROWS",),
     commands={
         "inputs": f"{_ENGINES}.command",
         "engine": f"{_ENGINES}.command",

@@ -5,11 +5,10 @@ from __future__ import annotations
 from consistency.plugins import Plugin
 
 _TRAINING = "consistency.extras.training"
+_STAGES = ("trajectory", "collectives", "replicas", "shards", "tensor_parallel")
 
 PLUGIN = Plugin(
     name="training",
-    stages=tuple(
-        f"{_TRAINING}.{stage}.spec:SPEC"
-        for stage in ("trajectory", "collectives", "replicas", "shards", "tensor_parallel")
-    ),
+    stages=tuple(f"{_TRAINING}.{stage}.spec:SPEC" for stage in _STAGES),
+    faults=tuple(f"{_TRAINING}.{stage}.faults:ROWS" for stage in _STAGES),
 )

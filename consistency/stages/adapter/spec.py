@@ -14,7 +14,7 @@ SPEC = StageSpec(
     worker="consistency.stages.adapter.worker:run",
     cost="consistency.case.budget.costs:adapter",
     short="adapt",
-    again="consistency.worker.soak.weights:adapter",
+    again="consistency.stages.adapter.again:adapter",
     items="consistency.pytest_plugin.item_names:adapter_items",
     needs_adapter=True,
 )

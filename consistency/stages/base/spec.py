@@ -13,7 +13,7 @@ SPEC = StageSpec(
     rule=Rule.BITWISE,
     worker="consistency.stages.base.worker:run",
     cost="consistency.case.budget.costs:base",
-    again="consistency.worker.soak.weights:base",
+    again="consistency.stages.base.again:base",
     items="consistency.pytest_plugin.item_names:base_items",
     adapters=Adapters.NONE,
 )

@@ -14,7 +14,7 @@ SPEC = StageSpec(
     worker="consistency.stages.operators.worker:run",
     cost="consistency.case.budget.costs:without_model",
     short="ops",
-    again="consistency.worker.soak.machine:operators",
+    again="consistency.stages.operators.again:operators",
     model=Model.UNUSED,
     adapters=Adapters.NONE,
 )

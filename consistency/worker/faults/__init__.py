@@ -27,7 +27,7 @@ def plant(name: str) -> Iterator[None]:
 
     if name not in FAULTS:
         raise UsageError(f"unknown fault: {name}", wanted=", ".join(sorted(FAULTS)))
-    undo = pkgutil.resolve_name(FAULTS[name].installer)()
+    undo = pkgutil.resolve_name(FAULTS[name].plant)()
     try:
         yield
     finally:

@@ -45,8 +45,7 @@ class Fault:
 
     name: str
     plant: str
-    """`module:function` that plants it and returns how to undo that: below `consistency.worker.faults`, or by its full
-    name where a plug-in has it."""
+    """`module:function` that plants it, and returns how to undo that."""
     expected: str
     """Kind of the finding that has to name it."""
     stages: tuple[Stage, ...]
@@ -87,9 +86,3 @@ class Fault:
     def accelerators(self) -> int:
         """Return how many accelerators it needs."""
         return 2 if self.two_devices else int(self.offloads)
-
-    @property
-    def installer(self) -> str:
-        """Return the full name of the function that plants it."""
-        module, _, function = self.plant.partition(":")
-        return self.plant if "." in module else f"{__package__}.{module}:{function}"

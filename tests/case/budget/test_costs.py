@@ -105,11 +105,11 @@ def test_exact_results_of_blocks_stay(shape: Shape, modes: int) -> None:
 
 
 def test_sizes_are_those_that_the_worker_uses() -> None:
+    from consistency.extras.operations.soak import load
     from consistency.extras.training import steps
     from consistency.numerics import widening
     from consistency.worker.judging import block_rule
     from consistency.worker.model import weight_files
-    from consistency.worker.soak import load
     from consistency.worker.training import backward
 
     assert TRAINING_STEPS == steps.STEPS

@@ -127,7 +127,7 @@ def test_every_fault_is_a_function_that_plants_it() -> None:
 
     Those of quantized bases are tried in test_quantized_base.py, which needs their libraries.
     """
-    found = [pkgutil.resolve_name(fault.installer) for fault in FAULTS.values()]
+    found = [pkgutil.resolve_name(fault.plant) for fault in FAULTS.values()]
     assert all(map(callable, found))
     assert len(set(found)) == len(found)
 

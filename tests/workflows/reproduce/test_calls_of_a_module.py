@@ -20,7 +20,8 @@ import torch
 from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.stage import Stage
-from consistency.worker.faults import compute, computed
+from consistency.stages.merged import planted as computed
+from consistency.stages.operators import planted as compute
 from consistency.worker.judging import block_rule
 from consistency.worker.model import call_trace
 from consistency.workflows import pipeline

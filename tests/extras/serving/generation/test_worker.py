@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from consistency.capture.records import TensorRecord
+from consistency.extras.serving.generation import planted as faults
 from consistency.extras.serving.generation import text
 from consistency.extras.serving.generation.worker import MORE_WAYS, WAYS
-from consistency.worker.faults import generation as faults
 from consistency.worker.model.ways import Sequences, Way
 from tests.worker.conftest import Look
 from tests.worker.model.kinds_of_models import llava

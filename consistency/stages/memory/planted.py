@@ -1,17 +1,14 @@
-"""Faults of placement, memory and the process: bytes on another device, a third copy; changed, hung or killed."""
+"""What the faults of the stage `memory` do: bytes on another device, and a third copy of a weight."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from consistency.worker.faults.adapter import in_adapted_model, own_parameters
-from consistency.worker.faults.planting import Install, Undo, instead
+from consistency.worker.faults.adapted_model import in_adapted_model, own_parameters
+from consistency.worker.faults.planting import Undo, instead
 from consistency.worker.memory.placement import other_devices
 
 STRAY_BYTES = 64 << 20
@@ -63,40 +60,3 @@ def third_copy(
         base = layer.get_base_layer()
         base.weight.data = base.weight.data + delta
         layer.merged_adapters.append(name)
-
-
-def _at_merged(act: Callable[[], None]) -> Install:
-    """Act in the middle of the run."""
-
-    @instead("consistency.stages.merged.worker:run")
-    def run(real: Callable[..., None], context: Any) -> None:
-        act()
-        real(context)
-
-    return run
-
-
-@_at_merged
-def flip_setting() -> None:
-    torch.set_float32_matmul_precision("medium")
-
-
-@_at_merged
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@_at_merged
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-@_at_merged
-def hang() -> None:
-    while True:
-        time.sleep(1)
-
-
-@_at_merged
-def take_all_memory() -> None:
-    torch.empty(1 << 50, dtype=torch.uint8)

@@ -15,13 +15,15 @@ import torch
 from consistency.capture.records import TensorRecord
 from consistency.case.stage import Level
 from consistency.case.stages import LEVELS
+from consistency.stages.adapter import again as of_adapter
+from consistency.stages.base import again as of_base
+from consistency.stages.forward import again as of_forward
 from consistency.stages.forward.worker import by_blocks
 from consistency.stages.gradient import worker as of_gradient
 from consistency.worker.faults import plant
 from consistency.worker.model.running import activations
-from consistency.worker.soak import computed, weights
+from tests.extras.operations.soak.conftest import Left, SoakOf, of
 from tests.worker.model.made_models import on_llama
-from tests.worker.soak.conftest import Left, SoakOf, of
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore")]  # PEFT and transformers warn while saving
 
@@ -93,7 +95,7 @@ def test_a_repeat_of_an_activation_that_differs_is_found(
             found["model.layers.0::"].view(torch.int32)[0, 0, 0] ^= 1 << 3
         return found, replay
 
-    monkeypatch.setattr(computed, "by_blocks", flips)
+    monkeypatch.setattr(of_forward, "by_blocks", flips)
     found = soak_of(llama, adapter, soak_s=400, stages=("forward",))
     (change,) = found.changes
     assert (change.layer, change.tensor) == ("model.layers.0", "adapter_on")
@@ -114,7 +116,7 @@ def test_a_result_that_the_soak_changes_for_good_is_no_agreement(
         found["logits"] += 1
         return found
 
-    monkeypatch.setattr(computed, "activations", hot)
+    monkeypatch.setattr(of_forward, "activations", hot)
     found = soak_of(llama, adapter, soak_s=100, stages=("forward",))
     modes = ("adapter_on", "adapter_off", "adapter_merged")
     assert {change.tensor for change in found.changes} == {f"{mode}.end_to_end" for mode in modes}
@@ -143,7 +145,7 @@ def test_a_gradient_that_differs_is_found_in_its_pass(
 def test_a_weight_that_changes_in_memory_stays_changed(
     llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = weights.base, itertools.count(1)
+    real, calls = of_base.base, itertools.count(1)
 
     def base(context: Any, compare: Any) -> Any:
         again = real(context, compare)
@@ -156,7 +158,7 @@ def test_a_weight_that_changes_in_memory_stays_changed(
 
         return repeat
 
-    monkeypatch.setattr(weights, "base", base)
+    monkeypatch.setattr(of_base, "base", base)
     found = soak_of(llama, adapter, soak_s=300, stages=("base", "adapter"))
     (change,) = found.changes
     assert (change.stage, change.layer, change.returned) == ("base", "model.norm", False)
@@ -180,7 +182,7 @@ def test_a_fault_in_every_20th_repeat_needs_a_soak(llama: Path, adapter: Path, s
 def test_what_a_worker_leaves_that_dies_in_its_soak(
     llama: Path, adapter: Path, soak_of: SoakOf, left: Left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = weights.adapter, itertools.count(1)
+    real, calls = of_adapter.adapter, itertools.count(1)
 
     def adapter_again(context: Any, compare: Any) -> Any:
         again = real(context, compare)
@@ -192,7 +194,7 @@ def test_what_a_worker_leaves_that_dies_in_its_soak(
 
         return repeat
 
-    monkeypatch.setattr(weights, "adapter", adapter_again)
+    monkeypatch.setattr(of_adapter, "adapter", adapter_again)
     with pytest.raises(RuntimeError, match="fell off"):
         soak_of(llama, adapter, soak_s=3000, stages=("adapter",))
     found = left.soak
@@ -218,7 +220,7 @@ def test_a_leak_shows(llama: Path, adapter: Path, soak_of: SoakOf, monkeypatch: 
         kept.append(torch.ones(2**20))  # 4 MiB in each of three modes
         return real(*args, **options)
 
-    monkeypatch.setattr(computed, "activations", leaks)
+    monkeypatch.setattr(of_forward, "activations", leaks)
     found = soak_of(llama, adapter, soak_s=1000, stages=("forward",))
     assert len(found.memory_bytes) == 5
     grown = [b - a for a, b in itertools.pairwise(found.memory_bytes)]

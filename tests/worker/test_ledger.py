@@ -10,9 +10,9 @@ import torch
 
 from consistency.capture.soak import ChangedTensor, Condition
 from consistency.numerics.digest import digest
+from consistency.worker import ledger as module
+from consistency.worker.ledger import Ledger
 from consistency.worker.recorder import Recorder
-from consistency.worker.soak import ledger as module
-from consistency.worker.soak.ledger import Ledger
 
 LABEL = ("merged", "layer", "weight")
 RIGHT = torch.arange(8, dtype=torch.float32)

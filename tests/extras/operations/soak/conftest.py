@@ -13,9 +13,9 @@ import pytest
 
 from consistency.capture.records import TensorRecord
 from consistency.capture.soak import Soak, SoakedStage
+from consistency.extras.operations.soak import soaking
 from consistency.worker import session
 from consistency.worker.protocol import WorkerState
-from consistency.worker.soak import soaking
 from tests.worker.conftest import Look
 
 SoakOf = Callable[..., Soak]

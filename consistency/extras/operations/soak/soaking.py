@@ -17,14 +17,14 @@ from consistency.capture.soak import MOST_NUMBERS, Condition, Soak, SoakedStage
 from consistency.case.duration import duration_text
 from consistency.case.stage import Stage, StageSpec
 from consistency.devices.host.condition import read_cpu, read_gpu
+from consistency.extras.operations.soak.load import Busy, busy
 from consistency.worker import determinism
-from consistency.worker.context import Machine
+from consistency.worker.context import AfterStages, Machine
+from consistency.worker.ledger import Again, Ledger, now
 from consistency.worker.memory.host_memory import private_bytes
 from consistency.worker.memory.mapped_pages import trim
 from consistency.worker.memory.placement import Allocator
 from consistency.worker.recorder import KEEP_BYTES
-from consistency.worker.soak.ledger import Again, Ledger, now
-from consistency.worker.soak.load import Busy, busy
 
 _TELL_S = 1.0
 _NOTE_S = 5.0
@@ -38,6 +38,14 @@ _ALLOWED_TENSORS = 2
 one that is being made. Over the 1277 repeats of ten minutes, memory of a built-in case grew by 36 KiB."""
 
 Update = Callable[[Soak], None]
+
+
+def soak(after: AfterStages) -> None:
+    """Compute the same again until the time is up, where the case asks for that."""
+    if after.context.job.case.soak_s is None:
+        return
+    with after.step("soak"):
+        Soaking(after.context, after.specs, lambda soak: after.update(soak=soak), uuid=after.device_uuid).run()
 
 
 class Soaking:

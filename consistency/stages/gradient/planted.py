@@ -1,4 +1,4 @@
-"""Faults in what a device computes apart from the model's forward pass: operators, gradients, an optimizer's step."""
+"""What the faults of the stage `gradient` do: to gradients, and to the optimizer's step."""
 
 from __future__ import annotations
 
@@ -8,34 +8,12 @@ from unittest import mock
 
 import torch
 
-from consistency.worker.faults.planting import Undo, cut_to_tf32, factor_beyond_rounding, instead
+from consistency.worker.faults.planting import Undo, factor_beyond_rounding, instead
 from consistency.worker.training import adamw
 
 Compute = Callable[..., torch.Tensor]
 
-_operator = instead("consistency.stages.operators.worker:compute")
 _gradient = instead("consistency.stages.gradient.worker:computed")
-
-
-@_operator
-def softmax_off(real: Compute, operation: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
-    found = real(operation, inputs)
-    return found * (1 + 1e-3) if operation.name == "softmax" else found
-
-
-@_operator
-def products_in_tf32(real: Compute, operation: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Take the operands of products in TF32, as a library does by an unexpected default."""
-    if operation.name == "matmul" and inputs[0].dtype == torch.float32:
-        inputs = [cut_to_tf32(tensor) for tensor in inputs]
-    return real(operation, inputs)
-
-
-@_operator
-def softmax_fails(real: Compute, operation: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
-    if operation.name == "softmax":
-        raise RuntimeError("a kernel of this device failed")
-    return real(operation, inputs)
 
 
 @instead("consistency.stages.gradient.worker:gradients_of")

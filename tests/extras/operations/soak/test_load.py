@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.worker.soak import load
-from consistency.worker.soak.load import busy
+from consistency.extras.operations.soak import load
+from consistency.extras.operations.soak.load import busy
 
 
 def test_products_are_made_and_counted() -> None:

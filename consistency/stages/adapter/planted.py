@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
+from consistency.worker.faults.adapted_model import in_adapted_model, own_parameters
 from consistency.worker.faults.planting import Install, changing, cut_to_tf32
-from consistency.worker.model.adapter_settings import tuner_layers
 
 Tensors = dict[str, torch.Tensor]
-
-in_adapted_model = changing("peft:PeftModel.from_pretrained")
 
 
 def _in_adapter_file(change: Callable[[Tensors], None], *, spared: int = 0) -> Install:
@@ -148,10 +146,3 @@ def double_scaling(model: Any) -> None:
 @in_adapted_model
 def inactive(model: Any) -> None:
     model.base_model.disable_adapter_layers()
-
-
-def own_parameters(model: Any) -> list[str]:
-    """Return the names of the parameters that belong to the adapter, in the order of the model."""
-    inside = [f"{path}.{name}." for path, layer in tuner_layers(model) for name in layer.adapter_layer_names]
-    inside.append("prompt_encoder.")
-    return [name for name, _ in model.named_parameters() if name.startswith(tuple(inside))]

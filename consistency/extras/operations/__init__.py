@@ -1,0 +1,1 @@
+"""Keeping watch: a run that repeats for hours."""

@@ -1,0 +1,49 @@
+"""The stage `forward` again, in a soak."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, END_TO_END
+from consistency.case import standard
+from consistency.stages.forward.worker import by_blocks, in_mode, row_of
+from consistency.worker.context import Context
+from consistency.worker.judging.again import inputs_again, is_moved
+from consistency.worker.ledger import Again, Ledger
+from consistency.worker.model import half_kernels
+from consistency.worker.model.float64_reference import Reference
+from consistency.worker.model.running import activations, tokens_of
+from consistency.worker.protocol import REFERENCE_FILE
+
+
+def forward(context: Context, ledger: Ledger) -> Again:
+    """Run the model again in every mode in which it ran, from end to end and by blocks."""
+    inputs = inputs_again(context)
+    moved = is_moved(context, inputs)
+    kernels = half_kernels.replacement(context.model, tokens_of(inputs))
+    modes = [
+        mode
+        for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED)
+        if ledger.has(standard.FORWARD, f"{mode}.{END_TO_END}")
+    ]
+    path = context.scratch / REFERENCE_FILE
+    reference = Reference.of(path) if path.exists() else None
+
+    def again() -> Iterator[None]:
+        for mode in modes:
+            with half_kernels.computing(kernels):
+                ends = in_mode(context.model, mode, functools.partial(activations, context.model, inputs))
+            for name, tensor in ends.items():
+                ledger.see((standard.FORWARD, name, f"{mode}.{END_TO_END}"), tensor, own=moved)
+            if reference is not None and ledger.has(standard.FORWARD, mode):
+                with half_kernels.computing(kernels):
+                    results, _ = in_mode(
+                        context.model, mode, functools.partial(by_blocks, context, inputs, mode, reference)
+                    )
+                for name, result in results.items():
+                    ledger.see((standard.FORWARD, *row_of(mode, name)), result, own=moved)
+                del results
+            yield
+
+    return again

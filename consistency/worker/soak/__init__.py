@@ -1,1 +1,0 @@
-"""The soak: after the stages of a case, compute the same again until the time is up, and compare the bits."""
