@@ -55,6 +55,11 @@ class Plugin(NamedTuple):
         Finders of a comparison, `module:NAME`, each a `consistency.comparison.findings.finder.Finder`.
     formats : tuple of str
         Formats of a report, `module:NAME`, each a `consistency.report.formats.Format`.
+    sections : tuple of str
+        Sections of a run's page, `module:NAME`, each a `consistency.report.page.section.Section`.
+    output_judges : tuple of str
+        What judges more by the outputs that the stage `forward` computes in float64, `module:NAME`, each a
+        `consistency.worker.judging.outputs.OutputJudge`.
     backends : tuple of str
         Types of devices, `module:NAME`, each a `consistency.devices.backend.Backend`.
     forms : tuple of str
@@ -72,6 +77,8 @@ class Plugin(NamedTuple):
     api: Mapping[str, str] = {}
     finders: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    output_judges: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     forms: tuple[str, ...] = ()
 

@@ -31,7 +31,7 @@ FEATURES = {
         "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet.py",
     ),
     "inference engines": (
-        "extras/serving", "worker/stages/engine_outputs", "workflows/engines.py", "comparison/findings/engines.py",
+        "extras/serving", "worker/stages/engine_outputs", "workflows/engines.py", "extras/serving/engine_outputs/findings.py",
     ),
     "history and baseline": (
         "comparison/history", "report/history.py",
@@ -41,7 +41,7 @@ FEATURES = {
     "bisecting": ("workflows/bisect.py", "cli/commands/bisect.py"),
     "soak": ("worker/soak",),
     "training alone": ("worker/stages/trajectory", "worker/faults/trajectory.py"),
-    "findings of groups and texts": ("comparison/findings/ranks.py", "comparison/findings/generated_texts.py"),
+    "findings of groups and texts": ("extras/training/findings.py", "extras/serving/generation/findings.py"),
     "wrappers": ("extras/peft_api",),
     "texts of engines": ("extras/serving/check_text",),
     "files of weights": ("extras/merging",),

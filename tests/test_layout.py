@@ -164,12 +164,12 @@ def test_stages_are_independent_of_each_other_in_the_contract() -> None:
 
 EXTRAS = {
     "serving": (
-        "capture/engine_causes.py", "case/engine_file.py", "case/inference", "comparison/findings/engines.py",
-        "comparison/findings/generated_texts.py", "comparison/model_or_device.py", "worker/faults/generation.py",
+        "capture/engine_causes.py", "case/engine_file.py", "case/inference", "extras/serving/engine_outputs/findings.py",
+        "extras/serving/generation/findings.py", "comparison/model_or_device.py", "worker/faults/generation.py",
         "worker/stages/engine_outputs", "worker/stages/generation", "workflows/engines.py",
     ),
     "training": (
-        "comparison/findings/ranks.py", "comparison/findings/training.py", "report/page/trajectories.py",
+        "extras/training/findings.py", "extras/training/trajectory/findings.py", "extras/training/trajectory/page.py",
         "worker/faults/collectives.py", "worker/faults/ranks.py", "worker/faults/trajectory.py", "worker/ranks",
         "worker/stages/collectives", "extras/training/group_stage.py", "worker/stages/replicas", "worker/stages/shards",
         "extras/training/step_judging.py", "extras/training/parts_judging.py", "worker/stages/tensor_parallel",

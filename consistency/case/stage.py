@@ -86,6 +86,11 @@ class StageSpec:
     needs_adapter: bool = False
     levels: tuple[Level, ...] = EVERY_LEVEL
     """That run it without being asked."""
+    on_base: bool = False
+    """Whether it runs on the base alone, before the adapter is loaded."""
+    after_adapter: str = ""
+    """`module:function` that looks again once the adapter is loaded: takes a `Context`, and the digests of what loading
+    it changed in the base, by name."""
     option: str = ""
     """Field of `Options` that asks for it; empty where `--stages` and the level alone do."""
     feeds_inputs: bool = False

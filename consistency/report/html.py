@@ -20,6 +20,7 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
+from consistency import plugins
 from consistency.capture.version import __version__
 from consistency.capture.wording import and_more, shortened, size, some
 from consistency.case.load_path import is_alternative
@@ -34,9 +35,9 @@ from consistency.report.formats import View
 from consistency.report.layers import summary_lines
 from consistency.report.markdown import finding_as_markdown
 from consistency.report.marks import MARKS, VERDICT_MARKS, letter
-from consistency.report.page import cells, tables, trajectories
+from consistency.report.page import cells, tables
 from consistency.report.page.cells import KEY
-from consistency.report.page.rendering import page_environment, part
+from consistency.report.page.rendering import PACKAGE, page_environment, part
 from consistency.report.summary import Group, Row, all_groups
 from consistency.text import one_line
 
@@ -87,14 +88,33 @@ def as_html(found: Comparison | SuiteResult, view: View | None = None) -> str:
 
 
 @functools.cache
-def _template() -> jinja2.Template:
-    """Return the page's template, compiled once per process: that takes ten times as long as to render a small page."""
+def _template(name: str = "template.html", package: str = PACKAGE) -> jinja2.Template:
+    """Return a template, compiled once per process: that takes ten times as long as to render a small page."""
+    return _environment().from_string(part(name, package))
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """Return the environment of the page and its sections."""
     environment = page_environment()
     environment.filters.update(letter=letter, link=urllib.parse.quote, shortened=shortened, size=size, some=some)
     environment.filters["reference_first"] = lambda names, reference: sorted(names, key=lambda name: name != reference)
     environment.filters["shown"] = lambda rows: [row for row in rows if not _is_folded(rows, row)]
     environment.filters["folded"] = lambda rows: [row for row in rows if _is_folded(rows, row)]
-    return environment.from_string(part("template.html"))
+    return environment
+
+
+def _sections(comparison: Comparison) -> Iterator[Markup]:
+    """Yield the sections of plug-ins; one of another distribution that fails costs itself alone."""
+    for reference, section in plugins.offered("sections"):
+        try:
+            values = section.values(comparison)
+            if values:
+                yield Markup(_template(section.template, section.package).render(values))
+        except Exception as error:
+            if plugins.is_own(reference):
+                raise
+            plugins.note_failure(f"the section {reference}", error)
 
 
 def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
@@ -111,12 +131,6 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
         "agreement": parted,
         "bits": tables.bits(comparison.tensors),
         "cell_status": cell_status,
-        "chart": {
-            "width": trajectories.WIDTH,
-            "height": trajectories.HEIGHT,
-            "left": trajectories.LEFT,
-            "right": trajectories.RIGHT,
-        },
         "copies": copies,
         "data": Markup(_data(comparison, layers, by_load_path)),  # escaped for a script element, which is not HTML
         "environments": tables.environments(comparison.workers),
@@ -127,10 +141,9 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
         "most_classes": _MOST_CLASSES,
         "ratios": tables.ratios(comparison.tensors),
         "reference": comparison.reference,
+        "sections": [*_sections(comparison)],
         "several_paths": sum(not is_alternative(path) for path in comparison.load_paths) > 1,
         "shortened": any(column.stands_for != 1 for some in by_load_path.values() for column in some),
-        "texts": tables.texts(comparison.tensors),
-        "trainings": trajectories.trainings(comparison.tensors),
         "ways_left_out": ways_left_out,
         "workers": tables.workers(comparison),
         "worst_layers": [text for _, text in worst[:_MOST_WORST]],

@@ -22,12 +22,11 @@ from consistency.capture.writer import write_json
 from consistency.case import standard
 from consistency.case.load_path import LoadPath
 from consistency.case.stage import Model, Stage, StageSpec
-from consistency.case.stages import SPECS, run_order
+from consistency.case.stages import run_order
 from consistency.devices.interface import register
 from consistency.errors import UsageError
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.words import Word
-from consistency.stages.base import worker as base
 from consistency.worker import determinism, environment
 from consistency.worker.bound_kernels import BOUND, choose_by_device
 from consistency.worker.context import AfterStages, Context, Machine
@@ -94,7 +93,7 @@ class Session:
             for number, spec in enumerate(specs):
                 if spec.model is not Model.UNUSED and case.needs_model and context is None and not self._left:
                     context = self._loaded(machine, specs)
-                if spec.stage == standard.BASE and spec.stage in self._begun:
+                if spec.on_base and spec.stage in self._begun:
                     continue  # it has run between loading the base and loading the adapter
                 if spec.model is not Model.UNUSED and self._left:
                     record_blocked(record, spec, self._left, raised=self._left)
@@ -203,9 +202,9 @@ class Session:
             initial={},
             rewritten=frozenset(),
         )
-        checks_base = SPECS[standard.BASE] in specs
-        if checks_base:
-            self._run(SPECS[standard.BASE], context)
+        for spec in specs:
+            if spec.on_base:
+                self._run(spec, context)
         if case.adapter is not None or self._structure is not None:
             others = loaded.on_device(loaded.tensors.keys() - context.digests.keys())
             context.digests.update({name: digest(tensor) for name, tensor in others})  # no tensor stays in this frame
@@ -232,8 +231,9 @@ class Session:
         self._check("load adapter")
         self._begin("base, after the adapter")
         changed = context.changed_base()
-        if checks_base:
-            base.look_again(context, changed)
+        for spec in specs:
+            if spec.after_adapter:
+                pkgutil.resolve_name(spec.after_adapter)(context, changed)
         self._check("base, after the adapter")
         adapted = dataclasses.replace(
             context,

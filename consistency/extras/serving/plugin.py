@@ -6,12 +6,16 @@ from consistency.plugins import Plugin
 
 _CHECK_TEXT = "consistency.extras.serving.check_text"
 _GENERATION = "consistency.extras.serving.generation"
+_ENGINE_OUTPUTS = "consistency.extras.serving.engine_outputs"
 _ENGINES = "consistency.extras.serving.engines"
 
 PLUGIN = Plugin(
     name="serving",
     stages=(f"{_GENERATION}.spec:SPEC",),
     faults=(f"{_GENERATION}.faults:ROWS",),
+    finders=(f"{_GENERATION}.findings:UNDECIDED_TEXTS", f"{_ENGINE_OUTPUTS}.findings:ENGINES"),
+    sections=(f"{_GENERATION}.page:SECTION",),
+    output_judges=(f"{_ENGINE_OUTPUTS}.judging:JUDGE",),
     commands={
         "inputs": f"{_ENGINES}.command",
         "engine": f"{_ENGINES}.command",

@@ -10,6 +10,8 @@ from markupsafe import Markup
 from consistency.capture.wording import and_more
 from consistency.text import one_line
 
+PACKAGE = __package__
+
 
 def page_environment() -> jinja2.Environment:
     """Return the environment in which every page is rendered."""
@@ -22,7 +24,7 @@ def page_environment() -> jinja2.Environment:
     return environment
 
 
-def part(name: str, package: str = "consistency.report.page") -> str:
+def part(name: str, package: str = PACKAGE) -> str:
     """Return a template, a style sheet or a script of a page."""
     return (importlib.resources.files(package) / name).read_text(encoding="utf-8")
 

@@ -16,4 +16,6 @@ SPEC = StageSpec(
     again="consistency.stages.base.again:base",
     items="consistency.pytest_plugin.item_names:base_items",
     adapters=Adapters.NONE,
+    on_base=True,
+    after_adapter="consistency.stages.base.worker:look_again",
 )

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from consistency import plugins
 from consistency.capture.names import ADAPTER_MERGED as MERGED
 from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
@@ -60,6 +61,7 @@ from consistency.worker.judging.block_rule import (
     rows_of,
     spreads,
 )
+from consistency.worker.judging.outputs import OutputJudge, Outputs
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import (
     BlockBegan,
@@ -107,7 +109,7 @@ class Exact:
     ends : dict
         Outputs from end to end.
     ends_drawn : dict of str to list of dict
-        The same of passes with noise, by mode, where engines are judged by them.
+        The same of passes with noise, by mode, where more is judged by them.
     failures : dict of str to str
         Why a mode has none.
     """
@@ -146,7 +148,7 @@ def run(context: Context) -> None:
             ends = {mode: in_mode(twin, mode, functools.partial(activations, twin, inputs)) for mode in ends}
         again = functools.partial(exact.track.other, f"{ON}.{END_TO_END}")
         record_merge_effect(context, twin, inputs, computed=ends, refused=refused, exact=exact.ends, again=again)
-        _engines(context, twin, inputs, exact)
+        _judge_more(context, twin, inputs, exact)
 
 
 def _run_ends(context: Context, inputs: Activations) -> tuple[dict[str, Activations], dict[str, str]]:
@@ -314,7 +316,7 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
     case, exact = context.job.case, Exact(track=Track(_decisions(context)))
     modes = _modes(context)
     # of a large model one sequence shows how far the outputs are from float64
-    is_whole = len(_by_blocks(context, model)) == len(modes) or bool(case.engine_outputs)
+    is_whole = len(_by_blocks(context, model)) == len(modes) or bool(_output_judges(context))
     of_ends = inputs if is_whole else first_sequences(inputs, 1)
     found: dict[str, dict[str, Any]] = {}
     for done, mode in enumerate(modes):
@@ -408,13 +410,13 @@ def _draw(
     truth = _of_mode(exact.results, _exact(mode))
     counts = [rows_of(tensor) for tensor in truth.values() if tensor.is_floating_point()]
     drawn = draw(context, model, compute, passes_for(model, tokens_of(inputs), counts), named=named)
-    if context.job.case.engine_outputs:
+    if _output_judges(context):
         _draw_ends(context, model, inputs, mode, exact)
     return {title: [one.get for one in several] for title, several in drawn.items()}
 
 
 def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact) -> None:
-    """Compute the outputs from end to end with noise: engines give no others."""
+    """Compute the outputs from end to end with noise, for what judges by them."""
     known = exact.ends.get(f"{_exact(mode)}::{OUTPUT}")
     if known is not None:
         run = functools.partial(in_mode, model, mode, functools.partial(activations, model, inputs))
@@ -431,20 +433,25 @@ def _is_read(stages: Iterable[Stage]) -> bool:
     return any(standard.FORWARD in (*SPECS[stage].by, *SPECS[stage].reads) for stage in stages)
 
 
-def _engines(context: Context, model: torch.nn.Module, inputs: Activations, exact: Exact) -> None:
-    if not context.job.case.engine_outputs:
-        return
-    from consistency.extras.serving.engine_outputs.judging import Forward, judge_engines
+def _output_judges(context: Context) -> list[OutputJudge]:
+    """Return what judges more by the outputs of this case."""
+    judges: Iterable[OutputJudge] = (judge for _, judge in plugins.offered("output_judges"))
+    return [judge for judge in judges if judge.is_asked(context.job.case)]
 
+
+def _judge_more(context: Context, model: torch.nn.Module, inputs: Activations, exact: Exact) -> None:
+    """Let plug-ins judge by the outputs what they judge."""
+    judges = _output_judges(context)
+    if not judges:
+        return
     ends = {mode: exact.ends[f"{mode}::{OUTPUT}"] for mode in (ON, OFF) if f"{mode}::{OUTPUT}" in exact.ends}
     drawn = {mode: [one[OUTPUT] for one in passes] for mode, passes in exact.ends_drawn.items()}
-    judge_engines(
-        context,
-        Forward(
-            model=model, inputs=inputs, drawn=drawn, failures=exact.failures, exact=ends,
-            again=functools.partial(exact.track.other, f"{ON}.{END_TO_END}"),
-        ),
+    outputs = Outputs(
+        model=model, inputs=inputs, drawn=drawn, failures=exact.failures, exact=ends,
+        again=functools.partial(exact.track.other, f"{ON}.{END_TO_END}"),
     )  # fmt: skip
+    for judge in judges:
+        judge.judge(context, outputs)
 
 
 def _decisions(context: Context) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from consistency.extras.serving.engine_outputs.passes import Passes
 from consistency.extras.serving.engine_outputs.view import View
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import exact_chunks
-from consistency.numerics.decisions import Watch
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
@@ -38,27 +37,14 @@ from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError, Rule, judge_relative, passes, relative_allowance
 from consistency.worker.context import Context
 from consistency.worker.cpu_error import rounding_error
+from consistency.worker.judging import outputs as outputs_of_forward
+from consistency.worker.judging.outputs import OutputJudge
 from consistency.worker.model.inputs import digest_of
-from consistency.worker.model.running import Activations, model_code
+from consistency.worker.model.running import model_code
 from consistency.worker.recorder import Recorder, Skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forward:
-    """What the stage `forward` has computed on the CPU."""
-
-    model: torch.nn.Module
-    inputs: Activations
-    drawn: Mapping[str, Sequence[torch.Tensor]]
-    """The logits of passes with noise in the tested dtype, by mode."""
-    exact: Mapping[str, torch.Tensor]
-    """Those in float64; a merged adapter has those of one that is not."""
-    failures: Mapping[str, str]
-    """Why a mode has none."""
-    again: Callable[[], Watch | None]
-
-
-def judge_engines(context: Context, forward: Forward) -> None:
+def judge_engines(context: Context, forward: outputs_of_forward.Outputs) -> None:
     """Judge the files of the case, and leave a worker's records of each.
 
     Raises
@@ -99,7 +85,11 @@ def _info(one: EngineFile, outputs: Outputs, elapsed_s: float) -> WorkerInfo:
 
 
 def _judge(
-    context: Context, forward: Forward, outputs: Outputs, record: Recorder, passes: dict[tuple[int, ...], Passes]
+    context: Context,
+    forward: outputs_of_forward.Outputs,
+    outputs: Outputs,
+    record: Recorder,
+    passes: dict[tuple[int, ...], Passes],
 ) -> None:
     if outputs.about.case.inputs != digest_of(forward.inputs):
         refuse(
@@ -134,7 +124,7 @@ class _Engine:
     """One engine, mode by mode; `passes` are those of all engines, by the rows of their inputs."""
 
     context: Context
-    forward: Forward
+    forward: outputs_of_forward.Outputs
     view: View
     record: Recorder
     passes: dict[tuple[int, ...], Passes]
@@ -319,3 +309,6 @@ def record_batches(
 
 def _place(name: str) -> str:
     return "alone" if batch_size(name) == 1 else f"{name.rpartition('.')[2]} in a batch of {batch_size(name)}"
+
+
+JUDGE = OutputJudge(is_asked=lambda case: bool(case.engine_outputs), judge=judge_engines)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
+from consistency.extras.training.trajectory.page import BOTTOM, HEIGHT, MOST_LINES, TOP, trainings
 from consistency.report.html import as_html
-from consistency.report.page.trajectories import BOTTOM, HEIGHT, MOST_LINES, TOP, trainings
 from tests.report.made_comparisons import comparison
 
 STEPS = 12

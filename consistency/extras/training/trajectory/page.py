@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from consistency.capture.wording import some
-from consistency.comparison.findings.training import CURVE, first_steps
-from consistency.comparison.result import TensorComparison
+from consistency.comparison.result import Comparison, TensorComparison
+from consistency.extras.training.trajectory.findings import CURVE, first_steps
 from consistency.extras.training.trajectory.spec import TRAJECTORY
+from consistency.report.page.section import Section, numbers
 
 MOST_LINES = 6
 """Each has a stroke of its own."""
@@ -82,14 +83,6 @@ def trainings(tensors: Sequence[TensorComparison]) -> Trainings | None:
         reasons=tuple(dict.fromkeys(row.reason for row in found if row.reason)),
         left_out=len(found) - len(shown),
     )
-
-
-def numbers(curve: Mapping[str, Any], figure: str) -> list[float | None]:
-    """Return a figure of every step; what is no finite number is None, for a capture may come from a stranger."""
-    values = curve.get(figure)
-    if not isinstance(values, (list, tuple)):
-        return []
-    return [float(v) if isinstance(v, (int, float)) and math.isfinite(v) else None for v in values]
 
 
 def _is_known(curve: Mapping[str, Any], figure: str) -> bool:
@@ -190,3 +183,12 @@ def _row(curves: Sequence[Mapping[str, Any]], step: int) -> tuple[str, ...]:
 
 def _short(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
+
+
+def _values(comparison: Comparison) -> dict[str, Any]:
+    found = trainings(comparison.tensors)
+    size = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT}
+    return {} if found is None else {"trainings": found, "chart_size": size}
+
+
+SECTION = Section(package=__package__, template="trainings.html", values=_values)

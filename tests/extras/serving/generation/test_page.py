@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from consistency.comparison.result import Outcome, TensorComparison
+from consistency.extras.serving.generation.page import texts
 from consistency.report.html import as_html
-from consistency.report.page.tables import texts
 from consistency.report.redaction import redaction_of
 from tests.report.made_comparisons import comparison
 

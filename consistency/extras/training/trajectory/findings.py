@@ -189,12 +189,6 @@ def _range(values: Sequence[float], spec: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-FINDERS = (
-    Finder(
-        name="trajectories",
-        phase=Phase.STAGES,
-        position=4,
-        find=find_trajectories,
-        without_own=without_trajectories,
-    ),
+TRAJECTORIES = Finder(
+    name="trajectories", phase=Phase.STAGES, position=4, find=find_trajectories, without_own=without_trajectories
 )

@@ -34,4 +34,4 @@ def find_undecided_texts(evidence: ComparisonEvidence) -> Iterator[Finding]:
         )
 
 
-FINDERS = (Finder(name="undecided texts", phase=Phase.STAGES, position=3, find=find_undecided_texts),)
+UNDECIDED_TEXTS = Finder(name="undecided texts", phase=Phase.STAGES, position=3, find=find_undecided_texts)

@@ -105,4 +105,4 @@ def _library(evidence: dict[str, object]) -> str:
     return ", ".join([" ".join(named), *chosen])
 
 
-FINDERS = (Finder(name="ranks", phase=Phase.STAGES, position=2, find=find_ranks),)
+RANKS = Finder(name="ranks", phase=Phase.STAGES, position=2, find=find_ranks)

@@ -202,4 +202,4 @@ def _again(engine: ComparedWorker, wrong: _Rows) -> str | None:
     return f"{inputs}, and let the engine write {shlex.quote(path)} again"
 
 
-FINDERS = (Finder(name="engines", phase=Phase.CAUSES, position=2, find=find_engines, without_own=of_devices),)
+ENGINES = Finder(name="engines", phase=Phase.CAUSES, position=2, find=find_engines, without_own=of_devices)
