@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from consistency.case.budget.costs import LEAST_PASSES
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.devices.backends import BACKENDS, CPU
@@ -28,7 +29,6 @@ from consistency.extras.serving.generation.text import _gaps, _two_largest, chan
 from consistency.numerics.error_spread import Spread
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.cpu_error import with_noise
-from consistency.worker.judging.block_rule import LEAST_PASSES
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import load_model
 from consistency.worker.model.running import activations

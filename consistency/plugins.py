@@ -45,8 +45,9 @@ class Plugin(NamedTuple):
     statements : mapping of str to str
         What a report says in the place of a run's verdict, `module:function`, by the name of what was compared: the
         only load path of its rows. The function takes a `Comparison` and returns a `Statement`.
-    after_stages : tuple of str
-        What a worker does after its stages, `module:function`; it takes a `consistency.worker.context.AfterStages`.
+    final_steps : tuple of str
+        What a worker does after its stages, `module:NAME`, each a `consistency.case.final_step.FinalStep`; no torch
+        there.
     faults : tuple of str
         Rows of planted faults, `module:ROWS`, which the drill finds (`consistency.worker.faults.fault`).
     api : mapping of str to str
@@ -72,7 +73,7 @@ class Plugin(NamedTuple):
     stages: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     statements: Mapping[str, str] = {}
-    after_stages: tuple[str, ...] = ()
+    final_steps: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     api: Mapping[str, str] = {}
     finders: tuple[str, ...] = ()

@@ -32,10 +32,7 @@ from consistency.numerics.dtype import name_of
 from consistency.numerics.kernels import device_digest, numpy_digest, triton_digest, trust
 from consistency.numerics.kernels.compiled import DIGEST
 from consistency.numerics.kernels.numpy_digest import ROW_BYTES, sum_short_row, weights_of_row
-
-_GPU_CHUNK_ROWS = 2048
-"""Rows of 16 MiB, of which three arrays are alive on an accelerator: the kernels outlast their launches (some 5 µs at 3
-TB/s), and a device that holds little besides one layer has room for them."""
+from consistency.numerics.sizes import GPU_CHUNK_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +110,7 @@ def _rows_on_device(raw: torch.Tensor) -> np.ndarray:
     if settle is not None:
         settle(raw.device)
     if raw.numel() >= ROW_BYTES and not device_digest.is_proven(*_weights_on(raw.device)):
-        return np.concatenate([_rows_on_cpu(part.cpu().numpy()) for part in raw.split(_GPU_CHUNK_ROWS * ROW_BYTES)])
+        return np.concatenate([_rows_on_cpu(part.cpu().numpy()) for part in raw.split(GPU_CHUNK_ROWS * ROW_BYTES)])
     whole = raw.numel() // ROW_BYTES * ROW_BYTES
     found = [_sum_rows(raw[:whole])] if whole else []
     if raw.numel() > whole:
@@ -130,7 +127,7 @@ def _sum_rows(raw: torch.Tensor) -> np.ndarray:
         if fused is not None:
             return fused.cpu().numpy()
     sums = []
-    for part in raw.split(_GPU_CHUNK_ROWS * ROW_BYTES):
+    for part in raw.split(GPU_CHUNK_ROWS * ROW_BYTES):
         words = part.clone() if misaligned else part
         sums.append(device_digest.sums(words.view(torch.int64), w, v))
     return torch.cat(sums).cpu().numpy()

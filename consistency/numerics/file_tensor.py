@@ -14,8 +14,7 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import _disable_current_modes
 
-PART = 1 << 20
-"""Elements of a part, 8 MiB of float64. Reading takes about 1 ms then, and opening a file 0.1 ms."""
+from consistency.numerics import sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,7 @@ Elements = Callable[[slice], torch.Tensor]
 def read_tensor(path: Path, name: str) -> Readable:
     """Return a tensor of a file, mapped as a whole if it is no larger than a part."""
     tensor = _read(path, name)
-    if tensor.numel() <= PART:
+    if tensor.numel() <= sizes.PART:
         return tensor
     return FileTensor(path=path, name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
@@ -69,5 +68,5 @@ def elements_of(tensor: Readable) -> Elements:
 
 def parts_of(start: int, stop: int) -> Iterator[slice]:
     """Yield the parts of a range of elements."""
-    for first in range(start, stop, PART):
-        yield slice(first, min(stop, first + PART))
+    for first in range(start, stop, sizes.PART):
+        yield slice(first, min(stop, first + sizes.PART))

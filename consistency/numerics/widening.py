@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 
-PART_BYTES = 1 << 24
-"""Size of the buffer.
-
-Measured on one core, float64 products of 32 rows with a weight of 5632 x 2048 in bfloat16: from 8 MiB on no slower than
-with larger ones; with 2 MiB a product with its transpose takes twice as long.
-"""
+from consistency.numerics import sizes
 
 _LARGE = 1 << 16
 """Elements from which a matrix is widened into the buffer; smaller ones get memory of their own, which is reused."""
@@ -63,7 +58,7 @@ class Widening:
             return None
         *added, left = map(self.of, args[:place])
         rows, columns = weight.shape
-        step = max(1, PART_BYTES // (rows * self._dtype.itemsize))
+        step = max(1, sizes.PART_BYTES // (rows * self._dtype.itemsize))
         found: torch.Tensor = left.new_empty(left.shape[0], columns)
         for start in range(0, columns, step):
             part = slice(start, start + step)
@@ -74,7 +69,7 @@ class Widening:
     def _buffered(self, part: torch.Tensor) -> torch.Tensor:
         """Widen a matrix into the buffer, in the order in which its elements are in memory."""
         if self._buffer is None or self._buffer.numel() < part.numel():
-            self._buffer = torch.empty(max(part.numel(), PART_BYTES // self._dtype.itemsize), dtype=self._dtype)
+            self._buffer = torch.empty(max(part.numel(), sizes.PART_BYTES // self._dtype.itemsize), dtype=self._dtype)
         transposed = part.stride(0) == 1
         source = part.t() if transposed else part
         wide = self._buffer[: part.numel()].view(source.shape).copy_(source)

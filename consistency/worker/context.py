@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -92,7 +91,7 @@ class Context(Machine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AfterStages:
-    """What a plug-in is given that goes on after the stages (`consistency.plugins.Plugin.after_stages`)."""
+    """What a plug-in is given that goes on after the stages (`consistency.case.final_step`)."""
 
     context: Machine
     """A `Context` where a model is loaded."""
@@ -101,8 +100,6 @@ class AfterStages:
     device_uuid: str | None
     update: Callable[..., None]
     """Change fields of the worker's state, by name, and write it."""
-    step: Callable[[str], AbstractContextManager[None]]
-    """Count what is done inside as a step of the worker: its time, its memory, and the settings that it changed."""
 
 
 INPUTS = "inputs"

@@ -6,8 +6,8 @@ import dataclasses
 import gc
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import torch
 
-from consistency import plugins
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
 from consistency.capture.writer import write_json
 from consistency.case import standard
+from consistency.case.budget.estimate import final_steps
 from consistency.case.load_path import LoadPath
 from consistency.case.stage import Model, Stage, StageSpec
 from consistency.case.stages import run_order
@@ -172,16 +172,12 @@ class Session:
         """Do what plug-ins do after the stages."""
         after = AfterStages(
             context=context, specs=specs, device_uuid=self._state.environment.get("device_uuid"),
-            update=self._update, step=self._step,
+            update=self._update,
         )  # fmt: skip
-        for _, go_on in plugins.offered("after_stages"):
-            go_on(after)
-
-    @contextmanager
-    def _step(self, name: str) -> Iterator[None]:
-        self._begin(name)
-        yield
-        self._check(name)
+        for step in final_steps(self._job.case).values():
+            self._begin(step.name)
+            pkgutil.resolve_name(step.run)(after)
+            self._check(step.name)
 
     def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:
         """Load base and adapter; the stage `base` runs in between."""

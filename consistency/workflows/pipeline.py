@@ -109,7 +109,7 @@ def plan_of(case: Case, options: Options) -> Plan:
 def plan_within(budget: Budget, options: Options, devices: tuple[DeviceInfo, ...]) -> Plan:
     """Return the plan of a case that fits, on these devices."""
     limits = Limits(timeout_s=options.timeout, stall_s=options.stall, threads=options.threads, at_once=budget.at_once)
-    stages = {worker.worker: worker.shares(budget.case.soak_s) for worker in budget.workers}
+    stages = {worker.worker: worker.shares(budget.case) for worker in budget.workers}
     return Plan(case=budget.case, devices=devices, limits=limits, stages=stages)
 
 

@@ -94,7 +94,7 @@ def test_the_digest_of_a_format_never_changes() -> None:
 @pytest.mark.parametrize("offset", [0, 1, 4])
 @pytest.mark.parametrize("count", [5, 8, ROW_BYTES - 4, ROW_BYTES, 3 * ROW_BYTES + 21, 2 * BLOCK_BYTES + ROW_BYTES])
 def test_the_path_of_other_devices_gives_the_same(count: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_module, "_GPU_CHUNK_ROWS", 8)
+    monkeypatch.setattr(digest_module, "GPU_CHUNK_ROWS", 8)
     raw = from_bytes(random_bytes(count + offset))[offset:]
     assert np.array_equal(_rows_on_device(raw), _rows_on_cpu(raw.numpy()))
 

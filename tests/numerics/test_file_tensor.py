@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from consistency.numerics import file_tensor
+from consistency.numerics import sizes
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import CHUNK, exact_chunks
 from consistency.numerics.error import measure_against_exact
@@ -25,7 +25,7 @@ SHAPE = (3, 50, 2 * CHUNK // 10)
 
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, torch.Tensor, FileTensor, FileTensor]:
-    monkeypatch.setattr(file_tensor, "PART", 2 * CHUNK)
+    monkeypatch.setattr(sizes, "PART", 2 * CHUNK)
     exact = torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     actual = exact.float()
     actual[2, 7, 5] += 1
@@ -81,7 +81,7 @@ def test_no_more_is_resident_than_the_parts_in_use(tmp_path: Path) -> None:
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    part = (4 + 8 + 8) * file_tensor.PART  # of both, and the errors
+    part = (4 + 8 + 8) * sizes.PART  # of both, and the errors
     for name, (in_parts, whole) in json.loads(done.stdout).items():
         assert in_parts < 2 * part, (name, in_parts)
         assert whole > 90 * 2**20, f"{name}: both have 96 MiB"
@@ -91,11 +91,11 @@ PEAKS = """
 import json, sys
 from pathlib import Path
 import torch
-from consistency.numerics import file_tensor, independent_errors
+from consistency.numerics import file_tensor, independent_errors, sizes
 from consistency.numerics.error import measure_against_exact
 
 torch.set_num_threads(1)
-independent_errors._ELEMENTS_AT_ONCE = file_tensor.PART
+independent_errors._ELEMENTS_AT_ONCE = sizes.PART
 files = [file_tensor.read_tensor(Path(sys.argv[1]), name) for name in ("actual", "exact")]
 
 def high_water():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consistency.numerics import widening
+from consistency.numerics import sizes, widening
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rounded_products import RoundedProducts
 from consistency.numerics.widening import Widening
@@ -18,7 +18,7 @@ def made(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.T
 @pytest.fixture
 def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the buffer hold few columns."""
-    monkeypatch.setattr(widening, "PART_BYTES", 8 * 300 * 64)
+    monkeypatch.setattr(sizes, "PART_BYTES", 8 * 300 * 64)
     monkeypatch.setattr(widening, "_LARGE", 1)
 
 
@@ -47,7 +47,7 @@ def test_the_buffer_holds_no_more_than_its_size() -> None:
         assert found is not None
         assert found.shape == (2, columns)
     assert wide._buffer is not None
-    assert wide._buffer.nbytes <= max(widening.PART_BYTES, 8 * 20_000), "one column at least"
+    assert wide._buffer.nbytes <= max(sizes.PART_BYTES, 8 * 20_000), "one column at least"
 
 
 def test_what_is_no_large_narrow_product_is_left_to_others() -> None:

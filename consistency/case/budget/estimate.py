@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from consistency import plugins
 from consistency.case import standard
 from consistency.case.budget.costs import (
     ACCELERATOR_PROCESS_BYTES,
     LIBRARY_BYTES,
-    LOAD_BYTES,
-    LOAD_SHARE,
-    LOAD_SIDE,
     PROCESS_BYTES,
     Cost,
     Setting,
@@ -24,15 +23,13 @@ from consistency.case.budget.costs import (
 )
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case
+from consistency.case.final_step import FinalStep
 from consistency.case.stage import Stage
 from consistency.case.stages import SPECS, run_order
 from consistency.devices.spec import DeviceSpec
 
 START = "start"
 """Name of the step before the first stage."""
-
-SOAK = "soak"
-"""Name of the step after the last stage that repeats them (`--for`)."""
 
 WEIGHT_OF_THE_START = 4.0
 """As a stage's `weight`: to import the libraries."""
@@ -102,19 +99,22 @@ class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
     kept_bytes: int = 0
     """Of files in the scratch folder that stay for the other workers of the case."""
 
-    def shares(self, soak_s: float | None) -> list[tuple[str, float]]:
+    def shares(self, case: Case) -> list[tuple[str, float]]:
         """Return each stage with its share of the worker's time, by nominal weights: for the progress."""
-        weights = [_weight(one.stage, soak_s) for one in self.stages]
+        later = final_steps(case)
+        weights = [later[one.stage].seconds(case) if one.stage in later else _weight(one.stage) for one in self.stages]
         return [(one.stage, weight / sum(weights)) for one, weight in zip(self.stages, weights, strict=True)]
 
 
-def _weight(step: str, soak_s: float | None) -> float:
+def final_steps(case: Case) -> dict[str, FinalStep]:
+    """Return what a worker of a case does after its stages, by name."""
+    steps: Iterable[FinalStep] = (step for _, step in plugins.offered("final_steps"))
+    return {step.name: step for step in steps if step.is_asked(case)}
+
+
+def _weight(step: str) -> float:
     """Return the nominal weight of a stage, or of a step of loading."""
-    if step == SOAK:
-        return soak_s or 0.0
-    if step == START:
-        return WEIGHT_OF_THE_START
-    return SPECS[Stage(step)].weight
+    return WEIGHT_OF_THE_START if step == START else SPECS[Stage(step)].weight
 
 
 def estimate_worker(case: Case, shape: Shape, worker: PlannedWorker, *, offloads: bool = False) -> WorkerEstimate:
@@ -122,10 +122,10 @@ def estimate_worker(case: Case, shape: Shape, worker: PlannedWorker, *, offloads
     setting = Setting(shape=shape, case=case, on_device=worker.on_device, makes_reference=worker.makes_reference)
     costs = list(_costs(case, setting, worker))
     stages = list(_stages(costs, setting, worker, offloads=offloads))
-    if case.soak_s is not None:
-        repeated = [stage for stage in stages if stage.stage in SPECS and SPECS[Stage(stage.stage)].again]
-        if repeated:
-            stages.append(soak(repeated, case, worker))
+    for step in final_steps(case).values():
+        further: StageEstimate | None = pkgutil.resolve_name(step.estimate)(stages, case, worker)
+        if further is not None:
+            stages.append(further)
     return WorkerEstimate(
         worker=worker.label,
         makes_reference=worker.makes_reference,
@@ -200,27 +200,6 @@ def _stages(
             rewritten = min(shape.mapped_bytes, sum(layer.elements for layer in shape.layers) * shape.width)
             mapped -= rewritten
             private += rewritten
-
-
-def soak(repeated: Sequence[StageEstimate], case: Case, worker: PlannedWorker) -> StageEstimate:
-    """Return what repeating stages takes: their peaks, and the products of a load beside them."""
-    load_bytes, of_device = load_memory(worker) if case.load else (0, 0)
-    return StageEstimate(
-        stage=SOAK,
-        host_private_bytes=max(stage.host_private_bytes for stage in repeated) + load_bytes,
-        host_mapped_bytes=max(stage.host_mapped_bytes for stage in repeated),
-        device_bytes=max(stage.device_bytes or 0 for stage in repeated) + of_device if worker.on_device else None,
-        scratch_bytes=max(stage.scratch_bytes for stage in repeated),
-    )
-
-
-def load_memory(worker: PlannedWorker) -> tuple[int, int]:
-    """Return what the products of `--load` take of the host and the device, at most."""
-    if not worker.on_device:
-        return LOAD_BYTES, 0
-    whole = 3 * 4 * LOAD_SIDE**2
-    of_device = whole if worker.device_memory_bytes is None else min(whole, worker.device_memory_bytes // LOAD_SHARE)
-    return 2 * of_device // 3 + of_device * worker.takes_from_host, of_device
 
 
 def together(workers: Sequence[WorkerEstimate]) -> tuple[int, int]:

@@ -6,4 +6,4 @@ from consistency.plugins import Plugin
 
 _SOAK = "consistency.extras.operations.soak"
 
-PLUGIN = Plugin(name="operations", faults=(f"{_SOAK}.faults:ROWS",), after_stages=(f"{_SOAK}.soaking:soak",))
+PLUGIN = Plugin(name="operations", faults=(f"{_SOAK}.faults:ROWS",), final_steps=(f"{_SOAK}.step:FINAL_STEP",))

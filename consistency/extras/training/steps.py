@@ -18,14 +18,12 @@ import torch
 
 from consistency.extras.training.ranks.group import Joined
 from consistency.extras.training.ranks.parts import held, part_of, put_together
+from consistency.extras.training.sizes import STEPS
 from consistency.numerics.file_tensor import Elements, Readable, elements_of, mapped
 from consistency.worker.model.running import outputs_by
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.training.adamw import optimizer_of
 from consistency.worker.training.backward import Tensors, go_back, of_outputs
-
-STEPS = 3
-"""With the second step the optimizer has moments, with the third these are used again."""
 
 OWN, SEEN, AVERAGED, UPDATED = "own", "seen", "averaged", "updated"
 """What there is of each step: a rank's own gradient; the whole parameter that the model computes with, where ranks hold

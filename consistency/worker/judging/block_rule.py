@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from consistency.capture.names import COMPUTED_AGAIN, DECISIONS, GIVEN, LIMITS, NOT_RECOMPUTED, OVERFLOWS, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted
+from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.errors import first_line
 from consistency.numerics.chunks import Chunks, exact_chunks
 from consistency.numerics.diagnosis import Diagnosis
@@ -34,10 +35,6 @@ from consistency.worker.model.float64_reference import Reference, given_name
 from consistency.worker.model.running import matrix_elements
 from consistency.worker.precision import products_of
 from consistency.worker.recorder import Kept, TraceWrong
-
-LEAST_PASSES, MOST_PASSES = 3, 8
-"""With noise. Three show how one row of one pass varies; more are for tensors of a few rows, one less is enough for
-large models, whose rows are wide."""
 
 ROWS = 32
 """Of all passes together, for which more are computed."""

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import torch
 
 from consistency.capture.names import ADAPTER_ON, GRADIENT, adapter_place
+from consistency.case.budget.costs import MOST_PASSES
 from consistency.devices.backends import CPU
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.exact import Float64Mode
 from consistency.worker.context import Context
 from consistency.worker.decisions.replay import Replay, deciding
 from consistency.worker.decisions.track import Track
-from consistency.worker.judging.block_rule import MOST_PASSES, draw, limits_of, named_factors, passes_for_sums, spreads
+from consistency.worker.judging.block_rule import draw, limits_of, named_factors, passes_for_sums, spreads
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_backward import Backward, Crossing, Sections, backward_by_blocks
 from consistency.worker.model.block_pass import BlockBegan, ResultPlace, no_listener, rounded

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from consistency.errors import CaptureError
-from consistency.numerics import file_tensor
+from consistency.numerics import sizes
 from consistency.numerics.digest import as_bytes
 from consistency.numerics.dtype import name_of
 from consistency.numerics.file_tensor import Readable, read_tensor
@@ -70,7 +70,7 @@ class TensorFile:
             return None
         dtype, shape = self._layout[name]
         elements = math.prod(shape)
-        if elements > file_tensor.PART or not elements:
+        if elements > sizes.PART or not elements:
             return read_tensor(self.path, name)
         # a file of thousands of tensors has a header that takes longer to read than a tensor
         raw = bytearray(os.pread(self._file, elements * dtype.itemsize, self._data + self._starts[name]))

@@ -11,20 +11,14 @@ import torch
 from safetensors import safe_open
 
 from consistency.case.adapter_fit import endings
+from consistency.case.budget.costs import WINDOW_BYTES
 from consistency.case.checkpoint import Checkpoint, TensorHeader, read_checkpoint
-
-MAPPED_BYTES = 64 * 2**20
-"""Bytes read through one mapping before another takes its place.
-
-A page that was read stays resident while it is mapped, so a single mapping would hold a second copy of the model in
-memory. Small compared with a model; large compared with the cost of opening a file, which parses its header.
-"""
 
 
 class WeightFiles:
     """Tensors of a folder's weight files, read one at a time and memory-mapped.
 
-    Unused pages are released: besides the tensors in use, `MAPPED_BYTES` stay resident. With `allow_pickle` a pickle is
+    Unused pages are released: besides the tensors in use, `WINDOW_BYTES` stay resident. With `allow_pickle` a pickle is
     read, with `weights_only=True`, where there is no safetensors file.
     """
 
@@ -75,7 +69,7 @@ class WeightFiles:
         if name in self._loaded:
             return self._loaded[name]
         file = self._checkpoint.tensors[name].file
-        if file not in self._open or self._bytes_read[file] > MAPPED_BYTES:
+        if file not in self._open or self._bytes_read[file] > WINDOW_BYTES:
             self._open[file] = safe_open(file, framework="pt", device="cpu")  # tensors in use keep the previous mapping
             self._bytes_read[file] = 0
         tensor = self._open[file].get_tensor(name)

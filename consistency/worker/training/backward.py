@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from consistency.case.budget.costs import TRAINING_PARTS
 from consistency.worker.model.inputs import SEED
 from consistency.worker.model.loading import ADAPTER_NAME
 
 Tensors = dict[str, torch.Tensor]
-
-PASSES = 4
-"""Parts of the batch, for as many steps or ranks."""
 
 
 def trained(model: Any, held: Mapping[str, object]) -> list[str]:
@@ -60,7 +58,7 @@ def parts_of(inputs: Tensors) -> list[Tensors]:
     count = 1
     if len(sizes) == 1 and () not in sizes:
         sequences = next(iter(sizes))[0]
-        count = min(PASSES, sequences)
+        count = min(TRAINING_PARTS, sequences)
     split = {name: torch.tensor_split(tensor, count) if count > 1 else [tensor] for name, tensor in inputs.items()}
     return [{name: parts[i] for name, parts in split.items()} for i in range(count)]
 

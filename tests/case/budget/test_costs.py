@@ -9,17 +9,7 @@ import pytest
 
 from consistency.case import standard
 from consistency.case.budget.costs import (
-    LOAD_BYTES,
-    LOAD_SHARE,
-    LOAD_SIDE,
-    NOISY_GRADIENTS,
-    NOISY_LARGE_GRADIENTS,
-    NOISY_PASSES,
-    PART_BYTES,
     RESULTS_OF_BLOCK,
-    TRAINING_PARTS,
-    TRAINING_STEPS,
-    WINDOW_BYTES,
     Setting,
     cost_of,
 )
@@ -102,23 +92,6 @@ def test_exact_results_of_blocks_stay(shape: Shape, modes: int) -> None:
     of_one = rows * ((RESULTS_OF_BLOCK * shape.blocks + 1) * (shape.hidden or 0) + (shape.vocabulary or 0)) * 8
     assert found.kept_bytes == modes * of_one
     assert functools.partial(cost_of, standard.FORWARD)(setting(makes_reference=False)).kept_bytes == 0
-
-
-def test_sizes_are_those_that_the_worker_uses() -> None:
-    from consistency.extras.operations.soak import load
-    from consistency.extras.training import steps
-    from consistency.numerics import widening
-    from consistency.worker.judging import block_rule
-    from consistency.worker.model import weight_files
-    from consistency.worker.training import backward
-
-    assert TRAINING_STEPS == steps.STEPS
-    assert TRAINING_PARTS == backward.PASSES
-    assert (NOISY_PASSES, NOISY_GRADIENTS) == (block_rule.LEAST_PASSES, block_rule.MOST_PASSES)
-    assert NOISY_LARGE_GRADIENTS == NOISY_GRADIENTS // 2
-    assert (WINDOW_BYTES, PART_BYTES) == (weight_files.MAPPED_BYTES, widening.PART_BYTES)
-    assert LOAD_BYTES == 3 * load._CPU_BATCH * load._CPU_SIDE**2 * 4
-    assert (LOAD_SIDE, LOAD_SHARE) == (load._LARGEST_SIDE, load._SHARE)
 
 
 def test_a_merge_in_float64_takes_three_arrays_of_the_largest_layer() -> None:

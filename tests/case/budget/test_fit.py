@@ -182,7 +182,7 @@ def test_a_soak_takes_what_it_repeats_and_has_the_share_of_its_time() -> None:
     (found,) = make_budget(SOAKED, planned("cpu"), available_bytes=None).workers
     assert found.stages[-1].stage == "soak"
     assert found.stages[-1].host_private_bytes == plain.host_private_bytes
-    *before, (_, of_soak) = found.shares(SOAKED.soak_s)
+    *before, (_, of_soak) = found.shares(SOAKED)
     assert of_soak == 7200 / (
         7200 + sum(WEIGHT_OF_THE_START if name == START else SPECS[Stage(name)].weight for name, _ in before)
     )

@@ -25,7 +25,7 @@ SHIFT, ADDCMUL = torch.bitwise_right_shift, torch.addcmul
 @pytest.fixture(autouse=True)
 def _untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU be a device that has to prove itself."""
-    monkeypatch.setattr(digest_module, "_GPU_CHUNK_ROWS", 2)
+    monkeypatch.setattr(digest_module, "GPU_CHUNK_ROWS", 2)
     monkeypatch.setattr(device_digest, "_states", {})
     monkeypatch.setattr(device_digest, "_faults", {})
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import peft
 import pytest
 
+from consistency.case.budget.costs import MOST_PASSES
 from consistency.worker.judging import gradients
-from consistency.worker.judging.block_rule import MOST_PASSES, ZEROS_PASS
+from consistency.worker.judging.block_rule import ZEROS_PASS
 from consistency.worker.protocol import Event
 from tests.worker.conftest import Look
 from tests.worker.model.made_models import a_llama, on_llama, saved

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from consistency.errors import CaptureError
-from consistency.numerics import file_tensor
+from consistency.numerics import sizes
 from consistency.numerics.file_tensor import FileTensor, mapped
 from consistency.worker.model.tensor_file import TensorFile
 
@@ -42,7 +42,7 @@ def test_slices_are_read_back_in_any_order(tmp_path: Path) -> None:
 def test_elements_are_written_in_any_order_and_a_large_tensor_is_read_in_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_tensor, "PART", 20)
+    monkeypatch.setattr(sizes, "PART", 20)
     file = TensorFile(tmp_path / "x.safetensors", LAYOUT)
     made = torch.randn(30).bfloat16()
     for part in (slice(7, 30), slice(0, 7)):

@@ -145,7 +145,7 @@ def test_a_pickle_that_was_allowed_still_runs_no_code(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what is resident of a file")
 def test_what_was_read_and_let_go_does_not_stay_resident(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consistency.worker.model.weight_files.MAPPED_BYTES", 4 * 2**20)
+    monkeypatch.setattr("consistency.worker.model.weight_files.WINDOW_BYTES", 4 * 2**20)
     path = tmp_path / "model.safetensors"
     given = {f"layers.{i}.weight": torch.full((2**18,), float(i)) for i in range(32)}  # of 1 MiB each
     save_file(given, path)

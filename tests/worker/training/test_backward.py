@@ -10,14 +10,15 @@ import peft
 import pytest
 import torch
 
+from consistency.case.budget.costs import TRAINING_PARTS
 from consistency.case.builtin import builtin_folder
 from consistency.numerics.exact import HAS_GRAD_DTYPE
 from consistency.numerics.rounded_products import RoundedProducts
-from consistency.numerics.widening import PART_BYTES
+from consistency.numerics.sizes import PART_BYTES
 from consistency.worker.judging.gradients import as_it_is, from_end_to_end
 from consistency.worker.memory.peak import ProfilerMeter
 from consistency.worker.model.block_backward import Backward, NoGradientError
-from consistency.worker.training.backward import PASSES, loss_weights, of_outputs, parts_of, trained
+from consistency.worker.training.backward import loss_weights, of_outputs, parts_of, trained
 from tests.versions import needs_method
 from tests.worker.model.made_models import on_llama
 
@@ -84,7 +85,7 @@ def test_gradients_are_those_of_torch(inputs: Tensors) -> None:
 
 def test_passes_are_parts_of_the_batch(inputs: Tensors) -> None:
     parts = parts_of(inputs)
-    assert [part["x"].shape[0] for part in parts] == [2] * PASSES
+    assert [part["x"].shape[0] for part in parts] == [2] * TRAINING_PARTS
     assert torch.equal(torch.cat([part["x"] for part in parts]), inputs["x"])
 
 

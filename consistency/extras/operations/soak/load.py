@@ -18,22 +18,16 @@ import torch
 
 from consistency.capture.soak import Load
 from consistency.errors import first_line
+from consistency.extras.operations.soak.step import CPU_BATCH, CPU_SIDE, LARGEST_SIDE, SHARE
 from consistency.worker.device_error import is_of_the_device, is_out_of_memory
 from consistency.worker.memory.host_memory import free_bytes
 
 _SEED = 2522
 
-_CPU_SIDE, _CPU_BATCH = 64, 256
-"""OpenBLAS computes a product of up to 2¹⁸ multiplications, 64³, on one thread (`GEMM_MULTITHREAD_THRESHOLD` 4 times
-`SMP_THRESHOLD_MIN` 65536); so many of them take some milliseconds, so that the load ends soon after the soak."""
-
-_SMALLEST_SIDE, _LARGEST_SIDE = 512, 8192
+_SMALLEST_SIDE = 512
 _FULL_S = 0.002
 """Sides are doubled until a product takes this long: 50 times what it takes to launch one, so a GPU has no idle time
 between them, and yet other work waits for no more than a few products. 8192 fill any device."""
-
-_SHARE = 32
-"""The three matrices may take one part in so many of the free memory, so that the load takes none from the soak."""
 
 _QUEUED = 4  # products queued before the thread waits for them
 
@@ -92,14 +86,14 @@ def _work(device: torch.device, state: Busy, begun: threading.Event, stop: threa
 
 def _on_cpu(state: Busy) -> Callable[[], int]:
     generator = np.random.Generator(np.random.PCG64(_SEED))
-    shape = (_CPU_BATCH, _CPU_SIDE, _CPU_SIDE)
+    shape = (CPU_BATCH, CPU_SIDE, CPU_SIDE)
     a, b = (generator.standard_normal(shape, dtype=np.float32) for _ in range(2))
     c = np.empty(shape, np.float32)
-    state.size = f"{_CPU_SIDE} × {_CPU_SIDE} float32, one thread"
+    state.size = f"{CPU_SIDE} × {CPU_SIDE} float32, one thread"
 
     def multiply() -> int:
         np.matmul(a, b, out=c)
-        return _CPU_BATCH
+        return CPU_BATCH
 
     return multiply
 
@@ -119,7 +113,7 @@ def _on_device(device: torch.device, state: Busy) -> Callable[[], int]:
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # tensor cores draw most
     free = free_bytes(device)
-    largest = _LARGEST_SIDE if free is None else math.isqrt(free // (_SHARE * 3 * dtype.itemsize))
+    largest = LARGEST_SIDE if free is None else math.isqrt(free // (SHARE * 3 * dtype.itemsize))
     side = min(_SMALLEST_SIDE, 1 << max(0, largest.bit_length() - 1))
     with inside():
         a, b, c = _matrices(side, dtype, device)
@@ -129,7 +123,7 @@ def _on_device(device: torch.device, state: Busy) -> Callable[[], int]:
             began_s = time.monotonic()
             torch.mm(a, b, out=c)
             wait()
-            if time.monotonic() - began_s >= _FULL_S or 2 * side > min(largest, _LARGEST_SIDE):
+            if time.monotonic() - began_s >= _FULL_S or 2 * side > min(largest, LARGEST_SIDE):
                 break
             side *= 2
             a, b, c = _matrices(side, dtype, device)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from consistency.capture.records import TensorRecord
-from consistency.case.budget.costs import CUT_ELEMENTS, CUT_STEPS
 from consistency.case.stage import Level
+from consistency.extras.peft_api.adapters.cost import CUT_ELEMENTS, CUT_STEPS
 from consistency.extras.peft_api.adapters.layer_factors import LayerFactors, factors_of
 from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, MultiAdapterModel
 from consistency.extras.peft_api.adapters.truncated import combined_delta, judge

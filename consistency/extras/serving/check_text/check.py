@@ -27,6 +27,7 @@ import torch
 import transformers
 
 from consistency.capture.engine_causes import Cause
+from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.case.case import Case
 from consistency.case.inference.request import OUTPUT
 from consistency.case.recognition import has_tokenizer
@@ -41,7 +42,6 @@ from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.dtype import name_of
 from consistency.numerics.error_spread import Spread
 from consistency.worker.cpu_error import with_noise
-from consistency.worker.judging.block_rule import LEAST_PASSES, MOST_PASSES
 from consistency.worker.model import half_kernels
 from consistency.worker.model.inputs import tokenizer_of
 from consistency.worker.model.loading import load_model

@@ -24,6 +24,7 @@ import torch
 
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.wording import counted
+from consistency.case.budget.costs import LEAST_PASSES
 from consistency.case.case import Case
 from consistency.case.recognition import has_tokenizer
 from consistency.devices.backends import CPU
@@ -35,7 +36,7 @@ from consistency.numerics.rules import ratio
 from consistency.numerics.words import Word
 from consistency.worker import cpu_error
 from consistency.worker.context import Context
-from consistency.worker.judging.block_rule import LEAST_PASSES, draw, limits_of, named_factors, spread_in
+from consistency.worker.judging.block_rule import draw, limits_of, named_factors, spread_in
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference, Tables, publish, wait_for
 from consistency.worker.model.inputs import tokenizer_of

@@ -21,8 +21,9 @@ from consistency.extras.training.group_stage import in_group, to_train
 from consistency.extras.training.parts_judging import who_else
 from consistency.extras.training.ranks.group import Joined
 from consistency.extras.training.replicas.spec import REPLICAS
+from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
-from consistency.extras.training.steps import AVERAGED, STEPS, UPDATED, batches_of, own_gradients, trained_by
+from consistency.extras.training.steps import AVERAGED, UPDATED, batches_of, own_gradients, trained_by
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word

@@ -40,11 +40,11 @@ from consistency.extras.training.ranks.parts import held
 from consistency.extras.training.shards.saving import record_saved
 from consistency.extras.training.shards.spec import SHARDS
 from consistency.extras.training.shards.zero import ZERO, is_installed, trained_by_zero
+from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import (
     AVERAGED,
     SEEN,
-    STEPS,
     UPDATED,
     StepFile,
     Watching,

@@ -17,8 +17,9 @@ from consistency.capture.names import adapter_place
 from consistency.case.stage import Stage
 from consistency.extras.training.parts_judging import HELD, record_difference, who_else
 from consistency.extras.training.ranks.group import Joined
+from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
-from consistency.extras.training.steps import AVERAGED, STEPS, UPDATED, StepFile, batches_of
+from consistency.extras.training.steps import AVERAGED, UPDATED, StepFile, batches_of
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.worker.context import Context

@@ -20,6 +20,7 @@ from consistency.devices.backends import CPU
 from consistency.extras.training.group_stage import to_train
 from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import AVERAGED, UPDATED, StepFile
+from consistency.extras.training.trajectory.cost import STEPS
 from consistency.extras.training.trajectory.passes import TrainingPasses, own_optimizer
 from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.extras.training.trajectory.step_checks import StepChecks
@@ -39,8 +40,6 @@ from consistency.worker.recorder import Skip
 from consistency.worker.training.backward import Tensors, parts_of
 
 STAGE = TRAJECTORY
-STEPS = 20
-"""Where `--steps` does not say how many."""
 
 
 @dataclass(slots=True, kw_only=True)

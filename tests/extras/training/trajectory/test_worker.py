@@ -17,6 +17,7 @@ from consistency.capture.reader import read_capture
 from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import CaptureWriter
 from consistency.case import standard
+from consistency.case.budget.costs import TRAINING_PARTS
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stage import Level
@@ -31,7 +32,6 @@ from consistency.worker import session
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.decisions.track import Flip
 from consistency.worker.protocol import STEP_FILE, TRAJECTORY_FILE, EventLog, Job
-from consistency.worker.training.backward import PASSES
 from tests.conftest import RunSuiteWithFaults
 from tests.worker.model.made_models import a_llama, on_llama, saved, t5_with_units_at_zero
 
@@ -113,7 +113,7 @@ def test_healthy_devices_are_right_in_every_step(healthy: dict[str, Comparison],
         assert {len(curve[figure]) for figure in FIGURES} == {STEPS}
         assert curve["loss"][0] == pytest.approx(curve["float64_loss"][0], rel=1e-2)
         assert curve["distance"][-1] <= 10 * curve["noise_most_distance"][-1]
-        assert curve["loss"][PASSES] < curve["loss"][0], "it learns: both steps are of the same sequences"
+        assert curve["loss"][TRAINING_PARTS] < curve["loss"][0], "it learns: both steps are of the same sequences"
 
 
 def test_two_devices_with_other_kernels_part_and_stay_healthy(healthy: dict[str, Comparison]) -> None:

@@ -1,0 +1,34 @@
+"""What a worker does after its stages. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from consistency.case.case import Case
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalStep:
+    """A step that a plug-in adds (`consistency.plugins.Plugin.final_steps`).
+
+    Attributes
+    ----------
+    name : str
+        In the progress, and in the table of memory.
+    is_asked : callable
+        Whether a case wants it.
+    seconds : callable
+        About how long it takes in a case that wants it, for the progress.
+    run : str
+        `module:function` that does it; it takes a `consistency.worker.context.AfterStages`.
+    estimate : str
+        `module:function` that estimates its memory from the stages' estimates, the case and the worker
+        (`consistency.case.budget.estimate`); it returns a `StageEstimate`, or None where it does nothing.
+    """
+
+    name: str
+    is_asked: Callable[[Case], bool]
+    seconds: Callable[[Case], float]
+    run: str
+    estimate: str

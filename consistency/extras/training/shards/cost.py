@@ -1,0 +1,16 @@
+"""The memory that the stage `shards` takes. No torch here."""
+
+from __future__ import annotations
+
+from consistency.case.budget.costs import Cost, Setting
+from consistency.extras.training.replicas.cost import replicas
+
+
+def shards(s: Setting) -> Cost:
+    """Load the model once more for each order of adapter and sharding, and train each as `replicas` does."""
+    one = replicas(s)
+    return Cost(
+        host_bytes=one.host_bytes + (0 if s.on_device else s.shape.loaded_bytes),
+        device_bytes=one.device_bytes + s.shape.loaded_bytes,
+        scratch_bytes=2 * one.scratch_bytes,
+    )

@@ -1,0 +1,15 @@
+"""The memory that the stage `base` takes. No torch here."""
+
+from __future__ import annotations
+
+from consistency.case.budget.costs import DIGEST_BYTES, WINDOW_BYTES, Cost, Setting
+
+
+def base(s: Setting) -> Cost:
+    """Digest every tensor in place, and its bytes in the file: these are mapped already, or in the page cache."""
+    largest = s.shape.largest_elements * s.shape.width
+    return Cost(
+        host_bytes=largest if s.shape.converted_bytes else 0,
+        device_bytes=DIGEST_BYTES,
+        window_bytes=min(s.shape.mapped_bytes, WINDOW_BYTES + largest),
+    )
