@@ -11,9 +11,9 @@ from consistency.case.load_path import LoadPath
 from consistency.comparison.result import Comparison
 from consistency.devices.discovery import select
 from consistency.extras.serving.generation import worker as stage
-from consistency.extras.serving.generation.spec import GENERATION
+from consistency.extras.serving.generation.spec import GENERATION, WAYS
 from consistency.launch.plan import WorkerPlan
-from consistency.pytest_plugin.item_names import EVERYTHING_ELSE, SEQUENCES, WAYS, Place, RowFinder, places
+from consistency.pytest_plugin.item_names import EVERYTHING_ELSE, Place, RowFinder, places
 from tests.report.made_comparisons import comparison, tensor
 
 DELTA, WEIGHT = (Place(stage=standard.MERGED, layer="layers.0", tensor=name) for name in ("delta", "weight"))
@@ -40,7 +40,6 @@ def test_every_tensor_belongs_to_an_item(layer: str, name: str, place: Place) ->
 
 def test_generation_has_an_item_for_each_layer_and_way_and_text() -> None:
     """Named without torch, which its stage imports."""
-    assert stage.SEQUENCES == SEQUENCES
     assert tuple(stage.WAYS) == WAYS
     case = Case(name="llama", base=str(builtin_folder("llama") / "base"), adapter=None, stages=(GENERATION,))
     found = [place.name for place in places(case)]

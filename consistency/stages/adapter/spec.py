@@ -15,6 +15,6 @@ SPEC = StageSpec(
     cost="consistency.stages.adapter.cost:adapter",
     short="adapt",
     again="consistency.stages.adapter.again:adapter",
-    items="consistency.pytest_plugin.item_names:adapter_items",
+    items="consistency.stages.adapter.items:adapter_items",
     needs_adapter=True,
 )

@@ -15,7 +15,7 @@ SPEC = StageSpec(
     cost="consistency.stages.merged.cost:merged",
     short="merge",
     again="consistency.stages.merged.again:merged",
-    items="consistency.pytest_plugin.item_names:merged_items",
+    items="consistency.stages.merged.items:merged_items",
     needs_adapter=True,
     weight=4.0,
 )

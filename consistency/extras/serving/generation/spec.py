@@ -8,6 +8,12 @@ from consistency.numerics.rules import Rule
 
 GENERATION = Stage("generation")
 
+SEQUENCES = 4
+"""Side by side: as many as there are kinds of padding; each step of a batch takes as long as of one."""
+
+WAYS = ("alone", "cache", "static_cache", "padded")
+"""Ways in which the same tokens are computed, at every level."""
+
 # several passes of one token at a time, so not of the level `standard`
 SPEC = StageSpec(
     stage=GENERATION,
@@ -17,7 +23,7 @@ SPEC = StageSpec(
     worker="consistency.extras.serving.generation.worker:run",
     cost="consistency.case.budget.costs:nothing",
     short="gen",
-    items="consistency.pytest_plugin.item_names:generation_items",
+    items="consistency.extras.serving.generation.items:generation_items",
     levels=(Level.THOROUGH,),
     feeds_inputs=True,
     by=(standard.FORWARD,),

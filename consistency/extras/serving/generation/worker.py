@@ -24,6 +24,8 @@ from consistency.capture.records import RecordStatus
 from consistency.case import standard
 from consistency.case.stage import Level
 from consistency.devices.backends import CPU
+from consistency.extras.serving.generation import spec
+from consistency.extras.serving.generation.spec import SEQUENCES
 from consistency.extras.serving.generation.text import TEXT, record_text
 from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.exact import Float64Mode
@@ -59,23 +61,20 @@ from consistency.worker.protocol import DECISIONS_FILE
 from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.recorder import Skip
 
-STAGE = "generation"
-
-SEQUENCES = 4
-"""Side by side: as many as there are kinds of padding (`PADS`); each step of a batch takes as long as of one."""
+STAGE = spec.GENERATION
 
 _SOME = slice(SEQUENCES)
 
-STATIC = "static_cache"
+ALONE, CACHE, STATIC, PADDED = spec.WAYS
 
 WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
-    "alone": (Way.alone, Word.WRONG_ALONE, Word.BATCH_CHANGES_MODEL),
-    "cache": (Way.cached, Word.WRONG_WITH_CACHE, Word.CACHE_CHANGES_MODEL),
+    ALONE: (Way.alone, Word.WRONG_ALONE, Word.BATCH_CHANGES_MODEL),
+    CACHE: (Way.cached, Word.WRONG_WITH_CACHE, Word.CACHE_CHANGES_MODEL),
     STATIC: (
         functools.partial(Way.cached, cache_implementation="static", disable_compile=True), Word.WRONG_WITH_CACHE,
         Word.CACHE_CHANGES_MODEL,
     ),
-    "padded": (Way.padded, Word.WRONG_WITH_PADDING, Word.PADDING_CHANGES_MODEL),
+    PADDED: (Way.padded, Word.WRONG_WITH_PADDING, Word.PADDING_CHANGES_MODEL),
 }  # fmt: skip
 """How each is computed, and what is wrong where the device is, and where the model's code is."""
 
@@ -84,7 +83,7 @@ MORE_WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
 }
 """At level thorough."""
 
-WITHOUT_ADAPTER = ("cache", "padded")
+WITHOUT_ADAPTER = (CACHE, PADDED)
 """Ways that are computed with the adapter off too, at level thorough."""
 
 
