@@ -57,7 +57,7 @@ class Plugin(NamedTuple):
     formats : tuple of str
         Formats of a report, `module:NAME`, each a `consistency.report.formats.Format`.
     sections : tuple of str
-        Sections of a run's page, `module:NAME`, each a `consistency.report.page.section.Section`.
+        Sections of a run's page, `module:NAME`, each a `consistency.report.page.section.PageSection`.
     output_judges : tuple of str
         What judges more by the outputs that the stage `forward` computes in float64, `module:NAME`, each a
         `consistency.worker.judging.outputs.OutputJudge`.

@@ -31,7 +31,7 @@ FEATURES = {
         "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet.py",
     ),
     "inference engines": (
-        "extras/serving", "worker/stages/engine_outputs", "workflows/engines.py", "extras/serving/engine_outputs/findings.py",
+        "extras/serving", "workflows/engines.py",
     ),
     "history and baseline": (
         "comparison/history", "report/history.py",
@@ -39,12 +39,11 @@ FEATURES = {
     ),
     "reproducing": ("workflows/reproduce", "cli/commands/reproduce.py"),
     "bisecting": ("workflows/bisect.py", "cli/commands/bisect.py"),
-    "soak": ("worker/soak",),
-    "training alone": ("worker/stages/trajectory", "worker/faults/trajectory.py"),
-    "findings of groups and texts": ("extras/training/findings.py", "extras/serving/generation/findings.py"),
-    "wrappers": ("extras/peft_api",),
-    "texts of engines": ("extras/serving/check_text",),
+    "serving": ("extras/serving",),
+    "training": ("extras/training",),
+    "several adapters, sharding and wrapping": ("extras/peft_api",),
     "files of weights": ("extras/merging",),
+    "a soak": ("extras/operations",),
     "every extra": ("extras",),
     "explaining words": ("cli/glossary.py", "cli/commands/explain.py"),
     "the environment of an issue": ("workflows/host_environment.py", "cli/commands/env.py"),
@@ -165,8 +164,7 @@ def test_without_any_extra_a_run_has_the_same_rows(package: Path, run: Run, tmp_
 
 @pytest.mark.parametrize("stage", [stage for stage in SPECS if stage not in CORE])
 def test_without_a_stage_the_others_are_checked(package: Path, run: Run, tmp_path: Path, stage: Stage) -> None:
-    module = SPECS[stage].worker.partition(":")[0].removeprefix("consistency.").replace(".", "/")
-    part = module.removesuffix("/stage") if module.endswith("/stage") else f"{module}.py"
+    part = SPECS[stage].worker.partition(":")[0].removeprefix("consistency.").removesuffix(".worker").replace(".", "/")
     levels = SPECS[stage].levels
     level = Level.STANDARD if Level.STANDARD in levels and Level.QUICK not in levels else Level.QUICK
     checked = without(package, run, tmp_path, part, level=level)

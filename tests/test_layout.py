@@ -54,7 +54,7 @@ def test_tests_stand_in_the_room_that_they_test() -> None:
         Path("gpu"),
         Path("golden"),
     }
-    assert Path("worker/stages/adapter") in rooms
+    assert Path("stages/adapter") in rooms
     assert [str(room) for room in rooms if not (TESTS.parent / "consistency" / room).is_dir()] == []
 
 
@@ -155,42 +155,45 @@ def test_every_reference_is_there() -> None:
 def test_stages_are_independent_of_each_other_in_the_contract() -> None:
     contracts = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     (independent,) = [one["modules"] for one in contracts["contracts"] if one["type"] == "independence"]
-    assert sorted(independent) == sorted(
-        {spec.worker.partition(":")[0].removesuffix(".stage") for spec in SPECS.values()}
-    )
+    folders = {spec.worker.partition(":")[0].removesuffix(".worker") for spec in SPECS.values()}
+    assert sorted(independent) == sorted(folder for folder in folders if folder.startswith("consistency.stages."))
+    (apart,) = [one for one in contracts["contracts"] if "worker runs" in one["name"]]
+    assert sorted(apart["source_modules"]) == sorted(f"{folder}.worker" for folder in folders)
+
+
+def test_every_stage_is_a_folder_of_one_shape() -> None:
+    for spec in SPECS.values():
+        module, _, function = spec.worker.partition(":")
+        folder = PACKAGE / Path(*module.split(".")[1:-1])
+        assert (module.rpartition(".")[2], function) == ("worker", "run"), spec.stage
+        assert (folder / "spec.py").is_file()
+        assert (folder / "faults.py").is_file(), f"{spec.stage}: nothing shows that it finds anything"
 
 
 # --- a frame, and rooms that plug in: what the frame still names ------------------------------------------------------
 
 EXTRAS = {
     "serving": (
-        "capture/engine_causes.py", "case/engine_file.py", "case/inference", "extras/serving/engine_outputs/findings.py",
-        "extras/serving/generation/findings.py", "comparison/model_or_device.py", "worker/faults/generation.py",
-        "worker/stages/engine_outputs", "worker/stages/generation", "workflows/engines.py",
+        "capture/engine_causes.py", "case/engine_file.py", "case/inference", "comparison/model_or_device.py",
+        "workflows/engines.py",
     ),
-    "training": (
-        "extras/training/findings.py", "extras/training/trajectory/findings.py", "extras/training/trajectory/page.py",
-        "worker/faults/collectives.py", "worker/faults/ranks.py", "worker/faults/trajectory.py", "worker/ranks",
-        "worker/stages/collectives", "extras/training/group_stage.py", "worker/stages/replicas", "worker/stages/shards",
-        "extras/training/step_judging.py", "extras/training/parts_judging.py", "worker/stages/tensor_parallel",
-        "worker/stages/trajectory",
-    ),
-    "peft_api": (
-        "case/named_adapters.py", "worker/faults/adapters.py", "worker/stages/adapters",
-        "worker/stages/sharding",
-    ),
+    "peft_api": ("case/named_adapters.py",),
     "operations": (
-        "capture/node_group.py", "capture/node_status.py", "capture/soak.py", "cli/commands/fleet.py",
-        "cli/commands/history.py", "cli/commands/status.py", "cli/fleet.py", "comparison/history", "launch/fleet",
-        "report/history.py", "report/history_page.py", "report/status", "workflows/fleet",
+        "capture/node_group.py", "capture/node_status.py", "cli/commands/fleet.py", "cli/commands/history.py",
+        "cli/commands/status.py", "cli/fleet.py", "comparison/history", "launch/fleet", "report/history.py",
+        "report/history_page.py", "report/status", "workflows/fleet",
     ),
     "diagnosis": (
         "cli/commands/bisect.py", "cli/commands/drill.py", "cli/commands/reproduce.py", "report/redaction.py",
-        "worker/faults", "workflows/bisect.py", "workflows/drill.py", "workflows/plantable.py", "workflows/reproduce",
+        "workflows/bisect.py", "workflows/drill.py", "workflows/plantable.py", "workflows/reproduce",
     ),
     "pytest_plugin": ("pytest_plugin",),
 }  # fmt: skip
-"""Where each extra lies: a run of level `standard` does without. Those that moved are one folder below `extras/`."""
+"""Where extras lie that are not below `extras/` as a whole. A run of level `standard` does without each.
+
+What a capture holds is the frame's, whoever writes it: its format is a contract (`capture/soak.py`). So is what every
+stage has beside it, such as the declaration of a planted fault (`worker/faults`).
+"""
 
 OPTIONAL_STAGES = frozenset(spec.stage for spec in SPECS.values() if Level.STANDARD not in spec.levels)
 """Stages that no run of level `standard` takes. The frame and the others name none of them."""
@@ -238,51 +241,23 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
         "serving: extras.serving.check_text.texts",
     ),
     "capture/adapter_remarks.py": ("serving: capture.engine_causes",),
-    "capture/records.py": ("operations: capture.soak",),
-    "case/budget/estimate.py": ("stage: adapters", "stage: trajectory"),
-    "case/budget/placement.py": ("stage: sharding",),
-    "case/case.py": (
-        "peft_api: case.named_adapters", "serving: case.engine_file", "stage: adapters", "stage: sharding",
-    ),
+    "case/case.py": ("peft_api: case.named_adapters", "serving: case.engine_file"),
     "case/options.py": ("peft_api: case.named_adapters", "serving: case.engine_file"),
     "case/preflight.py": (
         "peft_api: case.named_adapters", "serving: case.engine_file", "serving: case.inference.outputs",
-        "stage: adapters", "stage: wrapping",
     ),
     "case/reading.py": ("peft_api: case.named_adapters", "serving: case.engine_file", "stage: adapters"),
-    "case/received.py": ("peft_api: case.named_adapters", "stage: wrapping"),
-    "case/stages.py": (
-        "operations: worker.soak", "peft_api: extras.peft_api.wrapping.stage",
-        "pytest_plugin: pytest_plugin.item_names", "stage: adapters", "stage: collectives", "stage: generation",
-        "stage: replicas", "stage: sharding", "stage: shards", "stage: tensor-parallel", "stage: trajectory",
-        "stage: wrapping",
-    ),
+    "case/received.py": ("peft_api: case.named_adapters",),
     "case/suite.py": ("peft_api: case.named_adapters",),
     "cli/commands/compare.py": ("serving: case.engine_file",),
-    "cli/commands/completion.py": ("diagnosis: worker.faults.catalogue",),
     "cli/commands/run.py": ("operations: capture.node_group", "operations: cli.fleet"),
     "comparison/compare.py": ("serving: comparison.model_or_device",),
-    "comparison/findings/details.py": ("operations: capture.soak",),
-    "comparison/findings/repeats.py": ("operations: capture.soak",),
-    "comparison/judge.py": ("stage: trajectory",),
-    "comparison/stage_cohorts.py": ("stage: collectives",),
-    "comparison/workers.py": ("operations: capture.soak",),
     "launch/engine.py": ("operations: capture.node_group",),
     "launch/local.py": ("operations: capture.node_group", "serving: case.engine_file"),
     "report/document.py": ("serving: capture.engine_causes",),
-    "report/html.py": ("training: report.page.trajectories",),
-    "report/page/tables.py": ("stage: generation", "training: report.page.trajectories"),
+    "stages/forward/worker.py": ("serving: case.inference.request",),
     "worker/model/engine_request.py": ("serving: case.inference.identity", "serving: case.inference.request"),
-    "worker/model/float64_reference.py": ("stage: generation", "stage: trajectory"),
     "worker/model/loading.py": ("peft_api: case.named_adapters",),
-    "worker/protocol.py": ("operations: capture.soak",),
-    "worker/session.py": ("diagnosis: worker.faults", "operations: worker.soak.soaking"),
-    "worker/context.py": ("stage: sharding",),
-    "stages/forward/worker.py": (
-        "serving: case.inference.request", "serving: worker.stages.engine_outputs.judging", "stage: generation",
-        "stage: sharding",
-    ),
-    "extras/training/steps.py": ("training: worker.ranks.group", "training: worker.ranks.parts"),
     "workflows/comparing.py": (
         "operations: comparison.history.suite", "serving: case.engine_file", "serving: workflows.engines",
     ),
@@ -292,7 +267,6 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
         "operations: comparison.history.drift", "operations: comparison.history.store",
         "operations: comparison.history.suite",
     ),
-    "workflows/planning.py": ("stage: collectives",),
     "workflows/report_folder.py": ("diagnosis: report.redaction",),
     "workflows/suite.py": ("operations: comparison.history.suite",),
 }  # fmt: skip

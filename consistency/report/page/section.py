@@ -11,7 +11,7 @@ from consistency.comparison.result import Comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class PageSection:
     """One section of the page.
 
     Attributes

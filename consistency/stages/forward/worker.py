@@ -61,7 +61,7 @@ from consistency.worker.judging.block_rule import (
     rows_of,
     spreads,
 )
-from consistency.worker.judging.outputs import OutputJudge, Outputs
+from consistency.worker.judging.outputs import ForwardOutputs, OutputJudge
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_pass import (
     BlockBegan,
@@ -107,7 +107,7 @@ class Exact:
     given : dict
         What enters and leaves the blocks, in the tested dtype.
     ends : dict
-        Outputs from end to end.
+        ForwardOutputs from end to end.
     ends_drawn : dict of str to list of dict
         The same of passes with noise, by mode, where more is judged by them.
     failures : dict of str to str
@@ -446,7 +446,7 @@ def _judge_more(context: Context, model: torch.nn.Module, inputs: Activations, e
         return
     ends = {mode: exact.ends[f"{mode}::{OUTPUT}"] for mode in (ON, OFF) if f"{mode}::{OUTPUT}" in exact.ends}
     drawn = {mode: [one[OUTPUT] for one in passes] for mode, passes in exact.ends_drawn.items()}
-    outputs = Outputs(
+    outputs = ForwardOutputs(
         model=model, inputs=inputs, drawn=drawn, failures=exact.failures, exact=ends,
         again=functools.partial(exact.track.other, f"{ON}.{END_TO_END}"),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from consistency.worker.model.running import Activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outputs:
+class ForwardOutputs:
     """The logits from end to end that the stage `forward` has computed on the CPU."""
 
     model: torch.nn.Module
@@ -41,4 +41,4 @@ class OutputJudge:
     """
 
     is_asked: Callable[[Case], bool]
-    judge: Callable[[Context, Outputs], None]
+    judge: Callable[[Context, ForwardOutputs], None]

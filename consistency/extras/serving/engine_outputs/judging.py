@@ -37,14 +37,13 @@ from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError, Rule, judge_relative, passes, relative_allowance
 from consistency.worker.context import Context
 from consistency.worker.cpu_error import rounding_error
-from consistency.worker.judging import outputs as outputs_of_forward
-from consistency.worker.judging.outputs import OutputJudge
+from consistency.worker.judging.outputs import ForwardOutputs, OutputJudge
 from consistency.worker.model.inputs import digest_of
 from consistency.worker.model.running import model_code
 from consistency.worker.recorder import Recorder, Skip
 
 
-def judge_engines(context: Context, forward: outputs_of_forward.Outputs) -> None:
+def judge_engines(context: Context, forward: ForwardOutputs) -> None:
     """Judge the files of the case, and leave a worker's records of each.
 
     Raises
@@ -86,7 +85,7 @@ def _info(one: EngineFile, outputs: Outputs, elapsed_s: float) -> WorkerInfo:
 
 def _judge(
     context: Context,
-    forward: outputs_of_forward.Outputs,
+    forward: ForwardOutputs,
     outputs: Outputs,
     record: Recorder,
     passes: dict[tuple[int, ...], Passes],
@@ -124,7 +123,7 @@ class _Engine:
     """One engine, mode by mode; `passes` are those of all engines, by the rows of their inputs."""
 
     context: Context
-    forward: outputs_of_forward.Outputs
+    forward: ForwardOutputs
     view: View
     record: Recorder
     passes: dict[tuple[int, ...], Passes]

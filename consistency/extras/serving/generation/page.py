@@ -8,7 +8,7 @@ from typing import Any
 
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
-from consistency.report.page.section import Section, numbers
+from consistency.report.page.section import PageSection, numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,4 +46,4 @@ def _values(comparison: Comparison) -> dict[str, Any]:
     return {"texts": found} if found else {}
 
 
-SECTION = Section(package=__package__, template="texts.html", values=_values)
+SECTION = PageSection(package=__package__, template="texts.html", values=_values)

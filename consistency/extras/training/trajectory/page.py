@@ -11,7 +11,7 @@ from consistency.capture.wording import some
 from consistency.comparison.result import Comparison, TensorComparison
 from consistency.extras.training.trajectory.findings import CURVE, first_steps
 from consistency.extras.training.trajectory.spec import TRAJECTORY
-from consistency.report.page.section import Section, numbers
+from consistency.report.page.section import PageSection, numbers
 
 MOST_LINES = 6
 """Each has a stroke of its own."""
@@ -191,4 +191,4 @@ def _values(comparison: Comparison) -> dict[str, Any]:
     return {} if found is None else {"trainings": found, "chart_size": size}
 
 
-SECTION = Section(package=__package__, template="trainings.html", values=_values)
+SECTION = PageSection(package=__package__, template="trainings.html", values=_values)
