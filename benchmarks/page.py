@@ -36,8 +36,8 @@ from consistency.comparison.result import (
     TensorComparison,
     WorkerSummary,
 )
+from consistency.numerics import words
 from consistency.numerics.real import Real
-from consistency.numerics.words import Word
 from consistency.report.formats import View
 from consistency.report.html import as_html
 from consistency.report.markdown import as_markdown
@@ -166,7 +166,7 @@ def _row(*, computed: bool) -> dict[str, Any]:
     return {
         "status": "within", "reference": "float64", "elements": 4096 * 4096, "mismatched": random.randrange(10**7),
         "max_abs": Real(random.random() * 1e-3), "max_ulp": random.randrange(10**4),
-        "ratio": Real(random.random()), "word": Word.ACCUMULATION_ORDER,
+        "ratio": Real(random.random()), "word": words.ACCUMULATION_ORDER,
     }  # fmt: skip
 
 
@@ -183,7 +183,7 @@ def _named(template: dict[str, Any], name: str) -> Outcome:
 def _zeros(name: str) -> Outcome:
     return Outcome(
         workers=_alone(name), reference="file", status="outside", elements=4096 * 4096, mismatched=4096 * 4096,
-        max_abs=Real(0.066), max_ulp=15_000, word=Word.ZEROS, evidence={"flipped_bits": {7: 100, 14: 30}},
+        max_abs=Real(0.066), max_ulp=15_000, word=words.ZEROS, evidence={"flipped_bits": {7: 100, 14: 30}},
     )  # fmt: skip
 
 

@@ -41,10 +41,10 @@ from consistency.capture.json_codec import encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.capture.writer import CaptureWriter
 from consistency.case.case import Case
+from consistency.numerics import words
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError
-from consistency.numerics.words import Word
 
 ARCHITECTURES = (
     ("Ampere sm_86", "RTX A6000"),
@@ -315,7 +315,7 @@ def _moved(where: dict[str, Any], *, is_faulty: bool) -> TensorRecord:
         digest=_digest(where, "zeros")[0],
         blocks="0" * 16 * BLOCKS,
         measure=_measure(-WORST, mismatched=elements, ratio=None),
-        word=Word.ZEROS,
+        word=words.ZEROS,
         evidence={"nonzero_in_reference": elements, "blocks": list(range(BLOCKS))},
     )
 
@@ -333,7 +333,7 @@ def _bounded(where: dict[str, Any], bits: str, *, is_faulty: bool) -> TensorReco
         blocks=blocks,
         reference="float64",
         measure=_measure(ratio * 1e-7, mismatched=int(value[:4], 16), ratio=ratio),
-        word=Word.DIFFERS if is_faulty else Word.ACCUMULATION_ORDER,
+        word=words.DIFFERS if is_faulty else words.ACCUMULATION_ORDER,
     )
 
 

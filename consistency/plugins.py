@@ -41,7 +41,7 @@ class Plugin(NamedTuple):
     stages : tuple of str
         Stages, `module:NAME`, each a `consistency.case.stage.StageSpec`; no torch there.
     kinds : tuple of str
-        Enumerations of kinds of findings, `module:Enumeration`, that `consistency explain` has an entry for.
+        Kinds of findings, `module:KINDS`, each an enumeration or a tuple of them.
     statements : mapping of str to str
         What a report says in the place of a run's verdict, `module:function`, by the name of what was compared: the
         only load path of its rows. The function takes a `Comparison` and returns a `Statement`.

@@ -15,11 +15,11 @@ from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.load_path import SIDES, is_alternative
 from consistency.case.stages import MOVES_WEIGHTS, stage_order
+from consistency.comparison import kinds
 from consistency.comparison.findings.collect import collect
 from consistency.comparison.findings.evidence import ComparisonEvidence
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.merging import mergings
-from consistency.comparison.model_or_device import OF_A_DEVICE, accuse_devices
+from consistency.comparison.model_or_device import accuse_devices
 from consistency.comparison.outcomes import Status, Workers, gathered
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import (
@@ -39,6 +39,7 @@ from consistency.comparison.workers import ComparedWorker, choose_reference, gat
 from consistency.devices.backend import FUSED_ATTENTION, OWN_CHOICE
 from consistency.devices.backends import backend_of
 from consistency.errors import UsageError
+from consistency.numerics import words
 from consistency.numerics.rules import Rule
 
 VERSIONS = ("python", "torch", "transformers", "peft", "safetensors", "accelerate", "numpy", "cuda")
@@ -190,7 +191,7 @@ def _compare_load_path(
         outcomes, together_with = stage.outcomes(key, expected=record.rule != Rule.LIMIT)
         if not outcomes:
             continue
-        if any(outcome.word in OF_A_DEVICE for outcome in outcomes):
+        if any(words.of_device(outcome.word) for outcome in outcomes):
             outcomes = accuse_devices(outcomes, members)
         yield TensorComparison(
             stage=key[0],
@@ -210,7 +211,7 @@ def _is_incomplete(
     workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison], findings: Sequence[Finding]
 ) -> bool:
     lost = any(worker.info.status != "ok" for worker in workers)
-    lost = lost or any(finding.kind == FindingKind.NOTHING_COMPARED for finding in findings)
+    lost = lost or any(finding.kind == kinds.NOTHING_COMPARED for finding in findings)
     return lost or not tensors or any(row.status == "blocked" for tensor in tensors for row in tensor.outcomes)
 
 

@@ -19,6 +19,7 @@ from consistency.comparison.records import Key
 from consistency.comparison.result import NO_DIFFERENCE, Outcome, Status
 from consistency.comparison.workers import ComparedWorker
 from consistency.errors import CaptureError
+from consistency.numerics import words
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import LEAST_FACTOR, UNIT_ROUNDOFF, RoundingError, Rule, judge_relative, passes, ratio
@@ -80,7 +81,7 @@ def _unseen(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Out
         workers=(subject.label,),
         reference=reference.label,
         status="missing",
-        word=Word.MISSING,
+        word=words.MISSING,
         reason=_why_not_run(subject, key) or NO_RECORD,
     )
 
@@ -106,7 +107,7 @@ def _absent(
     if not (record.status == "skipped" and made_there and expected_here):
         return _as_recorded(subject, record)
     return _row(
-        subject, record, reference=reference.label, status="missing", word=Word.MISSING,
+        subject, record, reference=reference.label, status="missing", word=words.MISSING,
         reason=f"the reference worker has it, this worker could not make it: {record.reason}",
     )  # fmt: skip
 
@@ -132,7 +133,7 @@ def _moved(
     if record.digest == right and record.status == "outside" and record.reference_digest not in (None, right):
         # its bytes differ from its own file and equal another capture's file: bytes of an earlier run
         return _measured(
-            subject, record, record.measure, status="outside", reference=FILE, word=Word.STALE,
+            subject, record, record.measure, status="outside", reference=FILE, word=words.STALE,
             more={"holds": f"the bytes of {reference.label}'s file, not those of its own"},
         )  # fmt: skip
     if record.digest == right and right is not None:  # a capture made elsewhere may lack both: no agreement
@@ -144,7 +145,7 @@ def _moved(
     own_file = record.digest == record.reference_digest
     if own_file and "converted" in record.evidence:  # each worker computed it from its file by its own kernels
         return _measured(
-            subject, record, found.measure, status="outside", reference=reference.label, word=Word.RECOMPUTED,
+            subject, record, found.measure, status="outside", reference=reference.label, word=words.RECOMPUTED,
             more=found.evidence,
         )  # fmt: skip
     more: dict[str, Any] = {"own_file": "matches its own file" if own_file else "does not match its own file either"}
@@ -152,7 +153,7 @@ def _moved(
         more["blocks"] = _differing_blocks(record.blocks, expected.blocks)
     row = _measured(
         subject, record, found.measure, status="outside", reference=reference.label,
-        word=found.word or Word.DIFFERS, more={**found.evidence, **more},
+        word=found.word or words.DIFFERS, more={**found.evidence, **more},
     )  # fmt: skip
     return msgspec.structs.replace(row, own_file=own_file, unread=found.unread)
 
@@ -205,9 +206,9 @@ def _relative(
         return _skipped(subject, record, NOT_FINITE)
     share, allowed, judged = judge_relative(found, record.dtype, rounding)
     status: Status = judged
-    diagnosis = record.word or (Word.ACCUMULATION_ORDER if status == "within" else None)
-    if status == "outside" and diagnosis in (None, Word.ACCUMULATION_ORDER):
-        diagnosis = Word.DIFFERS if math.isfinite(float(found.max_abs)) else Word.NON_FINITE
+    diagnosis = record.word or (words.ACCUMULATION_ORDER if status == "within" else None)
+    if status == "outside" and diagnosis in (None, words.ACCUMULATION_ORDER):
+        diagnosis = words.DIFFERS if math.isfinite(float(found.max_abs)) else words.NON_FINITE
     truth = FLOAT64
     if record.stage == "base" and status == "within" and expected is not None and record.digest == expected.digest:
         status, truth, diagnosis = "equal", reference.label, None
@@ -248,7 +249,7 @@ def _block(
             allowed = None if found.allowed is None else Real(found.allowed / excess)
             found = msgspec.structs.replace(found, ratio=Real(share), allowed=allowed)
             if not passes(share):
-                status, word = "outside", Word.DIFFERS
+                status, word = "outside", words.DIFFERS
     row = _measured(subject, record, found, status=status, reference=FLOAT64, word=word)
     return row if record.reason is None else msgspec.structs.replace(row, reason=record.reason)
 
@@ -269,7 +270,7 @@ def _peer(
     if expected is None or expected.digest is None:
         return _measured(
             subject, record, None, status="outside", reference=reference.label,
-            word=record.word or Word.UNEXPECTED, more={"reference": "has no such tensor"},
+            word=record.word or words.UNEXPECTED, more={"reference": "has no such tensor"},
         )  # fmt: skip
     if record.digest == expected.digest:
         return _equal(subject, record, reference=reference.label)
@@ -285,12 +286,12 @@ def _peer(
     if record.layer == SETTINGS_LAYER:
         settings = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}
         return _measured(
-            subject, record, None, status="outside", reference=reference.label, word=Word.SETTINGS, more=settings
+            subject, record, None, status="outside", reference=reference.label, word=words.SETTINGS, more=settings
         )
     found = _difference(subject, record, reference, expected, expected.blob)
     row = _measured(
         subject, record, found.measure, status="outside", reference=reference.label,
-        word=record.word or found.word or Word.DIFFERS, more=found.evidence,
+        word=record.word or found.word or words.DIFFERS, more=found.evidence,
     )  # fmt: skip
     return msgspec.structs.replace(row, unread=found.unread)
 
@@ -304,9 +305,9 @@ def _difference(
         return found
     got: object = list(record.shape)
     wanted: object = list(expected.shape)
-    word = Word.SHAPE
+    word = words.SHAPE
     if got == wanted:
-        word, got, wanted = Word.DTYPE, record.dtype, expected.dtype
+        word, got, wanted = words.DTYPE, record.dtype, expected.dtype
     if got == wanted:
         return found
     evidence = {**found.evidence, "got": got, "wanted": wanted}

@@ -1,15 +1,18 @@
-"""Verdicts, and kinds of findings that are no word of a diagnosis and no mistake of an inference engine. No torch here.
+"""Verdicts, and kinds of findings that are no word of a diagnosis. No torch here.
 
-A finding about tensors has the word of their difference as its kind (`consistency.numerics.words.Word`), one about an
-inference engine the mistake that explains its outputs (`consistency.capture.engine_causes.Cause`). All others are here.
-What each means, what causes it and what to do is in `docs/glossary.md`.
+A finding about tensors has the word of their difference as its kind (`consistency.numerics.words`). All other kinds are
+here, or beside the finders of a plug-in, which names them (`consistency.plugins.Plugin.kinds`). What each means, what
+causes it and what to do is in `docs/glossary.md`.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NewType
+
+from consistency import plugins
+from consistency.capture.adapter_remarks import AdapterFlaw
+from consistency.numerics import words
 
 Verdict = Literal["consistent", "inconsistent", "incomplete"]
 SuiteVerdict = Literal[Verdict, "unchecked"]
@@ -18,90 +21,93 @@ SuiteVerdict = Literal[Verdict, "unchecked"]
 WORST_FIRST: tuple[SuiteVerdict, ...] = ("incomplete", "inconsistent", "unchecked", "consistent")
 EXIT_STATUS: Mapping[SuiteVerdict, int] = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
 
+FindingKind = NewType("FindingKind", str)
+"""What a finding is about, where it is not a difference of tensors; `known` has all kinds of findings."""
 
-class FindingKind(enum.StrEnum):
-    """What a finding is about, where it is not a difference of tensors."""
-
-    # workers and what they did not do
-    LOST_WORKER = "lost-worker"
-    FAILED_WORKER = "failed-worker"
-    FAILED_STAGE = "failed-stage"
-    NOTHING_COMPARED = "nothing-compared"
-    SKIPPED = "skipped"
-    UNEXPLAINED = "unexplained"
-
-    # what was compared with what
-    ENVIRONMENT = "environment"
-    INPUTS = "inputs"
-    SETTING_CHANGED = "setting-changed"
-    SETTING_REFUSED = "setting-refused"
-    TOLERANCE = "tolerance"
-    UNKNOWN_HOSTS = "unknown-hosts"
-    DAMAGED_CAPTURE = "damaged-capture"
-    UNWRITTEN = "unwritten"
-    PLANTED = "planted"
-
-    # results that should be the same and are not
-    NOT_REPEATABLE = "not-repeatable"
-    SAME_DEVICE_TYPE = "same-device-type"
-    WRONG_DIGEST = "wrong-digest"
-    MEMORY_GROWTH = "memory-growth"
-
-    # a model that several devices train together
-    REPLICA_DRIFT = "replica-drift"
-    HEALTHY_SPLIT = "healthy-split"
-
-    # the text that a device writes
-    UNDECIDED_TEXT = "undecided-text"
-
-    # a training by each device alone
-    LEFT_TRAJECTORY = "left-trajectory"
-    KEPT_TRAJECTORY = "kept-trajectory"
-
-    # the adapter and the base
-    NO_EFFECT = "no-effect"
-    OTHER_BASE = "other-base"
-    IGNORED_FIELDS = "ignored-fields"
-    OLDER_LAYOUT = "older-layout"
-    NON_FINITE_VALUES = "non-finite-values"
-    DTYPE_ON_THE_WAY = "dtype-on-the-way"
-    REQUANTIZED = "requantized"
-    REPACKED_WEIGHTS = "repacked-weights"
-
-    # inference engines
-    BATCH_VARIANT = "batch-variant"
-    PART_COMPARED = "part-compared"
-
-    # the host
-    NO_ACCELERATOR = "no-accelerator"
-    UNUSED_CARD = "unused-card"
-    KERNEL_LOG = "kernel-log"
-    ECC = "ecc"
-    BUS_ERRORS = "bus-errors"
-    REBOOTED = "rebooted"
-
-    # histories and baselines
-    DRIFT = "drift"
-    GONE_DEVICE = "gone-device"
-    SOFTWARE = "software"
-    DAMAGED_RUN = "damaged-run"
-    STALE_BASELINE = "stale-baseline"
-
-    # fleets and suites
-    LOST_NODE = "lost-node"
-    UNCHECKED = "unchecked"
-
-    # weight files
-    SETTINGS = "settings"
-    ROUNDED = "rounded"
-    NAMES = "names"
-    DIFFERENCE = "difference"
+_DECLARED: dict[str, bool] = {}
+"""Whether it reports a part that could not be checked, by kind."""
 
 
-UNSEEN: frozenset[str] = frozenset(
-    {
-        FindingKind.LOST_WORKER, FindingKind.FAILED_WORKER, FindingKind.DAMAGED_CAPTURE, FindingKind.LOST_NODE,
-        FindingKind.NOTHING_COMPARED,
-    }
-)  # fmt: skip
-"""Kinds of findings that report a part that could not be checked."""
+def declare(name: str, *, unseen: bool = False) -> FindingKind:
+    """Declare a kind of findings, and return it.
+
+    Parameters
+    ----------
+    unseen : bool, optional
+        Whether such a finding reports a part that could not be checked.
+    """
+    _DECLARED[name] = unseen
+    return FindingKind(name)
+
+
+def declared() -> tuple[FindingKind, ...]:
+    """Return every kind that is declared."""
+    return tuple(map(FindingKind, _DECLARED))
+
+
+def known() -> frozenset[str]:
+    """Return every kind of findings that is known here: words of a diagnosis too, and what plug-ins add."""
+    return frozenset({*words.declared(), *declared(), *AdapterFlaw, *plugins.kinds()})
+
+
+def is_unseen(kind: str) -> bool:
+    """Return whether a finding of this kind reports a part that could not be checked."""
+    return _DECLARED.get(kind, False)
+
+
+# workers and what they did not do
+LOST_WORKER = declare("lost-worker", unseen=True)
+FAILED_WORKER = declare("failed-worker", unseen=True)
+FAILED_STAGE = declare("failed-stage")
+NOTHING_COMPARED = declare("nothing-compared", unseen=True)
+SKIPPED = declare("skipped")
+UNEXPLAINED = declare("unexplained")
+
+# what was compared with what
+ENVIRONMENT = declare("environment")
+INPUTS = declare("inputs")
+SETTING_CHANGED = declare("setting-changed")
+SETTING_REFUSED = declare("setting-refused")
+TOLERANCE = declare("tolerance")
+UNKNOWN_HOSTS = declare("unknown-hosts")
+DAMAGED_CAPTURE = declare("damaged-capture", unseen=True)
+UNWRITTEN = declare("unwritten")
+PLANTED = declare("planted")
+
+# results that should be the same and are not
+NOT_REPEATABLE = declare("not-repeatable")
+SAME_DEVICE_TYPE = declare("same-device-type")
+WRONG_DIGEST = declare("wrong-digest")
+MEMORY_GROWTH = declare("memory-growth")
+
+# the adapter and the base
+NO_EFFECT = declare("no-effect")
+OTHER_BASE = declare("other-base")
+IGNORED_FIELDS = declare("ignored-fields")
+OLDER_LAYOUT = declare("older-layout")
+NON_FINITE_VALUES = declare("non-finite-values")
+DTYPE_ON_THE_WAY = declare("dtype-on-the-way")
+REQUANTIZED = declare("requantized")
+REPACKED_WEIGHTS = declare("repacked-weights")
+
+# the host
+NO_ACCELERATOR = declare("no-accelerator")
+UNUSED_CARD = declare("unused-card")
+KERNEL_LOG = declare("kernel-log")
+ECC = declare("ecc")
+BUS_ERRORS = declare("bus-errors")
+REBOOTED = declare("rebooted")
+
+# histories and baselines
+DRIFT = declare("drift")
+GONE_DEVICE = declare("gone-device")
+SOFTWARE = declare("software")
+DAMAGED_RUN = declare("damaged-run")
+STALE_BASELINE = declare("stale-baseline")
+
+# fleets and suites
+LOST_NODE = declare("lost-node", unseen=True)
+UNCHECKED = declare("unchecked")
+
+# weight files
+SETTINGS = declare("settings")

@@ -12,14 +12,7 @@ import msgspec
 
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.workers import ComparedWorker
-from consistency.numerics.words import Word
-
-OF_A_DEVICE = {
-    Word.BATCH_CHANGES_MODEL: Word.WRONG_ALONE,
-    Word.CACHE_CHANGES_MODEL: Word.WRONG_WITH_CACHE,
-    Word.PADDING_CHANGES_MODEL: Word.WRONG_WITH_PADDING,
-}
-"""What a device is accused of, by what the model's code would be."""
+from consistency.numerics import words
 
 IN_FLOAT64 = "in_float64"
 """Evidence of such a result: what its own float64 pass said, and who contradicts it."""
@@ -30,7 +23,7 @@ def accuse_devices(outcomes: Sequence[Outcome], members: Sequence[ComparedWorker
     workers = {worker.label: worker for worker in members}
     judged = []
     for outcome in outcomes:
-        of_device = OF_A_DEVICE.get(outcome.word) if outcome.word is not None else None
+        of_device = words.of_device(outcome.word)
         witness = None
         if of_device is not None:
             witness = _witness(workers[outcome.workers[0]], outcomes, workers)

@@ -10,7 +10,8 @@ import msgspec
 from consistency.capture import origin
 from consistency.capture.records import WorkerFacts
 from consistency.case.tolerance import Override
-from consistency.comparison.kinds import EXIT_STATUS, FindingKind
+from consistency.comparison import kinds
+from consistency.comparison.kinds import EXIT_STATUS
 from consistency.comparison.kinds import Verdict as Verdict
 from consistency.comparison.merging import Merging
 from consistency.comparison.outcomes import NO_DIFFERENCE as NO_DIFFERENCE
@@ -281,13 +282,13 @@ def with_provenance(comparison: Comparison, elapsed_s: float | None = None) -> C
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings in report order: different software first, as it may explain the rest, then by severity."""
     return tuple(
-        sorted(findings, key=lambda f: (f.kind != FindingKind.ENVIRONMENT or f.severity == "note", _WEIGHT[f.severity]))
+        sorted(findings, key=lambda f: (f.kind != kinds.ENVIRONMENT or f.severity == "note", _WEIGHT[f.severity]))
     )
 
 
 def with_unwritten(comparison: Comparison, texts: Iterable[str]) -> Comparison:
     """Return a comparison with a warning for each file, or other part of the result, that cannot be written."""
-    warnings = [Finding(kind=FindingKind.UNWRITTEN, severity="warning", message=text) for text in texts]
+    warnings = [Finding(kind=kinds.UNWRITTEN, severity="warning", message=text) for text in texts]
     return with_findings(comparison, [*comparison.findings, *warnings]) if warnings else comparison
 
 

@@ -14,7 +14,8 @@ import msgspec
 
 from consistency.capture.wording import counted, listed
 from consistency.case.case import in_other_case
-from consistency.comparison.kinds import EXIT_STATUS, WORST_FIRST, FindingKind
+from consistency.comparison import kinds
+from consistency.comparison.kinds import EXIT_STATUS, WORST_FIRST
 from consistency.comparison.kinds import SuiteVerdict as SuiteVerdict
 from consistency.comparison.merging import Merging
 from consistency.comparison.result import Finding, Severity, Status, WorkerSummary
@@ -143,7 +144,7 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def planted(self) -> tuple[str, ...]:
         """Return the faults that were planted on purpose, a text for each."""
-        found = (f.message for case in self.cases for f in case.findings if f.kind == FindingKind.PLANTED)
+        found = (f.message for case in self.cases for f in case.findings if f.kind == kinds.PLANTED)
         return tuple(dict.fromkeys(text.removesuffix(" on purpose") for text in found))
 
     @property
@@ -213,13 +214,11 @@ def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
         fields = msgspec.structs.asdict(first) | {"message": f"{where} · {message}", "general": None}
         found.append(SuiteFinding(**fields, cases=names, numbers=tuple(number for _, number, _ in members)))
     # what was not checked at all comes after what was found: --fail-fast leaves out most cases
-    return tuple(
-        sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), f.kind == FindingKind.UNCHECKED, -len(f.cases)))
-    )
+    return tuple(sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), f.kind == kinds.UNCHECKED, -len(f.cases))))
 
 
 def _of_error(case: CaseResult) -> tuple[Finding, ...]:
     if case.error is None:
         return ()
     message, detail = f"could not be checked: {case.headline}", tuple(case.error.splitlines()[1:])
-    return (Finding(kind=FindingKind.UNCHECKED, severity="error", message=message, detail=detail),)
+    return (Finding(kind=kinds.UNCHECKED, severity="error", message=message, detail=detail),)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics import words
 from consistency.numerics.words import Word
 
 FEW_ELEMENTS = 64
@@ -37,7 +38,7 @@ def bit_flip(dtype: torch.dtype, bits: Iterable[int], evidence: dict[str, Any]) 
     """Report single flipped bits, and which fields of a float they are in."""
     found = sorted(set(bits))
     fields = {"fields": sorted({bit_field(dtype, bit) for bit in found})} if dtype.is_floating_point else {}
-    return Diagnosis(word=Word.BIT_FLIP, evidence={"bits": found, **evidence, **fields})
+    return Diagnosis(word=words.BIT_FLIP, evidence={"bits": found, **evidence, **fields})
 
 
 def bit_field(dtype: torch.dtype, bit: int) -> str:
@@ -50,7 +51,7 @@ def bit_field(dtype: torch.dtype, bit: int) -> str:
 
 def non_finite(nan: int, inf: int) -> Diagnosis | None:
     """Report NaN and infinity where the reference is finite, if there are any."""
-    return Diagnosis(word=Word.NON_FINITE, evidence={"nan": nan, "inf": inf}) if nan + inf else None
+    return Diagnosis(word=words.NON_FINITE, evidence={"nan": nan, "inf": inf}) if nan + inf else None
 
 
 def block(first: int, last: int, *, wrong: int, elements: int, size: int) -> Diagnosis | None:
@@ -59,7 +60,7 @@ def block(first: int, last: int, *, wrong: int, elements: int, size: int) -> Dia
     # random data of the same exponent range agrees in some elements by chance, seldom in one of ten
     if length < 2 or length == elements or wrong < 0.9 * length:
         return None
-    return Diagnosis(word=Word.BLOCK, evidence=byte_range(first, last, elements=elements, size=size))
+    return Diagnosis(word=words.BLOCK, evidence=byte_range(first, last, elements=elements, size=size))
 
 
 def byte_range(first: int, last: int, *, elements: int, size: int) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class Rounding:
 
         bfloat16 loses none in float16, except for a few very large or small values: that is no sign of a rounding.
         """
-        if dtype != torch.float32 and (self.how == "truncated" or self.word == Word.ROUNDED_TO_TF32):
+        if dtype != torch.float32 and (self.how == "truncated" or self.word == words.ROUNDED_TO_TF32):
             return False
         return self.mantissa < _MANTISSA.get(dtype, 0)
 
@@ -113,10 +114,10 @@ def _truncated(dropped: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 ROUNDINGS = (
-    Rounding(Word.ROUNDED_TO_BF16, "nearest", 7, _through(torch.bfloat16)),
-    Rounding(Word.ROUNDED_TO_FP16, "nearest", 10, _through(torch.float16)),
-    Rounding(Word.ROUNDED_TO_TF32, "nearest", 10, _tf32_nearest),
-    Rounding(Word.ROUNDED_TO_BF16, "truncated", 7, _truncated(16)),
-    Rounding(Word.ROUNDED_TO_TF32, "truncated", 10, _truncated(13)),
+    Rounding(words.ROUNDED_TO_BF16, "nearest", 7, _through(torch.bfloat16)),
+    Rounding(words.ROUNDED_TO_FP16, "nearest", 10, _through(torch.float16)),
+    Rounding(words.ROUNDED_TO_TF32, "nearest", 10, _tf32_nearest),
+    Rounding(words.ROUNDED_TO_BF16, "truncated", 7, _truncated(16)),
+    Rounding(words.ROUNDED_TO_TF32, "truncated", 10, _truncated(13)),
 )
 """In the order in which they are tried: fewer mantissa bits first, since the wider formats keep those values too."""

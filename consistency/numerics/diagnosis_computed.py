@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from consistency.numerics import words
 from consistency.numerics.chunks import Chunk, Chunks
 from consistency.numerics.diagnosis import FEW_ELEMENTS, ROUNDINGS, Diagnosis, bit_flip, block, first_answer, non_finite
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.kernels.numpy_distance import numbers_of
 from consistency.numerics.measure import Measure
-from consistency.numerics.words import Word
 
 _BY_CHANCE = 1 / 32
 """Highest probability that an error of another kind is taken for flipped bits."""
@@ -39,17 +39,17 @@ def diagnose_computed(
         Return the measure by the bound of TF32 products, where the device could have used them.
     """
     if found.ratio is not None and found.ratio <= 1:
-        return Diagnosis(word=Word.ACCUMULATION_ORDER)
+        return Diagnosis(word=words.ACCUMULATION_ORDER)
     answer = None if chunks is None else _diagnose(chunks)
     if answer is not None:
         return answer
     if not math.isfinite(found.max_abs):
-        return Diagnosis(word=Word.NON_FINITE, evidence={"at": list(found.worst_index or ())})
+        return Diagnosis(word=words.NON_FINITE, evidence={"at": list(found.worst_index or ())})
     if in_tf32 is not None:
         ratio = in_tf32().ratio
         if ratio is not None and ratio <= 1:
-            return Diagnosis(word=Word.TF32_PRODUCTS, evidence={"tf32_bound_ratio": float(ratio)})
-    return Diagnosis(word=Word.DIFFERS)
+            return Diagnosis(word=words.TF32_PRODUCTS, evidence={"tf32_bound_ratio": float(ratio)})
+    return Diagnosis(word=words.DIFFERS)
 
 
 def _diagnose(chunks: Chunks) -> Diagnosis | None:
@@ -134,7 +134,7 @@ def _added(chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
 def _zeros(seen: _Summary) -> Diagnosis | None:
     if not seen.all_zero or not seen.nonzero_expected:
         return None
-    return Diagnosis(word=Word.ZEROS, evidence={"nonzero_in_reference": seen.nonzero_expected, **_of(seen)})
+    return Diagnosis(word=words.ZEROS, evidence={"nonzero_in_reference": seen.nonzero_expected, **_of(seen)})
 
 
 def _of(seen: _Summary) -> dict[str, str]:
@@ -203,4 +203,4 @@ def _wrong_scale(seen: _Summary, chunks: Chunks) -> Diagnosis | None:
         if bool(np.any(np.abs(added - ratio * expected) > 1.1 * max(1.0, abs(ratio)) * allowed)):
             return None
         moves = moves or bool(np.any(np.abs(expected * (ratio - 1)) > 0.5 * allowed))
-    return Diagnosis(word=Word.WRONG_SCALE, evidence={"ratio": ratio, **_of(seen)}) if moves else None
+    return Diagnosis(word=words.WRONG_SCALE, evidence={"ratio": ratio, **_of(seen)}) if moves else None

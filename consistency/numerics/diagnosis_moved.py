@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from consistency.numerics import words
 from consistency.numerics.diagnosis import (
     FEW_ELEMENTS,
     ROUNDINGS,
@@ -58,9 +59,9 @@ class Known:
 def diagnose_structure(actual: torch.Tensor, expected: torch.Tensor) -> Diagnosis | None:
     """Compare shape and dtype, before any value."""
     if actual.shape != expected.shape:
-        return Diagnosis(word=Word.SHAPE, evidence={"got": list(actual.shape), "wanted": list(expected.shape)})
+        return Diagnosis(word=words.SHAPE, evidence={"got": list(actual.shape), "wanted": list(expected.shape)})
     if actual.dtype != expected.dtype:
-        return Diagnosis(word=Word.DTYPE, evidence={"got": str(actual.dtype), "wanted": str(expected.dtype)})
+        return Diagnosis(word=words.DTYPE, evidence={"got": str(actual.dtype), "wanted": str(expected.dtype)})
     return None
 
 
@@ -79,15 +80,15 @@ def diagnose_moved(
         Other contents that the tensor may hold.
     """
     if found.mismatched == 0:
-        return Diagnosis(word=Word.DIFFERS)
+        return Diagnosis(word=words.DIFFERS)
     known = known or Known()
     pair = _Pair(actual, expected, found)
     answer = first_answer((
         lambda: _never_written(pair, known.poison),
         lambda: _zeros(pair),
         lambda: _fresh_init(pair, known.initial),
-        lambda: _holds(pair, Word.SWAPPED, known.swapped),
-        lambda: _holds(pair, Word.STALE, known.stale),
+        lambda: _holds(pair, words.SWAPPED, known.swapped),
+        lambda: _holds(pair, words.STALE, known.stale),
         lambda: _signed_zero(pair),
         lambda: _permuted(pair),
         lambda: _bit_flip(pair),
@@ -97,7 +98,7 @@ def diagnose_moved(
         lambda: block(*pair.ends(), wrong=found.mismatched, elements=found.elements, size=pair.number_bytes),
         lambda: _non_finite(pair, alone=False),
     ))  # fmt: skip
-    return answer or Diagnosis(word=Word.DIFFERS)
+    return answer or Diagnosis(word=words.DIFFERS)
 
 
 class _Pair:
@@ -145,20 +146,20 @@ def _never_written(pair: _Pair, poison: int | None) -> Diagnosis | None:
     evidence = {"elements": pair.found.mismatched, "of": pair.found.elements}
     if pair.found.mismatched < pair.found.elements:
         evidence |= byte_range(*pair.ends(), elements=pair.found.elements, size=pair.number_bytes)
-    return Diagnosis(word=Word.NEVER_WRITTEN, evidence=evidence)
+    return Diagnosis(word=words.NEVER_WRITTEN, evidence=evidence)
 
 
 def _zeros(pair: _Pair) -> Diagnosis | None:
     if any(bool(torch.any(pair.x[part] != 0)) for part in pair.chunks()):
         return None
     nonzero = sum(int(torch.count_nonzero(pair.y[part])) for part in pair.chunks())
-    return Diagnosis(word=Word.ZEROS, evidence={"nonzero_in_reference": nonzero})
+    return Diagnosis(word=words.ZEROS, evidence={"nonzero_in_reference": nonzero})
 
 
 def _fresh_init(pair: _Pair, initial: str | None) -> Diagnosis | None:
     if initial is None or digest(pair.actual).value != initial:
         return None
-    return Diagnosis(word=Word.FRESH_INIT, evidence={"holds": "its value before the file was loaded"})
+    return Diagnosis(word=words.FRESH_INIT, evidence={"holds": "its value before the file was loaded"})
 
 
 def _holds(pair: _Pair, word: Word, find: Callable[[torch.Tensor], str | None]) -> Diagnosis | None:
@@ -172,7 +173,7 @@ def _signed_zero(pair: _Pair) -> Diagnosis | None:
     for part, differs in pair.differing():
         if any(bool(torch.any(elements(side[part], differs) != 0)) for side in (pair.a, pair.e)):
             return None
-    return Diagnosis(word=Word.SIGNED_ZERO, evidence={"elements": pair.found.mismatched})
+    return Diagnosis(word=words.SIGNED_ZERO, evidence={"elements": pair.found.mismatched})
 
 
 def _bit_flip(pair: _Pair) -> Diagnosis | None:
@@ -208,7 +209,7 @@ def _permuted(pair: _Pair) -> Diagnosis | None:
         return None
     rows = _moved_rows(pair) if pair.actual.dim() > 1 else None
     evidence = {"of": "elements"} if rows is None else {"of": "rows", "rows": rows[:8], "count": len(rows)}
-    return Diagnosis(word=Word.PERMUTED, evidence=evidence)
+    return Diagnosis(word=words.PERMUTED, evidence=evidence)
 
 
 def _same_multiset(pair: _Pair) -> bool:
@@ -288,4 +289,4 @@ def _wrong_scale(pair: _Pair) -> Diagnosis | None:
                 return None
         if bool(((ratios - ratio).abs() > slack * abs(ratio)).any()):
             return None
-    return None if ratio is None or used < 2 else Diagnosis(word=Word.WRONG_SCALE, evidence={"ratio": ratio})
+    return None if ratio is None or used < 2 else Diagnosis(word=words.WRONG_SCALE, evidence={"ratio": ratio})

@@ -41,6 +41,7 @@ import msgspec
 import numpy as np
 import torch
 
+from consistency.numerics import words
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
@@ -123,7 +124,7 @@ class ErrorFigures:
     @property
     def word(self) -> Word | None:
         """What the figures alone tell: a scale that is wrong where no element is."""
-        return Word.WRONG_SCALE if self.scale > 1 >= max(self.row, self.element) else None
+        return words.WRONG_SCALE if self.scale > 1 >= max(self.row, self.element) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

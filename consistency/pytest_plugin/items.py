@@ -17,12 +17,12 @@ from _pytest._code.code import (
 
 from consistency.case.load_path import LoadPath, is_alternative
 from consistency.case.stage import Stage
+from consistency.comparison import kinds
 from consistency.comparison.findings.details import describe
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
 from consistency.errors import did_you_mean
 from consistency.launch.plan import WorkerPlan
-from consistency.numerics.words import Word
+from consistency.numerics import words
 from consistency.pytest_plugin.failures import without_stack
 from consistency.pytest_plugin.item_names import Place, own_place
 from consistency.pytest_plugin.session import LostWorkerError, Session, SessionCase
@@ -32,8 +32,8 @@ from consistency.text import clean, one_line
 _ROOT = "consistency"
 _RUN_KINDS = frozenset(
     {
-        FindingKind.DRIFT, FindingKind.NOT_REPEATABLE, FindingKind.SAME_DEVICE_TYPE, FindingKind.INPUTS,
-        FindingKind.DAMAGED_CAPTURE,
+        kinds.DRIFT, kinds.NOT_REPEATABLE, kinds.SAME_DEVICE_TYPE, kinds.INPUTS,
+        kinds.DAMAGED_CAPTURE,
     }
 )  # fmt: skip
 
@@ -290,7 +290,7 @@ def _message(tensor: TensorComparison, row: Outcome, *, simulated: bool) -> str:
 
 def _diagnosis(row: Outcome) -> str | None:
     """Return what the diagnosis adds to the status."""
-    return None if row.word in (Word.DIFFERS, row.status) else row.word
+    return None if row.word in (words.DIFFERS, row.status) else row.word
 
 
 def _reason(tensor: TensorComparison, row: Outcome) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.whole_file import write_whole
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.result import Comparison
 from consistency.errors import UsageError, did_you_mean
 from consistency.pytest_plugin.failures import leaving_its_error, raise_error, without_stack
@@ -82,6 +82,6 @@ def own_comparison(options: Mapping[str, Any], folder: Path) -> Comparison:
                 write_whole(path, [encode_json(run(**options).comparison)])
     found = decode_json(path.read_bytes(), Comparison)
     for note in found.findings:
-        if note.kind == FindingKind.TOLERANCE and not note.tensors:  # a misspelt pattern is seen nowhere else
+        if note.kind == kinds.TOLERANCE and not note.tensors:  # a misspelt pattern is seen nowhere else
             warnings.warn(pytest.PytestWarning(note.message), stacklevel=2)
     return found

@@ -27,7 +27,7 @@ from consistency.case.load_path import LoadPath
 from consistency.case.options import Edge
 from consistency.case.reading import gather_options
 from consistency.case.suite import gather_suite
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
 from consistency.comparison.suite import SuiteResult, common_findings
@@ -269,7 +269,7 @@ class Session:
         text = found.sentence if len(self.cases) > 1 else found.cases[0].headline
         yield one_line(f"{found.verdict}: {text}")
         for note in common_findings(found.cases) if len(self.cases) > 1 else found.cases[0].findings:
-            if note.kind == FindingKind.TOLERANCE:
+            if note.kind == kinds.TOLERANCE:
                 yield f"note: {one_line(note.message)}"
         if self.given.baseline is not None and not self.given.baseline.exists():
             yield f"note: baseline {self.given.baseline} does not exist: no finding is accepted"

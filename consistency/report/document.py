@@ -10,13 +10,9 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from consistency import plugins
-from consistency.capture.adapter_remarks import AdapterFlaw
-from consistency.capture.engine_causes import Cause
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteVerdict
-from consistency.numerics.words import Word
 from consistency.optional import is_there
 from consistency.report.summary import Group, Row
 
@@ -30,7 +26,7 @@ _MOST_EXPLAINED = 5
 @functools.cache
 def _explained() -> frozenset[str]:
     """Return the kinds of findings that the glossary has; a stranger's report may have others."""
-    return frozenset({*Word, *FindingKind, *Cause, *AdapterFlaw, *plugins.kinds()})
+    return kinds.known()
 
 
 LegendRow = tuple[str, str, str]
@@ -119,20 +115,20 @@ class Document:
     def explain_command(self) -> str:
         """Return the command that explains the first kinds of findings to act on; empty where it has none of them."""
         known = _explained() if is_there(_EXPLAIN) else frozenset()
-        kinds = dict.fromkeys(str(entry.finding.kind) for entry in self.to_act_on)
-        chosen = [kind for kind in kinds if kind in known][:_MOST_EXPLAINED]
+        to_act_on = dict.fromkeys(str(entry.finding.kind) for entry in self.to_act_on)
+        chosen = [kind for kind in to_act_on if kind in known][:_MOST_EXPLAINED]
         return " ".join(["consistency explain", *chosen]) if chosen else ""
 
     @property
     def notes(self) -> list[Entry]:
         """Return the notes, that of a planted fault first: a drill must not be mistaken for a real fault."""
         notes = [entry for entry in self.entries if entry.finding.severity == "note"]
-        return sorted(notes, key=lambda entry: entry.finding.kind != FindingKind.PLANTED)
+        return sorted(notes, key=lambda entry: entry.finding.kind != kinds.PLANTED)
 
     @property
     def drill(self) -> str:
         """Return the messages of planted faults, in one line."""
-        return "; ".join(entry.finding.message for entry in self.entries if entry.finding.kind == FindingKind.PLANTED)
+        return "; ".join(entry.finding.message for entry in self.entries if entry.finding.kind == kinds.PLANTED)
 
 
 def numbered(findings: Sequence[Finding]) -> tuple[Entry, ...]:

@@ -13,7 +13,7 @@ from consistency.capture.names import SETTINGS_LAYER, UPDATED
 from consistency.capture.wording import counted
 from consistency.case import standard
 from consistency.case.stages import MOVES_WEIGHTS, stages_of
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.layers import difference_of
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, Outcome, TensorComparison
@@ -116,7 +116,7 @@ def _is_of_a_group(finding: Finding) -> bool:
 
 def _is_reproducible(finding: Finding, hits: _Hits) -> bool:
     """Return whether a tensor was stored that is wrong element by element: a drift's earlier bits are kept nowhere."""
-    if finding.severity == "note" or finding.kind == FindingKind.DRIFT:
+    if finding.severity == "note" or finding.kind == kinds.DRIFT:
         return False
     # of a factor after the optimizer's step, and of what workers are compared in with each other, no value is stored
     kept = [

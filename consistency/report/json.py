@@ -16,10 +16,13 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
+from consistency.case.stages import SPECS
+from consistency.comparison import kinds
 from consistency.comparison.layers import ByArchitecture, LayerComparison, layers_of
 from consistency.comparison.outcomes import Judgement, Outcome, Workers, gathered, worst_of
 from consistency.comparison.result import Comparison, ComparisonFacts, Finding, TensorComparison, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
+from consistency.numerics import words
 from consistency.numerics.real import Real
 from consistency.report import ranges
 from consistency.report.formats import View
@@ -485,12 +488,54 @@ def schema() -> dict[str, Any]:
         (ReportFile,), schema_hook=_schema_of, ref_template="#/$defs/{name}"
     )
     components["ReportFile"]["properties"]["schema"] = {"const": SCHEMA}
+    for name, (fields, definition) in _open_names().items():
+        components[name] = {"type": "string", "title": name, **definition}
+        for component in components.values():
+            _refer(component.get("properties", {}), fields, name)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "report.json of consistency",
         **found,
         "$defs": components,
     }
+
+
+def _open_names() -> dict[str, tuple[set[str], dict[str, Any]]]:
+    """Return the names that stages and plug-ins may add to: by title, the fields that have them, and what they are."""
+    return {
+        "Stage": (
+            {"stage"},
+            {
+                "description": "A stage, or what was compared in its place. Open: a plug-in may add others.",
+                "examples": sorted(SPECS),
+            },
+        ),
+        "Word": (
+            {"word"},
+            {
+                "description": "What a difference looks like. Open: a stage or a plug-in may add others.",
+                "examples": sorted(words.declared()),
+            },
+        ),
+        "FindingKind": (
+            {"kind"},
+            {
+                "description": "What a finding is about: a word, or another kind. Open: a plug-in may add others.",
+                "examples": sorted(kinds.known()),
+            },
+        ),
+    }
+
+
+def _refer(properties: dict[str, Any], fields: set[str], name: str) -> None:
+    """Let fields of texts refer to the definition of a name."""
+    for field in fields & properties.keys():
+        types = properties[field].get("anyOf", [properties[field]])
+        for number, kind in enumerate(types):
+            if kind.get("type") == "string":
+                types[number] = {"$ref": f"#/$defs/{name}"} | {key: kind[key] for key in kind if key != "type"}
+        if "anyOf" not in properties[field]:
+            properties[field] = types[0]
 
 
 def _schema_of(kind: type) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.etree import ElementTree
 
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.result import Comparison, Finding
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.report.findings import findings_of
@@ -17,7 +17,7 @@ from consistency.report.formats import View
 from consistency.report.sentences import command_text, has_own_settings
 from consistency.report.summarize import summarize, without_load_path
 
-_ERRORS = frozenset({FindingKind.LOST_WORKER, FindingKind.FAILED_WORKER})
+_ERRORS = frozenset({kinds.LOST_WORKER, kinds.FAILED_WORKER})
 """Kinds of findings that are errors of the workers' own test cases."""
 
 _BLOCKED = "the worker was lost before this stage"
@@ -78,7 +78,7 @@ def _suite(case: CaseResult, findings: Sequence[Finding], **properties: str) -> 
                 _add_result(test, "error", _BLOCKED, "blocked")
             elif status == "skipped":
                 _add_result(test, "skipped", _NOT_COMPARED)
-    _add_skipped(suite, case.name, (finding for finding in findings if finding.kind == FindingKind.SKIPPED))
+    _add_skipped(suite, case.name, (finding for finding in findings if finding.kind == kinds.SKIPPED))
     for lost in (worker for worker in case.workers if worker.status != "ok"):
         about = [finding for finding in wrong if finding.kind in _ERRORS and lost.name in finding.workers]
         lines = [*_finding_lines(about), *([lost.stack] if lost.stack and not about else [])]

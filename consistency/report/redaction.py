@@ -30,8 +30,8 @@ from consistency.case.case import in_other_case
 from consistency.case.recognition import name_of, repository_of
 from consistency.case.stage import Level
 from consistency.case.stages import SPECS
+from consistency.numerics import words
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 from consistency.text import without_credentials
 
 _HOME = re.compile(r"(?:/(?:export/)?(?:home|Users)/|[A-Za-z]:\\Users\\)([^\s/\\:'\"<>|,;)]+)")
@@ -62,7 +62,7 @@ _EVERYBODYS = frozenset(
 
 _VOCABULARY = frozenset(
     {
-        *SPECS, *Level, *Rule, *Word, "cpu", "cuda", "xpu", "npu", "mps", "hpu", "gpu", "torch", "python",
+        *SPECS, *Level, *Rule, *words.declared(), "cpu", "cuda", "xpu", "npu", "mps", "hpu", "gpu", "torch", "python",
         "consistency", "file", "float64", "float32", "bfloat16", "float16", "equal", "within", "outside", "missing",
         "unexpected", "skipped", "blocked", "consistent", "inconsistent", "incomplete", "error", "warning", "note",
         "lost", "failed", "nan", "inf", "worker", "device", "model", "layer", "tensor", "isolated", "linux",
@@ -450,10 +450,10 @@ class Replacements:
     def __post_init__(self) -> None:
         self._texts = tuple(self.of)
         self._may_begin, self._may_end = re.compile(self.before), re.compile(self.after)
-        words = [_WORD.findall(text) for text in self._texts]
-        common = Counter(word for some in words for word in set(some))
+        words_by_text = [_WORD.findall(text) for text in self._texts]
+        common = Counter(word for some in words_by_text for word in set(some))
         self._by_word, self._always = {}, []
-        for place, some in enumerate(words):
+        for place, some in enumerate(words_by_text):
             if some:
                 self._by_word.setdefault(min(some, key=lambda word: common[word]), []).append(place)
             else:

@@ -14,8 +14,8 @@ from consistency.case import standard
 from consistency.case.duration import duration_text
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS
+from consistency.comparison import kinds
 from consistency.comparison.by_worker import Coverage, coverage, worst_error
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import names_in
 from consistency.comparison.result import BAD, Comparison, Divergence
 from consistency.comparison.suite import CaseResult
@@ -135,16 +135,16 @@ def _of_workers(comparison: Comparison) -> str:
         parts += [_software_mismatch(covered) if not accepted else "", _not_compared(comparison, covered)]
         return "; ".join(filter(None, [*parts, _worst_error(comparison)]))
     if comparison.verdict == "incomplete":
-        nothing = [f.message for f in errors if f.kind in (FindingKind.NOTHING_COMPARED, FindingKind.GONE_DEVICE)]
-        lost = [node for f in errors if f.kind == FindingKind.LOST_NODE for node in f.detail]
+        nothing = [f.message for f in errors if f.kind in (kinds.NOTHING_COMPARED, kinds.GONE_DEVICE)]
+        lost = [node for f in errors if f.kind == kinds.LOST_NODE for node in f.detail]
         lost += [w.name for w in comparison.workers if w.status != "ok"]
         what = f"{some(lost)} did not finish" if lost else "part of what was requested could not be checked"
         said = (
-            FindingKind.LOST_WORKER,
-            FindingKind.FAILED_WORKER,
-            FindingKind.LOST_NODE,
-            FindingKind.NOTHING_COMPARED,
-            *(() if lost else (FindingKind.GONE_DEVICE,)),
+            kinds.LOST_WORKER,
+            kinds.FAILED_WORKER,
+            kinds.LOST_NODE,
+            kinds.NOTHING_COMPARED,
+            *(() if lost else (kinds.GONE_DEVICE,)),
         )
         others = sum(f.kind not in said for f in errors)
         what = nothing[0] if nothing and not lost else what

@@ -18,7 +18,9 @@ from consistency.capture.json_codec import encode_json
 from consistency.capture.records import IN_EVIDENCE, TensorRecord
 from consistency.capture.whole_file import as_readable_as_its_folder, write_fully
 from consistency.case.load_path import LoadPath
+from consistency.case.stages import registered
 from consistency.errors import CaptureError
+from consistency.numerics import words
 from consistency.numerics.digest import as_bytes
 from consistency.numerics.dtype import name_of
 from consistency.numerics.rules import Rule
@@ -84,7 +86,16 @@ class RecordStore:
             self._load_path = ""
 
     def write(self, record: TensorRecord) -> None:
-        """Append a record. Readers of a report find in its evidence what it states in fields of their own."""
+        """Append a record. Readers of a report find in its evidence what it states in fields of their own.
+
+        Raises
+        ------
+        ValueError
+            Its stage or its word is not declared.
+        """
+        registered(record.stage)
+        if record.word is not None:
+            words.registered(record.word)
         self._order += 1
         if self._remembers and record.digest is not None and not self._load_path:
             self.digests[record.key] = record.digest

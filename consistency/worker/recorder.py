@@ -15,9 +15,9 @@ import torch
 from consistency.capture.folder import pack_blocks
 from consistency.capture.names import LIMITS, WHOLE_MODEL
 from consistency.capture.records import RecordStatus, TensorRecord
-from consistency.case.stage import Stage
-from consistency.case.stages import SPECS
+from consistency.case.stages import SPECS, registered
 from consistency.case.tolerance import Override, choose
+from consistency.numerics import words
 from consistency.numerics.aten_calls import largest_share
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import Chunks
@@ -132,7 +132,7 @@ class Recorder(RecordStore):
         unsupported: bool = False,
     ) -> None:
         """Record why there is nothing in the place of some rows, or of a whole stage."""
-        spec = SPECS[Stage(stage)]
+        spec = SPECS[registered(stage)]
         row = TensorRecord(
             stage, layer, spec.whole, rule=rule or spec.rule, status=status, reason=reason, dtype=dtype,
             unsupported=unsupported,
@@ -193,7 +193,7 @@ class Recorder(RecordStore):
             diagnosis = diagnose_moved(host, expected, found, known=known)
             if found.mismatched == 0:
                 # the digest on the device and the bytes on the host disagree: the read-back changed the tensor
-                diagnosis = dataclasses.replace(diagnosis, word=Word.DIFFERS, evidence={"digest_only": True})
+                diagnosis = dataclasses.replace(diagnosis, word=words.DIFFERS, evidence={"digest_only": True})
         self.differs(
             row,
             host,
@@ -270,7 +270,7 @@ class Recorder(RecordStore):
                 diagnosis = diagnose(found, chunks)
                 word, more = diagnosis.word, diagnosis.evidence
             elif status == "within" and tolerance is None:
-                word = Word.ACCUMULATION_ORDER  # within a tolerance that nobody derived, nothing is known of the cause
+                word = words.ACCUMULATION_ORDER  # within a tolerance that nobody derived, nothing is known of the cause
             if float(found.max_abs) == 0 and found.mismatched == 0:
                 status = "equal"
         failed = status == "outside"

@@ -25,8 +25,8 @@ from consistency.case.stage import Model, Stage, StageSpec
 from consistency.case.stages import run_order
 from consistency.devices.interface import register
 from consistency.errors import UsageError
+from consistency.numerics import words
 from consistency.numerics.digest import TensorDigest, digest
-from consistency.numerics.words import Word
 from consistency.worker import determinism, environment
 from consistency.worker.bound_kernels import BOUND, choose_by_device
 from consistency.worker.context import AfterStages, Context, Machine
@@ -106,7 +106,7 @@ class Session:
                 except KernelAssertedError as lost:
                     record.fact(
                         stage=spec.stage, layer=WHOLE_MODEL, tensor="kernels", status="outside",
-                        word=Word.IDS_CHANGED, reason=str(lost),
+                        word=words.IDS_CHANGED, reason=str(lost),
                     )  # fmt: skip
                     # `transfer` too: every copy of it has this device at one end, and CUDA needs a new process now
                     for later in specs[number + 1 :]:

@@ -33,10 +33,10 @@ from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.case.stage import Level
 from consistency.errors import CaptureError
+from consistency.numerics import words
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError
-from consistency.numerics.words import Word
 from tests.capture.resealing import reseal
 from tests.capture.whole import read_records
 
@@ -83,7 +83,7 @@ def make_record(**changes: Any) -> TensorRecord:
         reference_digest="11" * 16,
         rounding=RoundingError(largest=Real("inf"), samples=3, drawn=6),
         measure=make_measure(),
-        word=Word.ZEROS,
+        word=words.ZEROS,
         evidence={"nonzero_in_reference": 6, "where": ["a", 1, None]},
         blob=BLOB,
         repeats=("22" * 16,),

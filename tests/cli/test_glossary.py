@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from consistency import plugins
 from consistency.capture.adapter_remarks import AdapterFlaw
 from consistency.capture.engine_causes import Cause
 from consistency.capture.records import RecordStatus, WorkerStatus
@@ -18,20 +19,25 @@ from consistency.case.stages import LEVELS, SPECS
 from consistency.cli.glossary import GlossaryEntry, explained, glossary, known_words
 from consistency.cli.main import build_parser
 from consistency.cli.parser import OF_EVERY_COMMAND, statuses_by_command
+from consistency.comparison import kinds
 from consistency.comparison.history.changes import ChangeKind
-from consistency.comparison.kinds import FindingKind, SuiteVerdict
+from consistency.comparison.kinds import SuiteVerdict
 from consistency.comparison.outcomes import Status
 from consistency.comparison.result import Severity, Verdict
 from consistency.errors import UsageError
 from consistency.extras.merging.check_merged.causes import MergeCause
+from consistency.numerics import words
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
 EXIT_STATUS = statuses_by_command(build_parser())
 
+assert SPECS, "with them come the words that stages declare"
+DECLARED = words.declared()
+
 WORDS: dict[str, Iterable[str]] = {
-    "word of a diagnosis": Word,
-    "kind of finding": FindingKind,
+    "word of a diagnosis": DECLARED,
+    "kind of finding": {*kinds.declared()} | {*plugins.kinds()} - {*Cause, *MergeCause},
     "mistake of an inference engine": Cause,
     "mistake of a merge": MergeCause,
     "flaw of an adapter": AdapterFlaw,
@@ -77,11 +83,12 @@ def entry_of(family: str, word: object) -> GlossaryEntry:
     return found
 
 
-@pytest.mark.parametrize("word", Word)
+@pytest.mark.parametrize("word", DECLARED)
 def test_a_word_has_its_phrases_of_moved_and_computed_tensors_and_of_copies(word: Word) -> None:
-    phrases = [word.phrase.replace("{}", "tensors")]
-    phrases += [f"of results: {word.computed}"] if word.computed != word.phrase else []
-    phrases += [f"copies that {word.copies}"] if word.value not in word.copies else []
+    computed = words.phrase_of(word, computed=True)
+    phrases = [words.phrase_of(word).replace("{}", "tensors")]
+    phrases += [f"of results: {computed}"] if computed != words.phrase_of(word) else []
+    phrases += [f"copies that {words.of_copies(word)}"] if word not in words.of_copies(word) else []
     entry = entry_of("word of a diagnosis", word)
     assert (entry.headline, entry.summary) == (phrases[0], "; ".join(phrases))
 

@@ -9,10 +9,10 @@ from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
+from consistency.numerics import words
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError
-from consistency.numerics.words import Word
 
 
 def digest(text: str) -> str:
@@ -37,7 +37,7 @@ def moved(held: str = "file", file: str = "file", tensor: str = "lora_B", **chan
         "rule": "bitwise", "digest": digest(held), "reference_digest": digest(file), "reference": "file",
         "status": "equal" if equal else "outside",
         "measure": None if equal else measured(ratio=None),
-        "word": None if equal else Word.BIT_FLIP,
+        "word": None if equal else words.BIT_FLIP,
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
 
@@ -46,7 +46,7 @@ def computed(bits: str = "a", ratio: float = 0.5, **changes: Any) -> TensorRecor
     fields: dict[str, Any] = {
         "stage": "merged", "layer": "layers.0.q", "tensor": "weight", "shape": (2, 2), "dtype": "float32",
         "rule": "bound", "digest": digest(bits), "status": "within" if ratio <= 1 else "outside",
-        "measure": measured(ratio=Real(ratio)), "word": Word.ACCUMULATION_ORDER,
+        "measure": measured(ratio=Real(ratio)), "word": words.ACCUMULATION_ORDER,
     }  # fmt: skip
     return TensorRecord(**{**fields, **changes})
 

@@ -13,8 +13,8 @@ from consistency.capture.names import GIVEN
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison.compare import compare
+from consistency.numerics import words
 from consistency.numerics.real import Real
-from consistency.numerics.words import Word
 from consistency.worker.judging.block_rule import OTHER_HOST
 from tests.comparison.made_records import (
     compared,
@@ -192,7 +192,7 @@ def test_weight_without_a_file_that_differs_is_a_finding(make_capture: MakeCaptu
     def weight(bits: str, **changes: Any) -> TensorRecord:
         return TensorRecord(
             stage="base", layer="layers.0.q", tensor="weight_after_adapter", rule="peer", status="measured",
-            dtype="float32", digest=digest(bits), word=Word.RECOMPUTED, **changes,
+            dtype="float32", digest=digest(bits), word=words.RECOMPUTED, **changes,
         )  # fmt: skip
 
     found = compared(make_capture("a", {"cpu": [weight("a")], "cuda:0": [weight("b")]}))
@@ -204,8 +204,8 @@ def test_weight_without_a_file_that_differs_is_a_finding(make_capture: MakeCaptu
 def test_missing_unexpected_and_skipped(make_capture: MakeCapture) -> None:
     absent: dict[str, Any] = {"digest": None, "measure": None, "reason": "so it is"}
     records = [
-        moved(tensor="lora_A", status="missing", word=Word.MISSING, **absent),
-        moved(tensor="lora_B", status="unexpected", word=Word.UNEXPECTED, **absent),
+        moved(tensor="lora_A", status="missing", word=words.MISSING, **absent),
+        moved(tensor="lora_B", status="unexpected", word=words.UNEXPECTED, **absent),
         moved(tensor="lora_C", status="skipped", word=None, **absent),
     ]
     found = compared(make_capture("a", {"cpu": records}))
@@ -409,7 +409,7 @@ def test_damaged_worker_makes_it_incomplete(make_capture: MakeCapture) -> None:
 def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": [moved()]})
     info = {"cuda:1": {"load_path": "shared"}}
-    shared = make_capture("shared", {"cuda:1": [moved("x", word=Word.ZEROS)]}, info=info)
+    shared = make_capture("shared", {"cuda:1": [moved("x", word=words.ZEROS)]}, info=info)
     found = compared(alone, shared)
     assert found.load_paths == ("isolated", "shared")
     (finding,) = errors(found)
@@ -421,7 +421,7 @@ def test_wrong_only_when_shared_is_the_copy(make_capture: MakeCapture) -> None:
 
 
 def test_wrong_on_both_paths_is_not_blamed_on_the_copy(make_capture: MakeCapture) -> None:
-    wrong = [moved("x", word=Word.ZEROS)]
+    wrong = [moved("x", word=words.ZEROS)]
     alone = make_capture("alone", {"cpu": [moved()], "cuda:1": wrong})
     shared = make_capture("shared", {"cuda:1": wrong}, info={"cuda:1": {"load_path": "shared"}})
     (finding,) = errors(compared(alone, shared))

@@ -30,7 +30,7 @@ from consistency.comparison.layers import layers_of
 from consistency.comparison.records import tables_of
 from consistency.comparison.result import Comparison, TensorComparison
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather, on_load_path
-from consistency.numerics.words import Word
+from consistency.numerics import words
 from consistency.report import json as report_json
 from consistency.report.html import as_html
 from consistency.report.junit import as_junit
@@ -68,7 +68,7 @@ def layers(count: int, bits: str, *, faulty: bool = False) -> list[TensorRecord]
     found = []
     for i in range(count):
         right = moved(layer=f"layers.{i}", order=i)
-        wrong = moved("x", layer=f"layers.{i}", word=Word.ZEROS, order=i)
+        wrong = moved("x", layer=f"layers.{i}", word=words.ZEROS, order=i)
         found += [
             moved(layer=f"layers.{i}", stage="base", tensor="weight", order=i),
             wrong if faulty else right,

@@ -14,8 +14,8 @@ from consistency.case.case import Case
 from consistency.case.stages import SPECS
 from consistency.comparison.compare import compare
 from consistency.comparison.result import BAD, Comparison, Finding
+from consistency.numerics import words
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 from consistency.report.sentences import sentence
 from tests.comparison.made_records import digest, measured
 
@@ -39,7 +39,7 @@ def records(draw: st.DrawFn) -> TensorRecord:
         reference_digest=draw(_DIGESTS),
         reference=draw(st.sampled_from([None, "file", "float64", "payload"])),
         measure=measured() if has_measure else None,
-        word=draw(st.sampled_from([None, *Word])),
+        word=draw(st.sampled_from([None, *words.declared()])),
         reason=draw(st.sampled_from([None, "no kernel"])),
         load_path=draw(st.sampled_from(["", "", "", "isolated+cpu"])),
         shape=(2, 2), dtype="float32",

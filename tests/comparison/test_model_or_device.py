@@ -10,11 +10,12 @@ from consistency.capture.reader import read_capture
 from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison
+from consistency.extras.serving.generation.spec import CACHE_CHANGES_MODEL, WRONG_WITH_CACHE
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 from tests.conftest import MakeCapture
 
-OF_MODEL, OF_DEVICE = Word.CACHE_CHANGES_MODEL, Word.WRONG_WITH_CACHE
+OF_MODEL, OF_DEVICE = CACHE_CHANGES_MODEL, WRONG_WITH_CACHE
 TF32 = {"products": {"matmul": "tf32", "convolution": "tf32"}, "dtype": "float32"}
 FLOAT32, BFLOAT16 = {"dtype": "float32"}, {"dtype": "bfloat16"}
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from consistency.numerics import words
 from consistency.numerics.bound import Allowance, UserAllowance, delta_allowance, merged_allowance
 from consistency.numerics.chunks import Chunk, LowRankProduct, LowRankTensor, exact_chunks, low_rank_chunks
 from consistency.numerics.diagnosis import Diagnosis
@@ -21,7 +22,6 @@ from consistency.numerics.error import measure_against_exact, measure_low_rank
 from consistency.numerics.measure import Measure
 from consistency.numerics.precision import Precision
 from consistency.numerics.real import Real
-from consistency.numerics.words import Word
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,7 +76,7 @@ CASES = [
 @pytest.mark.parametrize("options", CASES)
 def test_a_healthy_merge_is_accumulation_order(options: dict[str, torch.dtype]) -> None:
     case = Case(**options)
-    assert case.diagnose(case.healthy()) == Diagnosis(word=Word.ACCUMULATION_ORDER)
+    assert case.diagnose(case.healthy()) == Diagnosis(word=words.ACCUMULATION_ORDER)
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -110,7 +110,7 @@ def test_another_adapter_is_unknown_and_a_factor_that_tf32_could_explain_is_a_sc
     found = case.diagnose(case.healthy())
     assert (found.word, found.evidence["ratio"]) == ("wrong-scale", pytest.approx(1.0005, rel=1e-6))
     case.delta = normal(ROWS, COLUMNS, seed=9)
-    assert case.diagnose(case.healthy()) == Diagnosis(word=Word.DIFFERS)
+    assert case.diagnose(case.healthy()) == Diagnosis(word=words.DIFFERS)
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -134,7 +134,7 @@ def test_a_bit_that_flipped_after_the_merge_is_told_from_rounding(options: dict[
     found = case.diagnose(actual)
     if bit == "mantissa" and case.adapter == torch.bfloat16:
         # eight bits of mantissa, and a bound of several of their last: too near for a rounding to be ruled out
-        assert found == Diagnosis(word=Word.DIFFERS)
+        assert found == Diagnosis(word=words.DIFFERS)
         return
     assert (found.word, found.evidence["bits"], found.evidence["fields"]) == ("bit-flip", [flipped], [bit])
 
@@ -147,7 +147,7 @@ def test_a_range_that_was_not_merged_is_a_block(options: dict[str, torch.dtype])
     actual.reshape(-1)[4096 // size : 12288 // size] = 1000.0
     found = case.diagnose(actual)
     place = {"offset_bytes": 4096, "length_bytes": 8192, "page_aligned": True}
-    assert found == Diagnosis(word=Word.BLOCK, evidence=place)
+    assert found == Diagnosis(word=words.BLOCK, evidence=place)
 
 
 def test_an_error_of_the_whole_tensor_that_spares_small_elements_at_its_ends_is_no_block() -> None:
@@ -158,7 +158,7 @@ def test_an_error_of_the_whole_tensor_that_spares_small_elements_at_its_ends_is_
     found = measure_against_exact(actual, exact, allowed)
     chunks = partial(exact_chunks, actual, exact, allowed)
     assert found.ratio is not None
-    assert diagnose_computed(found, chunks) == Diagnosis(word=Word.DIFFERS)
+    assert diagnose_computed(found, chunks) == Diagnosis(word=words.DIFFERS)
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -169,18 +169,18 @@ def test_what_is_not_finite_is_named_and_counted(options: dict[str, torch.dtype]
     actual[2:7:2, 3] = value
     found = case.diagnose(actual)
     counts = {"nan": 3, "inf": 0} if math.isnan(value) else {"nan": 0, "inf": 3}
-    assert found == Diagnosis(word=Word.NON_FINITE, evidence=counts)
+    assert found == Diagnosis(word=words.NON_FINITE, evidence=counts)
 
 
 def test_nan_is_counted_in_a_range_and_among_other_errors() -> None:
     case = Case()
     actual = case.healthy()
     actual.reshape(-1)[1000:3000] = math.nan
-    assert case.diagnose(actual) == Diagnosis(word=Word.NON_FINITE, evidence={"nan": 2000, "inf": 0})
+    assert case.diagnose(actual) == Diagnosis(word=words.NON_FINITE, evidence={"nan": 2000, "inf": 0})
     actual = case.healthy()
     actual[::3] += 7.0
     actual[5, ::7] = math.nan
-    assert case.diagnose(actual) == Diagnosis(word=Word.NON_FINITE, evidence={"nan": 92, "inf": 0})
+    assert case.diagnose(actual) == Diagnosis(word=words.NON_FINITE, evidence={"nan": 92, "inf": 0})
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_activations_are_named_too() -> None:
     assert activations(rounded * 1.0001, exact, 1e-6).word == "wrong-scale"
     assert activations(torch.zeros_like(rounded), exact, 1e-6).word == "zeros"
     assert activations(rounded.bfloat16().float(), exact, 1e-6).word == "rounded-to-bf16"
-    assert activations(rounded + 0.1, exact, 1e-6).word == Word.DIFFERS
+    assert activations(rounded + 0.1, exact, 1e-6).word == words.DIFFERS
 
 
 @given(seed=st.integers(0, 2**16), factor=st.floats(1.01, 20))
@@ -231,7 +231,7 @@ def test_one_element_a_few_times_outside_is_no_flipped_bit(seed: int, factor: fl
     actual = exact.float()
     actual.view(-1)[seed % 2000] += factor * 1e-5
     found = activations(actual, exact, 1e-5)
-    assert found.word in (Word.DIFFERS, Word.ACCUMULATION_ORDER)
+    assert found.word in (words.DIFFERS, words.ACCUMULATION_ORDER)
 
 
 def measured(ratio: float | None) -> Measure:
@@ -241,9 +241,9 @@ def measured(ratio: float | None) -> Measure:
 
 def test_inside_the_bound_is_accumulation_order_and_outside_or_without_one_unknown() -> None:
     for ratio in (0.0, 0.5, 1.0):
-        assert diagnose_computed(measured(ratio)) == Diagnosis(word=Word.ACCUMULATION_ORDER)
+        assert diagnose_computed(measured(ratio)) == Diagnosis(word=words.ACCUMULATION_ORDER)
     for beyond in (1.0000001, 1e9, math.nan, None):
-        assert diagnose_computed(measured(beyond)) == Diagnosis(word=Word.DIFFERS)
+        assert diagnose_computed(measured(beyond)) == Diagnosis(word=words.DIFFERS)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -252,7 +252,7 @@ def test_without_the_values_what_is_not_finite_is_named_with_its_place(value: fl
     actual = exact.float()
     actual[2, 3] = value
     found = diagnose_computed(measure_against_exact(actual, exact))
-    assert found == Diagnosis(word=Word.NON_FINITE, evidence={"at": [2, 3]})
+    assert found == Diagnosis(word=words.NON_FINITE, evidence={"at": [2, 3]})
 
 
 @given(seed=st.integers(0, 2**16), factor=st.floats(1.5, 50))
@@ -261,7 +261,7 @@ def test_noise_of_a_few_times_the_bound_is_no_word_of_a_cause(seed: int, factor:
     exact = normal(40, 50, seed=seed, dtype=torch.float64)
     allowed = 1e-5
     noise = torch.from_numpy(np.random.default_rng(seed + 1).choice([-factor, factor], exact.shape)) * allowed
-    assert activations((exact + noise).float(), exact, allowed) == Diagnosis(word=Word.DIFFERS)
+    assert activations((exact + noise).float(), exact, allowed) == Diagnosis(word=words.DIFFERS)
 
 
 def test_a_tolerance_of_the_users_own_is_what_is_gone_by() -> None:

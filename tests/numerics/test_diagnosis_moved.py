@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from consistency.numerics import words
 from consistency.numerics.diagnosis import FEW_ELEMENTS, PAGE_BYTES, Diagnosis, bit_field
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import digest
@@ -43,9 +44,9 @@ def test_shape_and_dtype_come_before_any_value() -> None:
     assert diagnose_structure(x, x) is None
     assert diagnose_structure(torch.ones(2, 3), x) is None
     shape = diagnose_structure(x.T, x)
-    assert shape == Diagnosis(word=Word.SHAPE, evidence={"got": [3, 2], "wanted": [2, 3]})
+    assert shape == Diagnosis(word=words.SHAPE, evidence={"got": [3, 2], "wanted": [2, 3]})
     dtype = diagnose_structure(x.bfloat16(), x)
-    assert dtype == Diagnosis(word=Word.DTYPE, evidence={"got": "torch.bfloat16", "wanted": "torch.float32"})
+    assert dtype == Diagnosis(word=words.DTYPE, evidence={"got": "torch.bfloat16", "wanted": "torch.float32"})
     both = diagnose_structure(x.T.half(), x)
     assert both is not None
     assert both.word == "shape"
@@ -59,7 +60,7 @@ def test_zeros(dtype: torch.dtype) -> None:
     expected = normal(8, 16).mul(10).to(dtype)
     nonzero = int(torch.count_nonzero(torch.view_as_real(expected) if dtype.is_complex else expected.to(torch.float32)))
     assert diagnose(torch.zeros_like(expected), expected) == Diagnosis(
-        word=Word.ZEROS, evidence={"nonzero_in_reference": nonzero}
+        word=words.ZEROS, evidence={"nonzero_in_reference": nonzero}
     )
 
 
@@ -68,7 +69,7 @@ def test_zeros_and_other_tensors_are_named_in_that_order() -> None:
     assert diagnose(zeros, normal(8, 16), {digest(zeros).value: "lora_B"}).word == "zeros"
     expected, other = normal(8, 16), normal(8, 16, seed=1)
     others = {digest(other).value: "layers.3.lora_A", digest(normal(8, 16, seed=2)).value: "layers.4.lora_A"}
-    assert diagnose(other, expected, others) == Diagnosis(word=Word.SWAPPED, evidence={"holds": "layers.3.lora_A"})
+    assert diagnose(other, expected, others) == Diagnosis(word=words.SWAPPED, evidence={"holds": "layers.3.lora_A"})
     assert diagnose(other, expected, {}).word == "differs"
     assert diagnose(normal(8, 16, seed=3), expected, others).word == "differs"
 
@@ -81,7 +82,7 @@ def test_signed_zero(dtype: torch.dtype) -> None:
     actual = expected.clone()
     sign = 8 * dtype.itemsize - 1
     bit_patterns(actual.view(-1))[[5, 6, 7]] = 128 if sign == 7 else -(1 << sign)
-    assert diagnose(actual, expected) == Diagnosis(word=Word.SIGNED_ZERO, evidence={"elements": 3})
+    assert diagnose(actual, expected) == Diagnosis(word=words.SIGNED_ZERO, evidence={"elements": 3})
     assert diagnose(expected, actual).word == "signed-zero"
 
 
@@ -90,7 +91,7 @@ def test_non_finite(dtype: torch.dtype) -> None:
     expected = normal(8, 16, dtype=dtype)
     actual = expected.clone()
     actual[0, :3], actual[5, 5] = math.nan, -math.inf
-    assert diagnose(actual, expected) == Diagnosis(word=Word.NON_FINITE, evidence={"nan": 3, "inf": 1})
+    assert diagnose(actual, expected) == Diagnosis(word=words.NON_FINITE, evidence={"nan": 3, "inf": 1})
 
 
 def test_non_finite_where_the_reference_is_so_too_is_another_cause() -> None:
@@ -113,21 +114,21 @@ def test_permuted_rows(dtype: torch.dtype) -> None:
     expected = normal(8, 16).mul(10).to(dtype)
     actual = bit_patterns(expected.view(-1)).view(8, -1)[[0, 5, 2, 3, 4, 1, 6, 7]].view(dtype)
     moved = {"of": "rows", "rows": [1, 5], "count": 2}
-    assert diagnose(actual, expected) == Diagnosis(word=Word.PERMUTED, evidence=moved)
+    assert diagnose(actual, expected) == Diagnosis(word=words.PERMUTED, evidence=moved)
 
 
 def test_permuted_elements() -> None:
     expected = normal(8, 16)
     actual = expected.clone()
     actual[1, 2], actual[3, 4] = expected[3, 4], expected[1, 2]
-    assert diagnose(actual, expected) == Diagnosis(word=Word.PERMUTED, evidence={"of": "elements"})
+    assert diagnose(actual, expected) == Diagnosis(word=words.PERMUTED, evidence={"of": "elements"})
     assert diagnose(expected.flip(1), expected).evidence == {"of": "elements"}
     flat = expected.view(-1)
-    assert diagnose(flat.roll(1), flat) == Diagnosis(word=Word.PERMUTED, evidence={"of": "elements"})
+    assert diagnose(flat.roll(1), flat) == Diagnosis(word=words.PERMUTED, evidence={"of": "elements"})
 
 
 @pytest.mark.parametrize(
-    ("dtype", "word"), [(torch.bfloat16, Word.ROUNDED_TO_BF16), (torch.float16, Word.ROUNDED_TO_FP16)], ids=str
+    ("dtype", "word"), [(torch.bfloat16, words.ROUNDED_TO_BF16), (torch.float16, words.ROUNDED_TO_FP16)], ids=str
 )
 @pytest.mark.parametrize("kept", [torch.float32, torch.float64], ids=str)
 def test_rounded_through_a_narrow_dtype(dtype: torch.dtype, word: Word, kept: torch.dtype) -> None:
@@ -144,12 +145,12 @@ def test_rounded_to_tf32_to_nearest_even_and_by_truncation() -> None:
     expected[0, :2] = torch.tensor([0x3F801000, 0x3F803000], dtype=torch.int32).view(torch.float32)  # ties
     bits = expected.view(torch.int32)
     truncated = (bits & ~0x1FFF).view(torch.float32)
-    assert diagnose(truncated, expected) == Diagnosis(word=Word.ROUNDED_TO_TF32, evidence={"rounding": "truncated"})
+    assert diagnose(truncated, expected) == Diagnosis(word=words.ROUNDED_TO_TF32, evidence={"rounding": "truncated"})
     # to nearest, independently: a multiple of 2**(exponent - 10); NumPy's rint takes the even one of a tie
     mantissa, exponent = np.frexp(expected.double().numpy())
     nearest = torch.from_numpy(np.ldexp(np.rint(np.ldexp(mantissa, 11)), exponent - 11)).float()
     assert nearest[0, :2].view(torch.int32).tolist() == [0x3F800000, 0x3F804000]
-    assert diagnose(nearest, expected) == Diagnosis(word=Word.ROUNDED_TO_TF32, evidence={"rounding": "nearest"})
+    assert diagnose(nearest, expected) == Diagnosis(word=words.ROUNDED_TO_TF32, evidence={"rounding": "nearest"})
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -160,7 +161,7 @@ def test_bit_flip_names_bit_field_and_place(dtype: torch.dtype, field: str) -> N
     expected = normal(40, 50, dtype=dtype)
     found = diagnose(flip(expected, [777], bit), expected)
     assert found == Diagnosis(
-        word=Word.BIT_FLIP, evidence={"bits": [bit], "elements": 1, "index": [15, 27], "fields": [field]}
+        word=words.BIT_FLIP, evidence={"bits": [bit], "elements": 1, "index": [15, 27], "fields": [field]}
     )
 
 
@@ -191,7 +192,7 @@ def test_more_than_a_few_flips_are_another_cause(count: int, word: str) -> None:
 def test_an_integer_has_bits_but_no_fields() -> None:
     expected = torch.arange(200)
     found = diagnose(flip(expected, [7], 40), expected)
-    assert found == Diagnosis(word=Word.BIT_FLIP, evidence={"bits": [40], "elements": 1, "index": [7]})
+    assert found == Diagnosis(word=words.BIT_FLIP, evidence={"bits": [40], "elements": 1, "index": [7]})
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -229,7 +230,7 @@ def test_block_tells_offset_length_and_alignment(dtype: torch.dtype, aligned: bo
     actual.view(-1)[first : first + count] = torch.where(noise == expected.view(-1)[first : first + count], 1, noise)
     found = diagnose(actual, expected)
     assert found == Diagnosis(
-        word=Word.BLOCK,
+        word=words.BLOCK,
         evidence={"offset_bytes": first * size, "length_bytes": 2 * PAGE_BYTES, "page_aligned": aligned},
     )
 
@@ -239,7 +240,7 @@ def test_a_block_to_the_very_end_ends_aligned() -> None:
     actual = expected.clone()
     actual[1024:] = normal(1976, seed=1)
     assert diagnose(actual, expected) == Diagnosis(
-        word=Word.BLOCK, evidence={"offset_bytes": 4096, "length_bytes": 1976 * 4, "page_aligned": True}
+        word=words.BLOCK, evidence={"offset_bytes": 4096, "length_bytes": 1976 * 4, "page_aligned": True}
     )
 
 
@@ -253,16 +254,16 @@ def test_scattered_differences_are_no_block() -> None:
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float8_e4m3fn, torch.complex64, torch.int64], ids=str)
 def test_random_noise_is_unknown(dtype: torch.dtype) -> None:
     expected, actual = normal(40, 50).mul(10).to(dtype), normal(40, 50, seed=1).mul(10).to(dtype)
-    assert diagnose(actual, expected) == Diagnosis(word=Word.DIFFERS)
+    assert diagnose(actual, expected) == Diagnosis(word=words.DIFFERS)
     if dtype.is_floating_point and dtype.itemsize > 1:
         near = (expected.double() * (1 + normal(40, 50, seed=2).double() / 20)).to(dtype)
-        assert diagnose(near, expected) == Diagnosis(word=Word.DIFFERS)
+        assert diagnose(near, expected) == Diagnosis(word=words.DIFFERS)
 
 
 def test_equal_bits_have_nothing_to_name() -> None:
     # a digest made on the device and the bytes that are read back can disagree
     for expected in (normal(4, 5), torch.zeros(3), torch.empty(0)):
-        assert diagnose(expected.clone(), expected) == Diagnosis(word=Word.DIFFERS)
+        assert diagnose(expected.clone(), expected) == Diagnosis(word=words.DIFFERS)
 
 
 def test_views_are_diagnosed_like_their_copies() -> None:
@@ -304,12 +305,12 @@ def test_poison_that_is_still_there_was_never_written_and_a_part_is_told_with_it
     expected = normal(64, 32)
     actual = torch.full((2048,), POISON, dtype=torch.int32).view(torch.float32).reshape(64, 32)
     found = named(actual, expected, Known(poison=POISON))
-    assert found == Diagnosis(word=Word.NEVER_WRITTEN, evidence={"elements": 2048, "of": 2048})
+    assert found == Diagnosis(word=words.NEVER_WRITTEN, evidence={"elements": 2048, "of": 2048})
     actual = expected.clone()
     actual.view(torch.int32).reshape(-1)[1024:] = POISON
     found = named(actual, expected, Known(poison=POISON))
     place = {"offset_bytes": 4096, "length_bytes": 4096, "page_aligned": True}
-    assert found == Diagnosis(word=Word.NEVER_WRITTEN, evidence={"elements": 1024, "of": 2048, **place})
+    assert found == Diagnosis(word=words.NEVER_WRITTEN, evidence={"elements": 1024, "of": 2048, **place})
     another_nan = torch.full_like(expected, math.nan)
     assert named(another_nan, expected, Known(poison=POISON)).word == "non-finite"
 
@@ -324,18 +325,18 @@ def test_values_from_before_the_loading_are_fresh() -> None:
 def test_bytes_from_elsewhere_are_stale_unless_they_are_another_tensors() -> None:
     expected, held = normal(8, 32), normal(8, 32, seed=7)
     stale = Known(stale=lambda tensor: "bytes 0 to 1024 of w" if torch.equal(tensor, held) else None)
-    assert named(held, expected, stale) == Diagnosis(word=Word.STALE, evidence={"holds": "bytes 0 to 1024 of w"})
+    assert named(held, expected, stale) == Diagnosis(word=words.STALE, evidence={"holds": "bytes 0 to 1024 of w"})
     both = Known(stale=stale.stale, swapped=lambda _: "lora_B")
-    assert named(held, expected, both) == Diagnosis(word=Word.SWAPPED, evidence={"holds": "lora_B"})
+    assert named(held, expected, both) == Diagnosis(word=words.SWAPPED, evidence={"holds": "lora_B"})
 
 
 def test_nan_is_counted_in_a_range_and_among_other_differences() -> None:
     expected = normal(64, 32)
     actual = expected.clone()
     actual.reshape(-1)[100:300] = math.nan
-    assert diagnose(actual, expected) == Diagnosis(word=Word.NON_FINITE, evidence={"nan": 200, "inf": 0})
+    assert diagnose(actual, expected) == Diagnosis(word=words.NON_FINITE, evidence={"nan": 200, "inf": 0})
     actual = expected.clone()
     actual[::2] += 7.0
     actual[5, ::4] = math.inf
     actual[7, ::4] = math.nan
-    assert diagnose(actual, expected) == Diagnosis(word=Word.NON_FINITE, evidence={"nan": 8, "inf": 8})
+    assert diagnose(actual, expected) == Diagnosis(word=words.NON_FINITE, evidence={"nan": 8, "inf": 8})

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from consistency.numerics import error_spread, rules
+from consistency.numerics import error_spread, rules, words
 from consistency.numerics.error_spread import Spread, student
-from consistency.numerics.words import Word
 
 ROWS, COLUMNS = 48, 96
 
@@ -76,7 +75,7 @@ def test_each_figure_sees_its_fault(kind: str, smallest: float) -> None:
     figures = Spread.of(drawn, exact).figures(device.float(), exact)
     assert getattr(figures, kind.rpartition(" ")[2]) > 1
     if kind == "scale":
-        assert figures.word == Word.WRONG_SCALE
+        assert figures.word == words.WRONG_SCALE
 
 
 def test_what_is_allowed_is_the_limit_of_each_element() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from consistency.numerics.diagnosis import ROUNDINGS, Rounding
 
-BY_NAME = {(r.word.value, r.how): r for r in ROUNDINGS}
+BY_NAME = {(str(r.word), r.how): r for r in ROUNDINGS}
 ANY_BITS = arrays.arrays(np.uint32, st.integers(1, 64), elements=st.integers(0, 2**32 - 1))
 EDGES = np.array(
     [0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001,
@@ -64,7 +64,7 @@ def test_float16_is_numpys_own(bits: np.ndarray) -> None:
     assert np.isnan(got[~numbers]).all()
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS, ids=lambda r: f"{r.word.value}-{r.how}")
+@pytest.mark.parametrize("rounding", ROUNDINGS, ids=lambda r: f"{r.word}-{r.how}")
 @hypothesis.given(bits=ANY_BITS)
 @hypothesis.example(bits=EDGES)
 def test_what_was_cut_once_stays(rounding: Rounding, bits: np.ndarray) -> None:
@@ -99,7 +99,7 @@ def test_tf32_of_other_dtypes() -> None:
 
 def test_what_is_narrower_than_a_dtype() -> None:
     narrower = {
-        dtype: [(r.word.value, r.how) for r in ROUNDINGS if r.is_narrower_than(dtype)]
+        dtype: [(r.word, r.how) for r in ROUNDINGS if r.is_narrower_than(dtype)]
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.float8_e5m2)
     }
     assert narrower[torch.float32] == list(BY_NAME)

@@ -15,6 +15,7 @@ from consistency.comparison.result import (
     Verdict,
     WorkerSummary,
 )
+from consistency.numerics import words
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -32,7 +33,7 @@ def tensor(classes: list[list[str]], *, stage: str = "adapter", layer: str = "la
         Outcome(
             workers=(name,), reference="file", status=statuses.get(name, "equal"),
             ratio=None if ratio is None else Real(ratio), max_ulp=max_ulp,
-            worst_index=(1, 2) if name in statuses else None, word=Word.ZEROS if name in statuses else None,
+            worst_index=(1, 2) if name in statuses else None, word=words.ZEROS if name in statuses else None,
         )
         for names in classes for name in names
     )  # fmt: skip
@@ -198,7 +199,7 @@ def computed_apart(tensors: int, workers: int) -> Comparison:
                 Outcome(
                     workers=(name,), reference="float64", status="within", mismatched=rng.randrange(1 << 24),
                     max_abs=Real(rng.random() * 1e-5), max_ulp=rng.randrange(10_000), ratio=Real(rng.random()),
-                    word=Word.ACCUMULATION_ORDER,
+                    word=words.ACCUMULATION_ORDER,
                 )
                 for name in names
             ),

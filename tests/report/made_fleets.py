@@ -7,8 +7,8 @@ from typing import Any
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import ArchitectureGroup, Comparison, Finding, Source, TensorComparison
 from consistency.devices.host.facts import Gpu, HostFacts
+from consistency.numerics import words
 from consistency.numerics.real import Real
-from consistency.numerics.words import Word
 from tests.report.made_comparisons import comparison, worker
 
 KINDS = ("Ampere sm_80", "Hopper sm_90")
@@ -24,7 +24,7 @@ def many(hosts: int, layers: int, *, wrong: tuple[str, ...] = (), apart: bool = 
     for place in range(layers):
         where = {**plain, "layer": f"layers.{place}"}
         equal = Outcome(workers=right, reference="file", status="equal", elements=4)
-        bad = Outcome(workers=wrong, reference="file", status="outside", elements=4, word=Word.ZEROS,
+        bad = Outcome(workers=wrong, reference="file", status="outside", elements=4, word=words.ZEROS,
                   max_abs=Real("nan"), evidence={"nonzero": 4})  # fmt: skip
         rows = (equal, bad) if wrong else (equal,)
         classes = (right, wrong) if wrong else (names,)

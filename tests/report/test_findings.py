@@ -11,8 +11,8 @@ from consistency.case.stage import Stage
 from consistency.case.stages import stages_of
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Finding
+from consistency.numerics import words
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 from consistency.report.findings import findings_of
 from tests.comparison.made_records import computed, digest, moved
 from tests.conftest import MakeCapture
@@ -23,7 +23,7 @@ from tests.report.made_comparisons import faulty
 def test_what_ranks_find_together_is_to_be_bisected(make_capture: MakeCapture, stage: Stage) -> None:
     """No one device can show it again."""
     right = TensorRecord(rule="limit", status="equal", stage=stage, layer="layer", tensor="float32 1")
-    wrong = msgspec.structs.replace(right, status="outside", word=Word.DIFFERS)
+    wrong = msgspec.structs.replace(right, status="outside", word=words.DIFFERS)
     folder = make_capture("a", {"cpu": [right], "cpu@baseline": [wrong]})
     (finding,) = (one for one in findings_of(compare([read_capture(folder)]), "out") if one.severity == "error")
     assert finding.workers == ("cpu@baseline",)
@@ -43,7 +43,7 @@ def test_evidence_and_commands_are_of_the_finding_and_not_of_what_it_leads_to(ma
     """The weight computed from other settings was named as the worst of them, and the reproducer had no tensor."""
     settings = TensorRecord(
         rule="peer", status="outside", stage="adapter", layer="adapter_settings", tensor="rank_and_scaling",
-        word=Word.SETTINGS, digest=digest("a"), evidence={"got": {"scaling 4": 2}, "wanted": {"scaling 2": 2}},
+        word=words.SETTINGS, digest=digest("a"), evidence={"got": {"scaling 4": 2}, "wanted": {"scaling 2": 2}},
     )  # fmt: skip
     right = msgspec.structs.replace(settings, status="measured", word=None)
     finding = shown(make_capture, settings, WRONG, right=(right, computed(layer="layers.1.q")))
@@ -63,7 +63,7 @@ def test_a_run_with_repeats_is_not_to_be_repeated(make_capture: MakeCapture) -> 
 
 
 def test_bytes_that_were_not_stored_are_bisected(make_capture: MakeCapture) -> None:
-    lost = moved(held="b", stage="base", measure=None, word=Word.DIFFERS)
+    lost = moved(held="b", stage="base", measure=None, word=words.DIFFERS)
     finding = shown(make_capture, lost, WRONG, right=(moved(stage="base"), computed(layer="layers.1.q")))
     assert finding.next == "consistency bisect out --finding 1 --base base --adapter adapter"
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.result import Comparison, Finding, Status
 from consistency.report import github, junit
 from consistency.report import json as report_json
@@ -61,7 +61,7 @@ def everything() -> Comparison:
             for n in range(4)
         ),
         Finding(
-            kind=FindingKind.SKIPPED, severity="note",
+            kind=kinds.SKIPPED, severity="note",
             message="memory · 1 tensor skipped on cpu: this host does not tell",
             workers=("cpu",), tensors=("memory::layers.0.lora_B",), detail=("first seen in layers.0",),
         ),

@@ -13,8 +13,9 @@ from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.workers import find_device_use
 from consistency.comparison.result import Outcome
 from consistency.comparison.suite import CaseResult
-from consistency.numerics.words import Word
+from consistency.numerics import words
 from consistency.report.summarize import summarize
+from consistency.stages.memory.spec import THIRD_COPY
 from tests.report.made_comparisons import ALL, faulty, tensor
 from tests.report.made_suites import case
 
@@ -71,7 +72,7 @@ def test_general_forms_have_no_sizes() -> None:
 
     def touched(peak_bytes: int) -> str | None:
         row = Outcome(
-            workers=("cuda:1",), reference=None, status="within", word=Word.TOUCHED,
+            workers=("cuda:1",), reference=None, status="within", word=words.TOUCHED,
             evidence={"first_step": "load adapter", "peak_bytes": peak_bytes, "resident_bytes": 0},
         )  # fmt: skip
         made = msgspec.structs.replace(
@@ -86,7 +87,7 @@ def test_general_forms_have_no_sizes() -> None:
 
 def test_general_forms_of_facts_are_their_word() -> None:
     def third_copy(reason: str) -> str | None:
-        row = Outcome(workers=("cuda:1",), reference=None, status="outside", word=Word.THIRD_COPY, reason=reason)
+        row = Outcome(workers=("cuda:1",), reference=None, status="outside", word=THIRD_COPY, reason=reason)
         made = msgspec.structs.replace(
             tensor([["cuda:1"]], stage="memory", layer="layers.0", tensor="merge"), rule="limit", outcomes=(row,)
         )

@@ -7,7 +7,7 @@ import pytest
 
 from consistency.capture.merge_effect import MergeEffect
 from consistency.capture.version import __version__
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.merging import judged
 from consistency.comparison.result import Finding
 from consistency.numerics.real import Real
@@ -58,7 +58,7 @@ def test_more_outcomes_than_a_screen_share_lines_by_verdict() -> None:
 
 
 def test_what_cannot_be_reproduced_names_no_reproducer() -> None:
-    drifted = msgspec.structs.replace(zeros_finding(2), kind=FindingKind.DRIFT, next="run again")
+    drifted = msgspec.structs.replace(zeros_finding(2), kind=kinds.DRIFT, next="run again")
     found = msgspec.structs.replace(zeros(2), findings=(drifted,))
     text = printed(suite(case("killer", lost()), unusable("gone"), case("aged", found)), folder="run")
     assert "killer · cuda:1 was lost" in text

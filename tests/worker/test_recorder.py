@@ -17,13 +17,13 @@ from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.load_path import LoadPath
 from consistency.case.tolerance import Override
 from consistency.errors import CaptureError
+from consistency.numerics import words
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.digest import digest
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 from consistency.worker import recorder as recorder_module
 from consistency.worker.recorder import Recorder
 from tests.capture.whole import read_records
@@ -164,7 +164,7 @@ def test_the_caller_names_what_it_knows_of_a_tensor_outside_its_rule(tmp_path: P
     tensor = EXACT.float() + 0.5
     found = measure_against_exact(tensor, EXACT, UserAllowance(atol=1e-3, rtol=0.0))
     row = replace(WEIGHT, rule=Rule.BOUND, status="measured", evidence={"step": 1})
-    cause = Diagnosis(word=Word.WRONG_SCALE, evidence={"scale_ratio": 2.0})
+    cause = Diagnosis(word=words.WRONG_SCALE, evidence={"scale_ratio": 2.0})
     record.computed(row, tensor, found=found, chunks=tuple, diagnose=lambda *_: cause)
     record.computed(
         row, EXACT.float(), found=replace(found, ratio=Real(0.5)), chunks=tuple, diagnose=lambda *_: cause

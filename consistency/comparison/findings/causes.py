@@ -30,12 +30,13 @@ from consistency.comparison.judge import NO_RECORD
 from consistency.comparison.layers import block_of
 from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.result import Consequence, Finding, Outcome, TensorComparison
+from consistency.numerics import words
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 
 _MOST_DETAILS = 5
 _MOST_SENTENCES = 3
-NO_COUNTERPART = frozenset({Word.MISSING, Word.UNEXPECTED})
+NO_COUNTERPART = frozenset({words.MISSING, words.UNEXPECTED})
 """Words of tensors that nothing was stored of."""
 
 _COMPUTED = (Rule.BOUND, Rule.RELATIVE, Rule.BLOCK, Rule.USER)
@@ -127,7 +128,7 @@ def causes_of(
         The same for a stage whose file is not what the model wants: to run it again would show the same.
     """
     # `find_device_use` reports these
-    tensors = [t for t in tensors if not any(row.word == Word.TOUCHED for row in t.outcomes)]
+    tensors = [t for t in tensors if not any(row.word == words.TOUCHED for row in t.outcomes)]
     wrong = _by_name(tensors)
     groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
     totals = _totals(tensors)
@@ -145,7 +146,7 @@ def causes_of(
         reasons = [_why(cause, group, same, software=software), differ, _deeper(cause, group, tensors), _strict(group)]
         new_names = renamed.get(cause.workers) if cause.word in NO_COUNTERPART else None
         file = compare_file(cause.stage) if _is_of_the_file(cause, group) else None
-        why = ": ".join(filter(None, [*reasons, new_names if cause.word == Word.UNEXPECTED else None]))
+        why = ": ".join(filter(None, [*reasons, new_names if cause.word == words.UNEXPECTED else None]))
         ending = f"{cause.verdict.where}: {why}" if why else cause.verdict.where
         what = _what(cause, group, totals)
         yield Finding(
@@ -283,7 +284,7 @@ def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]
             found.setdefault(first, []).append(cause)
     caused = {cause for of in found.values() for cause in of}
     for cause, group in groups.items():
-        if cause.word == Word.DECISION_FLIPPED and cause not in caused:
+        if cause.word == words.DECISION_FLIPPED and cause not in caused:
             others = [
                 c for c in groups if (c.stage, c.workers) == (cause.stage, cause.workers) and c.word != cause.word
             ]
@@ -306,7 +307,7 @@ def _is_of_the_file(cause: _Cause, group: _Group) -> bool:
 
 def _deeper(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -> str:
     """State that an adapter is for a deeper base, where all that has no counterpart is in layers past its last."""
-    if cause.word != Word.UNEXPECTED or cause.stage != standard.ADAPTER:
+    if cause.word != words.UNEXPECTED or cause.stage != standard.ADAPTER:
         return ""
     wrong = {tensor.name for tensor in group.tensors}
     beyond = [_depth(tensor) for tensor in group.tensors]
@@ -323,9 +324,9 @@ _RENAME = "rename the keys in the file, or save the adapter again from the model
 
 def _renamed(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> str:
     """State the part of their paths by which names in the file differ from all those that the model lacks."""
-    lacking = groups.get(replace(cause, word=Word.MISSING))
+    lacking = groups.get(replace(cause, word=words.MISSING))
     has, lacks = ({f"{t.layer}.{t.tensor}" for t in of.tensors} if of else set() for of in (group, lacking))
-    if cause.word != Word.UNEXPECTED or not lacks or len(has) != len(lacks):
+    if cause.word != words.UNEXPECTED or not lacks or len(has) != len(lacks):
         return ""
     own = min(has).split(".")
     wanted = max((name.split(".") for name in sorted(lacks)), key=lambda parts: _alike(own[::-1], parts[::-1]))
@@ -371,8 +372,8 @@ def _what(cause: _Cause, group: _Group, totals: Mapping[tuple[str, str], Counter
         if reasons:
             return "; ".join(reasons)
     total = totals.get((cause.stage, group.tensors[0].load_path), Counter())
-    text = cause.word.about(_how_many(group, total), computed=group.rule in _COMPUTED)
-    if cause.word == Word.MISSING:
+    text = words.about(cause.word, _how_many(group, total), computed=group.rule in _COMPUTED)
+    if cause.word == words.MISSING:
         why = {row.reason for row in group.samples} - {None, NO_RECORD}
         text += f": {why.pop()}" if len(why) == 1 else ""
     return text
@@ -383,8 +384,8 @@ def _in_general(cause: _Cause, group: _Group) -> str:
     names = sorted({tensor.tensor for tensor in group.tensors})
     tensors = listed(names) if len(names) <= _MOST_SENTENCES else "several"
     if group.rule == Rule.LIMIT:
-        return cause.word.phrase.replace("{}", tensors)
-    return cause.word.about(f"{tensors} tensors", computed=group.rule in _COMPUTED)
+        return words.phrase_of(cause.word).replace("{}", tensors)
+    return words.about(cause.word, f"{tensors} tensors", computed=group.rule in _COMPUTED)
 
 
 def _how_many(group: _Group, totals: Counter[str]) -> str:

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from consistency import plugins
-from consistency.comparison import findings
+from consistency.comparison import findings, kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder
 from consistency.comparison.result import Finding, TensorComparison, in_order
+from consistency.numerics import words
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class _Entry:
 
     def find(self, evidence: ComparisonEvidence) -> tuple[Finding, ...]:
         # in order: what is no finding, or has an unknown severity, fails here, and not where all are put into order
-        return self._attempt(lambda: in_order(self.finder.find(evidence)), ())
+        return self._attempt(lambda: _of_known_kinds(in_order(self.finder.find(evidence)), evidence), ())
 
     def without_own(
         self, evidence: ComparisonEvidence, tensors: Sequence[TensorComparison]
@@ -70,6 +71,23 @@ class _Entry:
                 raise
             plugins.note_failure(f"the finder {self.finder.name}", error)
             return instead
+
+
+def _of_known_kinds(found: tuple[Finding, ...], evidence: ComparisonEvidence) -> tuple[Finding, ...]:
+    """Return findings, whose kinds have to be declared; a word that a capture brings is its own.
+
+    Raises
+    ------
+    ValueError
+        A kind is not declared.
+    """
+    unknown = {str(finding.kind) for finding in found}.difference(kinds.declared(), words.declared())
+    if unknown:
+        rows = [row for tensor in evidence.tensors for row in tensor.outcomes]
+        unknown -= kinds.known() | {str(row.word or row.status) for row in rows}
+    if unknown:
+        raise ValueError(f"no kind of findings is declared as {', '.join(sorted(unknown))}")
+    return found
 
 
 def in_their_order() -> list[_Entry]:

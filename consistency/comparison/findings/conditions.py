@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from consistency.capture.wording import some
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
@@ -25,9 +26,7 @@ def find_other_software(evidence: ComparisonEvidence) -> Iterator[Finding]:
                 labels_by_value.setdefault(str(facts[name]), []).append(worker.label)
         if len(labels_by_value) > 1:
             text = "; ".join(f"{value}: {some(labels)}" for value, labels in labels_by_value.items())
-            yield Finding(
-                kind=FindingKind.ENVIRONMENT, severity="warning", message=f"{name} differs between workers: {text}"
-            )
+            yield Finding(kind=kinds.ENVIRONMENT, severity="warning", message=f"{name} differs between workers: {text}")
 
 
 def find_other_inputs(evidence: ComparisonEvidence) -> Iterator[Finding]:
@@ -42,7 +41,7 @@ def find_other_inputs(evidence: ComparisonEvidence) -> Iterator[Finding]:
     first, *others = labels_by_digest.values()
     workers = tuple(label for labels in others for label in labels)
     yield Finding(
-        kind=FindingKind.INPUTS,
+        kind=kinds.INPUTS,
         severity="error",
         message=f"forward · {some(workers)} had different inputs than {some(first)}: outputs cannot be compared",
         workers=workers,
@@ -58,11 +57,11 @@ def find_settings(evidence: ComparisonEvidence) -> Iterator[Finding]:
         for change in info.changes:
             text = f"{change.setting} changed to {change.in_force} during {change.stage}"
             asked = None if change.asked is None and change.setting not in info.asked else str(change.asked)
-            labels_by_setting.setdefault((FindingKind.SETTING_CHANGED, text, asked), []).append(worker.label)
+            labels_by_setting.setdefault((kinds.SETTING_CHANGED, text, asked), []).append(worker.label)
         for name, value in info.asked.items():
             if name in info.in_force and info.in_force[name] != value:
                 text = f"{name} is {info.in_force[name]}"
-                key = (FindingKind.SETTING_REFUSED, text, str(value))
+                key = (kinds.SETTING_REFUSED, text, str(value))
                 labels_by_setting.setdefault(key, []).append(worker.label)
     for (kind, text, asked), labels in labels_by_setting.items():
         wanted = "the profile leaves it" if asked is None else f"{asked} was requested"

@@ -10,10 +10,10 @@ import msgspec
 
 from consistency.capture.names import HOST
 from consistency.capture.wording import counted, some
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.transfers import Matrix, Pair, arrow, boot, matrices
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
@@ -45,7 +45,7 @@ def host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = ()) ->
             yield from _risen(host_facts, gpu, workers)
         if host_facts.new_log:
             yield Finding(
-                kind=FindingKind.KERNEL_LOG,
+                kind=kinds.KERNEL_LOG,
                 severity="warning",
                 message=f"{host_facts.host}: the kernel logged {LOGGED} during the run",
                 detail=host_facts.new_log[-_MOST_LINES:],
@@ -68,7 +68,7 @@ def _without_accelerators(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
             what += f", although there {'is' if len(cards) == 1 else 'are'} {counted(len(cards), 'card')} for it"
         meant = f"; {platform.hidden_by} in the environment says that none is meant" if platform.hidden_by else ""
         yield Finding(
-            kind=FindingKind.UNUSED_CARD if has_cards else FindingKind.NO_ACCELERATOR,
+            kind=kinds.UNUSED_CARD if has_cards else kinds.NO_ACCELERATOR,
             severity="warning",
             message=f"{some(names)}: {what} ({reason}): the CPU alone was checked",
             detail=tuple(cards[:_MOST_LINES]),
@@ -87,7 +87,7 @@ def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[
     of_memory = any("ecc" in name or "row" in name for name in gpu.after)
     risen = ", ".join(f"{name} from {gpu.counters.get(name, 0)} to {value}" for name, value in gpu.after.items())
     yield Finding(
-        kind=FindingKind.ECC if of_memory else FindingKind.BUS_ERRORS,
+        kind=kinds.ECC if of_memory else kinds.BUS_ERRORS,
         severity="error" if lost else "warning",
         message=f"{host_facts.host}: {gpu.name} ({gpu.uuid or gpu.pci_bus_id}): counters rose during the run: {risen}",
         workers=tuple(name for name in workers if name == gpu.name or name.endswith(f":{gpu.name}")),
@@ -101,7 +101,7 @@ def _reboots(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         boots = dict.fromkeys(host_facts.boot_id for host_facts in found if host_facts.boot_id is not None)
         if len(boots) > 1:
             yield Finding(
-                kind=FindingKind.REBOOTED,
+                kind=kinds.REBOOTED,
                 severity="note",
                 message=f"{host} was rebooted between these captures: a reboot may have fixed what differs",
                 detail=tuple(f"boot {boot}" for boot in boots),
@@ -131,7 +131,7 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
         Advice(
             what=finding.message,
             fix=finding.next,
-            urgent=finding.severity == "error" or finding.kind == FindingKind.UNUSED_CARD,
+            urgent=finding.severity == "error" or finding.kind == kinds.UNUSED_CARD,
         )
         for finding in comparison.findings
         if finding.severity != "note"

@@ -8,19 +8,20 @@ from dataclasses import dataclass, field
 from consistency.capture.names import SETTINGS_LAYER
 from consistency.capture.wording import MOST_NAMES, counted, listed, some
 from consistency.case.load_path import LoadPath, is_alternative, main_path
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import Workers, names_in
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.devices.backends import CPU
 from consistency.devices.spec import label_of
+from consistency.numerics import words
 from consistency.numerics.words import Word
 
 _WHEN_SHARED = " when all devices are visible, and correct when isolated"
 _BY_TRANSFORMERS = "transformers' loader"
-_ROUNDED = frozenset({Word.ROUNDED_TO_BF16, Word.ROUNDED_TO_FP16, Word.ROUNDED_TO_TF32, Word.DTYPE})
-_NOT_ARRIVED = frozenset({Word.ZEROS, Word.NEVER_WRITTEN, Word.FRESH_INIT, Word.STALE})
+_ROUNDED = frozenset({words.ROUNDED_TO_BF16, words.ROUNDED_TO_FP16, words.ROUNDED_TO_TF32, words.DTYPE})
+_NOT_ARRIVED = frozenset({words.ZEROS, words.NEVER_WRITTEN, words.FRESH_INIT, words.STALE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +208,7 @@ def find_casts(evidence: ComparisonEvidence) -> Iterable[Finding]:
         opening = f"adapter · {who} · the file's values rounded through {dtype}"
         ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"
         yield Finding(
-            kind=FindingKind.DTYPE_ON_THE_WAY,
+            kind=kinds.DTYPE_ON_THE_WAY,
             severity="error" if partial_workers else "note",
             message=f"{opening} in {counted(len(first), 'tensor')} {ending}",
             general=f"{opening} {ending}",
@@ -219,7 +220,7 @@ def find_casts(evidence: ComparisonEvidence) -> Iterable[Finding]:
         first = next(iter(by_load_path.values()))
         where = f"stored in {dtype} on {', '.join(by_load_path)}, and in {usual} by default"
         yield Finding(
-            kind=FindingKind.DTYPE_ON_THE_WAY,
+            kind=kinds.DTYPE_ON_THE_WAY,
             severity="note",
             message=f"adapter · {counted(len(first), 'tensor')} {where}",
             general=f"adapter · tensors {where}",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from consistency.capture.wording import some
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
@@ -30,7 +30,7 @@ _AFTER_LOSS = (
 def find_damage(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report what of captures could not be read."""
     for text in evidence.damage:
-        yield Finding(kind=FindingKind.DAMAGED_CAPTURE, severity="error", message=text)
+        yield Finding(kind=kinds.DAMAGED_CAPTURE, severity="error", message=text)
 
 
 def find_lost_workers(evidence: ComparisonEvidence) -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def find_lost_workers(evidence: ComparisonEvidence) -> Iterator[Finding]:
         noun = "worker" if len(workers) == 1 else "workers"
         opening = f"{noun} {some(list(map(_label_and_load_path, workers)))} {_verb(status, len(workers))}"
         yield Finding(
-            kind=FindingKind.LOST_WORKER if status == "lost" else FindingKind.FAILED_WORKER,
+            kind=kinds.LOST_WORKER if status == "lost" else kinds.FAILED_WORKER,
             severity="error",
             message=f"{opening}: {reason}",
             general=f"{opening}: {(reason or '').partition(';')[0]}",

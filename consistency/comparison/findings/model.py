@@ -19,9 +19,9 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, some
 from consistency.case import standard
 from consistency.case.stage import Stage
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import StageTable
 from consistency.comparison.result import Finding
@@ -51,7 +51,7 @@ def find_no_effect(evidence: ComparisonEvidence) -> Iterable[Finding]:
         why = f"the deltas are not zero, so the model leaves out {some(unused)}" if unused else ""
         texts = [text for text in (cause, alike, why) if text]
         yield Finding(
-            kind=FindingKind.NO_EFFECT,
+            kind=kinds.NO_EFFECT,
             severity="warning",
             message=f"{opening}: {'; '.join(texts)}",
             general=opening,
@@ -132,7 +132,7 @@ def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     weights = counted(max(len({record.layer for record in found}) for found in merged.values()), "weight")
     opening = f"merged · {some(list(merged))} · merging quantizes {weights} again"
     yield Finding(
-        kind=FindingKind.REQUANTIZED,
+        kind=kinds.REQUANTIZED,
         severity="note",
         message=f"{opening}: error at most {steps:.2f} steps, RMS {rms:.2f} steps{beside}",
         general=opening,
@@ -168,7 +168,7 @@ def _repacked(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     first = next(iter(found.values()))[0]
     opening = f"base · {some(list(found))} · a forward pass rewrites quantized weights"
     yield Finding(
-        kind=FindingKind.REPACKED_WEIGHTS,
+        kind=kinds.REPACKED_WEIGHTS,
         severity="warning",
         message=f"{opening}, and the library then dequantizes other values: {first.evidence.get('read')}",
         general=opening,

@@ -14,11 +14,11 @@ from consistency.capture.wording import counted, listed, some
 from consistency.case import standard
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import SPECS
+from consistency.comparison import kinds
 from consistency.comparison.by_worker import coverage
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.judge import NOT_FINITE
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
@@ -46,7 +46,7 @@ def find_nothing_compared(evidence: ComparisonEvidence) -> Iterable[Finding]:
             row.reason or _LOST.get(row.status, _ALONE) for tensor in tensors for row in tensor.outcomes
         )
         yield Finding(
-            kind=FindingKind.NOTHING_COMPARED,
+            kind=kinds.NOTHING_COMPARED,
             severity="error",
             message=f"nothing was compared: {'; '.join(list(reasons)[:_MOST_REASONS])}",
             workers=tuple(dict.fromkeys(p.label for p in compared)),
@@ -88,7 +88,7 @@ def _is_lost(tensor: TensorComparison) -> bool:
 
 def _finding(message: str, workers: Iterable[ComparedWorker]) -> Finding:
     return Finding(
-        kind=FindingKind.NOTHING_COMPARED, severity="error", message=message,
+        kind=kinds.NOTHING_COMPARED, severity="error", message=message,
         workers=tuple(dict.fromkeys(p.label for p in workers)),
         next="capture again with the base, the adapter and the --stages of the others",
     )  # fmt: skip
@@ -136,7 +136,7 @@ def find_unexplained(evidence: ComparisonEvidence) -> Iterable[Finding]:
         affected = tuple(dict.fromkeys(worker for workers in of_stage.values() for worker in workers))
         if names:
             yield Finding(
-                kind=FindingKind.UNEXPLAINED,
+                kind=kinds.UNEXPLAINED,
                 severity="error",
                 message=f"{stage} · {some(list(affected))} · {counted(len(names), 'tensor')} with a mismatch of no "
                 "known cause",
@@ -176,7 +176,7 @@ def find_not_finite(evidence: ComparisonEvidence) -> Iterator[Finding]:
         what = listed([f"{counted(number, 'tensor')} of {stage}" for stage, number in count.items()])
         message = f"nothing was compared in {what}: {NOT_FINITE}, first in {first.tensor} of {first.layer}"
         yield Finding(
-            kind=FindingKind.NOTHING_COMPARED,
+            kind=kinds.NOTHING_COMPARED,
             severity="error",
             message=f"{message}; {where}" if where else message,
             workers=tuple(in_order_of(compared, dict.fromkeys(name for _, names in unknown for name in names))),
@@ -187,7 +187,7 @@ def find_not_finite(evidence: ComparisonEvidence) -> Iterator[Finding]:
     elif where or in_part:
         message = f"values are NaN or infinite {where}" if where else f"NaN or infinite in float64 too: {in_part[0]}"
         yield Finding(
-            kind=FindingKind.NON_FINITE_VALUES,
+            kind=kinds.NON_FINITE_VALUES,
             severity="warning" if where else "note",
             message=message,
             workers=tuple(dict.fromkeys(p.label for p in compared)),
@@ -221,7 +221,7 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         text = f"outputs are NaN or infinite in {dtype}, and finite in float64"
         where = f", first in {first}" if first else ""
         yield Finding(
-            kind=FindingKind.NON_FINITE_VALUES,
+            kind=kinds.NON_FINITE_VALUES,
             severity="error",
             message=f"forward · {some(list(labels))} · {text}{where}",
             general=f"forward · {text}",
@@ -286,7 +286,7 @@ def find_skipped(evidence: ComparisonEvidence) -> Iterator[Finding]:
         what = counted(len(names), "check" if facts.issuperset(names) else "tensor")
         layers = list(dict.fromkeys(skipped.layers.values()))
         yield Finding(
-            kind=FindingKind.SKIPPED,
+            kind=kinds.SKIPPED,
             severity="note",
             message=f"{stage} · {what} skipped on {some(labels)}: {reason}",
             general=f"{stage} · skipped on {some(labels)}: {reason}",

@@ -11,16 +11,16 @@ from consistency.capture.wording import and_more, counted, listed, size, some
 from consistency.case import standard
 from consistency.case.duration import duration_text
 from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
+from consistency.comparison import kinds
 from consistency.comparison.findings.details import describe_change
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.next_command import run_again
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
 from consistency.comparison.workers import ComparedWorker
-from consistency.numerics.words import Word
+from consistency.numerics import words
 
 AS_DEPLOYED = "; the profile deployed promises no equal bits"
 """What a finding of different bits adds where the profile of a worker promises nothing else."""
@@ -69,7 +69,7 @@ def _changed(
     ending += why
     # in the order of the model, so the first one is nearest to the cause
     return Finding(
-        kind=FindingKind.NOT_REPEATABLE,
+        kind=kinds.NOT_REPEATABLE,
         severity="note" if unordered or deployed else "error",
         message=f"{opening}{what} in {stage.changed.count} of {counted(soak.begun, 'repeat')}{ending}",
         general=f"{opening}tensors changed in some repeats of the soak{why}",
@@ -94,7 +94,7 @@ def _what(stage: SoakedStage, changes: Sequence[ChangedTensor]) -> str:
     first = changes[0] if changes else None
     names = f"{first.tensor} of {first.layer}" if first is not None and count == 1 else counted(count, "tensor")
     word = None if first is None else first.word
-    return f"{names} changed" if word in (None, Word.DIFFERS) else word.about(names) if word else ""
+    return f"{names} changed" if word in (None, words.DIFFERS) else words.about(word, names) if word else ""
 
 
 def _course(changed: Occurrences, repeats: int, changes: Sequence[ChangedTensor]) -> str:
@@ -154,7 +154,7 @@ def _growth(worker: ComparedWorker, soak: Soak) -> Iterable[Finding]:
     if len(steps) < 2 or grown <= soak.memory_allowed_bytes or not all(b > a for a, b in steps):
         return
     yield Finding(
-        kind=FindingKind.MEMORY_GROWTH,
+        kind=kinds.MEMORY_GROWTH,
         severity="warning",
         message=(
             f"soak · {worker.label} · memory grew by {size(grown)} over {counted(soak.repeats, 'repeat')}: "
@@ -203,7 +203,7 @@ def find_not_repeatable(evidence: ComparisonEvidence) -> Iterator[Finding]:
         opening = f"{stage} · {some(labels)}"
         what = f"{counted(len(names_of_all), 'tensor')} changed bitwise on a repeat run on the same device"
         yield Finding(
-            kind=FindingKind.NOT_REPEATABLE,
+            kind=kinds.NOT_REPEATABLE,
             severity="note" if why else "error",
             message=f"{opening} · {what}{why}",
             general=f"{opening} · tensors changed bitwise on a repeat run on the same device",

@@ -19,10 +19,10 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted, listed, some
 from consistency.case.load_path import is_alternative
 from consistency.case.stages import MOVES_WEIGHTS
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.repeats import AS_DEPLOYED, without_version
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.records import Key, Records, StageTable, tables_of
 from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, tensor_name
@@ -138,7 +138,7 @@ def _all_of(
     labels = tuple(dict.fromkeys(p.label for p in members))
     text = f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
     return Finding(
-        kind=FindingKind.SAME_DEVICE_TYPE,
+        kind=kinds.SAME_DEVICE_TYPE,
         severity=severity,
         message=f"{text} in {counted(len(differing), 'tensor')}{suffix}",
         general=text,
@@ -162,7 +162,7 @@ def _unordered(
     text = f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
     why = without_version(names)
     return Finding(
-        kind=FindingKind.SAME_DEVICE_TYPE,
+        kind=kinds.SAME_DEVICE_TYPE,
         severity="note",
         message=f"{text} in {counted(len(differing), 'tensor')}{why}",
         general=f"{text}{why}",
@@ -180,7 +180,7 @@ def _odd_ones(
     others = f"{len(sides.others):,} {'other' if len(sides.others) == 1 else 'others'}"
     same = "of the same device type with the same software"
     return Finding(
-        kind=FindingKind.SAME_DEVICE_TYPE,
+        kind=kinds.SAME_DEVICE_TYPE,
         severity=severity,
         message=(
             f"{who} in {counted(len(differing), 'tensor')} from {others} {same}, which agree"
@@ -284,7 +284,7 @@ def find_unknown_hosts(evidence: ComparisonEvidence) -> Iterable[Finding]:
     if groups.hosts and compared and all(groups.of(worker.capture) is None for worker in compared):
         host = compared[0].capture.manifest.host
         yield Finding(
-            kind=FindingKind.UNKNOWN_HOSTS,
+            kind=kinds.UNKNOWN_HOSTS,
             severity="note",
             message=f"--groups {groups.path} names none of the compared hosts, such as {host}: it was not used",
         )

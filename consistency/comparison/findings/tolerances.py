@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from consistency.capture.wording import counted
 from consistency.case.tolerance import Override
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import StageTable, tables_of
 from consistency.comparison.result import Finding, tensor_name
@@ -40,7 +40,7 @@ def _applied(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             workers.setdefault(text, {})[p.label] = None
     for text, names in judged.items():
         yield Finding(
-            kind=FindingKind.TOLERANCE,
+            kind=kinds.TOLERANCE,
             severity="note",
             message=f"tolerance {text}: {counted(len(names), 'tensor')} judged by it instead of the derived bound",
             general=f"tolerance {text}: tensors judged by it instead of the derived bound",
@@ -71,7 +71,7 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Fi
     else:
         why = f"judged no tensor: no float64 value is known where it matches ({counted(len(matched), 'tensor')})"
     yield Finding(
-        kind=FindingKind.TOLERANCE,
+        kind=kinds.TOLERANCE,
         severity="note",
         message=f"tolerance {override}: {why}",
         workers=tuple(dict.fromkeys(p.label for p in compared)),
@@ -88,7 +88,7 @@ def _others(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
             for tolerance, labels in by_tolerance.items()
         )
         yield Finding(
-            kind=FindingKind.TOLERANCE,
+            kind=kinds.TOLERANCE,
             severity="note",
             message=f"the captures were made with different tolerances, and each row is judged by its own: {text}",
             workers=tuple(dict.fromkeys(p.label for p in compared)),

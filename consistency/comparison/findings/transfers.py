@@ -29,6 +29,7 @@ from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.pci import REDIRECTS
 from consistency.devices.spec import label_of
+from consistency.numerics import words
 from consistency.numerics.words import Word
 
 Pair = tuple[str, str]
@@ -246,7 +247,7 @@ def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: Host
             if (pair[0], via) in pairs or (via, pair[1]) in pairs:
                 seen += cell.wrong[kind]
     why = reasons(host_facts, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
-    parts = [f"copies {_arrows(pairs)} {word.copies}{_when(cells, pairs)}"]
+    parts = [f"copies {_arrows(pairs)} {words.of_copies(word)}{_when(cells, pairs)}"]
     parts += [*_fine(matrix, pairs), *(reason.text for reason in why)]
     return Finding(
         kind=word,

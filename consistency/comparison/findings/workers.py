@@ -23,15 +23,15 @@ from consistency.capture.names import (
 )
 from consistency.capture.wording import size, some
 from consistency.case import standard
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
 from consistency.devices.spec import label_of
+from consistency.numerics import words
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 
 
 def find_failed_stages(evidence: ComparisonEvidence) -> Iterable[Finding]:
@@ -45,7 +45,7 @@ def find_failed_stages(evidence: ComparisonEvidence) -> Iterable[Finding]:
     for reason, of_stages in stages.items():
         labels = tuple(workers[reason])
         yield Finding(
-            kind=FindingKind.FAILED_STAGE,
+            kind=kinds.FAILED_STAGE,
             severity="error",
             message=f"{some(list(of_stages))} · not complete on {some(labels)}: {reason}",
             workers=labels,
@@ -61,7 +61,7 @@ def find_wrong_digests(evidence: ComparisonEvidence) -> Iterable[Finding]:
     for reason, labels in by_reason.items():
         opening = f"{some(labels)} · digests computed on the device are wrong"
         yield Finding(
-            kind=FindingKind.WRONG_DIGEST,
+            kind=kinds.WRONG_DIGEST,
             severity="error",
             message=f"{opening}: {reason}; tensors were copied to the host and digested there",
             general=opening,
@@ -95,18 +95,18 @@ def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
         )  # fmt: skip
     for text, labels in bases.items():
         yield Finding(
-            kind=FindingKind.OTHER_BASE, severity="note", workers=tuple(labels),
+            kind=kinds.OTHER_BASE, severity="note", workers=tuple(labels),
             message=f"adapter · adapter_config.json {ANOTHER_BASE}{text}; shapes that fit prove nothing",
         )  # fmt: skip
     for text, labels in fields.items():
         yield Finding(
-            kind=FindingKind.IGNORED_FIELDS, severity="warning", workers=tuple(labels),
+            kind=kinds.IGNORED_FIELDS, severity="warning", workers=tuple(labels),
             message=f"adapter · PEFT ignores what it does not know of adapter_config.json: {text}",
             next="load it with the PEFT that saved it, or a later one: peft_version in adapter_config.json",
         )  # fmt: skip
     for text, labels in layouts.items():
         yield Finding(
-            kind=FindingKind.OLDER_LAYOUT, severity="warning", workers=tuple(labels),
+            kind=kinds.OLDER_LAYOUT, severity="warning", workers=tuple(labels),
             message=f"adapter · {text} with lora_A and lora_B the other way round, and the shapes fit this PEFT as "
             "well: it computes something else",
             next="load it with the PEFT that saved it, merge it there, and use the merged model",
@@ -129,7 +129,7 @@ def _of_base(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         texts = [f"{name} is {a!r} and {b!r} on {first.label}" for name, a, b in pairs if a != b]
         if texts:
             yield Finding(
-                kind=FindingKind.SETTINGS, severity="error", workers=labels,
+                kind=kinds.SETTINGS, severity="error", workers=labels,
                 message=f"base · {some(labels)} · another config, so another function: {some(texts)}",
                 general=f"base · {some(labels)} · another config, so another function",
                 next="capture again with one config.json: consistency diff shows what differs in the files",
@@ -152,7 +152,7 @@ def find_device_use(evidence: ComparisonEvidence) -> Iterable[Finding]:
     by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Outcome]]] = {}
     for tensor in evidence.tensors:
         for row in tensor.outcomes if tensor.rule == Rule.LIMIT else ():
-            for worker in row.workers if row.word == Word.TOUCHED else ():
+            for worker in row.workers if row.word == words.TOUCHED else ():
                 by_worker.setdefault((tensor.load_path, tensor.layer, worker), {})[tensor.tensor] = (tensor, row)
     groups: dict[tuple[str, str, str, bool], _Use] = {}
     for (load_path, device, worker), counters in by_worker.items():
@@ -169,7 +169,7 @@ def find_device_use(evidence: ComparisonEvidence) -> Iterable[Finding]:
         opening = f"memory · {some(workers)} · {_STEPS.get(step, f'the step {step}')}"
         ending = where + (f": give {advice}" if advice else "")
         yield Finding(
-            kind=Word.TOUCHED,
+            kind=words.TOUCHED,
             severity="error" if bad else "warning",
             message=f"{opening} {_what(group, device)}{ending}",
             general=f"{opening} used {device}{ending}",
@@ -228,7 +228,7 @@ def find_planted(evidence: ComparisonEvidence) -> Iterator[Finding]:
     for worker in evidence.workers:
         if worker.info.planted is not None:
             yield Finding(
-                kind=FindingKind.PLANTED,
+                kind=kinds.PLANTED,
                 severity="note",
                 workers=(worker.label,),
                 message=f"the fault {worker.info.planted} was planted in {worker.label} on purpose",

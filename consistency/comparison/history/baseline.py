@@ -19,7 +19,8 @@ from consistency.capture.claim import claim_of, claimed
 from consistency.capture.json_codec import decode_json
 from consistency.capture.whole_file import remove_leftovers
 from consistency.capture.writer import write_json
-from consistency.comparison.kinds import UNSEEN, FindingKind
+from consistency.comparison import kinds
+from consistency.comparison.kinds import is_unseen
 from consistency.comparison.result import Comparison, Finding, WorkerSummary, with_findings
 from consistency.errors import UsageError
 
@@ -113,7 +114,7 @@ def accept(
             raise UsageError(f"the report has no finding {number}", where="--finding", got=f"{len(findings)} findings")
     chosen = [findings[n - 1] for n in numbers] or [f for f in findings if f.severity == "error"]
     for finding in chosen:
-        if finding.kind in UNSEEN:
+        if is_unseen(finding.kind):
             raise UsageError(
                 "a finding about unchecked parts cannot be accepted", got=f"{finding.kind}: {finding.message}",
                 hint="select the others with --finding N",
@@ -169,7 +170,7 @@ def with_stale(baseline: Baseline, comparison: Comparison) -> Comparison:
         fitting = (finding for finding in accepted if finding.kind == entry.kind)
         if not any(_is_of(entry, finding, devices) for finding in fitting):
             message = f"accepted on {entry.date} ({entry.reason}), and not found in this run: {entry.message}"
-            notes.append(Finding(kind=FindingKind.STALE_BASELINE, severity="note", message=message))
+            notes.append(Finding(kind=kinds.STALE_BASELINE, severity="note", message=message))
     return with_findings(comparison, [*comparison.findings, *notes]) if notes else comparison
 
 
@@ -179,7 +180,7 @@ def _is_of(entry: Accepted, finding: Finding, devices: Mapping[str, str]) -> boo
 
 
 def _weighed(baseline: Baseline, finding: Finding, devices: Mapping[str, str]) -> Finding:
-    if finding.severity == "note" or finding.kind in UNSEEN:
+    if finding.severity == "note" or is_unseen(finding.kind):
         return finding
     fitting = [e for e in baseline.accepted if e.kind == finding.kind and finding.state in (e.state, None)]
     here = [devices.get(label, label) for label in finding.workers]

@@ -18,6 +18,7 @@ from consistency.capture.reader import brief, read_capture
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some, when
 from consistency.case.stages import MOVES_WEIGHTS, stage_order
+from consistency.comparison import kinds
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.repeats import AS_DEPLOYED
 from consistency.comparison.history.baseline import Baseline, apply
@@ -25,7 +26,6 @@ from consistency.comparison.history.gone import find_gone
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import MOST_APART, RunRecord, RunWorkers, Table, WorkerRecord, digest_of
 from consistency.comparison.history.store import History
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, Finding, tensor_name, with_findings, with_unwritten
 from consistency.errors import CaptureError
@@ -116,15 +116,15 @@ def judge_drift(
     findings, stages = find_drift(history, record, tables, comparison, pinned=pinned)
     losses, gone = find_gone(history, record)
     damage = [
-        Finding(kind=FindingKind.DAMAGED_RUN, severity="warning", message=f"history: {text}: left out")
+        Finding(kind=kinds.DAMAGED_RUN, severity="warning", message=f"history: {text}: left out")
         for text in history.damage
     ]
     comparison = with_findings(comparison, [*losses, *findings, *comparison.findings, *damage])
     if baseline is not None:
         comparison = apply(baseline, comparison)
     errors = [f for f in comparison.findings if f.severity == "error"]
-    drifted = {label for f in errors if f.kind == FindingKind.DRIFT for label in f.workers}
-    if any(f.kind == FindingKind.GONE_DEVICE for f in errors):
+    drifted = {label for f in errors if f.kind == kinds.DRIFT for label in f.workers}
+    if any(f.kind == kinds.GONE_DEVICE for f in errors):
         comparison = msgspec.structs.replace(comparison, verdict="incomplete")
     else:
         gone = ()
@@ -199,10 +199,10 @@ def find_drift(
         renewed = tuple(worker.name for worker in fresh)
         what = "base, adapter, config, factory, text, dtype or level"
         message = f"{some(renewed)}: other inputs than in the run of {when(since)} ({what}); bits not compared"
-        findings.append(Finding(kind=FindingKind.INPUTS, severity="note", message=message, workers=renewed))
+        findings.append(Finding(kind=kinds.INPUTS, severity="note", message=message, workers=renewed))
     for text, labels in changed.items():
         message = f"{some(labels)}: software or settings changed since the previous run{text}; bits not compared"
-        findings.append(Finding(kind=FindingKind.SOFTWARE, severity="note", message=message, workers=tuple(labels)))
+        findings.append(Finding(kind=kinds.SOFTWARE, severity="note", message=message, workers=tuple(labels)))
     return findings, stages
 
 
@@ -310,7 +310,7 @@ def _finding(
         for stage, found in drift.differing
     )
     return Finding(
-        kind=FindingKind.DRIFT,
+        kind=kinds.DRIFT,
         severity="error",
         message=(
             f"drift · {_devices(workers)} · {where} tensors differ bitwise from the run of "

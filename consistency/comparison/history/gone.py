@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from consistency.capture.wording import some, when
+from consistency.comparison import kinds
 from consistency.comparison.history.records import GoneDevice, RunRecord, WorkerRecord, digest_of
 from consistency.comparison.history.store import History
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 
 
@@ -61,7 +61,7 @@ def _finding(host: str, devices: Sequence[GoneDevice]) -> Finding:
         for one in sorted(devices, key=lambda one: one.name)
     ]
     return Finding(
-        kind=FindingKind.GONE_DEVICE,
+        kind=kinds.GONE_DEVICE,
         severity="error",
         message=(f"{host} no longer has {some(names)}, which the run of {when(last)} had: not checked"),
         general=f"{host} no longer has {some(names)}",

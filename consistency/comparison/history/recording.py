@@ -20,9 +20,9 @@ from consistency.capture import origin
 from consistency.capture.folder import Capture
 from consistency.capture.json_codec import encode_json
 from consistency.capture.records import WorkerInfo
+from consistency.comparison import kinds
 from consistency.comparison.by_worker import worst_ratios
 from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord, digest_of
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key, StageTable
 from consistency.comparison.result import Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
@@ -50,7 +50,7 @@ def record_of(captures: Sequence[Capture], comparison: Comparison) -> tuple[RunR
         versions={k: environment[k] for k in ("torch", "cuda", "transformers", "peft") if environment.get(k)},
         findings=tuple(f.message for f in comparison.findings if f.severity == "error"),
         workers=RunWorkers.of(workers),
-        planted=any(f.kind == FindingKind.PLANTED for f in comparison.findings),
+        planted=any(f.kind == kinds.PLANTED for f in comparison.findings),
         auto={
             capture.manifest.host: facts.auto.masks
             for capture in captures

@@ -10,12 +10,12 @@ import msgspec
 from consistency.capture.folder import Capture
 from consistency.capture.reader import brief
 from consistency.capture.version import __version__
+from consistency.comparison import kinds
 from consistency.comparison.history.baseline import Baseline
 from consistency.comparison.history.drift import all_pinned, judge_drift, unjudged
 from consistency.comparison.history.recording import record_of
 from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
 from consistency.comparison.history.store import History
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError
@@ -63,7 +63,7 @@ class SuiteEntry:
             workers=RunWorkers.of(self._workers),
             cases={case.name: case.verdict for case in suite.cases},
             report=report,
-            planted=any(finding.kind == FindingKind.PLANTED for case in suite.cases for finding in case.findings),
+            planted=any(finding.kind == kinds.PLANTED for case in suite.cases for finding in case.findings),
         )
         try:
             self._history.append(entry, {})

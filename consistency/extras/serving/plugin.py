@@ -13,6 +13,11 @@ PLUGIN = Plugin(
     name="serving",
     stages=(f"{_GENERATION}.spec:SPEC",),
     faults=(f"{_GENERATION}.faults:ROWS",),
+    kinds=(
+        "consistency.capture.engine_causes:Cause",
+        f"{_GENERATION}.findings:KINDS",
+        f"{_ENGINE_OUTPUTS}.findings:KINDS",
+    ),
     finders=(f"{_GENERATION}.findings:UNDECIDED_TEXTS", f"{_ENGINE_OUTPUTS}.findings:ENGINES"),
     sections=(f"{_GENERATION}.page:SECTION",),
     output_judges=(f"{_ENGINE_OUTPUTS}.judging:JUDGE",),

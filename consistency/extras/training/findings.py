@@ -6,15 +6,21 @@ from collections.abc import Iterator, Sequence
 
 from consistency.capture.names import ADAPTER_ON
 from consistency.capture.wording import counted, some
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import Finding, Outcome, TensorComparison
 from consistency.extras.training.collectives.spec import COLLECTIVES
+from consistency.extras.training.shards.spec import UNSYNCHRONIZED
 from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
+from consistency.numerics import words
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
+
+REPLICA_DRIFT = kinds.declare("replica-drift")
+HEALTHY_SPLIT = kinds.declare("healthy-split")
+
+KINDS = (REPLICA_DRIFT, HEALTHY_SPLIT)
 
 _BEFORE = "add the adapter before fully_shard, as accelerate and transformers' Trainer do"
 
@@ -25,9 +31,9 @@ def find_ranks(evidence: ComparisonEvidence) -> Iterator[Finding]:
         for row in tensor.outcomes:
             if row.status != "within":
                 continue
-            if row.word == Word.UNSYNCHRONIZED:
+            if row.word == UNSYNCHRONIZED:
                 yield Finding(
-                    kind=Word.UNSYNCHRONIZED,
+                    kind=UNSYNCHRONIZED,
                     severity="note",
                     message=f"{tensor.stage} · each rank trains its own adapter: added after fully_shard, never "
                     f"synchronized ({row.reason}), and one rank's is saved",
@@ -35,7 +41,7 @@ def find_ranks(evidence: ComparisonEvidence) -> Iterator[Finding]:
                     tensors=(tensor.name,),
                     next=_BEFORE,
                 )
-            elif row.word == Word.DIFFERS and row.reason:
+            elif row.word == words.DIFFERS and row.reason:
                 yield _drift(tensor, row)
     yield from _healthy(evidence.tensors)
     yield from _sums_again(evidence.tensors)
@@ -57,7 +63,7 @@ def _healthy(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
         worst = worst_of(judged)
         workers = tuple(worker for row in judged for worker in row.workers)
         yield Finding(
-            kind=FindingKind.HEALTHY_SPLIT,
+            kind=HEALTHY_SPLIT,
             severity="note",
             message=f"{last.stage} · {some(workers)} · {last.layer} are at most {float(worst.max_abs or 0):.2g} off "
             f"float64, and rounding makes up to {float(worst.allowed or 0):.2g} on one device: healthy",
@@ -69,7 +75,7 @@ def _healthy(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
 def _drift(tensor: TensorComparison, row: Outcome) -> Finding:
     share = "" if row.ratio is None else f", by at most {float(row.ratio):.2g} of what the optimizer may round"
     return Finding(
-        kind=FindingKind.REPLICA_DRIFT,
+        kind=REPLICA_DRIFT,
         severity="note",
         message=f"{tensor.stage} · {some(row.workers)} · {row.reason}{share}: other kernels than on "
         f"{some(list(map(str, row.evidence.get('ranks', ()))))}, the same gradients",
@@ -89,7 +95,7 @@ def _sums_again(tensors: Sequence[TensorComparison]) -> Iterator[Finding]:
                 found.setdefault((tuple(row.workers), _library(row.evidence)), []).append(tensor.name)
     for (workers, library), names in found.items():
         yield Finding(
-            kind=FindingKind.NOT_REPEATABLE,
+            kind=kinds.NOT_REPEATABLE,
             severity="note",
             message=f"{COLLECTIVES} · {some(workers)} · {counted(len(names), 'sum')} had other bits, within "
             f"tolerance, when repeated: the order is not fixed ({library})",

@@ -23,6 +23,7 @@ from consistency.case.stage import Stage
 from consistency.extras.training.ranks.group import Joined
 from consistency.extras.training.ranks.parts import RankPart, held, part_of, whole
 from consistency.extras.training.step_judging import record_part
+from consistency.numerics import words
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved, diagnose_structure
 from consistency.numerics.digest import digest
@@ -30,7 +31,6 @@ from consistency.numerics.distance import measure
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 from consistency.worker.context import Context
 from consistency.worker.judging.block_rule import record_block, spread_of
 from consistency.worker.judging.gradients import row_of
@@ -127,7 +127,7 @@ def _record_settings(context: Context, stage: Stage, model: torch.nn.Module) -> 
     wrong = [layer for layer, settings in here.items() if alone.get(layer, settings) != settings]
     for layer in wrong:
         context.record.fact(
-            stage, layer, RANK_AND_SCALING, status="outside", word=Word.SETTINGS,
+            stage, layer, RANK_AND_SCALING, status="outside", word=words.SETTINGS,
             evidence={"got": here[layer], "wanted": alone[layer]},
             reason=f"rank and scaling are {listed([*map(str, here[layer])])}, not {listed([*map(str, alone[layer])])}",
         )  # fmt: skip

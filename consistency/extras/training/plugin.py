@@ -11,6 +11,7 @@ PLUGIN = Plugin(
     name="training",
     stages=tuple(f"{_TRAINING}.{stage}.spec:SPEC" for stage in _STAGES),
     faults=tuple(f"{_TRAINING}.{stage}.faults:ROWS" for stage in _STAGES),
+    kinds=(f"{_TRAINING}.findings:KINDS", f"{_TRAINING}.trajectory.findings:KINDS"),
     finders=(f"{_TRAINING}.findings:RANKS", f"{_TRAINING}.trajectory.findings:TRAJECTORIES"),
     sections=(f"{_TRAINING}.trajectory.page:SECTION",),
 )

@@ -24,7 +24,9 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some
 from consistency.case.stage import Stage
 from consistency.extras.training.ranks.group import Joined
+from consistency.extras.training.shards.spec import UNSYNCHRONIZED
 from consistency.extras.training.steps import AVERAGED, OWN, UPDATED, StepFile
+from consistency.numerics import words
 from consistency.numerics.chunks import Chunk, Chunks, Stretch
 from consistency.numerics.diagnosis_computed import diagnose_computed
 from consistency.numerics.digest import digest
@@ -91,7 +93,7 @@ class StepJudge:
     def _not_averaged(self, name: str, step: int) -> Word | None:
         """Return the word for a gradient that is this rank's own one."""
         gradients = [self._own.of_step(kind, name, step) for kind in (AVERAGED, OWN)]
-        return Word.UNSYNCHRONIZED if torch.equal(*gradients) else None
+        return UNSYNCHRONIZED if torch.equal(*gradients) else None
 
     def updated(self, name: str, start: torch.Tensor) -> None:
         """Record a parameter after each step.
@@ -242,7 +244,7 @@ class StepJudge:
             if name in explained:
                 continue
             self._context.record.fact(
-                self._stage, layer, f"{part}.{kind}, {SAME_BITS}", status="outside", word=Word.DIFFERS,
+                self._stage, layer, f"{part}.{kind}, {SAME_BITS}", status="outside", word=words.DIFFERS,
                 evidence={"step": step + 1}, reason=f"other bits than on {some(others)} from step {step + 1} on",
             )  # fmt: skip
         if not found:

@@ -16,8 +16,9 @@ from consistency.capture.bounded import read_regular
 from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.version import __version__
 from consistency.capture.wording import time_of
+from consistency.comparison import kinds
 from consistency.comparison.by_worker import verdicts, worse, worst_ratios
-from consistency.comparison.kinds import UNSEEN, WORST_FIRST, FindingKind
+from consistency.comparison.kinds import WORST_FIRST, is_unseen
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding, Verdict, WorkerSummary
 from consistency.comparison.suite import SuiteResult, common_findings
@@ -126,7 +127,7 @@ def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
 
 
 def _marks(simulated: bool, findings: Iterable[Finding]) -> Iterator[str]:
-    if any(finding.kind == FindingKind.PLANTED for finding in findings):
+    if any(finding.kind == kinds.PLANTED for finding in findings):
         yield "planted fault"
     if simulated:
         yield "simulated"
@@ -135,7 +136,7 @@ def _marks(simulated: bool, findings: Iterable[Finding]) -> Iterator[str]:
 def _reason(findings: Sequence[Finding]) -> str:
     """Return the first error, or the first warning: what is lost, then the order of findings, but for software."""
     found = (f for f in findings if f.severity != "note")
-    worst = sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), f.kind not in UNSEEN))
+    worst = sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), not is_unseen(f.kind)))
     return worst[0].message if worst else ""
 
 

@@ -21,13 +21,13 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import size
 from consistency.devices.memory import available_bytes
 from consistency.errors import InputError
+from consistency.numerics import words
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
 from consistency.numerics.identity import start_of
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 from consistency.stages.adapter import load_paths
 from consistency.stages.adapter.effect import effect_of
 from consistency.stages.adapter.load_paths import Loads, file_of_another, reload, stale_bytes
@@ -155,7 +155,7 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
             continue
         record.computed(
             TensorRecord(
-                "adapter", layer, part, rule=Rule.PEER, status="measured", word=Word.RECOMPUTED,
+                "adapter", layer, part, rule=Rule.PEER, status="measured", word=words.RECOMPUTED,
                 blob=record.keep_small(tensor), evidence={"not_in_file": "computed when the adapter is loaded"},
             ),
             tensor,
@@ -211,7 +211,7 @@ def _settings(context: Context, computed: list[str]) -> None:
         RANK_AND_SCALING,
         rule=Rule.PEER,
         status="outside" if inactive or other else "measured",
-        word=Word.INACTIVE if inactive else Word.SETTINGS if other else None,
+        word=words.INACTIVE if inactive else words.SETTINGS if other else None,
         evidence={
             "layers": len(table),
             "values": _counted(table),

@@ -14,6 +14,7 @@ import torch
 
 from consistency.capture.names import split_name
 from consistency.capture.records import TensorRecord
+from consistency.numerics import words
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_against_exact
@@ -21,7 +22,6 @@ from consistency.numerics.exact import in_float64
 from consistency.numerics.measure import Measure
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.rules import RoundingError, Rule
-from consistency.numerics.words import Word
 from consistency.worker.context import Context
 from consistency.worker.judging import quantized_base
 
@@ -94,7 +94,7 @@ def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
         if not record.wants("base", layer):
             continue
         row = TensorRecord(
-            "base", layer, f"{part}_after_adapter", rule=Rule.PEER, status="measured", word=Word.RECOMPUTED,
+            "base", layer, f"{part}_after_adapter", rule=Rule.PEER, status="measured", word=words.RECOMPUTED,
             blob=record.keep_small(tensor),
             evidence={"before": context.digests[name].value, "dtype": name_of(tensor.dtype)},
         )  # fmt: skip

@@ -14,8 +14,9 @@ import torch
 from consistency.capture.names import MERGE_PEAK, PLACEMENT, SAFE_MERGE_PEAK, adapter_place, module_place
 from consistency.capture.records import RecordStatus
 from consistency.case.stage import Level
+from consistency.numerics import words
 from consistency.numerics.rules import passes, ratio
-from consistency.numerics.words import Word
+from consistency.stages.memory.spec import THIRD_COPY, WRONG_DEVICE
 from consistency.worker.context import Context, Machine
 from consistency.worker.memory.host_memory import peak_bytes, reset_peak, resident_bytes
 from consistency.worker.memory.merge_peak import MergePeak, is_plain, measure_merge
@@ -85,7 +86,7 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
             status = "within" if passed_through else "outside"
             evidence.update(_when(found, device, counter), passing_bytes=passing_bytes)
         record.fact(
-            "memory", str(device), counter, status=status, word=Word.TOUCHED if peak else None,
+            "memory", str(device), counter, status=status, word=words.TOUCHED if peak else None,
             share=share if peak and counter == "allocated" and is_gone else None, evidence=evidence,
         )  # fmt: skip
 
@@ -102,7 +103,7 @@ def _context(record: Recorder, found: Placement, device: torch.device) -> None:
         evidence.update(_when(found, device, "context"))
     # a context stays until the process ends, with or without bytes, which have rows of their own
     status: RecordStatus = "within" if seen.exists else "equal"
-    word = Word.TOUCHED if seen.exists else None
+    word = words.TOUCHED if seen.exists else None
     record.fact("memory", str(device), "context", status=status, word=word, evidence=evidence)
 
 
@@ -129,7 +130,7 @@ def placement(context: Context) -> None:
         wrong = {part: device for part, device in parts.items() if device != own}
         context.record.fact(
             "memory", layer, PLACEMENT, status="outside" if wrong else "equal",
-            word=Word.WRONG_DEVICE if wrong else None,
+            word=WRONG_DEVICE if wrong else None,
             evidence={"got": wrong, "wanted": own} if wrong else {"devices": sorted(set(parts.values()))},
         )  # fmt: skip
 
@@ -182,7 +183,7 @@ def _merge_peak(
     elif passes(found.share):
         fact(status="within", share=found.share, evidence=evidence)
     else:
-        fact(status="outside", word=Word.THIRD_COPY, share=found.share, evidence=evidence)
+        fact(status="outside", word=THIRD_COPY, share=found.share, evidence=evidence)
 
 
 def _figures(found: MergePeak, *, layer_bytes: int, model_bytes: int) -> dict[str, Any]:

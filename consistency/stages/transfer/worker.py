@@ -30,6 +30,7 @@ from consistency.case import standard
 from consistency.case.load_path import LoadPath
 from consistency.case.stage import Level
 from consistency.errors import first_line
+from consistency.numerics import words
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import as_bytes, combine
@@ -37,7 +38,6 @@ from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 from consistency.stages.transfer.delivery import BOTH_AGREE, Delivery, NotTriedError, Place, Sender
 from consistency.stages.transfer.payload import Payload, casting, contiguous, strided
 from consistency.worker.context import Machine
@@ -253,7 +253,7 @@ class Copies:
     ) -> Diagnosis:
         """Name what arrived instead; `differs` where only the device's own digest is wrong."""
         if seen.mismatched == 0:
-            return Diagnosis(word=Word.DIFFERS, evidence={"digest_only": True})
+            return Diagnosis(word=words.DIFFERS, evidence={"digest_only": True})
         others = [(s.name, s.put(s.expected)) for s in together if s is not payload]
         known = Known(
             poison=payload.poison,

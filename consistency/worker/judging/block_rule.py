@@ -15,6 +15,7 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted
 from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.errors import first_line
+from consistency.numerics import words
 from consistency.numerics.chunks import Chunks, exact_chunks
 from consistency.numerics.diagnosis import Diagnosis
 from consistency.numerics.diagnosis_computed import diagnose_computed
@@ -26,7 +27,6 @@ from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 from consistency.numerics.rules import RoundingError, Rule, passes, ratio
-from consistency.numerics.words import Word
 from consistency.worker import cpu_error
 from consistency.worker.context import Context
 from consistency.worker.decisions.track import Flip
@@ -282,7 +282,7 @@ def record_flips(
             layer=place,
             tensor=f"{name}.{DECISIONS}" + (f".{mode}" if mode else ""),
             status="within" if worst.is_undecided else "outside",
-            word=None if worst.is_undecided else Word.DECISION_FLIPPED,
+            word=None if worst.is_undecided else words.DECISION_FLIPPED,
             share=ratio(worst.margin, worst.allowed),
             reason=text.format("undecided" if worst.is_undecided else "flipped"),
             evidence={

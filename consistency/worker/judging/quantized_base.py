@@ -13,12 +13,12 @@ import torch
 
 from consistency.capture.names import AFTER_A_PASS, DEQUANTIZED, SETTINGS
 from consistency.capture.records import TensorRecord
+from consistency.numerics import words
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.error import measure_against_exact
 from consistency.numerics.identity import start_of
 from consistency.numerics.quantized import QuantizedWeight
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 from consistency.worker.context import Context
 from consistency.worker.model.loading import LoadedBase
 from consistency.worker.model.running import model_code
@@ -135,7 +135,7 @@ def _settings(context: Context, name: str, layer: Any) -> None:
     wrong = {key: f"got {got[key]}, wanted {wanted[key]}" for key in sorted(shared) if got[key] != wanted[key]}
     evidence = wrong or {key: str(value) for key, value in wanted.items()}
     context.record.fact(
-        "base", name, SETTINGS, status="outside" if wrong else "equal", word=Word.DIFFERS if wrong else None,
+        "base", name, SETTINGS, status="outside" if wrong else "equal", word=words.DIFFERS if wrong else None,
         evidence=evidence,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from consistency.numerics import words
 from consistency.numerics.words import Word
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
@@ -88,9 +89,9 @@ def look(inputs: Mapping[str, torch.Tensor], tables: Tables) -> list[IdCheck]:
 def _check(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> IdCheck:
     chosen = tensor if name != LABELS else tensor[tensor != IGNORE_INDEX]
     evidence: dict[str, Any] = dict(tables.figures())
-    kind, one, word = ("ids", "id", Word.IDS_PAST_VOCABULARY)
+    kind, one, word = ("ids", "id", words.IDS_PAST_VOCABULARY)
     if name == LABELS:
-        kind, one, word = ("labels", "label", Word.LABELS_PAST_VOCABULARY)
+        kind, one, word = ("labels", "label", words.LABELS_PAST_VOCABULARY)
         evidence["ignored"] = int(tensor.numel() - chosen.numel())
     if not chosen.numel():
         return IdCheck(name=name, evidence=evidence)

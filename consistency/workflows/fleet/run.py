@@ -22,7 +22,7 @@ from consistency.capture.wording import counted, some
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.requirements import Requirements, requirements_of
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.result import Comparison, Finding, with_findings, with_provenance
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.devices.interpreter import python_command
@@ -269,8 +269,8 @@ def _read(gathered: _Gathered, scratch: Path) -> list[Capture]:
 def _findings(gathered: _Gathered) -> list[Finding]:
     found = []
     for kind, verb, reasons in (
-        (FindingKind.ENVIRONMENT, "left out for other software", gathered.odd),
-        (FindingKind.LOST_NODE, "not compared", gathered.lost),
+        (kinds.ENVIRONMENT, "left out for other software", gathered.odd),
+        (kinds.LOST_NODE, "not compared", gathered.lost),
     ):
         same: dict[str, list[str]] = {}
         for node, reason in reasons.items():

@@ -19,8 +19,8 @@ from consistency.capture.transport import is_remote
 from consistency.capture.wording import counted
 from consistency.case import standard
 from consistency.case.stages import MOVES_WEIGHTS
+from consistency.comparison import kinds
 from consistency.comparison.judge import judge, read_stored
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.records import Key
 from consistency.comparison.result import BAD, Comparison, Finding, tensor_name
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather
@@ -189,7 +189,7 @@ def _of_soak(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> 
 
 
 def _changed(finding: Finding, worker: ComparedWorker, record: TensorRecord) -> ChangedTensor | None:
-    change = worker.changes.get(record.key) if finding.kind == FindingKind.NOT_REPEATABLE else None
+    change = worker.changes.get(record.key) if finding.kind == kinds.NOT_REPEATABLE else None
     return change if change is not None and change.measure is not None else None
 
 

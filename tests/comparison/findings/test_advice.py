@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from consistency.comparison import kinds
 from consistency.comparison.findings.host import Advice, about, advise
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host import Gpu, HostFacts, Link
 from consistency.devices.host.nvml import REMAP_FAILED, REMAP_PENDING
@@ -62,7 +62,7 @@ def test_each_kind_of_fact_has_its_advice(facts: HostFacts, what: str, fix: str,
     assert advice.urgent is urgent
 
 
-@pytest.mark.parametrize(("kind", "urgent"), [(FindingKind.NO_ACCELERATOR, False), (FindingKind.UNUSED_CARD, True)])
+@pytest.mark.parametrize(("kind", "urgent"), [(kinds.NO_ACCELERATOR, False), (kinds.UNUSED_CARD, True)])
 def test_a_card_that_torch_cannot_use_is_urgent_and_a_host_without_one_is_not(kind: str, urgent: bool) -> None:
     (advice,) = advise(compared(findings=(Finding(kind=kind, severity="warning", message="m", next="n"),)))
     assert (advice.what, advice.fix, advice.urgent) == ("m", "n", urgent)

@@ -11,6 +11,7 @@ import pytest
 from consistency.comparison.findings.causes import causes_of
 from consistency.comparison.findings.details import describe
 from consistency.comparison.result import Finding, Outcome, TensorComparison
+from consistency.numerics import words
 from consistency.numerics.real import Real
 from consistency.numerics.words import Word
 
@@ -35,7 +36,7 @@ def causes(*tensors: TensorComparison) -> list[Finding]:
 
 
 def test_256_tensors_are_one_finding() -> None:
-    wrong = [tensor(f"layers.{i}", t, "cuda:1", word=Word.ZEROS) for i in range(128) for t in ("lora_A", "lora_B")]
+    wrong = [tensor(f"layers.{i}", t, "cuda:1", word=words.ZEROS) for i in range(128) for t in ("lora_A", "lora_B")]
     (finding,) = causes(*wrong, tensor("layers.0", "lora_C", "cuda:1", status="equal"))
     assert finding.message == "adapter · cuda:1 · zeros where the file is nonzero in 256 of 257 tensors"
     assert (len(finding.tensors), len(finding.detail), finding.next) == (256, 5, "look at cuda:1")
@@ -44,12 +45,12 @@ def test_256_tensors_are_one_finding() -> None:
 
 def test_another_word_worker_stage_or_path_is_another_cause() -> None:
     found = causes(
-        tensor("a", "w", "cuda:0", word=Word.ZEROS),
-        tensor("b", "w", "cuda:0", word=Word.BIT_FLIP),
-        tensor("c", "w", "cuda:1", word=Word.ZEROS),
-        tensor("d", "w", "cuda:0", word=Word.ZEROS, stage="base"),
-        tensor("e", "w", "cuda:0", word=Word.ZEROS, load_path="shared"),
-        tensor("f", "w", "cuda:0", "cuda:1", word=Word.ZEROS),
+        tensor("a", "w", "cuda:0", word=words.ZEROS),
+        tensor("b", "w", "cuda:0", word=words.BIT_FLIP),
+        tensor("c", "w", "cuda:1", word=words.ZEROS),
+        tensor("d", "w", "cuda:0", word=words.ZEROS, stage="base"),
+        tensor("e", "w", "cuda:0", word=words.ZEROS, load_path="shared"),
+        tensor("f", "w", "cuda:0", "cuda:1", word=words.ZEROS),
     )
     assert len(found) == 6
     assert all("on load path" in f.message for f in found)
@@ -120,16 +121,16 @@ def test_what_was_computed_has_phrases_of_its_own(rule: str, word: str, phrase: 
 
 def test_what_follows_from_wrong_bytes_is_told_below_them() -> None:
     (wrong,) = causes(
-        tensor("a", "weight", "cuda:0", word=Word.DIFFERS, stage="merged", rule="bound"),
-        tensor("a", "w", "cuda:0", word=Word.ZEROS),
+        tensor("a", "weight", "cuda:0", word=words.DIFFERS, stage="merged", rule="bound"),
+        tensor("a", "w", "cuda:0", word=words.ZEROS),
     )
     assert (wrong.kind, wrong.tensors) == ("zeros", ("adapter::a.w", "merged::a.weight"))
     (led_to,) = wrong.consequences
     assert led_to.message == "merged · cuda:0 · errors that exceed tolerance in weight of a"
     assert (led_to.stage, led_to.workers, led_to.tensors) == ("merged", ("cuda:0",), ("merged::a.weight",))
     _, other = causes(
-        tensor("a", "w", "cuda:0", word=Word.ZEROS),
-        tensor("a", "weight", "cuda:1", word=Word.DIFFERS, stage="merged", rule="bound"),
+        tensor("a", "w", "cuda:0", word=words.ZEROS),
+        tensor("a", "weight", "cuda:1", word=words.DIFFERS, stage="merged", rule="bound"),
     )
     assert (other.kind, other.workers) == ("differs", ("cuda:1",))
 
@@ -137,18 +138,18 @@ def test_what_follows_from_wrong_bytes_is_told_below_them() -> None:
 def test_choices_after_a_wrong_result_of_their_block_are_its_consequence() -> None:
     def flipped(layer: str) -> TensorComparison:
         name = f"layers.{layer}.mlp.gate"
-        return tensor(name, "topk.decisions", "cuda:0", word=Word.DECISION_FLIPPED, stage="forward", rule="limit")
+        return tensor(name, "topk.decisions", "cuda:0", word=words.DECISION_FLIPPED, stage="forward", rule="limit")
 
-    attention = tensor("layers.1.attn", "on", "cuda:0", word=Word.DIFFERS, stage="forward", rule="block")
+    attention = tensor("layers.1.attn", "on", "cuda:0", word=words.DIFFERS, stage="forward", rule="block")
     (wrong,) = causes(flipped("1"), attention)
     assert (wrong.kind, [led_to.tensors for led_to in wrong.consequences]) == (
         "differs", [("forward::layers.1.mlp.gate.topk.decisions",)],
     )  # fmt: skip
     elsewhere = causes(flipped("2"), attention)
     of_the_chooser = causes(
-        flipped("1"), tensor("layers.1.mlp", "on", "cuda:0", word=Word.DIFFERS, stage="forward", rule="block")
+        flipped("1"), tensor("layers.1.mlp", "on", "cuda:0", word=words.DIFFERS, stage="forward", rule="block")
     )
-    on_another = causes(flipped("1"), tensor("layers.1.attn", "on", "cuda:1", word=Word.DIFFERS, stage="forward"))
+    on_another = causes(flipped("1"), tensor("layers.1.attn", "on", "cuda:1", word=words.DIFFERS, stage="forward"))
     for found in (elsewhere, of_the_chooser, on_another):
         assert [finding.kind for finding in found] == ["decision-flipped", "differs"]
 
@@ -156,7 +157,7 @@ def test_choices_after_a_wrong_result_of_their_block_are_its_consequence() -> No
 def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:
     """It takes no load path on which other devices are visible: wrong there as well says nothing of it."""
     workers = ("cpu", "cuda:1")
-    single = [tensor("a", "w", *workers, word=Word.ZEROS, load_path=path) for path in ("isolated", "shared")]
+    single = [tensor("a", "w", *workers, word=words.ZEROS, load_path=path) for path in ("isolated", "shared")]
     together = [
         msgspec.structs.replace(one, outcomes=(one.outcomes[0].of(workers),)) for one in single
     ]  # fmt: skip
@@ -165,7 +166,7 @@ def test_a_cpu_is_not_judged_with_the_devices_that_share_its_row() -> None:
 
 
 def test_what_is_missing_everywhere_is_of_the_file_and_no_run_shows_more() -> None:
-    everywhere = tensor("a", "w", "cuda:0", word=Word.MISSING)
+    everywhere = tensor("a", "w", "cuda:0", word=words.MISSING)
     (finding,) = causes(everywhere)
     assert finding.next == "diff adapter"
     right = tensor("a", "w", "cpu", status="equal").outcomes
@@ -176,10 +177,10 @@ def test_what_is_missing_everywhere_is_of_the_file_and_no_run_shows_more() -> No
 
 def test_an_adapter_for_a_deeper_base_is_told_so() -> None:
     fits = [tensor(f"model.layers.{n}.q", "lora_A", "cpu", status="equal") for n in range(2)]
-    beyond = [tensor(f"model.layers.{n}.q", "lora_A", "cpu", word=Word.UNEXPECTED) for n in (2, 3)]
+    beyond = [tensor(f"model.layers.{n}.q", "lora_A", "cpu", word=words.UNEXPECTED) for n in (2, 3)]
     (finding,) = causes(*fits, *beyond)
     assert finding.message.endswith(": the adapter is for 4 layers, the base has 2")
-    other = tensor("model.layers.0.r", "lora_A", "cpu", word=Word.UNEXPECTED)
+    other = tensor("model.layers.0.r", "lora_A", "cpu", word=words.UNEXPECTED)
     (finding,) = causes(*fits, *beyond, other)
     assert "layers, the base" not in finding.message
 
@@ -212,12 +213,12 @@ def test_a_tolerance_that_fails_what_is_correctly_rounded_is_to_blame_itself() -
 )  # fmt: skip
 def test_keys_that_differ_by_a_part_of_their_path_are_connected(own: str, wanted: str, says: str) -> None:
     """The same tensors stood as missing and as without a counterpart, side by side."""
-    there = [tensor(own.format(n), "lora_A", "cpu", word=Word.UNEXPECTED) for n in range(2)]
-    lacks = [tensor(wanted.format(n), "lora_A", "cpu", word=Word.MISSING) for n in range(2)]
+    there = [tensor(own.format(n), "lora_A", "cpu", word=words.UNEXPECTED) for n in range(2)]
+    lacks = [tensor(wanted.format(n), "lora_A", "cpu", word=words.MISSING) for n in range(2)]
     first, second = causes(*there, *lacks)
     assert f"without a counterpart: {says}" in first.message
     assert first.next == second.next
     assert str(first.next).startswith("rename the keys")
-    other = tensor("model.layers.7.k", "lora_A", "cpu", word=Word.MISSING)
+    other = tensor("model.layers.7.k", "lora_A", "cpu", word=words.MISSING)
     first, _ = causes(*there, lacks[0], other)
     assert first.message.endswith("without a counterpart")

@@ -13,6 +13,7 @@ from consistency.case.load_path import LoadPath
 from consistency.comparison.compare import compare
 from consistency.comparison.findings.load_paths import copies, judge_load_paths
 from consistency.comparison.result import Comparison, Finding
+from consistency.numerics import words
 from consistency.numerics.words import Word
 from consistency.pytest_plugin.items import _is_alternative
 from tests.conftest import MakeCapture
@@ -187,13 +188,13 @@ def test_two_causes_stay_two_findings(make_capture: MakeCapture) -> None:
     ],
 )  # fmt: skip
 def test_what_the_paths_say(wrong: set[str], taken: set[str], text: str) -> None:
-    found = judge_load_paths(Word.ZEROS, wrong, taken)
+    found = judge_load_paths(words.ZEROS, wrong, taken)
     assert text in f"{found.where}: {found.why}"
 
 
 def test_outside_of_the_adapter_no_option_of_its_loading_is_blamed() -> None:
     shared, isolated = (
-        judge_load_paths(Word.ZEROS, {wrong}, {"isolated", "shared"}, stage="base") for wrong in ("shared", "isolated")
+        judge_load_paths(words.ZEROS, {wrong}, {"isolated", "shared"}, stage="base") for wrong in ("shared", "isolated")
     )
     assert (shared.where, shared.why) == (
         " when all devices are visible, and correct when isolated", "a copy between devices",
@@ -203,19 +204,19 @@ def test_outside_of_the_adapter_no_option_of_its_loading_is_blamed() -> None:
 
 @pytest.mark.parametrize("wrong", sorted(EVERY))
 def test_one_wrong_path_of_all_is_never_blamed_on_the_device(wrong: str) -> None:
-    found = judge_load_paths(Word.ZEROS, {wrong}, EVERY)
+    found = judge_load_paths(words.ZEROS, {wrong}, EVERY)
     assert "its memory" not in found.why
     assert "and correct " in found.where
 
 
 def test_copies_are_named_by_their_ends() -> None:
-    assert copies(Word.ZEROS, ["host-a:cuda:1"], []) == "peer copies 0→1 drop data"
-    assert copies(Word.BIT_FLIP, ["cuda:1@tf32", "cuda:3"], ["cuda:0", "cpu", "cuda:2", "cuda:4"]) == (
+    assert copies(words.ZEROS, ["host-a:cuda:1"], []) == "peer copies 0→1 drop data"
+    assert copies(words.BIT_FLIP, ["cuda:1@tf32", "cuda:3"], ["cuda:0", "cpu", "cuda:2", "cuda:4"]) == (
         "peer copies 0→1 and 0→3 change data; 0→2 and 0→4 are fine"
     )
-    assert copies(Word.ZEROS, ["gaudi_3:1"], ["xpu2:2"]) == "peer copies 0→1 drop data; 0→2 is fine"
-    assert copies(Word.STALE, ["cuda:0", "cuda:1"], []) == "copies through device 0 drop data"
-    assert copies(Word.STALE, ["mps"], []) == "copies through device 0 drop data"
+    assert copies(words.ZEROS, ["gaudi_3:1"], ["xpu2:2"]) == "peer copies 0→1 drop data; 0→2 is fine"
+    assert copies(words.STALE, ["cuda:0", "cuda:1"], []) == "copies through device 0 drop data"
+    assert copies(words.STALE, ["mps"], []) == "copies through device 0 drop data"
 
 
 def cast(load_path: str) -> TensorRecord:
@@ -332,7 +333,7 @@ def test_what_is_wrong_beside_a_path_leaves_its_computed_stages_alone(make_captu
     wrong = [held("layers.0.q", "isolated"), held("layers.0.q", "isolated+low-memory", "zeros")]
     off = TensorRecord(
         stage="merged", layer="layers.0.q", tensor="weight", shape=(2, 2), dtype="float32", rule="bound",
-        digest=digest("off"), status="outside", word=Word.WRONG_SCALE,
+        digest=digest("off"), status="outside", word=words.WRONG_SCALE,
     )  # fmt: skip
     found = compare([read_capture(make_capture("a", {"cuda:0": [*wrong, off]}))])
     assert not any("follows" in f.message for f in found.findings)

@@ -8,10 +8,10 @@ import pytest
 
 from consistency.capture.names import NO_OUTPUT
 from consistency.capture.records import TensorRecord
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.result import Comparison, Finding
+from consistency.numerics import words
 from consistency.numerics.real import Real
-from consistency.numerics.words import Word
 from tests.comparison.made_records import compared, computed, digest, forward, measured
 from tests.conftest import MakeCapture
 
@@ -34,7 +34,7 @@ def outputs(on: str, off: str, **changes: Any) -> list[TensorRecord]:
 
 
 def warnings(found: Comparison) -> list[Finding]:
-    return [finding for finding in found.findings if finding.kind == FindingKind.NO_EFFECT]
+    return [finding for finding in found.findings if finding.kind == kinds.NO_EFFECT]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_each_cause_is_named(make_capture: MakeCapture, records: list[TensorReco
         [settings("some-tokens"), *outputs("a", "a")],
         [settings(""), *outputs("a", "a", measure=measured(ratio=None, max_abs=Real(float("nan"))))],
         [settings("layers")],
-        [settings("zero-weights", status="outside", word=Word.INACTIVE), *outputs("a", "a")],
+        [settings("zero-weights", status="outside", word=words.INACTIVE), *outputs("a", "a")],
     ],
     ids=[
         "outputs differ", "outputs decide", "one delta is not zero", "a layer was saved whole", "other tokens",

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from consistency.capture.records import TensorRecord
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.numerics.real import Real
 from tests.comparison.made_records import compared, computed, forward, measured, moved
 from tests.conftest import MakeCapture
@@ -27,7 +27,7 @@ def test_equal_nan_is_not_compared_and_the_run_is_incomplete(make_capture: MakeC
     assert found.verdict == "incomplete"
     (finding,) = found.findings
     assert (finding.kind, finding.severity, finding.workers) == (
-        FindingKind.NOTHING_COMPARED,
+        kinds.NOTHING_COMPARED,
         "error",
         ("cpu", "cuda:0"),
     )
@@ -58,14 +58,14 @@ def test_nan_where_float64_has_another_is_a_mismatch(make_capture: MakeCapture) 
 def test_a_file_alone_is_a_warning_and_some_values_are_a_note(make_capture: MakeCapture) -> None:
     found = compared(make_capture("a", {"cpu": [moved(not_finite=2)], "cuda:0": [moved()]}))
     (warning,) = found.findings
-    assert (found.verdict, warning.kind, warning.severity) == ("consistent", FindingKind.NON_FINITE_VALUES, "warning")
+    assert (found.verdict, warning.kind, warning.severity) == ("consistent", kinds.NON_FINITE_VALUES, "warning")
     assert warning.message == (
         "values are NaN or infinite in the adapter's file: 2 of 4 values of lora_B of layers.0.q"
     )
     records = [moved(), with_measure(forward(), measure=SOME)]
     found = compared(make_capture("b", {"cpu": records, "cuda:0": records}))
     (note,) = found.findings
-    assert (found.verdict, note.kind, note.severity) == ("consistent", FindingKind.NON_FINITE_VALUES, "note")
+    assert (found.verdict, note.kind, note.severity) == ("consistent", kinds.NON_FINITE_VALUES, "note")
     assert "3 of 65536 values of adapter_on of logits" in note.message
 
 
@@ -84,4 +84,4 @@ def test_a_model_that_overflows_on_every_device_is_not_consistent(make_capture: 
     assert finding.general == f"forward · {what}"
     assert ("use bfloat16" in str(finding.next)) == (dtype == "float16")
     wrong = compared(make_capture("b", {"cpu": [moved(), forward()], "cuda:0": [moved("other"), *records[1:]]}))
-    assert not any(one.kind == FindingKind.NON_FINITE_VALUES for one in wrong.findings)
+    assert not any(one.kind == kinds.NON_FINITE_VALUES for one in wrong.findings)

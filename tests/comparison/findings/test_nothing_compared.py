@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from consistency.capture.records import TensorRecord
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.report.sentences import sentence
 from tests.comparison.made_records import compared, computed, moved
 from tests.conftest import MakeCapture
@@ -52,10 +52,10 @@ def test_the_one_capture_that_has_nothing_in_common_with_the_others_is_named(mak
     apart = make_capture("c", {"cpu": [computed()]}, case={"stages": ("merged",)})
     found = compared(*same, apart)
     assert found.verdict == "incomplete"
-    assert [f.workers for f in found.findings if f.kind == FindingKind.NOTHING_COMPARED] == [("c:cpu",)]
+    assert [f.workers for f in found.findings if f.kind == kinds.NOTHING_COMPARED] == [("c:cpu",)]
 
 
 def test_a_lost_worker_is_reported_as_that_alone(make_capture: MakeCapture) -> None:
     lost = {"cpu": {"status": "lost", "reason": "killed"}}
     found = compared(make_capture("a", {"cpu": []}, info=lost))
-    assert FindingKind.NOTHING_COMPARED not in [f.kind for f in found.findings]
+    assert kinds.NOTHING_COMPARED not in [f.kind for f in found.findings]

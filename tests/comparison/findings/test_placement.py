@@ -10,8 +10,9 @@ from consistency.capture.records import TensorRecord
 from consistency.comparison.by_worker import worst_error
 from consistency.comparison.findings.workers import as_size
 from consistency.comparison.result import Finding
+from consistency.numerics import words
 from consistency.numerics.real import Real
-from consistency.numerics.words import Word
+from consistency.stages.memory.spec import THIRD_COPY, WRONG_DEVICE
 from tests.comparison.made_records import compared, computed
 from tests.conftest import MakeCapture
 
@@ -29,7 +30,7 @@ def touched(*, kept: int = 0, **of: Any) -> TensorRecord:
         "first_operation": "aten._to_copy.default", "first_call": ["safetensors/torch.py:360 load_file"],
     }  # fmt: skip
     status = "outside" if kept else "within"
-    return fact(**{"status": status, "word": Word.TOUCHED, "evidence": evidence, "limit_ratio": Real(0.44), **of})
+    return fact(**{"status": status, "word": words.TOUCHED, "evidence": evidence, "limit_ratio": Real(0.44), **of})
 
 
 def about_devices(make_capture: MakeCapture, records: dict[str, list[TensorRecord]]) -> list[Finding]:
@@ -111,7 +112,7 @@ def test_a_share_of_memory_is_no_share_of_a_numerical_bound(make_capture: MakeCa
 def test_a_merge_with_a_third_copy_says_how_much_it_took(make_capture: MakeCapture) -> None:
     evidence = {"layers": 2.0, "adding_peak_bytes": 200, "adding_allowed_bytes": 150}
     peak = fact(
-        "merge_peak", "layers.0.q", status="outside", word=Word.THIRD_COPY, limit_ratio=Real(1.333),
+        "merge_peak", "layers.0.q", status="outside", word=THIRD_COPY, limit_ratio=Real(1.333),
         evidence=evidence,
     )  # fmt: skip
     (finding,) = compared(make_capture("a", {"cpu": [peak]})).findings
@@ -126,7 +127,7 @@ def test_a_merge_with_a_third_copy_says_how_much_it_took(make_capture: MakeCaptu
 
 def test_adapter_tensors_elsewhere_are_counted_in_layers(make_capture: MakeCapture) -> None:
     evidence = {"got": {"lora_A": "meta"}, "wanted": "cpu"}
-    wrong = {"status": "outside", "word": Word.WRONG_DEVICE, "evidence": evidence}
+    wrong = {"status": "outside", "word": WRONG_DEVICE, "evidence": evidence}
     records = [fact("placement", f"layers.{i}", **(wrong if i < 2 else {})) for i in range(3)]
     (finding,) = compared(make_capture("a", {"cpu": records})).findings
     assert finding.message == (

@@ -20,7 +20,7 @@ from consistency.capture.soak import (
 from consistency.comparison.findings import repeats
 from consistency.comparison.findings.repeats import AS_DEPLOYED, readings_text
 from consistency.comparison.result import Comparison
-from consistency.numerics.words import Word
+from consistency.numerics import words
 from consistency.report.sentences import soak_texts
 from tests.comparison.made_records import compared, computed, errors, measured, moved
 from tests.conftest import MakeCapture
@@ -38,7 +38,7 @@ def occurrences(*numbers: int, count: int | None = None) -> Occurrences:
 
 def change(stage: str = "merged", tensor: str = "weight", *numbers: int, **fields: Any) -> ChangedTensor:
     given = {
-        "returned": True, "word": Word.BIT_FLIP, "evidence": {"bits": [27], "fields": ["exponent"]},
+        "returned": True, "word": words.BIT_FLIP, "evidence": {"bits": [27], "fields": ["exponent"]},
         "measure": measured(mismatched=1), "condition": HOT,
     }  # fmt: skip
     place = {"stage": stage, "layer": "layers.0.q", "tensor": tensor, "occurrences": occurrences(*(numbers or (50,)))}
@@ -158,7 +158,7 @@ def test_more_tensors_than_are_stored_are_counted(comparison_of: Any) -> None:
 
 
 def test_a_change_without_a_diagnosis_is_only_told(comparison_of: Any) -> None:
-    for word in (None, Word.DIFFERS):
+    for word in (None, words.DIFFERS):
         (finding,) = errors(comparison_of(soak(change(word=word))))
         assert "merged · cuda:0 · weight of layers.0.q changed in 1 of" in finding.message
 

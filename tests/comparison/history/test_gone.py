@@ -9,10 +9,10 @@ import pytest
 
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
+from consistency.comparison import kinds
 from consistency.comparison.history.baseline import Baseline, accept, read_baseline
 from consistency.comparison.history.drift import add_run
 from consistency.comparison.history.store import History
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import HostFacts
 from consistency.devices.spec import AutoChoice
@@ -57,9 +57,7 @@ def night(tmp_path: Path, make_capture: MakeCapture) -> Night:
 
 
 def gone(found: Comparison) -> list[Finding]:
-    return [
-        finding for finding in found.findings if finding.kind == FindingKind.GONE_DEVICE and finding.severity == "error"
-    ]
+    return [finding for finding in found.findings if finding.kind == kinds.GONE_DEVICE and finding.severity == "error"]
 
 
 def test_a_card_that_is_gone_is_named_every_night_until_it_is_back(night: Night) -> None:

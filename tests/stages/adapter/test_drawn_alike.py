@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from consistency.numerics.words import Word
+from consistency.numerics import words
 from consistency.worker.faults import plant
 from tests.worker.conftest import Look
 
@@ -26,5 +26,5 @@ def test_the_worker_does_not_draw_the_adapter_that_it_did_not_load(llama: Path, 
     adapted.save_pretrained(tmp_path / "adapter")
     with plant("adapter-copy-dropped"):
         records = look(llama, tmp_path / "adapter", stages=("adapter",))
-    words = {(record.layer, record.tensor): record.word for record in records if record.word}
-    assert words == {("model.layers.0.self_attn.q_proj", "lora_A"): Word.FRESH_INIT}
+    found = {(record.layer, record.tensor): record.word for record in records if record.word}
+    assert found == {("model.layers.0.self_attn.q_proj", "lora_A"): words.FRESH_INIT}

@@ -18,8 +18,8 @@ from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stage import Level, Stage
+from consistency.comparison import kinds
 from consistency.comparison.compare import compare
-from consistency.comparison.kinds import FindingKind
 from consistency.worker import session
 from consistency.worker.protocol import EventLog
 from tests.worker.made_jobs import job_in
@@ -68,7 +68,7 @@ def effect(tmp_path: Path) -> Effect:
         recorded = next(r.effect for r in capture.workers[0].records if r.tensor == "rank_and_scaling")
         found = compare([capture])
         assert found.verdict == "consistent"
-        return recorded, [f.message.partition(": ")[2] for f in found.findings if f.kind == FindingKind.NO_EFFECT]
+        return recorded, [f.message.partition(": ")[2] for f in found.findings if f.kind == kinds.NO_EFFECT]
 
     return of
 

@@ -26,9 +26,9 @@ from consistency.case.stage import Stage
 from consistency.comparison.result import Finding
 from consistency.errors import CaptureError, UsageError
 from consistency.extras.peft_api.adapters.spec import ADAPTERS
+from consistency.numerics import words
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
-from consistency.numerics.words import Word
 from consistency.report.json import as_bytes
 from consistency.worker.recorder import Recorder
 from consistency.workflows import pipeline
@@ -296,7 +296,7 @@ def test_copy_between_devices_is_tried_on_the_same_two(make_capture: MakeCapture
     """Where no payload was kept one is made up; the script is told both ends."""
     pair = TensorRecord(rule="bitwise",
         stage="transfer", layer="cuda:0->cuda:1", tensor="direct", digest="a" * 32, reference="file",
-        reference_digest="b" * 32, shape=(4,), dtype="uint8", status="outside", word=Word.ZEROS,
+        reference_digest="b" * 32, shape=(4,), dtype="uint8", status="outside", word=words.ZEROS,
     )  # fmt: skip
     run = make_capture("run/captures", {"cuda:1": [pair]})
     finding = Finding(
@@ -343,7 +343,7 @@ def test_bits_that_changed_in_a_soak_are_shown_as_they_were_stored(
     with Recorder(tmp_path, tmp_path) as record:
         blobs = [record.keep(wrong), record.keep(right)]
     change = ChangedTensor(
-        stage=stage, layer="q", tensor="weight", shape=(8,), dtype="float32", measure=seen, word=Word.BIT_FLIP,
+        stage=stage, layer="q", tensor="weight", shape=(8,), dtype="float32", measure=seen, word=words.BIT_FLIP,
         occurrences=Occurrences(count=1, numbers=(7,), first_at="", last_at=""), blob=blobs[0], reference_blob=blobs[1],
     )  # fmt: skip
     info = {"cpu": {"soak": Soak(asked_s=1.0, repeats=9, changes=(change,))}}

@@ -14,7 +14,7 @@ from consistency.capture.names import split_name
 from consistency.capture.wording import and_more, counted, layers_text, some
 from consistency.case import recognition
 from consistency.case.case import Case
-from consistency.comparison.kinds import FindingKind
+from consistency.comparison import kinds
 from consistency.comparison.result import (
     BAD,
     ArchitectureGroup,
@@ -32,6 +32,7 @@ from consistency.comparison.result import (
 from consistency.extras.merging.check_merged.causes import CAUSES, MERGED_FOLDER, ROLE, ZERO_DELTA, MergeCause
 from consistency.extras.merging.check_merged.check import MergedFolder, TensorState, check
 from consistency.extras.merging.check_merged.folder import Problem
+from consistency.extras.merging.kinds import DIFFERENCE, NAMES, ROUNDED
 from consistency.numerics.real import Real
 from consistency.plugins import Statement
 from consistency.workflows.api import AnyPath
@@ -235,7 +236,7 @@ def _differences(found: MergedFolder) -> Iterator[Finding]:
     """Yield what differs from the base, by rank."""
     states = [state for state in found.tensors if state.difference is not None]
     yield Finding(
-        kind=FindingKind.DIFFERENCE, severity="note",
+        kind=DIFFERENCE, severity="note",
         message=f"{len(states)} of {counted(len(found.tensors), 'tensor')} differ from the base",
         tensors=_names(states),
     )  # fmt: skip
@@ -249,7 +250,7 @@ def _differences(found: MergedFolder) -> Iterator[Finding]:
         size = f"{min(shares):.2%} to {max(shares):.2%} of the base's norm"
         what = "full rank" if rank is None else f"rank {rank}, as a LoRA of that rank leaves"
         yield Finding(
-            kind=FindingKind.DIFFERENCE, severity="note", tensors=_names(of),
+            kind=DIFFERENCE, severity="note", tensors=_names(of),
             message=f"{counted(len(of), 'tensor')} by {what}: {layers_text(layers)}; {size}",
         )  # fmt: skip
 
@@ -287,19 +288,19 @@ def _missing(found: MergedFolder) -> Iterator[Finding]:
             reasons.setdefault(state.reason, []).append(state)
     for reason, states in reasons.items():
         message = f"{counted(len(states), 'tensor')} not judged: {reason}"
-        yield Finding(kind=FindingKind.SKIPPED, severity="note", message=message, tensors=_names(states))
+        yield Finding(kind=kinds.SKIPPED, severity="note", message=message, tensors=_names(states))
 
 
 def _notes(found: MergedFolder) -> Iterator[Finding]:
     """Yield how names were matched, how the writer rounded, and what that took of the adapter's effect."""
     if found.mapping:
-        yield Finding(kind=FindingKind.NAMES, severity="note", message=f"names matched {'; '.join(found.mapping)}")
+        yield Finding(kind=NAMES, severity="note", message=f"names matched {'; '.join(found.mapping)}")
     if found.orders:
         used = ", ".join(
             f"{order.text} ({number} {'matrix' if number == 1 else 'matrices'})"
             for order, number in found.orders.items()
         )
-        yield Finding(kind=FindingKind.ROUNDED, severity="note", message=f"how it was rounded: {used}")
+        yield Finding(kind=ROUNDED, severity="note", message=f"how it was rounded: {used}")
     lost, least, in_float32 = (found.effect.share(name) for name in ("lost", "least", "in_float32"))
     if lost >= _SAID:
         took = f"took {_percent(lost)} of" if lost < 1 else "is larger than"

@@ -17,8 +17,8 @@ from typing import Any
 from consistency.capture.names import adapter_place
 from consistency.capture.wording import and_more, counted, some
 from consistency.case.checkpoint import read_json
+from consistency.comparison import kinds
 from consistency.comparison.findings.causes import causes_of
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import (
     NO_DIFFERENCE,
@@ -33,10 +33,11 @@ from consistency.comparison.result import (
 )
 from consistency.devices.cores import available_cores
 from consistency.errors import InputError
+from consistency.extras.merging import kinds as kinds_of_files
 from consistency.extras.merging.diff.mapped import StoredTensor, open_weights
+from consistency.numerics import words
 from consistency.numerics.not_finite_bits import count_in_bits
 from consistency.numerics.same_bytes import same_memory
-from consistency.numerics.words import Word
 
 ROUNDED, ROUNDED_BACK = "the reference, rounded", "the reference is it, rounded"
 """Reasons of tensors of different dtypes."""
@@ -216,13 +217,13 @@ class _Comparer:
         row = functools.partial(Outcome, workers=self._labels[:1], reference=self._labels[1])
         actual, expected = self._actual.get(name), self._expected.get(name)
         if actual is None:
-            return row(status="missing", word=Word.MISSING, reason="only the reference has it")
+            return row(status="missing", word=words.MISSING, reason="only the reference has it")
         if expected is None:
-            return row(status="unexpected", word=Word.UNEXPECTED, reason="missing in the reference")
+            return row(status="unexpected", word=words.UNEXPECTED, reason="missing in the reference")
         shapes, dtypes = (list(actual.shape), list(expected.shape)), (actual.dtype, expected.dtype)
-        for word, (got, wanted) in ((Word.SHAPE, shapes), (Word.DTYPE, dtypes)):
+        for word, (got, wanted) in ((words.SHAPE, shapes), (words.DTYPE, dtypes)):
             if got != wanted:
-                reason = self._rounding(actual, expected) if word is Word.DTYPE else None
+                reason = self._rounding(actual, expected) if word is words.DTYPE else None
                 return row(status="outside", word=word, reason=reason, evidence={"got": got, "wanted": wanted})
         if self._is_equal(name):
             return row(status="equal", elements=actual.elements, **NO_DIFFERENCE)
@@ -277,12 +278,12 @@ def _not_finite(counts: tuple[Mapping[str, int], Mapping[str, int]], labels: tup
         places = [f"{counted(number, 'value')} of {name}" for name, number in numbers.items()]
         where.append(f"in {label}: {some(places, _MOST)}")
     message = f"values are NaN or infinite {'; '.join(where)}"
-    return (Finding(kind=FindingKind.NON_FINITE_VALUES, severity="warning", message=message, workers=tuple(found)),)
+    return (Finding(kind=kinds.NON_FINITE_VALUES, severity="warning", message=message, workers=tuple(found)),)
 
 
 def _rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tuple[Finding, ...]:
     """Say whether the tensors of other dtypes are the reference's rounded to these, or the reverse."""
-    others = [tensor for tensor in tensors if tensor.outcomes[-1].word == Word.DTYPE and tensor.outcomes[-1].reason]
+    others = [tensor for tensor in tensors if tensor.outcomes[-1].word == words.DTYPE and tensor.outcomes[-1].reason]
     if not others:
         return ()
     notes = []
@@ -290,10 +291,10 @@ def _rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tu
         if count := sum(tensor.outcomes[-1].reason == reason for tensor in others):
             what = f"{count} of {counted(len(others), 'tensor')} of another dtype in {one}"
             message = f"{what} {'is' if count == 1 else 'are'} exactly {other}'s, rounded to nearest"
-            notes.append(Finding(kind=FindingKind.ROUNDED, severity="note", message=message))
+            notes.append(Finding(kind=kinds_of_files.ROUNDED, severity="note", message=message))
     if not notes:
         message = f"none of {counted(len(others), 'tensor')} of another dtype is the other file's, rounded to nearest"
-        notes.append(Finding(kind=FindingKind.ROUNDED, severity="note", message=message))
+        notes.append(Finding(kind=kinds_of_files.ROUNDED, severity="note", message=message))
     return tuple(notes)
 
 
@@ -306,7 +307,7 @@ def _renamed(a: Weights, e: Weights, labels: tuple[str, str]) -> tuple[Finding, 
         prefix = next((name.removesuffix(first) for name in longer if name.endswith(f".{first}")), None)
         if prefix and any(f"{prefix}{name}" in longer for name in shorter):
             message = f"no name is common: only the names in {label} begin with {prefix!r}"
-            return (Finding(kind=FindingKind.NAMES, severity="note", message=message),)
+            return (Finding(kind=kinds_of_files.NAMES, severity="note", message=message),)
     return ()
 
 
@@ -363,7 +364,7 @@ def find_files_of_text(actual: Path, expected: Path, labels: tuple[str, str]) ->
 
 
 def _finding(severity: Severity, message: str, labels: tuple[str, str]) -> Finding:
-    return Finding(kind=FindingKind.SETTINGS, severity=severity, message=message, workers=(labels[0],))
+    return Finding(kind=kinds.SETTINGS, severity=severity, message=message, workers=(labels[0],))
 
 
 def _same(actual: Any, expected: Any) -> bool:

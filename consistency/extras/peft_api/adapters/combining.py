@@ -22,11 +22,11 @@ from consistency.extras.peft_api.adapters.cut import check_cut, layers_to_cut, o
 from consistency.extras.peft_api.adapters.layer_factors import LayerFactors, factors_of
 from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, MultiAdapterModel
 from consistency.extras.peft_api.adapters.pruned import DENSITY, PRUNED, pruned, sum_of
+from consistency.extras.peft_api.adapters.spec import WRONG_DENSITY
 from consistency.extras.peft_api.adapters.truncated import TRUNCATED
 from consistency.numerics.digest import digest
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Arithmetic, Tracked
-from consistency.numerics.words import Word
 from consistency.worker.environment import release
 from consistency.worker.judging.bound_rule import record_bounded
 from consistency.worker.model.merging import adapted_layers
@@ -162,7 +162,7 @@ class _Chance:
             if self._several.context.record.wants(STAGE, self._step):
                 self._several.context.record.fact(
                     STAGE, self._step, what, status="within" if right else "outside", share=share,
-                    word=None if right else Word.WRONG_DENSITY,
+                    word=None if right else WRONG_DENSITY,
                     reason=None if right else sentence.format(kept, drawn, wanted),
                     evidence={"elements": drawn, "kept": kept, "probability": wanted},
                 )  # fmt: skip

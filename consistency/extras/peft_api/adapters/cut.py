@@ -21,6 +21,7 @@ from consistency.extras.peft_api.adapters.cost import CUT_ELEMENTS, CUT_STEPS
 from consistency.extras.peft_api.adapters.layer_factors import LayerFactors, factors_of
 from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, MultiAdapterModel
 from consistency.extras.peft_api.adapters.truncated import combined_delta, judge
+from consistency.numerics import words
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
 from consistency.numerics.dtype import name_of
@@ -28,7 +29,6 @@ from consistency.numerics.error import measure_against_exact
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Arithmetic
-from consistency.numerics.words import Word
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.precision import products_of
 
@@ -104,7 +104,7 @@ def check_cut(
     a, b = own_a.to("cpu").reshape(len(own_a), -1), own_b.to("cpu").reshape(len(own_b), -1)
     if a.shape != (rank, factors.columns) or b.shape != (factors.rows, rank):
         context.record.fact(
-            STAGE, place, f"{kind}.rank", status="outside", word=Word.SHAPE,
+            STAGE, place, f"{kind}.rank", status="outside", word=words.SHAPE,
             reason=f"the factors have the shapes {tuple(own_a.shape)} and {tuple(own_b.shape)} with a rank of {rank}",
         )  # fmt: skip
         return
@@ -133,7 +133,7 @@ def check_cut(
         right = passes(share)
         context.record.fact(
             STAGE, place, f"{kind}.{what}", status="within" if right else "outside", share=share,
-            word=None if right else Word.DIFFERS, reason=None if right else reason, evidence=evidence,
+            word=None if right else words.DIFFERS, reason=None if right else reason, evidence=evidence,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from consistency.capture.names import module_place
 from consistency.capture.records import TensorRecord
 from consistency.case.stage import Level
 from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, MultiAdapterModel
+from consistency.extras.peft_api.adapters.spec import DRIFT
 from consistency.numerics.bound import Allowance, cycles_allowance, merged_in_turn_allowance
 from consistency.numerics.chunks import LowRankProduct, LowRankTensor, low_rank_chunks
 from consistency.numerics.digest import digest
@@ -24,7 +25,6 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF
 from consistency.numerics.error import measure_against_exact, measure_low_rank
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import Rule, passes
-from consistency.numerics.words import Word
 from consistency.worker.model.low_rank import LowRank, allowance_of, low_rank_of
 from consistency.worker.model.merging import (
     adapted_layers,
@@ -37,7 +37,7 @@ from consistency.worker.model.merging import (
 from consistency.worker.recorder import KEEP_BYTES
 
 CYCLES = 10
-AT_ONCE, IN_TURN, DRIFT = "merged_at_once", "merged_in_turn", "drift"
+AT_ONCE, IN_TURN, MOVED = "merged_at_once", "merged_in_turn", "drift"
 _MOST_ELEMENTS = 1 << 24
 """Elements of weights from which no further layer is merged ten times, but at level thorough: a second for each million
 was measured, on two cores that others used too."""
@@ -75,7 +75,7 @@ def merge(several: MultiAdapterModel) -> None:
                 _cycle(several, path, layer, names, factors)
         without_drift += not drifts
     if without_drift:
-        several.skipped("merge", DRIFT, f"not measured in {without_drift} further layers: level thorough measures all")
+        several.skipped("merge", MOVED, f"not measured in {without_drift} further layers: level thorough measures all")
     if quantized:
         several.skipped(
             "merge", "quantized weights",
@@ -172,8 +172,8 @@ def _record_drift(
     moved = not passes(share)
     reason = f"{CYCLES} cycles of merge and unmerge move {place} by up to {found.max_abs:g}, which rounding cannot"
     several.context.record.fact(
-        STAGE, place, DRIFT, status="outside" if moved else "within" if found.mismatched else "equal", share=share,
-        word=Word.DRIFT if moved else None, reason=reason if moved else None,
+        STAGE, place, MOVED, status="outside" if moved else "within" if found.mismatched else "equal", share=share,
+        word=DRIFT if moved else None, reason=reason if moved else None,
         evidence={
             "cycles": CYCLES, "adapters": len(factors), "max_abs": found.max_abs, "max_ulp": found.max_ulp,
             "elements_changed": found.mismatched, "elements": found.elements,

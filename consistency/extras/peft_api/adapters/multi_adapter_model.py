@@ -11,6 +11,8 @@ import torch
 
 from consistency.capture.names import module_place
 from consistency.capture.records import RecordStatus, TensorRecord
+from consistency.extras.peft_api.adapters.spec import LEFT_BEHIND, OTHERS_INTERFERE
+from consistency.numerics import words
 from consistency.numerics.digest import digest
 from consistency.numerics.identity import start_of
 from consistency.numerics.rules import Rule
@@ -93,7 +95,7 @@ class MultiAdapterModel:
         self.changed.update((name, tensor) for tensor in new)
         reason = f"{step} changes {_counted(new)} of {name}, which it has to leave as they were loaded"
         self.fact(
-            step, f"bytes of {name}", reason if new else None, word=Word.BYTES_CHANGED if new else None,
+            step, f"bytes of {name}", reason if new else None, word=words.BYTES_CHANGED if new else None,
             tensors=tensors, **({"changed": new[:_MOST_IN_EVIDENCE]} if new else {}),
         )  # fmt: skip
 
@@ -121,7 +123,7 @@ class MultiAdapterModel:
         reason = f"{_counted(differing, 'result')} {what} after {step} differ from those {what} {alone}"
         self.fact(
             step, f"results {what}", reason if differing else None,
-            word=Word.OTHERS_INTERFERE if differing else None, results=len(wanted),
+            word=OTHERS_INTERFERE if differing else None, results=len(wanted),
         )  # fmt: skip
 
     def check_active(self, step: str, names: Sequence[str]) -> None:
@@ -134,7 +136,7 @@ class MultiAdapterModel:
         ]
         reason = f"{_counted(wrong, 'layer')} with other active adapters than {' and '.join(names)} after {step}"
         self.fact(
-            step, "active adapters", reason if wrong else None, word=Word.INACTIVE if wrong else None,
+            step, "active adapters", reason if wrong else None, word=words.INACTIVE if wrong else None,
             layers=len(layers),
         )  # fmt: skip
 
@@ -147,7 +149,7 @@ class MultiAdapterModel:
         if name in self.model.peft_config:
             left.append(f"peft_config[{name}]")
         reason = f"delete_adapter leaves {_counted(left)} of {name} in the model" if left else None
-        self.fact(step, "deleted", reason, word=Word.LEFT_BEHIND if left else None)
+        self.fact(step, "deleted", reason, word=LEFT_BEHIND if left else None)
 
     @contextmanager
     def active(self, *names: str) -> Iterator[None]:

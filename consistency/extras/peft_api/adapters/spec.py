@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from consistency.case.stage import Adapters, Kind, Needs, Stage, StageSpec
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import declare
 
 ADAPTERS = Stage("adapters")
+
+LEFT_BEHIND = declare("left-behind", phrase="tensors of a deleted adapter left in the model")
+OTHERS_INTERFERE = declare("others-interfere", phrase="results that change with what else was loaded, set or deleted")
+DRIFT = declare("drift", phrase="weights that merging and unmerging moves further than rounding can")
+WRONG_DENSITY = declare("wrong-density", phrase="another share of elements kept than chance explains")
 
 # with several adapters alone
 SPEC = StageSpec(

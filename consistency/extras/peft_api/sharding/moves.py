@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from consistency.extras.peft_api.sharding.spec import CHANGED_ON_THE_WAY, LABELS_CHANGED
+from consistency.numerics import words
 from consistency.numerics.digest import digest
 from consistency.numerics.words import Word
 from consistency.worker.model.id_checks import LABELS, TOKEN_IDS
@@ -90,14 +92,14 @@ class Moves:
             return
         if before.is_floating_point():
             if digest(before).value != digest(after).value:
-                raise self._changed(Word.CHANGED_ON_THE_WAY, name or "hidden states", before, after, where)
+                raise self._changed(CHANGED_ON_THE_WAY, name or "hidden states", before, after, where)
             return
         # inside the model a name may mean something else: a decoder calls its own ids `input_ids`
         known = None if where else self.given.get(name)
         sent = before if known is None or known.shape != before.shape or known.dtype != before.dtype else known
         if not torch.equal(sent.to("cpu"), after.to("cpu")):
-            kinds = {LABELS: Word.LABELS_CHANGED, **dict.fromkeys((*TOKEN_IDS, _IDS), Word.IDS_CHANGED)}
-            raise self._changed(kinds.get(name, Word.CHANGED_ON_THE_WAY), name or "integers", sent, after, where)
+            kinds = {LABELS: LABELS_CHANGED, **dict.fromkeys((*TOKEN_IDS, _IDS), words.IDS_CHANGED)}
+            raise self._changed(kinds.get(name, CHANGED_ON_THE_WAY), name or "integers", sent, after, where)
 
     def _changed(
         self, word: Word, name: str, before: torch.Tensor, after: torch.Tensor, where: str
@@ -106,7 +108,7 @@ class Moves:
         differs = sent != came
         if sent.is_floating_point():
             differs &= ~(sent.isnan() & came.isnan())
-        what = {Word.LABELS_CHANGED: "labels", Word.IDS_CHANGED: "ids"}.get(word, name)
+        what = {LABELS_CHANGED: "labels", words.IDS_CHANGED: "ids"}.get(word, name)
         staged = " through the host" if self.by_host else ""
         into = f", into {where}" if where else ""
         sentence = f"{what} changed during transfer to device {after.device}{staged}{into}"

@@ -5,8 +5,13 @@ from __future__ import annotations
 from consistency.case import standard
 from consistency.case.stage import Kind, Level, Stage, StageSpec
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import declare
 
 SHARDING = Stage("sharding")
+
+LABELS_CHANGED = declare("labels-changed", phrase="labels changed during transfer to a device")
+CHANGED_ON_THE_WAY = declare("changed-on-the-way", phrase="values changed during transfer to a device")
+OTHER_ANSWER = declare("other-answer", phrase="a different result than on one device")
 
 # it loads the base twice more, which takes too long for the level `standard`
 SPEC = StageSpec(

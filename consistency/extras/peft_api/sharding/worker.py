@@ -28,6 +28,8 @@ from consistency.case import standard
 from consistency.errors import InputError, first_line
 from consistency.extras.peft_api.sharding.device_maps import Layout, layouts, load, same_model
 from consistency.extras.peft_api.sharding.moves import ChangedInTransferError, Moves, watched
+from consistency.extras.peft_api.sharding.spec import OTHER_ANSWER
+from consistency.numerics import words
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
@@ -148,7 +150,7 @@ def _answer(
             sentence = asserted(inputs, context.device, error)
             if context_is_lost(error):
                 raise KernelAssertedError(sentence) from error  # the session records it
-            record(Word.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
+            record(words.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
         elif is_out_of_memory(error) and computes(context.device):
             context.record.skipped(STAGE, "no memory for another copy of the model", layer=way.name)
         elif is_of_the_device(error, context.device):
@@ -168,7 +170,7 @@ def _answer(
             context.record.skipped(STAGE, f"the model cannot use this layout: {first_line(error)}", layer=way.name)
         else:
             reason = f"the model does not run in this layout, and does on one device: {first_line(error)}"
-            record(Word.DOES_NOT_RUN, reason, {})
+            record(words.DOES_NOT_RUN, reason, {})
         return None
     finally:
         model = None
@@ -217,10 +219,10 @@ def _judge(context: Context, way: Layout, found: Answer, pinned: Answer) -> None
     for name, expected in pinned.tensors.items():
         actual = found.tensors.get(name)
         status: RecordStatus = "outside"
-        word: Word | None = Word.OTHER_ANSWER
+        word: Word | None = OTHER_ANSWER
         share = None
         if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
-            word = Word.SHAPE
+            word = words.SHAPE
             evidence: dict[str, Any] = {"got": None if actual is None else [name_of(actual.dtype), *actual.shape]}
         elif digest(actual).value == digest(expected).value:
             status, word, evidence = "equal", None, {}
@@ -233,7 +235,7 @@ def _judge(context: Context, way: Layout, found: Answer, pinned: Answer) -> None
                     context.record.skipped(STAGE, reason, name, layer=way.name)
                     continue
                 if passes(share):
-                    status, word = "within", Word.ACCUMULATION_ORDER
+                    status, word = "within", words.ACCUMULATION_ORDER
                 else:
                     evidence["first"] = found.blocks.first
         context.record.fact(

@@ -26,7 +26,9 @@ from consistency.extras.peft_api.wrapping.peft_view import (
 )
 from consistency.extras.peft_api.wrapping.reach import HINT, hidden
 from consistency.extras.peft_api.wrapping.report import WrapperFinding, WrapperReport
+from consistency.extras.peft_api.wrapping.spec import HELD_TWICE, HIDDEN, LAYERS_MISSED, MORE_MEMORY
 from consistency.extras.peft_api.wrapping.step import Step, training_step
+from consistency.numerics import words
 from consistency.numerics.dtype import name_of
 from consistency.numerics.words import Word
 from consistency.worker.device_error import is_of_the_device, is_out_of_memory
@@ -117,7 +119,7 @@ class _Check:
             size = sum(wrapped.tensors[other].untyped_storage().nbytes() for _, other in twice)
             one, other = twice[0]
             self._add(
-                "storages", Word.HELD_TWICE, f"{len(twice)} storages are held twice: {size} bytes",
+                "storages", HELD_TWICE, f"{len(twice)} storages are held twice: {size} bytes",
                 where=f"{other} is a copy of {one}", got=f"{wrapped.nbytes} bytes", wanted=f"{plain.nbytes} bytes",
                 hint="keep the model itself, not a copy of it or of its weights",
             )  # fmt: skip
@@ -127,7 +129,7 @@ class _Check:
         if changed:
             name, got, wanted = changed[0]
             self._add(
-                "dtypes", Word.DTYPE, f"{len(changed)} tensors change dtype through the wrapper", where=name,
+                "dtypes", words.DTYPE, f"{len(changed)} tensors change dtype through the wrapper", where=name,
                 got=name_of(got.dtype), wanted=name_of(wanted.dtype),
                 hint="wrap the model as it was loaded; `.to`, `.half` and `.float` on it undo a quantization",
             )  # fmt: skip
@@ -156,7 +158,7 @@ class _Check:
             refused, layers = first_line(error), {} if anyway is None else adapted_layers(anyway, self.prefix or "")
         if refused is not None:
             self._add(
-                "adapter_layers", Word.LAYERS_MISSED, "get_peft_model rejects the wrapped model",
+                "adapter_layers", LAYERS_MISSED, "get_peft_model rejects the wrapped model",
                 where="get_peft_model", got=refused, wanted=f"{len(wanted)} adapted layers", hint=HINT,
             )  # fmt: skip
         self._compare_layers(layers, wanted)
@@ -168,21 +170,21 @@ class _Check:
         missed = [name for name in wanted if name not in found]
         if missed:
             self._add(
-                "adapter_layers", Word.LAYERS_MISSED,
+                "adapter_layers", LAYERS_MISSED,
                 f"PEFT finds {len(wanted) - len(missed)} of {len(wanted)} adapted layers through the wrapper",
                 where=some(missed, _MOST_NAMED), got=len(wanted) - len(missed), wanted=len(wanted), hint=HINT,
             )  # fmt: skip
         other = [name for name in wanted if name in found and found[name] != wanted[name]]
         if other:
             self._add(
-                "adapter_layers", Word.LAYERS_MISSED,
+                "adapter_layers", LAYERS_MISSED,
                 f"{len(other)} of {len(wanted)} adapted layers are of a different kind through the wrapper",
                 where=some(other, _MOST_NAMED), got=_layer(found[other[0]]), wanted=_layer(wanted[other[0]]), hint=HINT,
             )  # fmt: skip
         more = [name for name in found if name not in wanted]
         if more:
             self._add(
-                "adapter_layers", Word.LAYERS_MISSED, f"PEFT adapts {len(more)} layers that do not belong to the model",
+                "adapter_layers", LAYERS_MISSED, f"PEFT adapts {len(more)} layers that do not belong to the model",
                 where=some(more, _MOST_NAMED), got=len(found), wanted=len(wanted),
                 hint="give target_modules as names that only the model has, or exclude_modules",
             )  # fmt: skip
@@ -200,7 +202,7 @@ class _Check:
         self.figures["reach"] |= {"checkpointed": got, "checkpointed_plain": wanted}
         if got != wanted:
             self._add(
-                "reach", Word.HIDDEN,
+                "reach", HIDDEN,
                 "prepare_model_for_kbit_training does not enable gradient checkpointing through the wrapper",
                 where="prepare_model_for_kbit_training", got=f"{got} modules that recompute their activations",
                 wanted=wanted, hint="prepare the model before it is wrapped, or: " + HINT,
@@ -229,7 +231,7 @@ class _Check:
         except Exception as error:
             self._raise_if_of_the_device(error)
             self._add(
-                "training_step", Word.DOES_NOT_RUN, "the adapter cannot be trained through the wrapper",
+                "training_step", words.DOES_NOT_RUN, "the adapter cannot be trained through the wrapper",
                 where="forward and backward", got=first_line(error), wanted="a training step, as without the wrapper",
                 hint=HINT,
             )  # fmt: skip
@@ -241,7 +243,7 @@ class _Check:
         }
         if wrapped.peak_bytes > plain.allowed_bytes:
             self._add(
-                "training_step", Word.MORE_MEMORY,
+                "training_step", MORE_MEMORY,
                 f"a training step takes {wrapped.peak_bytes / plain.peak_bytes:.2f} times the memory",
                 where="peak of forward, backward and AdamW", got=f"{wrapped.peak_bytes} bytes",
                 wanted=f"at most {plain.allowed_bytes} bytes: the plain model's {plain.peak_bytes} and one copy of "

@@ -10,8 +10,8 @@ import torch
 
 from consistency.capture.wording import some
 from consistency.extras.peft_api.wrapping.report import WrapperFinding
+from consistency.extras.peft_api.wrapping.spec import KEYS
 from consistency.numerics.identity import Start, start_of
-from consistency.numerics.words import Word
 
 _MOST_NAMED = 4
 _TRIED = 8  # keys that determine the prefix: a single one could belong to the wrapper by chance
@@ -54,7 +54,7 @@ def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str |
 
 def _finding(what: str, names: list[str], *, got: str, wanted: str) -> WrapperFinding:
     return WrapperFinding(
-        check="keys", kind=Word.KEYS, what=what, where=some(names, _MOST_NAMED), got=got, wanted=wanted, hint=HINT
+        check="keys", kind=KEYS, what=what, where=some(names, _MOST_NAMED), got=got, wanted=wanted, hint=HINT
     )
 
 

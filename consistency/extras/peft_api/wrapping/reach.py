@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from consistency.extras.peft_api.wrapping.report import WrapperFinding
-from consistency.numerics.words import Word
+from consistency.extras.peft_api.wrapping.spec import HIDDEN
 
 _ASKED = {
     "config": "PEFT and trainers read the kind of model from it",
@@ -57,7 +57,7 @@ def hidden(wrapped: torch.nn.Module, plain: torch.nn.Module) -> Iterator[Wrapper
 
 def _finding(name: str, why: str, got: str, wanted: str) -> WrapperFinding:
     return WrapperFinding(
-        check="reach", kind=Word.HIDDEN, what=f"the wrapper hides {name}: {why}", where=name,
+        check="reach", kind=HIDDEN, what=f"the wrapper hides {name}: {why}", where=name,
         got=got, wanted=wanted, hint=HINT,
     )  # fmt: skip
 

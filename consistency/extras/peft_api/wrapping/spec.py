@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from consistency.case.stage import Adapters, Kind, Needs, Stage, StageSpec
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import declare
 
 WRAPPING = Stage("wrapping")
+
+LAYERS_MISSED = declare("layers-missed", phrase="adapter layers that PEFT does not find through the wrapper")
+HIDDEN = declare("hidden", phrase="attributes hidden by the wrapper")
+KEYS = declare("keys", phrase="different keys through the wrapper")
+HELD_TWICE = declare("held-twice", phrase="storages held twice")
+MORE_MEMORY = declare("more-memory", phrase="more memory in a training step than without the wrapper")
 
 SPEC = StageSpec(
     stage=WRAPPING,

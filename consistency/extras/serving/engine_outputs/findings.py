@@ -13,13 +13,19 @@ from consistency.capture.names import ADAPTER_OFF, BATCHES, NOT_IN_FILE
 from consistency.capture.wording import listed, some
 from consistency.case import standard
 from consistency.case.inference.request import OUTPUT
+from consistency.comparison import kinds
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
+from consistency.numerics import words
 from consistency.numerics.words import Word
+
+BATCH_VARIANT = kinds.declare("batch-variant")
+PART_COMPARED = kinds.declare("part-compared")
+
+KINDS = (BATCH_VARIANT, PART_COMPARED)
 
 _Rows = list[tuple[TensorComparison, Outcome]]
 
@@ -38,7 +44,7 @@ def find_engines(evidence: ComparisonEvidence) -> Iterable[Finding]:
         outputs = [(t, row) for t, row in rows if t.layer == OUTPUT]
         if outputs and all(row.status == "skipped" for _, row in outputs):
             yield Finding(
-                kind=FindingKind.NOTHING_COMPARED,
+                kind=kinds.NOTHING_COMPARED,
                 severity="error",
                 message=f"forward · {engine.label} · nothing was compared of this engine: {_why_nothing(outputs)}",
                 workers=(engine.label,),
@@ -86,7 +92,7 @@ def _wrong(engine: ComparedWorker, wrong: _Rows) -> Iterator[Finding]:
     for (cause, places, of_rows), rows in same.items():
         opening = f"{standard.FORWARD} · {engine.label} · {listed([t.tensor for t, _ in rows])}{of_rows}: "
         yield Finding(
-            kind=cause.value,
+            kind=str(cause),
             severity="error",
             message=opening + _sentence(cause, places, rows),
             general=f"{standard.FORWARD} · {engine.label}: {_sentence(cause, places, rows[:1])}",
@@ -120,9 +126,9 @@ def _sentence(cause: Cause | Word, places: str, rows: _Rows) -> str:
     if isinstance(cause, Cause):
         others = [one.phrase.replace("{}", places) for one in _causes(rows[0][1]) if one != cause]
         return ", or ".join([cause.sentence(places), *others]) + (", which is the same here" if others else "")
-    if cause == Word.MISSING:
+    if cause == words.MISSING:
         return "; ".join(dict.fromkeys(row.reason or "missing" for _, row in rows))
-    found = cause.about(OUTPUT, computed=True)
+    found = words.about(cause, OUTPUT, computed=True)
     worst = max((float(row.ratio) for _, row in rows if row.ratio is not None), default=math.nan)
     if not math.isfinite(worst):
         return found
@@ -147,7 +153,7 @@ def _batches(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
     if wrong:
         reasons = list(dict.fromkeys(row.reason or "" for _, row in wrong))
         yield Finding(
-            kind=FindingKind.BATCH_VARIANT,
+            kind=BATCH_VARIANT,
             severity="error",
             message=f"{standard.FORWARD} · {engine.label} · {some(reasons, 2)}",
             general=f"{standard.FORWARD} · {engine.label} · the answer depends on the batch",
@@ -160,7 +166,7 @@ def _batches(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
         largest = max(float(row.evidence["max_abs"]) for _, row in moved)
         opening = f"{standard.FORWARD} · {engine.label} · row 0 has other bits"
         yield Finding(
-            kind=FindingKind.BATCH_VARIANT,
+            kind=BATCH_VARIANT,
             severity="note",
             message=(
                 f"{opening} in {len(moved)} of {len(rows)} batches than alone, by at most {largest:.3g}, which the "
@@ -187,7 +193,7 @@ def _part(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
         text = (
             f"{standard.FORWARD} · {engine.label} · compared in {' and '.join(parts)}: the engine's file has no others"
         )
-        yield Finding(kind=FindingKind.PART_COMPARED, severity="note", message=text, workers=(engine.label,))
+        yield Finding(kind=PART_COMPARED, severity="note", message=text, workers=(engine.label,))
 
 
 def _again(engine: ComparedWorker, wrong: _Rows) -> str | None:

@@ -6,11 +6,15 @@ from collections.abc import Iterator
 
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.wording import some
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import Finding
 from consistency.extras.serving.generation.spec import GENERATION
+
+UNDECIDED_TEXT = kinds.declare("undecided-text")
+
+KINDS = (UNDECIDED_TEXT,)
 
 
 def find_undecided_texts(evidence: ComparisonEvidence) -> Iterator[Finding]:
@@ -26,7 +30,7 @@ def find_undecided_texts(evidence: ComparisonEvidence) -> Iterator[Finding]:
                 workers_by_text.setdefault((tensor.name, text), []).extend(row.workers)
     for (name, text), workers in workers_by_text.items():
         yield Finding(
-            kind=FindingKind.UNDECIDED_TEXT,
+            kind=UNDECIDED_TEXT,
             severity="note",
             message=f"{GENERATION} · {some(workers)} · {text}",
             workers=tuple(workers),

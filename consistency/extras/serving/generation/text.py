@@ -28,12 +28,11 @@ from consistency.case.budget.costs import LEAST_PASSES
 from consistency.case.case import Case
 from consistency.case.recognition import has_tokenizer
 from consistency.devices.backends import CPU
-from consistency.extras.serving.generation.spec import GENERATION
+from consistency.extras.serving.generation.spec import GENERATION, OTHER_TOKEN
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error_spread import Spread
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.rules import ratio
-from consistency.numerics.words import Word
 from consistency.worker import cpu_error
 from consistency.worker.context import Context
 from consistency.worker.judging.block_rule import draw, limits_of, named_factors, spread_in
@@ -196,16 +195,17 @@ def _record_prompt(context: Context, number: int, own: torch.Tensor, path: torch
     if is_wrong or len(parted):
         other = int(best[step]) if is_wrong else int(path[step])
         gap, limit = limits.of(number, step, other, int(own[step]))
-        words = _words(context, int(own[step]), other)
+        tokens = _words(context, int(own[step]), other)
         verdict = "which rounding does not explain" if is_wrong else "both are right"
         reason = (
-            f"{words[0]} for {words[1]} at token {step + 1}: their exact logits are {abs(gap):.2g} apart, and rounding "
+            f"{tokens[0]} for {tokens[1]} at token {step + 1}: "
+            f"their exact logits are {abs(gap):.2g} apart, and rounding "
             f"may move them by {limit:.2g}: {verdict}"
         )
         evidence = {"token": step, "id": int(own[step]), "other_id": other, "gap": abs(gap), "allowed": limit}
     context.record.fact(
         GENERATION, f"prompt {number}", TEXT,
-        status="outside" if is_wrong else "within" if reason else "equal", word=Word.OTHER_TOKEN if is_wrong else None,
+        status="outside" if is_wrong else "within" if reason else "equal", word=OTHER_TOKEN if is_wrong else None,
         share=max(shares), reason=reason,
         evidence={"tokens": len(own), "written": _pieces(context, own.tolist()), "near": near, **evidence},
     )  # fmt: skip

@@ -25,8 +25,17 @@ from consistency.case import standard
 from consistency.case.stage import Level
 from consistency.devices.backends import CPU
 from consistency.extras.serving.generation import spec
-from consistency.extras.serving.generation.spec import SEQUENCES
+from consistency.extras.serving.generation.spec import (
+    BATCH_CHANGES_MODEL,
+    CACHE_CHANGES_MODEL,
+    PADDING_CHANGES_MODEL,
+    SEQUENCES,
+    WRONG_ALONE,
+    WRONG_WITH_CACHE,
+    WRONG_WITH_PADDING,
+)
 from consistency.extras.serving.generation.text import TEXT, record_text
+from consistency.numerics import words
 from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.file_tensor import mapped
@@ -68,18 +77,18 @@ _SOME = slice(SEQUENCES)
 ALONE, CACHE, STATIC, PADDED = spec.WAYS
 
 WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
-    ALONE: (Way.alone, Word.WRONG_ALONE, Word.BATCH_CHANGES_MODEL),
-    CACHE: (Way.cached, Word.WRONG_WITH_CACHE, Word.CACHE_CHANGES_MODEL),
+    ALONE: (Way.alone, WRONG_ALONE, BATCH_CHANGES_MODEL),
+    CACHE: (Way.cached, WRONG_WITH_CACHE, CACHE_CHANGES_MODEL),
     STATIC: (
-        functools.partial(Way.cached, cache_implementation="static", disable_compile=True), Word.WRONG_WITH_CACHE,
-        Word.CACHE_CHANGES_MODEL,
+        functools.partial(Way.cached, cache_implementation="static", disable_compile=True), WRONG_WITH_CACHE,
+        CACHE_CHANGES_MODEL,
     ),
-    PADDED: (Way.padded, Word.WRONG_WITH_PADDING, Word.PADDING_CHANGES_MODEL),
+    PADDED: (Way.padded, WRONG_WITH_PADDING, PADDING_CHANGES_MODEL),
 }  # fmt: skip
 """How each is computed, and what is wrong where the device is, and where the model's code is."""
 
 MORE_WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
-    "chunked": (functools.partial(Way.cached, prefill_chunk_size=3), Word.WRONG_WITH_CACHE, Word.CACHE_CHANGES_MODEL),
+    "chunked": (functools.partial(Way.cached, prefill_chunk_size=3), WRONG_WITH_CACHE, CACHE_CHANGES_MODEL),
 }
 """At level thorough."""
 
@@ -309,7 +318,7 @@ def _judge(context: Context, name: str, exact: _Exact, title: str) -> None:
 
 def _word(word: Word | None, rows: list[Rows]) -> Word | None:
     """Return what is said of wrong rows: of NaN that, as a half type whose range the model's code leaves has it."""
-    return word if all(bool(one.values.isfinite().all()) for one in rows) else Word.NON_FINITE
+    return word if all(bool(one.values.isfinite().all()) for one in rows) else words.NON_FINITE
 
 
 def _run(model: torch.nn.Module, name: str, exact: _Exact) -> Way:

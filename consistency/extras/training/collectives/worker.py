@@ -34,12 +34,12 @@ from consistency.extras.training.collectives.operations import (
 from consistency.extras.training.collectives.spec import COLLECTIVES
 from consistency.extras.training.group_stage import in_group
 from consistency.extras.training.ranks.group import GroupError, Joined
+from consistency.numerics import words
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import digest
 from consistency.numerics.distance import measure
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Sum, measure_tracked
-from consistency.numerics.words import Word
 from consistency.worker.context import Machine
 from consistency.worker.judging.bound_rule import record_bounded
 from consistency.worker.memory.mapped_pages import trim
@@ -173,7 +173,7 @@ class _Trials:
             found = measure_tracked(actual, expected)
             share = float(found.ratio or 0)
             status: RecordStatus = "within" if passes(share) else "outside"
-            word = Word.DIFFERS if status == "outside" else None
+            word = words.DIFFERS if status == "outside" else None
         else:
             found = measure(actual, expected)
             status = "equal" if found.mismatched == 0 else "outside"
@@ -205,7 +205,7 @@ class _Trials:
         right = isinstance(expected, Sum) and passes(float(measure_tracked(actual, expected).ratio or 0))
         self._context.record.fact(
             STAGE, collective.name, f"{name}, {REPEATED}", status="within" if right else "outside",
-            word=None if right else Word.DIFFERS, evidence=self._evidence,
+            word=None if right else words.DIFFERS, evidence=self._evidence,
             reason="a second run of the same sum gave other bits, within tolerance: its order is not fixed"
             if right else "a second run of the same gave other bits, which are wrong",
         )  # fmt: skip
@@ -219,7 +219,7 @@ class _Trials:
         others = ranks.others_than(answers)
         record.fact(
             STAGE, collective.name, f"{name}, {SAME_BITS}", status="outside" if others else "equal",
-            word=Word.DIFFERS if others else None, evidence=self._evidence,
+            word=words.DIFFERS if others else None, evidence=self._evidence,
             reason=f"other bits than on {some(others)}" if others else None,
         )  # fmt: skip
 

@@ -24,9 +24,9 @@ from consistency.extras.training.replicas.spec import REPLICAS
 from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import AVERAGED, UPDATED, batches_of, own_gradients, trained_by
+from consistency.numerics import words
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import Word
 from consistency.worker.context import Context
 from consistency.worker.training.backward import parts_of, put_back, trainable
 
@@ -97,7 +97,7 @@ class _Replica:
         if odd:
             self._context.record.fact(
                 STAGE, WHOLE_MODEL, DRIFT, status="within" if share <= 1 else "outside", share=share,
-                word=Word.DIFFERS,
+                word=words.DIFFERS,
                 evidence={"tensors": len(odd), "of": len(names), "steps": STEPS, "ranks": next(iter(odd.values()))},
                 reason=f"{len(odd)} of {counted(len(names), 'tensor')} of the adapter differ after {STEPS} steps",
             )  # fmt: skip
@@ -108,7 +108,7 @@ class _Replica:
         for name in changed:
             layer, _, part = name.rpartition(".")
             self._context.record.fact(
-                STAGE, layer, f"{part}.base", status="outside", word=Word.BYTES_CHANGED,
+                STAGE, layer, f"{part}.base", status="outside", word=words.BYTES_CHANGED,
                 reason="changed by DistributedDataParallel's broadcast from the first rank",
             )  # fmt: skip
         if changed:

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from consistency.capture.names import adapter_place
 from consistency.case.stage import Stage
 from consistency.extras.training.ranks.group import Joined
+from consistency.numerics import words
 from consistency.numerics.diagnosis_moved import diagnose_moved, diagnose_structure
 from consistency.numerics.distance import measure
 from consistency.numerics.words import Word
@@ -49,7 +50,7 @@ def record_saved(
     for name, tensor in gathered.items():
         key = context.expected[name][0]
         layer, part = adapter_place(key)
-        word: Word | None = Word.MISSING
+        word: Word | None = words.MISSING
         evidence: dict[str, Any] = {}
         if key in in_file:
             expected = tensor.to(in_file[key].dtype)

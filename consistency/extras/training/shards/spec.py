@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from consistency.case.stage import Kind, Stage, StageSpec
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import declare
 
 SHARDS = Stage("shards")
+
+UNSYNCHRONIZED = declare(
+    "unsynchronized",
+    phrase="an adapter that each rank trains alone",
+    computed="the rank's own gradient in place of the average",
+)
 
 SPEC = StageSpec(
     stage=SHARDS,

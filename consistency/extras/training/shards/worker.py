@@ -38,7 +38,7 @@ from consistency.extras.training.parts_judging import (
 from consistency.extras.training.ranks.group import Joined
 from consistency.extras.training.ranks.parts import held
 from consistency.extras.training.shards.saving import record_saved
-from consistency.extras.training.shards.spec import SHARDS
+from consistency.extras.training.shards.spec import SHARDS, UNSYNCHRONIZED
 from consistency.extras.training.shards.zero import ZERO, is_installed, trained_by_zero
 from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
@@ -54,7 +54,6 @@ from consistency.extras.training.steps import (
 )
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
-from consistency.numerics.words import Word
 from consistency.worker.context import Context
 from consistency.worker.judging.block_rule import draw, passes_for_sums
 from consistency.worker.judging.gradients import (
@@ -297,7 +296,7 @@ def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> No
         differing = max(differing, int(answer))
     context.record.fact(
         STAGE, WHOLE_MODEL, AFTERWARDS, status="within" if differing else "equal",
-        word=Word.UNSYNCHRONIZED if differing else None,
+        word=UNSYNCHRONIZED if differing else None,
         evidence={"tensors": differing, "of": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
         reason=f"{differing} of {counted(len(with_gradient), 'tensor')} differ between ranks after {STEPS} steps"
         if differing

@@ -12,12 +12,17 @@ import msgspec
 from consistency.capture.names import GRADIENT, UPDATED
 from consistency.capture.wording import counted, some
 from consistency.case.stages import MOVES_WEIGHTS
+from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.next_command import run_again
-from consistency.comparison.kinds import FindingKind
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.extras.training.trajectory.spec import TRAJECTORY
+
+LEFT_TRAJECTORY = kinds.declare("left-trajectory")
+KEPT_TRAJECTORY = kinds.declare("kept-trajectory")
+
+KINDS = (LEFT_TRAJECTORY, KEPT_TRAJECTORY)
 
 STAGE = TRAJECTORY
 CURVE, FORWARD, STEPWISE = "curve", "forward", "steps"
@@ -134,7 +139,7 @@ def _left(
         before = {2: "step 1 is", 3: "steps 1 and 2 are"}.get(first.step, f"steps 1 to {first.step - 1} are")
         parts.append(f"{before} within tolerance")
     return Finding(
-        kind=FindingKind.LEFT_TRAJECTORY,
+        kind=LEFT_TRAJECTORY,
         severity="error",
         message=f"{opening} {parts[0]}{ratio}{''.join(f'; {part}' for part in parts[1:])}",
         general=f"{opening} in {first.where}",
@@ -175,7 +180,7 @@ def _kept_to_it(tensors: Sequence[TensorComparison], curves: Mapping[str, Mappin
             text += f" (noise alone: {_range([least, most], '.2g')})"
         text += f", loss {_range(ends['loss'], '.4g')} against {_range(ends['float64_loss'], '.4g')}"
     return Finding(
-        kind=FindingKind.KEPT_TRAJECTORY,
+        kind=KEPT_TRAJECTORY,
         severity="note",
         message=f"{STAGE} · {some(list(curves))} · {text}",
         general=f"{STAGE} · {some(list(curves))} · {each}",
