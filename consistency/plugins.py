@@ -40,6 +40,9 @@ class Plugin(NamedTuple):
         Module by the name of a command of `consistency`; its `add` declares the command.
     stages : tuple of str
         Stages, `module:NAME`, each a `consistency.case.stage.StageSpec`; no torch there.
+    glossary : tuple of str
+        Pages with entries for `consistency explain`, `package:file`, in the form and with the headings of
+        `docs/glossary.md`.
     kinds : tuple of str
         Kinds of findings, `module:KINDS`, each an enumeration or a tuple of them.
     statements : mapping of str to str
@@ -71,6 +74,7 @@ class Plugin(NamedTuple):
     name: str
     commands: Mapping[str, str] = {}
     stages: tuple[str, ...] = ()
+    glossary: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     statements: Mapping[str, str] = {}
     final_steps: tuple[str, ...] = ()

@@ -7,11 +7,13 @@ exit statuses are words too.
 from __future__ import annotations
 
 import functools
+import importlib.resources
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from consistency import plugins
 from consistency.capture.wording import some
 from consistency.errors import InputError, UsageError, did_you_mean
 
@@ -58,15 +60,49 @@ class GlossaryEntry:
 @functools.cache
 def glossary() -> tuple[GlossaryEntry, ...]:
     """Return every entry, by family."""
-    found = []
-    for name, part in zip(FAMILIES, _page().split("\n## ")[1:], strict=True):
-        title = part.partition("\n")[0]
-        family = Family(name=name, title=title[0].lower() + title[1:])
-        for match in _ENTRY.finditer(part):
-            texts = {field: _ESCAPED.sub(r"\1", text) for field, text in match.groupdict().items()}
-            headline = texts["summary"].partition("; ")[0] if name in _SEVERAL else texts["summary"]
-            found.append(GlossaryEntry(family=family, headline=headline, **texts))
+    parts = _parts_of(_page())
+    families = {
+        heading: Family(name=name, title=heading[0].lower() + heading[1:])
+        for name, heading in zip(FAMILIES, parts, strict=True)
+    }
+    of_plugins = list(_pages_of_plugins(families.keys()))
+    found: list[GlossaryEntry] = []
+    for heading, family in families.items():
+        for page in (parts, *of_plugins):
+            found += _entries(page.get(heading, ""), family)
     return tuple(found)
+
+
+def _parts_of(page: str) -> dict[str, str]:
+    """Return the parts of a page by their headings."""
+    parts = page.split("\n## ")[1:]
+    return {part.partition("\n")[0]: part for part in parts}
+
+
+def _entries(part: str, family: Family) -> Iterator[GlossaryEntry]:
+    """Yield the entries of a part."""
+    for match in _ENTRY.finditer(part):
+        texts = {field: _ESCAPED.sub(r"\1", text) for field, text in match.groupdict().items()}
+        headline = texts["summary"].partition("; ")[0] if family.name in _SEVERAL else texts["summary"]
+        yield GlossaryEntry(family=family, headline=headline, **texts)
+
+
+def _pages_of_plugins(headings: Collection[str]) -> Iterator[dict[str, str]]:
+    """Yield the parts of each page of a plug-in; one that cannot be read costs itself alone."""
+    for plugin in plugins.plugins():
+        for reference in plugin.glossary:
+            package, _, file = reference.partition(":")
+            try:
+                parts = _parts_of((importlib.resources.files(package) / file).read_text(encoding="utf-8"))
+                unknown = parts.keys() - set(headings)
+                if unknown:
+                    raise ValueError(f"no part of the glossary: {min(unknown)}")
+            except (Exception, SystemExit) as error:
+                if plugins.is_own(package):
+                    raise
+                plugins.note_failure(f"the glossary {reference} of the plug-in {plugin.name}", error)
+            else:
+                yield parts
 
 
 def _page() -> str:
