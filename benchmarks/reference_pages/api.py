@@ -6,7 +6,7 @@ import enum
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NewType
 
 import consistency
 import consistency.testing
@@ -22,7 +22,10 @@ from consistency.comparison.result import Consequence, Finding, TensorComparison
 from consistency.errors import CaptureError, InputError, UsageError
 from consistency.worker.protocol import Event
 
-USED: tuple[type, ...] = (
+_NAMES = {"Stage": "Name of a [stage](stages.md); a plug-in may have further ones."}
+"""What a type of names is, which has no docstring."""
+
+USED: tuple[Any, ...] = (
     Finding, Consequence, TensorComparison, Outcome, WorkerSummary, Stage, Level, LoadPath, Switch, NamedAdapter,
     EngineFile, Fit, Event, UsageError, InputError, CaptureError,
 )  # fmt: skip
@@ -69,6 +72,10 @@ def _row(name: str) -> list[str]:
 
 def _described(name: str, found: Any) -> Iterator[str]:
     """Yield what a forge shows as it stands: how to call it, its docstring, and the members of a class."""
+    if isinstance(found, NewType):
+        yield from fence(f'{name} = NewType("{name}", {found.__supertype__.__name__})', "python")
+        yield from ("", _NAMES[name], "")
+        return
     if isinstance(found, enum.EnumType):
         values = {member: one.value for member, one in inspect.getmembers(found) if member.isupper()}
         yield from fence("\n".join(f'{name}.{member} = "{value}"' for member, value in values.items()), "python")

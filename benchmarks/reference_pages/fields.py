@@ -22,13 +22,17 @@ _NAMES = re.compile(r"^(?P<names>\w+(?:, \w+)*)(?: : (?P<type>.+))?$")
 
 LINKS = {
     "Word": "[a word of a diagnosis](glossary.md)",
-    "Rule": "[a rule](glossary.md)",
     "Stage": "[a stage](glossary.md)",
+    "FindingKind": "[a kind of finding](glossary.md)",
+    "Rule": "[a rule](glossary.md)",
     "Level": "[a level](glossary.md)",
     "LoadPath": "[a load path](glossary.md)",
     "Vendor": " or ".join(map(code, Vendor)),
 }
 """Types without fields: another page lists their values."""
+
+NAMES = {"stages": "[a stage](glossary.md)", "word": "[a word of a diagnosis](glossary.md)"}
+"""Fields with names that stages and plug-ins declare, which are texts in the schema: another page lists them."""
 
 COMMON = {
     "a": "One device of the two.",
@@ -184,11 +188,17 @@ def section(name: str, kind: type, schema: Mapping[str, Any], *, title: str = ""
     yield ""
     told = meanings(kind)
     rows = [
-        [code(field), type_text(about), prose(told.get(field) or COMMON.get(field, ""))]
+        [code(field), _of_field(field, about), prose(told.get(field) or COMMON.get(field, ""))]
         for field, about in schema.get("properties", {}).items()
     ]
     yield from table(("field", "type", "meaning"), rows)
     yield ""
+
+
+def _of_field(field: str, schema: Mapping[str, Any]) -> str:
+    """Return the type of a field in words: one of names is a link to the page that lists them."""
+    text = type_text(schema)
+    return text.replace("string", NAMES[field]) if field in NAMES else text
 
 
 def type_text(schema: Mapping[str, Any]) -> str:

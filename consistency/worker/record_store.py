@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from consistency.capture.folder import blob_key
 from consistency.capture.json_codec import encode_json
+from consistency.capture.names import MERGING
 from consistency.capture.records import IN_EVIDENCE, TensorRecord
 from consistency.capture.whole_file import as_readable_as_its_folder, write_fully
 from consistency.case.load_path import LoadPath
@@ -93,7 +94,8 @@ class RecordStore:
         ValueError
             Its stage or its word is not declared.
         """
-        registered(record.stage)
+        if record.stage != MERGING:
+            registered(record.stage)
         if record.word is not None:
             words.registered(record.word)
         self._order += 1

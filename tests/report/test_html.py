@@ -91,7 +91,8 @@ def test_without_escaping_the_names_break_out(monkeypatch: pytest.MonkeyPatch) -
     plain = jinja2.Environment
     with monkeypatch.context() as patched:
         patched.setattr(jinja2, "Environment", lambda **of: plain(**{**of, "autoescape": False}))
-        patched.setattr(report_html, "_template", report_html._template.__wrapped__)
+        for name in ("_template", "_environment"):
+            patched.setattr(report_html, name, getattr(report_html, name).__wrapped__)
         assert "img" in [tag for tag, _ in Page(as_html(hostile())).elements]
     monkeypatch.setattr(report_html, "_ESCAPES", {})
     assert "img" in [tag for tag, _ in Page(as_html(hostile())).elements]

@@ -57,7 +57,8 @@ def test_without_escaping_the_names_break_out(monkeypatch: pytest.MonkeyPatch) -
     """The test above can fail."""
     plain = jinja2.Environment
     monkeypatch.setattr(jinja2, "Environment", lambda **of: plain(**{**of, "autoescape": False}))
-    monkeypatch.setattr(report_html, "_template", report_html._template.__wrapped__)
+    for name in ("_template", "_environment"):
+        monkeypatch.setattr(report_html, name, getattr(report_html, name).__wrapped__)
     assert "img" in [tag for tag, _ in Page(suite_as_html(suite(case(HOSTILE, hostile())))).elements]
 
 

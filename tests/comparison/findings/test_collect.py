@@ -51,7 +51,7 @@ def declared_functions() -> set[str]:
 
 def test_every_finder_of_the_folder_is_found() -> None:
     finders = [*of_this_folder()]
-    assert len(declared_functions()) > 25
+    assert len(declared_functions()) > 20
     assert {finder.find.__name__ for finder in finders} == declared_functions()
 
 
@@ -77,14 +77,17 @@ def test_no_two_finders_of_this_package_have_one_place_or_one_name() -> None:
 # --- what others plug in ----------------------------------------------------------------------------------------------
 
 OURS = """
+from consistency.comparison import kinds as of_findings
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.result import Finding
+
+KIND = of_findings.declare("of-our-own")
 
 def find_ours(evidence):
     kinds = [str(finding.kind) for finding in evidence.findings]
     names = [worker.label for worker in evidence.workers]
     message = f"{len(evidence.tensors)} tensors on {names}, after {kinds}"
-    yield Finding(kind="of-our-own", severity="error", message=message)
+    yield Finding(kind=KIND, severity="error", message=message)
 
 FINDER = Finder(name="ours", find=find_ours, PLACE)
 """
@@ -167,6 +170,11 @@ def test_rows_that_a_finder_of_others_reports_alone_have_no_other_cause(
         (OURS.replace("PLACE", "phase=Phase.MODEL").replace('"error"', '"fatal"'), "FINDER", "KeyError: 'fatal'"),
         (OURS.replace("PLACE", "phase=Phase.MODEL").replace("yield Finding", "yield dict"), "FINDER", "'dict' object"),
         (
+            OURS.replace("PLACE", "phase=Phase.MODEL").replace("kind=KIND", "kind='a-text'"),
+            "FINDER",
+            "no kind of findings is declared as a-text",
+        ),
+        (
             OURS.replace("PLACE", "phase=Phase.MODEL, without_own=lambda _, tensors: tensors[99]"),
             "FINDER",
             "index out of range",
@@ -207,8 +215,7 @@ def test_a_finder_of_this_package_that_fails_is_no_failure_of_a_plug_in(monkeypa
 # --- what is deleted --------------------------------------------------------------------------------------------------
 
 DELETABLE = (
-    "conditions", "engines", "generated_texts", "lost_workers", "model", "nothing_compared", "ranks", "tolerances",
-    "workers",
+    "conditions", "lost_workers", "model", "nothing_compared", "tolerances", "workers",
 )  # fmt: skip
 """Modules that nothing imports."""
 

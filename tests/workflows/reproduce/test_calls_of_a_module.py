@@ -20,8 +20,8 @@ import torch
 from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.stage import Stage
-from consistency.stages.merged import planted as computed
-from consistency.stages.operators import planted as compute
+from consistency.stages.forward import planted as of_forward
+from consistency.stages.gradient import planted as of_gradient
 from consistency.worker.judging import block_rule
 from consistency.worker.model import call_trace
 from consistency.workflows import pipeline
@@ -81,7 +81,7 @@ def found_with(fault: str | None, out: Path, stage: Stage = standard.FORWARD) ->
 def of_a_kernel(tmp_path_factory: pytest.TempPathFactory) -> Reproduced:
     folder = tmp_path_factory.mktemp("kernel")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(computed, "layer_zero", wrong_kernel)
+        patch.setattr(of_forward, "layer_zero", wrong_kernel)
         found_with("forward-layer-zero", folder / "run")
     return reproduce(folder / "run", 1, folder / "reproducer")
 
@@ -184,7 +184,7 @@ def test_wrong_calls_are_wrong_in_float64_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_kernel_of_the_backward_pass_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compute, "gradients_off", functools.partial(wrong_kernel, silu_backward))
+    monkeypatch.setattr(of_gradient, "gradients_off", functools.partial(wrong_kernel, silu_backward))
     made = reproduce(found_with("gradient-off", tmp_path / "run", standard.GRADIENT), 1, tmp_path / "reproducer")
     assert (made.happens_here, made.shows) == (False, True)
     with with_wrong_kernel(silu_backward):
@@ -203,7 +203,7 @@ def test_a_fault_outside_of_the_calls_is_said_to_be_none_of_them(tmp_path: Path)
 @pytest.mark.slow
 def test_what_is_too_large_is_cut_to_its_wrong_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_trace, "MOST_BYTES", 1 << 17)
-    monkeypatch.setattr(computed, "layer_zero", functools.partial(wrong_kernel, mm))
+    monkeypatch.setattr(of_forward, "layer_zero", functools.partial(wrong_kernel, mm))
     made = reproduce(found_with("forward-layer-zero", tmp_path / "run"), 1, tmp_path / "reproducer")
     lines = (made.folder / "calls.txt").read_text().splitlines()
     assert sum(" = aten.mm.default(" in line for line in lines) == 1

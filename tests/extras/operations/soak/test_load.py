@@ -53,7 +53,7 @@ def test_a_device_gets_products_that_fill_it(monkeypatch: pytest.MonkeyPatch) ->
     plain = SimpleNamespace(synchronize=lambda: None)  # a backend without streams
     monkeypatch.setattr(torch, "get_device_module", lambda _: plain)
     monkeypatch.setattr(load, "_SMALLEST_SIDE", 8)
-    monkeypatch.setattr(load, "_LARGEST_SIDE", 32)
+    monkeypatch.setattr(load, "LARGEST_SIDE", 32)
     monkeypatch.setattr(load, "_FULL_S", 3600.0)
     state = load.Busy()
     assert load._on_device(torch.device("cpu"), state)() == 4
