@@ -186,14 +186,11 @@ class Session:
             environment={**self._state.environment, **facts}, config=config_of(loaded.model), sources=sources_of(case)
         )
         context = Context(
-            **{field.name: getattr(machine, field.name) for field in dataclasses.fields(machine)},
+            job=job, events=machine.events, record=machine.record, placement=machine.placement, memory=machine.memory,
             base=loaded,
             model=loaded.model,
             digests=digests,
-            expected={},
-            initial={},
-            rewritten=frozenset(),
-        )
+        )  # fmt: skip
         checks_base = SPECS[Stage.BASE] in specs
         if checks_base:
             self._run(SPECS[Stage.BASE], context)
@@ -206,20 +203,15 @@ class Session:
         bare = (self._structure or Structure(loaded.model)) if case.adapters else None
         _let_go(loaded, {})
         self._begin("load adapter")
-        origins: dict[str, str] = {}
-        detours: list[str] = []
         with self._placement.watching():
-            model = load_adapter(
-                loaded, case, initial=context.initial, origins=origins, autocast=job.autocast_adapter_dtype,
-                detours=detours,
-            )  # fmt: skip
-        if detours:
-            by_way = f"PEFT loads by way of another device, which fails: {detours[0]}"
+            adapter = load_adapter(loaded, case, autocast=job.autocast_adapter_dtype, notes_initial=True)
+        if adapter.detour:
+            by_way = f"PEFT loads by way of another device, which fails: {adapter.detour}"
             reason = f"{by_way}; loaded with torch_device={job.device}"
             self._update(environment={**self._state.environment, "adapter": reason})
             self._detour = reason
         files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
-        expected = expected_adapter(model, files)
+        expected = expected_adapter(adapter.model, files)
         self._check("load adapter")
         self._begin("base, after the adapter")
         changed = context.changed_base()
@@ -228,10 +220,11 @@ class Session:
         self._check("base, after the adapter")
         adapted = dataclasses.replace(
             context,
-            model=model,
+            model=adapter.model,
             expected=expected,
+            initial=adapter.initial,
             rewritten=frozenset(changed),
-            origins=origins,
+            origins=adapter.origins,
             bare=bare,
         )
         self._unchanged = Unchanged(adapted, {**context.digests, **changed})

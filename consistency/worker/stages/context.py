@@ -49,11 +49,11 @@ class Context(Machine):
     """The adapted model, or the base where the case has no adapter."""
     digests: dict[str, TensorDigest]
     """Of the base's tensors before the adapter was loaded, by name, as far as they were computed."""
-    expected: dict[str, tuple[str, torch.Tensor]]
+    expected: Mapping[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     """Parameter name in `model` to (name in the adapter's file, tensor on the CPU)."""
-    initial: dict[str, str]
+    initial: Mapping[str, str] = field(default_factory=dict)
     """Digest of each of the adapter's parameters before its file was loaded, by name in `model`."""
-    rewritten: frozenset[str]
+    rewritten: frozenset[str] = frozenset()
     """Tensors of the base that loading the adapter has changed."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Name in the base of each of its tensors, by name in `model`: PEFT's layer replication numbers layers anew."""
