@@ -33,7 +33,7 @@ from consistency.comparison.result import BAD, Comparison, Outcome, TensorCompar
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.marks import key
-from consistency.report.summary import MOST_COLUMNS, Group
+from consistency.report.summary import MOST_COLUMNS, Row
 from consistency.text import one_line
 
 KEY = key()
@@ -101,8 +101,8 @@ class Strings:
         return found
 
 
-def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> list[MapColumn]:
-    """Return the columns below the architectures of a load path: its workers, or, of many, the lines of the groups."""
+def columns(comparison: Comparison, load_path: str, rows: Sequence[Row]) -> list[MapColumn]:
+    """Return the columns below the architectures of a load path: its workers, or, of many, the rows of the table."""
     here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
         seen = names_in(tensor.workers for tensor in comparison.tensors if tensor.load_path == load_path)
@@ -115,14 +115,13 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> 
             for name in sorted(names, key=lambda name: _place(comparison, of.get(name, "")))
         ]
     drawn = []
-    for group in groups:
-        for row in group.rows:
-            label = some(row.names, 2) if row.kinds == 1 else f"{len(row.names)} others"
-            read = row.names[:1] if row.kinds == 1 else row.names
-            column = MapColumn(
-                label=label, architecture=group.title, workers=read, stands_for=len(row.names)
-            )  # fmt: skip
-            drawn.append(column)
+    for row in rows:
+        label = some(row.names, 2) if row.kinds == 1 else f"{len(row.names)} others"
+        read = row.names[:1] if row.kinds == 1 else row.names
+        column = MapColumn(
+            label=label, architecture=row.architecture, workers=read, stands_for=len(row.names)
+        )  # fmt: skip
+        drawn.append(column)
     return drawn
 
 
