@@ -72,6 +72,8 @@ class LoadedBase:
     `consistency.worker.model.head_class`, which are the same everywhere; torch's own random values are not."""
     persistent: frozenset[str]
     """Names of the state dict: parameters and persistent buffers."""
+    digests: dict[str, TensorDigest] = field(default_factory=dict)
+    """Of the tensors as they were loaded, before any adapter, by name, as far as `digest_of` was asked for them."""
     in_file: dict[str, TensorDigest] = field(default_factory=dict)
     """Of the values that the files imply, by name in the model, as far as they were read."""
     not_finite: dict[str, int] = field(default_factory=dict)
@@ -88,6 +90,12 @@ class LoadedBase:
             if tensor.is_floating_point() and tensor.itemsize > 1:
                 elements[name_of(tensor.dtype)] += tensor.numel()
         return elements.most_common(1)[0][0] if elements else "none"
+
+    def digest_of(self, name: str, tensor: torch.Tensor) -> TensorDigest:
+        """Return the digest of a tensor on the device, which is computed once: before any adapter is loaded."""
+        if name not in self.digests:
+            self.digests[name] = digest(tensor)
+        return self.digests[name]
 
     def on_device(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, or those of `names`, on the device: an offloaded one until the next is taken."""

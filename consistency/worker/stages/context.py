@@ -47,8 +47,6 @@ class Context(Machine):
     base: LoadedBase
     model: torch.nn.Module
     """The adapted model, or the base where the case has no adapter."""
-    digests: dict[str, TensorDigest]
-    """Of the base's tensors before the adapter was loaded, by name, as far as they were computed."""
     expected: Mapping[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     """Parameter name in `model` to (name in the adapter's file, tensor on the CPU)."""
     initial: Mapping[str, str] = field(default_factory=dict)
@@ -68,7 +66,7 @@ class Context(Machine):
     def changed_base(self) -> dict[str, TensorDigest]:
         """Return what differs now from the base before the adapter: the digests of today, by name."""
         now = {name: digest(tensor) for name, tensor in self.base.on_device()}
-        return {name: after for name, after in now.items() if after.value != self.digests[name].value}
+        return {name: after for name, after in now.items() if after.value != self.base.digests[name].value}
 
     def expected_base(self, name: str) -> torch.Tensor | None:
         """Return the file's value of a tensor of the base under the adapter.

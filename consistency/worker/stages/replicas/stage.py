@@ -18,7 +18,7 @@ from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted
 from consistency.case.stages import Stage
-from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.digest import digest
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
 from consistency.worker.ranks.group import Joined
@@ -114,7 +114,7 @@ class _Replica:
             raise RuntimeError(f"DistributedDataParallel changed {counted(len(changed), 'tensor')} of the base")
 
     def _changed(self) -> list[str]:
-        known: dict[str, TensorDigest] = self._context.digests
+        known = self._context.base.digests
         rewritten = self._context.rewritten
         return [
             name
