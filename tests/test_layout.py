@@ -270,7 +270,7 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
     "comparison/stage_cohorts.py": ("stage: collectives",),
     "comparison/workers.py": ("operations: capture.soak",),
     "launch/engine.py": ("operations: capture.node_group",),
-    "launch/local.py": ("operations: capture.node_group", "serving: case.engine_file"),
+    "launch/local.py": ("operations: capture.node_group",),
     "report/document.py": ("serving: capture.engine_causes",),
     "report/html.py": ("training: report.page.trajectories",),
     "report/page/tables.py": ("stage: generation", "training: report.page.trajectories"),

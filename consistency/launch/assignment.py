@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from consistency.capture.json_codec import decode_json
-from consistency.capture.node_group import name_on
 from consistency.capture.records import WorkerInfo, WorkerStatus
 from consistency.case.case import Case
 from consistency.case.tolerance import of_architecture
@@ -37,7 +36,6 @@ from consistency.worker.protocol import (
     Peer,
     RankGroup,
     WorkerState,
-    lost_rank,
 )
 
 JOBS = "jobs.json"
@@ -207,9 +205,6 @@ class Assignment:
         if self.plan.makes_reference and not (case.scratch / REFERENCE_FILE).exists():
             text = f"{self.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
             (case.scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
-        if self.group is not None and ended.status != "ok":
-            name = name_on(self.group.node, self.plan.name) if self.group.node else self.plan.name
-            lost_rank(Path(self.group.folder), name).write_text(ended.reason or "", encoding="utf-8")
 
     def _tidy(self, status: WorkerStatus) -> None:
         """Remove what the capture does not need; the log of a lost worker stays, and all its events."""

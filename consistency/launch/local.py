@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from consistency.capture.claim import scratch_folder
-from consistency.capture.node_group import NodeGroup
+from consistency.capture.node_group import NodeGroup, name_on
 from consistency.capture.writer import CaptureWriter
 from consistency.case.stages import SPECS, stages_of
 from consistency.devices.host import read_host
@@ -28,7 +28,7 @@ from consistency.launch.forked import Importers
 from consistency.launch.open_case import OpenCase
 from consistency.launch.plan import in_lanes, merged_waves, side_by_side
 from consistency.launch.process import WorkerProcess, environment_of
-from consistency.worker.protocol import Event, RankGroup
+from consistency.worker.protocol import Event, RankGroup, lost_rank
 
 POLL_S = 0.05
 _WAITED_FOR = stages_of(lambda spec: spec.feeds_inputs)
@@ -95,6 +95,14 @@ def _form_groups(
                     )
                 one.group, found[name] = group, ranks
     return found
+
+
+def _tell_group(one: Assignment, ended: Ended) -> None:
+    """Tell the workers of its group why a worker is lost: they wait for it."""
+    if one.group is None or ended.status == "ok":
+        return
+    name = name_on(one.group.node, one.plan.name) if one.group.node else one.plan.name
+    lost_rank(Path(one.group.folder), name).write_text(ended.reason or "", encoding="utf-8")
 
 
 class _Run:
@@ -195,6 +203,7 @@ class _Run:
         """Note how a worker's case ended; return the case if that was the last of its workers."""
         case = one.open_case
         one.end(ended)
+        _tell_group(one, ended)
         if ended.status != "ok":
             self._watch(one.plan.label, Event(at=time.time(), kind="failed", message=ended.reason or ""))
         if case.workers_left and (case.error is None or len(self._cases) > 1):

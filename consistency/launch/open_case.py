@@ -12,7 +12,6 @@ from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
 from consistency.capture.records import WorkerInfo
 from consistency.capture.version import __version__
 from consistency.capture.writer import CaptureWriter
-from consistency.case.engine_file import EngineFile
 from consistency.case.load_path import LoadPath
 from consistency.case.stages import Stage
 from consistency.devices.host import HostFacts, since
@@ -51,7 +50,7 @@ class OpenCase:
         if self.error is not None:
             return Captured(task=self.task, error=self.error)
         judges = Stage.FORWARD in self.task.case.stages
-        engines = [self._engine(one) for one in self.task.case.engine_outputs if judges]
+        engines = [self._engine(one.name) for one in self.task.case.engine_outputs if judges]
         manifest = CaptureManifest(
             schema=SCHEMA,
             tool=__version__,
@@ -64,16 +63,16 @@ class OpenCase:
         )
         return Captured(task=self.task, captures=(self.writer.commit(manifest),))
 
-    def _engine(self, one: EngineFile) -> str:
+    def _engine(self, name: str) -> str:
         """Return the folder of an inference engine whose outputs a worker has judged; say so where none has."""
-        slug = worker_slug(one.name, LoadPath.ISOLATED)
+        slug = worker_slug(name, LoadPath.ISOLATED)
         if not (self.writer.worker_folder(slug) / "worker.json").exists():
             maker = next((plan.name for plan in self.plans if plan.makes_reference), "the reference worker")
             reason = f"its outputs were not judged: {maker} computed no float64 reference"
             (self.writer.worker_folder(slug) / "records.jsonl").touch()
             self.writer.write_worker(slug, WorkerInfo(
-                architecture=one.name, model="", name=one.name, load_path=LoadPath.ISOLATED, status="lost",
-                reason=reason, engine=one.name,
+                architecture=name, model="", name=name, load_path=LoadPath.ISOLATED, status="lost",
+                reason=reason, engine=name,
             ))  # fmt: skip
         return slug
 
