@@ -153,7 +153,7 @@ def sections(
     members = ByArchitecture(comparison)
     seen = iter(layers)
     titles = {load_path: list(architectures(drawn)) for load_path, drawn in by_load_path.items()}
-    kept: list[tuple[int, int, Section, list[Any]]] = []
+    entries: list[_Entry] = []
     shown = {load_path: _Shown(drawn) for load_path, drawn in by_load_path.items()}
     for number, tensor in enumerate(comparison.tensors):
         key = (tensor.load_path, tensor.stage)
@@ -170,9 +170,8 @@ def sections(
         section.unchecked += rank == _UNCHECKED
         section.unlike += rank == _UNLIKE
         section.checks &= tensor.rule == Rule.LIMIT
-        kept.append((rank, number, section, entry))
-    _shorten(kept)
-    for _, _, section, entry in kept:
+        entries.append((rank, number, section, entry))
+    for _, _, section, entry in _shortened(entries):
         section.rows.append(entry)
     for section in found.values():
         section.left_out = section.total - len(section.rows)
@@ -210,19 +209,23 @@ def _cell(cell: LayerCell | None, strings: Strings) -> list[Any] | None:
     return found
 
 
-def _shorten(kept: list[tuple[int, int, Section, list[Any]]]) -> None:
-    """Where there is no room for all, keep mismatches before differing tensors before equal ones; the order stays."""
-    cost = sum(_cost(entry) for *_, entry in kept)
-    if len(kept) <= MOST_TENSORS and cost <= MOST_VARIANTS:
-        return
+_Entry = tuple[int, int, Section, list[Any]]
+"""How much a tensor matters, its place among all, its section, and the tensor as it is written."""
+
+
+def _shortened(entries: list[_Entry]) -> list[_Entry]:
+    """Return the entries for which there is room: mismatches before differing tensors before equal ones, in order."""
+    cost = sum(_cost(entry) for *_, entry in entries)
+    if len(entries) <= MOST_TENSORS and cost <= MOST_VARIANTS:
+        return entries
     room = MOST_VARIANTS
-    chosen: list[tuple[int, int, Section, list[Any]]] = []
-    for one in sorted(kept, key=lambda one: one[:2]):
+    chosen: list[_Entry] = []
+    for one in sorted(entries, key=lambda one: one[:2]):
         needs = _cost(one[3])
         if len(chosen) < MOST_TENSORS and needs <= room:
             room -= needs
             chosen.append(one)
-    kept[:] = sorted(chosen, key=lambda one: one[1])
+    return sorted(chosen, key=lambda one: one[1])
 
 
 class _Shown:

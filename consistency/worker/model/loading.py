@@ -155,7 +155,7 @@ def load_base(
     # a tensor in no file has no name there, even where a name looks similar (`classifier.dense`, `lm_head.dense`)
     filled = {name: tensor for name, tensor in tensors.items() if name not in missing}
     names = {} if files is None else file_names(filled, files)
-    _take_apart(model, tensors, names, files)
+    tensors, names = _taken_apart(model, tensors, names, files)
     persistent = frozenset(model.state_dict(keep_vars=True))
     return LoadedBase(
         model=model, files=files, tensors=tensors, file_names=names, not_in_file=missing, persistent=persistent,
@@ -163,10 +163,17 @@ def load_base(
     )  # fmt: skip
 
 
-def _take_apart(
-    model: torch.nn.Module, tensors: dict[str, torch.Tensor], names: dict[str, str], files: WeightFiles | None
-) -> None:
-    """Put what stores the quantized weights of a model in the place of these: codes, scales, tables."""
+def _taken_apart(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], files: WeightFiles | None
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return tensors, and names in the files, with what stores a quantized weight in its place: codes, scales, tables.
+
+    Parameters
+    ----------
+    names : mapping of str to str
+        Name in the files, by name in the model.
+    """
+    tensors, names = dict(tensors), dict(names)
     in_file = set() if files is None else set(files.names())
     for layer, module in quantized_layers(model):
         weight = f"{layer}.weight" if layer else "weight"
@@ -177,6 +184,7 @@ def _take_apart(
             tensors[name] = tensor
             if key in in_file:
                 names[name] = key
+    return tensors, names
 
 
 def _offloaded(model: torch.nn.Module, device: str) -> Offload:
