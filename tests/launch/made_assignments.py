@@ -22,7 +22,7 @@ def assigned(case: Case, plans: Sequence[WorkerPlan], writer: CaptureWriter) -> 
     return [Assignment(open_case=open_case, plan=plan) for plan in plans]
 
 
-def on_devices(writer: CaptureWriter, *names: str, stage: Stage = Stage.COLLECTIVES) -> list[Assignment]:
+def on_devices(writer: CaptureWriter, stage: Stage, *names: str) -> list[Assignment]:
     """Return what workers on these devices have to do in a case of one stage."""
     infos = [DeviceInfo(spec=parse_device(name), architecture="a", model="m") for name in names]
     plans = [WorkerPlan(info=info, load_path=LoadPath.ISOLATED) for info in infos]

@@ -145,9 +145,9 @@ def test_a_rank_that_leaves_is_named_and_the_others_keep_what_they_have(of_two: 
 
 def test_ranks_are_workers_of_one_kind_that_run_side_by_side(tmp_path: Path) -> None:
     with CaptureWriter(tmp_path / "capture") as writer:
-        of_cpu = on_devices(writer, "cpu", "cpu@baseline")
-        mixed = on_devices(writer, "cpu", "cuda:0", "cuda:1", "npu:0")
-        other = on_devices(writer, "cpu", "cpu@baseline", stage=Stage.OPERATORS)
+        of_cpu = on_devices(writer, Stage.COLLECTIVES, "cpu", "cpu@baseline")
+        mixed = on_devices(writer, Stage.COLLECTIVES, "cpu", "cuda:0", "cuda:1", "npu:0")
+        other = on_devices(writer, Stage.OPERATORS, "cpu", "cpu@baseline")
     _form_groups(of_cpu, stall_s=60)
     assert [one.group and one.group.ranks for one in of_cpu] == [("cpu", "cpu@baseline")] * 2
     assert [one.group and one.group.rank for one in of_cpu] == [0, 1]
