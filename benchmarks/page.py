@@ -41,7 +41,7 @@ from consistency.numerics.real import Real
 from consistency.report.formats import View
 from consistency.report.html import as_html
 from consistency.report.markdown import as_markdown
-from consistency.report.summary import all_groups
+from consistency.report.summary import all_rows
 
 ARCHITECTURES = (
     ("Ampere sm_86", "RTX A6000"),
@@ -74,7 +74,7 @@ def main() -> int:
         for tensors, devices, alike in sizes:
             found = made_up(tensors, devices, alike=alike)
             started = time.process_time()
-            view = View(groups=all_groups(found))
+            view = View(rows=all_rows(found))
             page = Path(scratch) / "report.html"
             page.write_text(as_html(found, view), encoding="utf-8")
             text = as_markdown(found, view)

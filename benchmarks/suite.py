@@ -78,8 +78,6 @@ def make_adapters(base: str, home: Path, count: int) -> list[Path]:
 
 def time_suite(base: str, home: Path, level: str) -> dict[str, Any]:
     """Run the suite in this process, one case with a planted fault, and return what it took."""
-    import dataclasses
-
     from consistency.case.options import Edge
     from consistency.case.suite import gather_suite
     from consistency.report.json import read
@@ -91,7 +89,7 @@ def time_suite(base: str, home: Path, level: str) -> dict[str, Any]:
     before, started = _processor_seconds(), time.monotonic()
     plan = prepare_suite(found)
     planned = time.monotonic()
-    plan = dataclasses.replace(plan, faults={KILLED: {"cpu": "killed"}})
+    plan = plan.with_faults({KILLED: {"cpu": "killed"}})
     result = run_suite(plan, home / "out", watch=lambda *_: None)
     ended, after = time.monotonic(), _processor_seconds()
     own, workers = (after[who] - before[who] for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

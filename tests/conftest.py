@@ -171,8 +171,8 @@ def run_suite_with_faults(warm: Warm) -> RunSuiteWithFaults:
         shared = {"base": "builtin:llama", "devices": ("cpu", "cpu@baseline"), **shared}
         options = tuple(make_options({**shared, **own, "name": name}) for name, own in cases.items())
         plan = suite.prepare_suite(SuiteOptions(name="faults", shared=make_options(shared), cases=options))
+        plan = plan.with_faults(faults)
         found: dict[str, Comparison] = {}
-        plan = dataclasses.replace(plan, faults=faults)
         with forked_workers(warm().address) if forked else contextlib.nullcontext() if processes else in_this_process():
             result = suite.run_suite(plan, None, watch=lambda *_: None, each=found.__setitem__)
         assert {case.name: case.error for case in result.cases if case.error is not None} == {}

@@ -174,7 +174,7 @@ def test_every_stage_is_a_folder_of_one_shape() -> None:
 
 EXTRAS = {
     "serving": (
-        "capture/engine_causes.py", "case/engine_file.py", "case/inference", "comparison/model_or_device.py",
+        "capture/engine_causes.py", "case/engine_file.py", "case/inference",
         "workflows/engines.py",
     ),
     "peft_api": ("case/named_adapters.py",),
@@ -251,10 +251,8 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
     "case/suite.py": ("peft_api: case.named_adapters",),
     "cli/commands/compare.py": ("serving: case.engine_file",),
     "cli/commands/run.py": ("operations: capture.node_group", "operations: cli.fleet"),
-    "comparison/compare.py": ("serving: comparison.model_or_device",),
     "launch/engine.py": ("operations: capture.node_group",),
-    "launch/local.py": ("operations: capture.node_group", "serving: case.engine_file"),
-    "report/document.py": ("serving: capture.engine_causes",),
+    "launch/local.py": ("operations: capture.node_group",),
     "stages/forward/worker.py": ("serving: case.inference.request",),
     "worker/model/engine_request.py": ("serving: case.inference.identity", "serving: case.inference.request"),
     "worker/model/loading.py": ("peft_api: case.named_adapters",),

@@ -21,11 +21,14 @@ from consistency.errors import CaptureError, ConsistencyError, InputError, Unusa
 from consistency.launch.change import Change
 from consistency.launch.engine import Limits
 from consistency.launch.environment import torch_device
+from consistency.launch.open_case import OpenCase
 from consistency.launch.plan import WorkerPlan, settings_of
 from consistency.worker.protocol import (
     CANNOT_WRITE,
     DEVICE_FAILED,
     OUT_OF_MEMORY,
+    REFERENCE_FILE,
+    REFERENCE_LOST,
     STATE_FILE,
     Event,
     EventReader,
@@ -58,16 +61,12 @@ class Ended:
 class Assignment:
     """One case of one worker."""
 
-    number: int
-    """Of the case in the task."""
-    case: Case
+    open_case: OpenCase
     plan: WorkerPlan
-    folder: Path
-    blobs: Path
-    scratch: Path
-    """`folder`, `blobs`, `scratch`: as in `Job`, and so is `group`."""
-    fault: str | None
     group: RankGroup | None = None
+    """The workers that it forms a group with, once the waves are known."""
+    folder: Path = field(init=False)
+    """The worker's own, in the capture of the case."""
     reader: EventReader = field(init=False)
     began: bool = False
     """Whether there was any event."""
@@ -81,7 +80,17 @@ class Assignment:
     out_of_memory_before: int = 0
 
     def __post_init__(self) -> None:
+        self.folder = self.open_case.writer.worker_folder(self.plan.slug)
         self.reader = EventReader(self.folder / "events.jsonl")
+
+    @property
+    def case(self) -> Case:
+        return self.open_case.task.case
+
+    @property
+    def fault(self) -> str | None:
+        """Return the fault to plant in this worker."""
+        return self.open_case.task.faults.get(self.plan.name)
 
     def job(self, *, threads: int | None, parent_pid: int | None = None) -> Job:
         """Return what the worker needs to know; its parent is this process, or one that forks it."""
@@ -93,8 +102,8 @@ class Assignment:
             device=torch_device(self.plan.info, self.plan.load_path),
             load_path=self.plan.load_path,
             folder=str(self.folder),
-            blobs=str(self.blobs),
-            scratch=str(self.scratch),
+            blobs=str(self.open_case.writer.blobs),
+            scratch=str(self.open_case.scratch),
             settings=self.plan.settings(self.case),
             makes_reference=self.plan.makes_reference,
             others_wait=self.plan.others_wait,
@@ -186,7 +195,18 @@ class Assignment:
             planted=self.fault,
         )
 
-    def tidy(self, status: WorkerStatus) -> None:
+    def end(self, ended: Ended) -> None:
+        """Write down how it ended, for the capture and for the workers that wait for its reference."""
+        case = self.open_case
+        case.workers_left -= 1
+        case.writer.write_worker(self.plan.slug, self.info(ended))
+        self._tidy(ended.status)
+        case.error = case.error or ended.error
+        if self.plan.makes_reference and not (case.scratch / REFERENCE_FILE).exists():
+            text = f"{self.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
+            (case.scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
+
+    def _tidy(self, status: WorkerStatus) -> None:
         """Remove what the capture does not need; the log of a lost worker stays, and all its events."""
         for name in (JOBS, STATE_FILE, "stack.txt", *(("log.txt",) if status == "ok" else ())):
             (self.folder / name).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.utils import parametrize
@@ -92,20 +93,19 @@ class Float64Mode(TorchDispatchMode):
 
         # a parameter made in the pass, as PEFT's `transpose` makes one of a view, is narrow, and nobody asks for its
         # gradient: autograd would refuse the one in float64
-        torch.nn.Parameter.__new__ = without_gradient  # type: ignore[method-assign]
-        try:
-            for parameter, data in kept:
-                parameter.data = data.to(torch.float64)
-            for parameter in large:
-                parameter.grad_dtype = None
-            yield
-        finally:
-            torch.nn.Parameter.__new__ = of_torch  # type: ignore[method-assign]
-            self._with_gradients = frozenset()
-            for parameter, data in kept:
-                parameter.data = data
-            for parameter in large:
-                parameter.grad_dtype = parameter.dtype
+        with mock.patch.object(torch.nn.Parameter, "__new__", without_gradient):
+            try:
+                for parameter, data in kept:
+                    parameter.data = data.to(torch.float64)
+                for parameter in large:
+                    parameter.grad_dtype = None
+                yield
+            finally:
+                self._with_gradients = frozenset()
+                for parameter, data in kept:
+                    parameter.data = data
+                for parameter in large:
+                    parameter.grad_dtype = parameter.dtype
 
     def __enter__(self) -> Float64Mode:
         # PEFT parametrizes expert weights for a pass; torch refuses a parametrization that changes the dtype

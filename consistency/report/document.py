@@ -7,14 +7,14 @@ room for stays with that one: the tensors in a terminal, the map of layers on th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from consistency.comparison import kinds
 from consistency.comparison.result import Finding
 from consistency.comparison.suite import SuiteVerdict
 from consistency.optional import is_there
-from consistency.report.summary import Group, Row
+from consistency.report.summary import Row, by_architecture
 
 EXPLAINED = "what this means, what causes it, and what to do"
 """What the command below the findings prints."""
@@ -48,14 +48,15 @@ class ResultTable:
 
     label: str  # what a row is of: `workers`, `case`
     columns: tuple[Column, ...]
-    groups: tuple[Group, ...]
-    heading: str = ""  # what the groups are, empty where there are none
+    rows: tuple[Row, ...]
+    heading: str = ""  # what the rows are below, empty where all are below none
     title: str = ""  # load path, where there are several
     reference: str | None = None  # the worker that others are compared with
 
     @property
-    def rows(self) -> Iterator[tuple[Group, Row]]:
-        return ((group, row) for group in self.groups for row in group.rows)
+    def by_heading(self) -> list[tuple[Row, ...]]:
+        """Return the rows below each heading."""
+        return by_architecture(self.rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

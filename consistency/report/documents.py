@@ -38,9 +38,8 @@ from consistency.report.sentences import (
 from consistency.report.summary import (
     Cell,
     CellText,
-    Group,
-    Groups,
     Row,
+    Rows,
     cell_text,
     legend,
     merged,
@@ -65,7 +64,7 @@ _VERSIONS = (
 
 def of_comparison(comparison: Comparison, view: View) -> Document:
     """Return the report of a run, or of captures that were compared."""
-    found = summary.all_groups(comparison) if view.groups is None else view.groups
+    found = summary.all_rows(comparison) if view.rows is None else view.rows
     told = [worker for worker in comparison.workers if worker.environment.get("inputs")]
     inputs = [f"inputs: {_values(told, 'inputs')}"] if told else []
     remarks = [*agreement_texts(comparison, found), *divergence_texts(comparison), *inputs]
@@ -81,7 +80,7 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
         planted=comparison.planted,
         entries=numbered(findings_of(comparison, view.folder)),
         tables=tables(comparison, found),
-        legend=tuple(legend(row for groups in found.values() for group in groups for row in group.rows)),
+        legend=tuple(legend(row for rows in found.values() for row in rows)),
         remarks=(*alternative_path_texts(comparison), *(("", text) for text in remarks)),
         merging=tuple(merging_texts(comparison.merging)),
         not_checked=comparison.not_checked,
@@ -91,21 +90,21 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
     )
 
 
-def tables(comparison: Comparison, found: Groups) -> tuple[ResultTable, ...]:
+def tables(comparison: Comparison, found: Rows) -> tuple[ResultTable, ...]:
     """Return a table per default load path: the workers of each architecture, and a cell per stage."""
     short: dict[str, str] = {spec.stage: spec.short for spec in SPECS.values()}
     columns = tuple(Column(title=name, short=short.get(name, "")) for name in summary.stages(comparison))
-    mains = {path: groups for path, groups in found.items() if not is_alternative(path)}
+    mains = {path: rows for path, rows in found.items() if not is_alternative(path)}
     return tuple(
         ResultTable(
             label="workers",
             heading="architecture",
             title=f"load path: {path}" if len(mains) > 1 else "",
             columns=columns,
-            groups=tuple(groups),
+            rows=tuple(rows),
             reference=comparison.reference,
         )
-        for path, groups in mains.items()
+        for path, rows in mains.items()
     )
 
 
@@ -171,7 +170,7 @@ def of_suite(suite: SuiteResult, view: View) -> Document:
     table = ResultTable(
         label="case",
         columns=(*columns, Column(title="time", is_number=True)),
-        groups=(Group(rows=rows),),
+        rows=rows,
     )
     about = [time_text(suite.created), suite.host, versions_text(suite.versions)]
     return Document(

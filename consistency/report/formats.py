@@ -15,7 +15,7 @@ from consistency.report.runs import REPORT, RUN_STATUS, SUITE, SUITE_STATUS
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
     from consistency.comparison.suite import SuiteResult
-    from consistency.report.summary import Groups
+    from consistency.report.summary import Rows
 
 
 class Chosen(StrEnum):
@@ -36,8 +36,8 @@ class View:
     elapsed_s: float | None = None  # time that the run took
     verbose: bool = False  # every layer, not only those with a mismatch, and every case
     folder: str | None = None  # where the files of the report and the captures are
-    # `summary.groups` by load path, where they are known already: computing them visits every row
-    groups: Groups | None = None
+    # `summary.all_rows`, where they are known already: computing them visits every outcome
+    rows: Rows | None = None
     most_rows: int | None = None  # rows of a table of cases; None is all of them
 
 

@@ -12,6 +12,7 @@ import base64
 import dataclasses
 import functools
 import hashlib
+import itertools
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ from consistency.report.marks import MARKS, VERDICT_MARKS, letter
 from consistency.report.page import cells, tables
 from consistency.report.page.cells import KEY
 from consistency.report.page.rendering import PACKAGE, page_environment, part
-from consistency.report.summary import Group, Row, all_groups
+from consistency.report.summary import Row, all_rows
 from consistency.text import one_line
 
 _MOST_FINDINGS = 100  # more than a person reads; `report.json` holds all
@@ -62,12 +63,12 @@ def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
 def as_html(found: Comparison | SuiteResult, view: View | None = None) -> str:
     """Return the page."""
     view = view or View()
-    if isinstance(found, Comparison) and view.groups is None:
-        view = dataclasses.replace(view, groups=all_groups(found))  # once, for the document and for the page's columns
+    if isinstance(found, Comparison) and view.rows is None:
+        view = dataclasses.replace(view, rows=all_rows(found))  # once, for the document and for the page's columns
     document = document_of(found, view)
     script = part("page.js") if isinstance(found, Comparison) else ""
     of_run = _of_run(found, view) if isinstance(found, Comparison) else {}
-    tables = [dataclasses.replace(table, groups=_faulty_first(table)) for table in document.tables]
+    tables = [dataclasses.replace(table, rows=_faulty_first(table)) for table in document.tables]
     return _template().render(
         document=document,
         findings=document.to_act_on,
@@ -119,7 +120,7 @@ def _sections(comparison: Comparison) -> Iterator[Markup]:
 
 def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
     """Return what the page of a run has besides its document."""
-    found = all_groups(comparison) if view.groups is None else view.groups
+    found = all_rows(comparison) if view.rows is None else view.rows
     by_load_path = {
         load_path: cells.columns(comparison, load_path, found[load_path]) for load_path in comparison.load_paths
     }
@@ -161,15 +162,13 @@ def _attribute(text: str) -> Markup:
     return Markup("\n").join(one_line(line) for line in text.split("\n"))
 
 
-def _faulty_first(table: ResultTable) -> tuple[Group, ...]:
-    """Return groups, and the rows of each, with mismatches before others; cases are in order already."""
+def _faulty_first(table: ResultTable) -> tuple[Row, ...]:
+    """Return headings, and the rows below each, with mismatches before others; cases are in order already."""
     if not table.heading:
-        return table.groups
-    ordered = [
-        dataclasses.replace(group, rows=tuple(sorted(group.rows, key=lambda row: not row.bad)))
-        for group in table.groups
-    ]
-    return tuple(sorted(ordered, key=lambda group: not any(row.bad for row in group.rows)))
+        return table.rows
+    ordered = [sorted(below, key=lambda row: not row.bad) for below in table.by_heading]
+    ordered.sort(key=lambda below: not any(row.bad for row in below))
+    return tuple(itertools.chain(*ordered))
 
 
 def _is_folded(rows: Sequence[Row], row: Row) -> bool:

@@ -21,6 +21,7 @@ from consistency.comparison.layers import (
     LayerCell,
     LayerComparison,
     LayerFilter,
+    block_of,
     blocks_of,
     layers_of,
     worst_by_architecture,
@@ -57,32 +58,6 @@ class _ShownCell:
     def text(self) -> str:
         figures = cell_figures(self.cell)
         return f"{figures}  {one_line(self.tensor)}" if self.tensor and len(figures) > 1 else figures
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LayerRow:
-    """A row of the table: a layer's tensor, or the worst one of a block of several."""
-
-    name: str
-    note: str
-    shown: LayerComparison | Block
-
-    def cells(self, architectures: Sequence[str]) -> list[_ShownCell | None]:
-        """Return what each architecture saw: of a block its own worst tensor, named where it is not the row's."""
-        if not isinstance(self.shown, Block):
-            cells = self.shown.architectures
-            return [_ShownCell(cell=cells[name]) if name in cells else None for name in architectures]
-        worst, named = self.shown.worst_by_architecture(), self.shown.worst.name
-        found = [(name, worst.get(name)) for name in architectures]
-        return [
-            None if one is None
-            else _ShownCell(cell=one.architectures[name], tensor="" if one.name == named else _within(self.shown, one))
-            for name, one in found
-        ]  # fmt: skip
-
-    @property
-    def badness(self) -> tuple[int, float]:
-        return (self.shown.worst if isinstance(self.shown, Block) else self.shown).badness
 
 
 def render(
@@ -147,9 +122,9 @@ def _write(
     architectures = [group.name for group in comparison.architectures]
     for stage, load_path in stages:
         own = [one for one in layers if (one.stage, one.load_path) == (stage, load_path)]
-        rows = list(_rows(own, folded=not verbose and not chosen.pattern))
-        rows.sort(key=lambda row: row.badness, reverse=True)  # stable: as bad in the model's order
-        shown = rows if verbose else [row for row in rows if row.badness[0] > 1][:most]
+        rows = _rows(own, folded=not verbose and not chosen.pattern)
+        rows.sort(key=lambda row: row.worst.badness, reverse=True)  # stable: as bad in the model's order
+        shown = rows if verbose else [row for row in rows if row.worst.badness[0] > 1][:most]
         left = rows[len(shown) :]
         here = [name for name in architectures if any(name in one.architectures for one in own)]
         path = f" (load path {load_path})" if load_path != comparison.load_paths[0] else ""
@@ -157,8 +132,8 @@ def _write(
         if shown:
             _write_rows(write, shown, here)
         if left:
-            equal = all(row.badness[0] <= 1 for row in left)
-            number = sum(len(row.shown.members) if isinstance(row.shown, Block) else 1 for row in left)
+            equal = all(row.worst.badness[0] <= 1 for row in left)
+            number = sum(len(row.members) for row in left)
             count = counted(number, "tensor" if not shown else "more tensor")
             write.line(f"{count}{': bitwise equal' if equal else ', none worse'}", style="dim")
         write.console.print()
@@ -166,16 +141,30 @@ def _write(
         write.line(text, style="dim")
 
 
-def _rows(layers: Sequence[LayerComparison], *, folded: bool) -> Iterator[_LayerRow]:
-    if not folded:
-        yield from (_LayerRow(name=_name(one), note="", shown=one) for one in layers)
-        return
-    for block in blocks_of(layers):
-        if len(block.members) == 1:
-            yield _LayerRow(name=_name(block.worst), note="", shown=block.worst)
+def _rows(layers: Sequence[LayerComparison], *, folded: bool) -> list[Block]:
+    """Return the rows of a stage: its blocks, or, not folded, every layer as a block of its own."""
+    if folded:
+        return blocks_of(layers)
+    return [Block(name=block_of(one.layer), stage=one.stage, load_path=one.load_path, members=(one,)) for one in layers]
+
+
+def _note(row: Block) -> str:
+    """Return of how many tensors the row shows the worst; empty where it is of one."""
+    return f"worst of {len(row.members)} in {one_line(row.name)}" if len(row.members) > 1 else ""
+
+
+def _cells(row: Block, architectures: Sequence[str]) -> list[_ShownCell | None]:
+    """Return what each architecture saw: its own worst tensor, named where it is not the row's."""
+    worst, named = row.worst_by_architecture(), row.worst.name
+    cells: list[_ShownCell | None] = []
+    for name in architectures:
+        one = worst.get(name)
+        if one is None:
+            cells.append(None)
         else:
-            note = f"worst of {len(block.members)} in {one_line(block.name)}"
-            yield _LayerRow(name=_name(block.worst), note=note, shown=block)
+            tensor = "" if one.name == named else _within(row, one)
+            cells.append(_ShownCell(cell=one.architectures[name], tensor=tensor))
+    return cells
 
 
 def _name(one: LayerComparison) -> str:
@@ -187,11 +176,11 @@ def _within(block: Block, one: LayerComparison) -> str:
     return f"{one.layer}.{one.tensor}".removeprefix(f"{block.name}.")
 
 
-def _write_rows(write: Writer, rows: Sequence[_LayerRow], architectures: Sequence[str]) -> None:
-    cells = [row.cells(architectures) for row in rows]
+def _write_rows(write: Writer, rows: Sequence[Block], architectures: Sequence[str]) -> None:
+    cells = [_cells(row, architectures) for row in rows]
     texts = [[Text() if cell is None else _cell(write, cell) for cell in line] for line in cells]
     titles = [_title(write, name, [line[i] for line in cells]) for i, name in enumerate(architectures)]
-    labels = [write.text(row.name) for row in rows]
+    labels = [write.text(_name(row.worst)) for row in rows]
     label = max(text.cell_len for text in labels)
     widths = [max(text.cell_len for text in (*title, *(line[i] for line in texts))) for i, title in enumerate(titles)]
     if 2 + label + sum(widths) + _GAP * len(widths) > write.console.width:
@@ -201,8 +190,8 @@ def _write_rows(write: Writer, rows: Sequence[_LayerRow], architectures: Sequenc
         write.console.print(padded([Text(), *(title[number] for title in titles)], [label, *widths]))
     for row, name, line in zip(rows, labels, texts, strict=True):
         write.console.print(padded([name, *line], [label, *widths]))
-        if row.note:
-            write.line(row.note, indent=4, style="dim")
+        if note := _note(row):
+            write.line(note, indent=4, style="dim")
 
 
 def _title(write: Writer, name: str, cells: Sequence[_ShownCell | None]) -> tuple[Text, Text]:
@@ -220,16 +209,16 @@ def _cell(write: Writer, shown: _ShownCell) -> Text:
 
 def _write_turned(
     write: Writer,
-    rows: Sequence[_LayerRow],
+    rows: Sequence[Block],
     cells: Sequence[Sequence[_ShownCell | None]],
     architectures: Sequence[str],
 ) -> None:
     """Write each layer's name on a line of its own, and a line per architecture below it."""
     label = max(len(one_line(name)) for name in architectures)
     for row, of_row in zip(rows, cells, strict=True):
-        write.console.print(Text("  ").append_text(write.text(row.name)), soft_wrap=True)
-        if row.note:
-            write.line(row.note, indent=4, style="dim")
+        write.console.print(Text("  ").append_text(write.text(_name(row.worst))), soft_wrap=True)
+        if note := _note(row):
+            write.line(note, indent=4, style="dim")
         for name, shown in zip(architectures, of_row, strict=True):
             if shown is None:
                 continue

@@ -189,12 +189,12 @@ def _tables(document: Document) -> Iterator[str]:
 
 def _rows(table: ResultTable) -> Iterator[tuple[bool, str]]:
     """Yield each row, and whether it has a mismatch."""
-    for group, row in table.rows:
+    for row in table.rows:
         cells = [f"{cell.mark} {escaped(f'{cell.text} {cell.place}'.rstrip())}".strip() for cell in row.cells]
         cells.insert(0, escaped(some(row.names, _NAMES)))
         if table.heading:
             path = table.title.removeprefix("load path: ")
-            cells.insert(0, escaped(group.title) + (f" ({escaped(path)})" if path else ""))
+            cells.insert(0, escaped(row.architecture) + (f" ({escaped(path)})" if path else ""))
         yield row.bad, f"| {' | '.join(cells)} |"
 
 

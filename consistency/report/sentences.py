@@ -20,7 +20,7 @@ from consistency.comparison.outcomes import names_in
 from consistency.comparison.result import BAD, Comparison, Divergence
 from consistency.comparison.suite import CaseResult
 from consistency.report.ranges import folded
-from consistency.report.summary import MOST_COLUMNS, NEARLY_ALL, Groups, ratio_text
+from consistency.report.summary import MOST_COLUMNS, NEARLY_ALL, Rows, by_architecture, ratio_text
 from consistency.text import one_line
 
 _NEED_ADAPTER = frozenset(stage for stage, spec in SPECS.items() if spec.needs_adapter)
@@ -229,23 +229,23 @@ def _in_order(comparison: Comparison, names: Container[str]) -> list[str]:
     return [name for name in dict.fromkeys(worker.name for worker in comparison.workers) if name in names]
 
 
-def agreement_texts(comparison: Comparison, found: Groups) -> Iterator[str]:
+def agreement_texts(comparison: Comparison, found: Rows) -> Iterator[str]:
     """Yield, for more workers than a reader looks through, how many agree with their architecture and which do not.
 
     An architecture of which no more than half agree has no majority to differ from.
     """
     if len(comparison.workers) <= MOST_COLUMNS:
         return
-    for load_path, groups in found.items():
+    for load_path, rows in found.items():
         if is_alternative(load_path):
             continue
         agree, differ = 0, set()
-        for group in groups:
-            largest = max(group.rows, key=lambda row: len(row.names) if row.kinds == 1 else 0)
-            of = sum(len(row.names) for row in group.rows)
+        for of_one in by_architecture(rows):
+            largest = max(of_one, key=lambda row: len(row.names) if row.kinds == 1 else 0)
+            of = sum(len(row.names) for row in of_one)
             if of > 1 and 2 * len(largest.names) > of:
                 agree += len(largest.names)
-                differ |= {name for row in group.rows if row is not largest for name in row.names}
+                differ |= {name for row in of_one if row is not largest for name in row.names}
         if agree:
             odd = _in_order(comparison, differ)
             where = f" (load path {load_path})" if load_path != comparison.load_paths[0] else ""

@@ -22,7 +22,8 @@ MOST_LINES = 8
 """Lines of one architecture: a person takes in that many; a fleet may have as many different results as workers."""
 
 MOST_COLUMNS = 64
-"""Workers that a reader can look through one by one: eight hosts of eight devices. Of more, groups are shown."""
+"""Workers that a reader can look through one by one: eight hosts of eight devices. Of more, the rows of the table
+are shown."""
 
 _MOST_CLASSES = 4
 
@@ -80,7 +81,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellText:
-    """A cell of the table of groups."""
+    """A cell of a table of workers or of cases."""
 
     kind: str  # of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`
     text: str
@@ -108,6 +109,10 @@ class Row:
 
     names: tuple[str, ...]  # workers that are bitwise equal, or the case
     cells: tuple[CellText, ...]
+    # architecture, models: of the workers, and of all devices of that architecture; rows with the same one follow each
+    # other, below one heading. Empty of a case
+    architecture: str = ""
+    models: tuple[str, ...] = ()
     kinds: int = 1  # more than 1 where the row sums up all results without a row of their own
     folder: str | None = None  # of the case's own report, relative to this one's
     remark: str = ""  # one sentence on the case
@@ -118,17 +123,13 @@ class Row:
         return any(cell.kind in ("outside", "flagged") for cell in self.cells)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """Rows below one heading: an architecture and its models; a table of cases has one without a title."""
-
-    rows: tuple[Row, ...]
-    title: str = ""
-    models: tuple[str, ...] = ()
+Rows = Mapping[str, Sequence[Row]]
+"""The rows of workers by load path."""
 
 
-Groups = Mapping[str, Sequence[Group]]
-"""By load path."""
+def by_architecture(rows: Iterable[Row]) -> list[tuple[Row, ...]]:
+    """Return the rows below each heading; those of cases are below one."""
+    return [tuple(below) for _, below in itertools.groupby(rows, key=lambda row: row.architecture)]
 
 
 def stages(comparison: Comparison) -> list[str]:
@@ -136,16 +137,16 @@ def stages(comparison: Comparison) -> list[str]:
     return sorted(dict.fromkeys(tensor.stage for tensor in comparison.tensors), key=stage_order)
 
 
-def all_groups(comparison: Comparison) -> dict[str, list[Group]]:
-    """Return `groups` by load path."""
-    return {load_path: groups(comparison, load_path) for load_path in comparison.load_paths}
+def all_rows(comparison: Comparison) -> dict[str, list[Row]]:
+    """Return `rows_of` every load path."""
+    return {load_path: rows_of(comparison, load_path) for load_path in comparison.load_paths}
 
 
-def groups(comparison: Comparison, load_path: str) -> list[Group]:
-    """Return the architectures on one load path, with a cell per stage.
+def rows_of(comparison: Comparison, load_path: str) -> list[Row]:
+    """Return the rows of the workers on one load path, architecture by architecture, with a cell per stage.
 
-    Workers with the same bits, statuses and errors share a row; of more than `MOST_LINES` rows the worst are kept, and
-    the others become one.
+    Workers of one architecture with the same bits, statuses and errors share a row; of more than `MOST_LINES` rows of
+    an architecture the worst are kept, and the others become one.
     """
     tensors = [tensor for tensor in comparison.tensors if tensor.load_path == load_path]
     signatures = _signatures(tensors)
@@ -166,15 +167,18 @@ def groups(comparison: Comparison, load_path: str) -> list[Group]:
             if stage in cells.get(name, {}):
                 cells[name][stage].flag = kind
     names = stages(comparison)
-    found = []
+    rows = []
     for title, lines in same.items():
-        rows = []
+        of_title = tuple(dict.fromkeys(models[title]))
         for members in _shortened(list(lines.values()), cells, comparison.reference):
             own = merged(cells.get(workers[0], {}) for workers in members)
             texts = tuple(cell_text(stage, own.get(stage)) for stage in names)
-            rows.append(Row(names=tuple(itertools.chain(*members)), kinds=len(members), cells=texts))
-        found.append(Group(title=title, models=tuple(dict.fromkeys(models[title])), rows=tuple(rows)))
-    return found
+            row = Row(
+                names=tuple(itertools.chain(*members)), cells=texts, architecture=title, models=of_title,
+                kinds=len(members),
+            )  # fmt: skip
+            rows.append(row)
+    return rows
 
 
 def _shortened(

@@ -27,7 +27,7 @@ from consistency.report.findings import is_command
 from consistency.report.formats import View
 from consistency.report.marks import style_of
 from consistency.report.summarize import with_load_path
-from consistency.report.summary import CellText, Group, Row, class_text
+from consistency.report.summary import CellText, Row, class_text
 from consistency.text import one_line
 
 MOST_ROWS = 20
@@ -137,7 +137,7 @@ def write_tables(write: Writer, document: Document, *, verbose: bool = False) ->
     columns = {column.title: column for table in document.tables for column in table.columns}.values()
     explained = [f"{mark} {meaning}".strip() for _, mark, meaning in document.legend]
     explained += [f"{column.short} {column.title}" for column in columns if any(abbreviated) and column.short]
-    if any(table.label == "case" and row.kinds > 1 for table in document.tables for _, row in table.rows):
+    if any(table.label == "case" and row.kinds > 1 for table in document.tables for row in table.rows):
         explained.append("-v shows a line for every case")
     write.items(explained, style="dim")
     write.console.print()
@@ -167,14 +167,14 @@ def _write_table(write: Writer, table: ResultTable, *, verbose: bool) -> bool:
 
 
 def _grid_rows(write: Writer, table: ResultTable, *, places: bool, worst_layers: bool) -> list[tuple[Text, list[Text]]]:
-    """Return a heading per group, and a line per row; names that fill the line have one of their own."""
+    """Return the headings, and a line per row; names that fill the line have one of their own."""
     rows: list[tuple[Text, list[Text]]] = []
-    for group in table.groups:
+    for below in table.by_heading:
         indent = ""
         if table.heading:
-            rows.append((_heading(write, group), []))
+            rows.append((_heading(write, below[0]), []))
             indent = "   "
-        for row in group.rows:
+        for row in below:
             name = _name(row, table, write.console.width // 2)
             if name is None:
                 name = f"these {len(row.names)}"
@@ -186,17 +186,16 @@ def _grid_rows(write: Writer, table: ResultTable, *, places: bool, worst_layers:
 
 def _write_turned(write: Writer, table: ResultTable, *, verbose: bool) -> None:
     """Write a line per column, with a column per row of the table; a list per row where not even that fits."""
-    every = [row for _, row in table.rows]
-    names = [_name(row, table, write.console.width // 2) for row in every]
+    names = [_name(row, table, write.console.width // 2) for row in table.rows]
     titles = [write.text((name or "").replace("  ", ", "), "bold") for name in names]
     rows = []
     for place, column in enumerate(table.columns):
-        cells = [_cell(write, row.cells[place], places=verbose, worst_layer=verbose) for row in every]
+        cells = [_cell(write, row.cells[place], places=verbose, worst_layer=verbose) for row in table.rows]
         rows.append((write.text(column.title), cells))
     side_by_side = all(names) and write.grid_fits(titles, rows)
-    for group in table.groups:
-        write.folded(_heading(write, group), indent=2)
-        for row in group.rows:
+    for below in table.by_heading:
+        write.folded(_heading(write, below[0]), indent=2)
+        for row in below:
             write.items(_some_names(row, table), indent=5)
             if side_by_side:
                 continue
@@ -208,8 +207,9 @@ def _write_turned(write: Writer, table: ResultTable, *, verbose: bool) -> None:
         write.grid(titles, rows)
 
 
-def _heading(write: Writer, group: Group) -> Text:
-    return write.text(f"{group.title}    {', '.join(group.models)}", "bold")
+def _heading(write: Writer, row: Row) -> Text:
+    """Return the heading that a row is below: its architecture, and the models of that."""
+    return write.text(f"{row.architecture}    {', '.join(row.models)}", "bold")
 
 
 def _name(row: Row, table: ResultTable, room: int) -> str | None:

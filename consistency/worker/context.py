@@ -48,13 +48,11 @@ class Context(Machine):
     base: LoadedBase
     model: torch.nn.Module
     """The adapted model, or the base where the case has no adapter."""
-    digests: dict[str, TensorDigest]
-    """Of the base's tensors before the adapter was loaded, by name, as far as they were computed."""
-    expected: dict[str, tuple[str, torch.Tensor]]
+    expected: Mapping[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     """Parameter name in `model` to (name in the adapter's file, tensor on the CPU)."""
-    initial: dict[str, str]
+    initial: Mapping[str, str] = field(default_factory=dict)
     """Digest of each of the adapter's parameters before its file was loaded, by name in `model`."""
-    rewritten: frozenset[str]
+    rewritten: frozenset[str] = frozenset()
     """Tensors of the base that loading the adapter has changed."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Name in the base of each of its tensors, by name in `model`: PEFT's layer replication numbers layers anew."""
@@ -69,7 +67,7 @@ class Context(Machine):
     def changed_base(self) -> dict[str, TensorDigest]:
         """Return what differs now from the base before the adapter: the digests of today, by name."""
         now = {name: digest(tensor) for name, tensor in self.base.on_device()}
-        return {name: after for name, after in now.items() if after.value != self.digests[name].value}
+        return {name: after for name, after in now.items() if after.value != self.base.digests[name].value}
 
     def expected_base(self, name: str) -> torch.Tensor | None:
         """Return the file's value of a tensor of the base under the adapter.

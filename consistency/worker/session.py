@@ -26,7 +26,6 @@ from consistency.case.stages import run_order
 from consistency.devices.interface import register
 from consistency.errors import UsageError
 from consistency.numerics import words
-from consistency.numerics.digest import TensorDigest, digest
 from consistency.worker import determinism, environment
 from consistency.worker.bound_kernels import BOUND, choose_by_device
 from consistency.worker.context import AfterStages, Context, Machine
@@ -115,7 +114,7 @@ class Session:
             if not self._left:
                 self._go_on(context or machine, specs)
         if context is not None and self._structure is not None:
-            self._bases.keep(job, context.model, context.base, self._structure, context.digests)
+            self._bases.keep(job, context.model, context.base, self._structure)
         return True
 
     def _loaded(self, machine: Machine, specs: list[StageSpec]) -> Context | None:
@@ -182,7 +181,7 @@ class Session:
     def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:
         """Load base and adapter; the stage `base` runs in between."""
         job, case = self._job, self._job.case
-        loaded, digests = self._load_base()
+        loaded = self._load_base()
         facts = {"dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
         if BOUND and job.device != "cpu":
             facts["bound_kernels"] = ", ".join(f"{name} of {package}" for name, package in sorted(BOUND.items()))
@@ -190,40 +189,30 @@ class Session:
             environment={**self._state.environment, **facts}, config=config_of(loaded.model), sources=sources_of(case)
         )
         context = Context(
-            **{field.name: getattr(machine, field.name) for field in dataclasses.fields(machine)},
+            job=job, events=machine.events, record=machine.record, placement=machine.placement, memory=machine.memory,
             base=loaded,
             model=loaded.model,
-            digests=digests,
-            expected={},
-            initial={},
-            rewritten=frozenset(),
-        )
+        )  # fmt: skip
         for spec in specs:
             if spec.on_base:
                 self._run(spec, context)
         if case.adapter is not None or self._structure is not None:
-            others = loaded.on_device(loaded.tensors.keys() - context.digests.keys())
-            context.digests.update({name: digest(tensor) for name, tensor in others})  # no tensor stays in this frame
+            _take_digests(loaded)
         if case.adapter is None:
-            self._unchanged = Unchanged(context, context.digests)
+            self._unchanged = Unchanged(context, loaded.digests)
             return context
         bare = (self._structure or Structure(loaded.model)) if case.adapters else None
         _let_go(loaded, {})
         self._begin("load adapter")
-        origins: dict[str, str] = {}
-        detours: list[str] = []
         with self._placement.watching():
-            model = load_adapter(
-                loaded, case, initial=context.initial, origins=origins, autocast=job.autocast_adapter_dtype,
-                detours=detours,
-            )  # fmt: skip
-        if detours:
-            by_way = f"PEFT loads by way of another device, which fails: {detours[0]}"
+            adapter = load_adapter(loaded, case, autocast=job.autocast_adapter_dtype, notes_initial=True)
+        if adapter.detour:
+            by_way = f"PEFT loads by way of another device, which fails: {adapter.detour}"
             reason = f"{by_way}; loaded with torch_device={job.device}"
             self._update(environment={**self._state.environment, "adapter": reason})
             self._detour = reason
         files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
-        expected = expected_adapter(model, files)
+        expected = expected_adapter(adapter.model, files)
         self._check("load adapter")
         self._begin("base, after the adapter")
         changed = context.changed_base()
@@ -233,17 +222,18 @@ class Session:
         self._check("base, after the adapter")
         adapted = dataclasses.replace(
             context,
-            model=model,
+            model=adapter.model,
             expected=expected,
+            initial=adapter.initial,
             rewritten=frozenset(changed),
-            origins=origins,
+            origins=adapter.origins,
             bare=bare,
         )
-        self._unchanged = Unchanged(adapted, {**context.digests, **changed})
+        self._unchanged = Unchanged(adapted, {**loaded.digests, **changed})
         return adapted
 
-    def _load_base(self) -> tuple[LoadedBase, dict[str, TensorDigest]]:
-        """Load the base, or take that of the case before; return its digests too, as far as they are known."""
+    def _load_base(self) -> LoadedBase:
+        """Load the base, or take that of the case before, whose digests are known."""
         job, taken = self._job, None
         if not self._bases.is_first(job):
             gc.collect()  # PEFT's models hold themselves: the adapter before, and a base that is not kept, go now
@@ -252,11 +242,12 @@ class Session:
             taken = self._bases.take(job)
             self._check("take the adapter off")
         if isinstance(taken, Taken):
-            text = f"kept from the case before, {taken.restored} of {len(taken.digests)} tensors restored from the file"
+            count = len(taken.base.digests)
+            text = f"kept from the case before, {taken.restored} of {count} tensors restored from the file"
             place = {} if job.device == "cpu" else {"placement": "device"}
             self._update(environment={**self._state.environment, "base": text, **place})
             self._structure = taken.structure if self._bases.is_wanted_after(job) else None
-            return taken.base, dict(taken.digests)
+            return taken.base
         if taken is not None:
             self._update(environment={**self._state.environment, "base": f"loaded anew: {taken}"})
         self._begin("load base")
@@ -268,7 +259,7 @@ class Session:
         # a base on the host is mapped anew in no time
         keeps = self._bases.is_wanted_after(job) and loaded.offload is None
         self._structure = Structure(loaded.model) if keeps else None
-        return loaded, {}
+        return loaded
 
     def _begin(self, stage: str) -> None:
         determinism.seed_all()
@@ -309,6 +300,12 @@ class Session:
     def _update(self, **values: Any) -> None:
         self._state = msgspec.structs.replace(self._state, **values)
         write_json(Path(self._job.folder) / STATE_FILE, self._state)
+
+
+def _take_digests(base: LoadedBase) -> None:
+    """Take the digests of the base that no stage has asked for, before an adapter is loaded."""
+    for name, tensor in base.on_device(base.tensors.keys() - base.digests.keys()):
+        base.digest_of(name, tensor)
 
 
 def _let_go(base: LoadedBase, expected: Mapping[str, tuple[str, torch.Tensor]]) -> None:

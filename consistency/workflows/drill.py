@@ -274,7 +274,7 @@ def trial_of(
     )
     if fault.several:
         own = with_adapters(own, several)
-    planned = PlannedCase(options=own, plan=pipeline.prepare(own), below="")
+    planned = PlannedCase(options=own, plan=pipeline.prepare(own), below="").with_faults({worker: fault.name})
     loose = subject.config.get("peft_type") != "LORA" or bool(subject.config.get("use_dora"))
     return Trial(fault=fault, worker=worker, expected=expected, planned=planned, may_lack_cause=loose, known=known)
 
@@ -320,9 +320,8 @@ def plan_of(trials: Sequence[Trial]) -> SuitePlan:
     cases = tuple(trial.planned for trial in trials if trial.planned is not None)
     limits = [one.plan.limits for one in cases if one.plan is not None]
     fewest = min((one.at_once for one in limits if one.at_once is not None), default=None)
-    faults = {trial.planned.name: {trial.worker: trial.fault.name} for trial in trials if trial.planned}
     shared = dataclasses.replace(limits[0], at_once=fewest, cases_at_once=_at_once(cases))
-    return SuitePlan(name="drill", cases=cases, limits=shared, faults=faults)
+    return SuitePlan(name="drill", cases=cases, limits=shared)
 
 
 def _at_once(cases: Sequence[PlannedCase]) -> int:

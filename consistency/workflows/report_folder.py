@@ -28,7 +28,7 @@ from consistency.report.formats import Chosen, Format, View, formats
 from consistency.report.json import SCHEMA, named, read, with_names
 from consistency.report.redaction import Redaction, redaction_of
 from consistency.report.runs import REPORT, SUITE, latest_run
-from consistency.report.summary import all_groups
+from consistency.report.summary import all_rows
 
 CAPTURES = "captures"
 
@@ -40,7 +40,7 @@ def write_reports(comparison: Comparison, out: Path | None) -> Comparison:
     """
     if out is None:
         return comparison
-    view = View(elapsed_s=comparison.elapsed_s, folder=str(out), groups=all_groups(comparison))
+    view = View(elapsed_s=comparison.elapsed_s, folder=str(out), rows=all_rows(comparison))
     return with_unwritten(comparison, write_all(out, formats(Chosen.OUT), comparison, view))
 
 

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,12 @@ class PlannedCase:
         """Return where its report and captures are, relative to the suite's."""
         return str(PurePosixPath(self.below, folder_name(self.name)))
 
+    def with_faults(self, faults: Mapping[str, str]) -> PlannedCase:
+        """Return this case with faults to plant, as `Plan` has them; one that cannot be checked stays as it is."""
+        if self.plan is None:
+            return self
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, faults=faults))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
@@ -64,9 +70,12 @@ class SuitePlan:
     name: str
     cases: tuple[PlannedCase, ...]
     limits: Limits
-    # faults to plant, as in `Plan`, by name of the case
-    faults: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     engine: str = LOCAL
+
+    def with_faults(self, faults: Mapping[str, Mapping[str, str]]) -> SuitePlan:
+        """Return this plan with faults to plant, by name of the case."""
+        cases = tuple(one.with_faults(faults.get(one.name, {})) for one in self.cases)
+        return dataclasses.replace(self, cases=cases)
 
     def check_place(self, out: Path | None) -> None:
         """Raise UsageError where the folder for the results is inside that of a case's weights."""
@@ -191,7 +200,7 @@ def captured(
     for one in _in_turn(plan.cases):
         assert one.plan is not None
         task = pipeline.task_of(one.plan, folder / one.folder / below)
-        tasks.append(dataclasses.replace(task, faults=plan.faults.get(one.name, {})))
+        tasks.append(task)
         of[task.target] = one
     if not tasks:
         return

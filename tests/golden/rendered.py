@@ -17,7 +17,7 @@ from consistency.capture.version import __version__
 from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult
 from consistency.report.formats import Chosen, Format, View, formats
-from consistency.report.summary import all_groups
+from consistency.report.summary import all_rows
 from tests.report.made_comparisons import ALL, comparison, faulty, four_architectures, hostile, tensor
 from tests.report.made_suites import case, good, lost, suite, unusable, zeros
 
@@ -54,10 +54,10 @@ def rendered() -> dict[str, str]:
 def _rendered() -> Iterator[tuple[str, str]]:
     for reports, of_suite in ((RUNS, False), (SUITES, True)):
         for name, found in reports.items():
-            groups = all_groups(found) if isinstance(found, Comparison) else None
+            rows = all_rows(found) if isinstance(found, Comparison) else None
             for row in (row for chosen in Chosen for row in formats(chosen, of_suite=of_suite)):
                 if row.name != "json":  # as the file in --out
-                    text = _text(row, b"".join(row.render(found, View(groups=groups))).decode())
+                    text = _text(row, b"".join(row.render(found, View(rows=rows))).decode())
                     text = _HERE.sub(r"\1 VERSION", text).replace(f'"{platform.node()}"', '"this host"')
                     if len(text) <= _MOST_BYTES:
                         yield f"{name}.{row.name.removeprefix('report.').removeprefix('suite.')}.txt", text

@@ -18,6 +18,7 @@ import pytest
 
 from consistency.capture.folder import WorkerCapture
 from consistency.capture.reader import read_capture
+from consistency.capture.writer import CaptureWriter
 from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
@@ -27,13 +28,13 @@ from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import UsageError
 from consistency.launch import forked
-from consistency.launch.assignment import Assignment
 from consistency.launch.engine import CaseTask, Limits, capture_case
 from consistency.launch.environment import worker_environment
 from consistency.launch.forked import READ_LATE, ForkedProcess, Importer, Importers
 from consistency.launch.local import LocalEngine
 from consistency.launch.plan import plan_waves
 from consistency.launch.process import WorkerProcess
+from tests.launch.made_assignments import assigned
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only there are workers forked")
 
@@ -341,13 +342,8 @@ def sleepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     found = []
     for plan in plans:
         importers.expect(worker_environment(plan.info, plan.load_path, threads=1))
-    with closing(importers):
-        for plan in plans:
-            folder = tmp_path / plan.slug
-            folder.mkdir()
-            one = Assignment(
-                number=0, case=case, plan=plan, folder=folder, blobs=folder, scratch=folder, fault=None
-            )  # fmt: skip
+    with closing(importers), CaptureWriter(tmp_path / "capture") as writer:
+        for one in assigned(case, plans, writer):
             found.append(WorkerProcess.start([one], threads=1, importers=importers))
         (importer,) = importers._importers.values()
         yield importer, found, home

@@ -17,6 +17,7 @@ import pytest
 
 from consistency.capture.node_group import NodeGroup
 from consistency.capture.reader import read_capture
+from consistency.capture.writer import CaptureWriter
 from consistency.case import standard
 from consistency.case.case import Case
 from consistency.devices.discovery import select
@@ -24,10 +25,12 @@ from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import InputError
 from consistency.launch.assignment import Assignment
 from consistency.launch.engine import Captured, CaseTask, Limits, Task
-from consistency.launch.local import LocalEngine, _remove, _Run
+from consistency.launch.local import LocalEngine, _Run
+from consistency.launch.open_case import remove_scratch
 from consistency.launch.plan import plan_waves
 from consistency.launch.process import WorkerProcess
 from consistency.worker.protocol import Event
+from tests.launch.made_assignments import assigned
 
 
 @pytest.fixture
@@ -96,7 +99,7 @@ def test_a_scratch_folder_is_removed_while_others_remove_in_it(tmp_path: Path, m
         real(path, *args, **options)
 
     monkeypatch.setattr(os, "unlink", unlink)
-    _remove(folder)
+    remove_scratch(folder)
     assert not folder.exists()
 
 
@@ -122,10 +125,12 @@ def test_a_worker_that_is_stopped_writes_its_stack_and_does_not_go_on(tmp_path: 
     assert (tmp_path / "began").exists()
     case = Case(name="one", base="", stages=(standard.TRANSFER,))
     (plan,) = plan_waves(case, select(["cpu"]))[0]
-    one = Assignment(number=0, case=case, plan=plan, folder=tmp_path, blobs=tmp_path, scratch=tmp_path, fault=None)
-    WorkerProcess(assignments=deque([one]), process=process)._end_with_stack(one)
-    assert process.returncode == -signal.SIGUSR1
-    assert "Current thread" in str(one.stack())
+    with CaptureWriter(tmp_path / "capture") as writer:
+        (one,) = assigned(case, [plan], writer)
+        (tmp_path / "stack.txt").rename(one.folder / "stack.txt")
+        WorkerProcess(assignments=deque([one]), process=process)._end_with_stack(one)
+        assert process.returncode == -signal.SIGUSR1
+        assert "Current thread" in str(one.stack())
     assert not (tmp_path / "went-on").exists()
 
 
@@ -168,7 +173,7 @@ def test_lanes_share_the_threads_and_a_group_of_nodes_has_one(
     limits: Limits, expected: list[list[int]], threads: int
 ) -> None:
     run: Any = SimpleNamespace(_limits=limits, _threads=lambda _: {"cpu.isolated": 4})
-    queue: Any = [SimpleNamespace(number=number) for number in range(3)]
+    queue: Any = [SimpleNamespace(open_case=SimpleNamespace(number=number)) for number in range(3)]
     queues, shared = _Run._in_lanes(run, [queue])
-    assert [[one.number for one in lane] for lane in queues] == expected
+    assert [[one.open_case.number for one in lane] for lane in queues] == expected
     assert shared == {"cpu.isolated": threads}

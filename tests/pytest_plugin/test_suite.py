@@ -33,14 +33,13 @@ OPTIONS = ("--consistency-config", "nightly.toml")
 
 # A fault in one case, planted from a conftest: the option for it exists in no command line.
 PLANT = """
-import dataclasses
 from consistency.workflows import suite
 
 real = suite.prepare_suite
 
 
 def prepare_suite(options):
-    return dataclasses.replace(real(options), faults={"other": {"cpu": "adapter-bit-flip"}})
+    return real(options).with_faults({"other": {"cpu": "adapter-bit-flip"}})
 
 
 suite.prepare_suite = prepare_suite

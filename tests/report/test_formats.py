@@ -12,7 +12,7 @@ from consistency.cli.main import main
 from consistency.comparison.result import Comparison
 from consistency.report import formats
 from consistency.report.formats import Chosen, Format, View
-from consistency.report.summary import all_groups
+from consistency.report.summary import all_rows
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture
 from tests.report.made_comparisons import ALL, comparison, tensor
@@ -46,7 +46,7 @@ def test_every_format_states_a_profile_that_is_not_the_default(
 ) -> None:
     compared = comparison([tensor([ALL])], profile=profile, settings=settings)
     found = suite(case("one", compared)) if of_suite else compared
-    text = b"".join(row.render(found, View(groups=all_groups(compared)))).decode().replace("\\", "")
+    text = b"".join(row.render(found, View(rows=all_rows(compared)))).decode().replace("\\", "")
     assert all(part in text for part in texts)
     if not texts and row.name != "report.json":
         assert "profile pinned" not in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 import shutil
@@ -48,7 +47,7 @@ def ran(home: Path) -> SuiteResult:
     options = gather_suite(home / "nightly.toml", {}, Edge.COMMAND_LINE)
     assert options is not None
     faults = {name: {"cpu": "adapter-bit-flip"} for name in ("alice", "carol")}
-    plan = dataclasses.replace(prepare_suite(options), faults=faults)
+    plan = prepare_suite(options).with_faults(faults)
     history = History(str(home / "history"))
     with in_this_process():
         return run_suite(plan, home / "out", watch=lambda *_: None, past=Past(history=history))

@@ -8,7 +8,7 @@ import pytest
 from consistency.comparison.result import Comparison, Finding, Severity, Verdict
 from consistency.report.html import as_html
 from consistency.report.markdown import as_markdown
-from consistency.report.summary import groups, stages
+from consistency.report.summary import by_architecture, rows_of, stages
 from tests.report.made_comparisons import ALL, comparison, tensor
 from tests.report.printed import printed
 
@@ -24,11 +24,11 @@ def drifted(severity: Severity = "error") -> Comparison:
 
 
 def test_a_drift_marks_its_cell_and_gives_its_device_a_line() -> None:
-    (_, ampere) = groups(drifted(), "isolated")
-    assert [row.names for row in ampere.rows] == [("cuda:0", "cuda:2"), ("cuda:1",)]
+    (_, ampere) = by_architecture(rows_of(drifted(), "isolated"))
+    assert [row.names for row in ampere] == [("cuda:0", "cuda:2"), ("cuda:1",)]
     assert stages(drifted()) == ["adapter", "merged"]
-    assert [[cell.kind for cell in row.cells] for row in ampere.rows] == [["equal", "equal"], ["equal", "flagged"]]
-    assert ampere.rows[1].cells[1].text == "drift"
+    assert [[cell.kind for cell in row.cells] for row in ampere] == [["equal", "equal"], ["equal", "flagged"]]
+    assert ampere[1].cells[1].text == "drift"
 
 
 def test_every_form_shows_the_mark_and_explains_it() -> None:
@@ -50,5 +50,5 @@ def test_an_error_that_another_load_path_shows_marks_no_cell_of_this_one() -> No
     wrong = tensor([ALL], stage="merged", load_path="shared", statuses={"cuda:1": "outside"})
     found = drifted()
     found = msgspec.structs.replace(found, tensors=(*found.tensors, wrong), load_paths=("isolated", "shared"))
-    (_, ampere) = groups(found, "isolated")
-    assert [[cell.kind for cell in row.cells] for row in ampere.rows] == [["equal", "equal"]]
+    (_, ampere) = by_architecture(rows_of(found, "isolated"))
+    assert [[cell.kind for cell in row.cells] for row in ampere] == [["equal", "equal"]]

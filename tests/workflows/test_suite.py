@@ -84,7 +84,7 @@ class Ran:
 def ran(config: Path) -> Ran:
     """Run the suite once, with a case that kills its worker and one whose adapter has no weights."""
     out = config.parent / "out"
-    plan = dataclasses.replace(suite.prepare_suite(options_of(config)), faults={"killed": {"cpu": "killed"}})
+    plan = suite.prepare_suite(options_of(config)).with_faults({"killed": {"cpu": "killed"}})
     started, result = run_and_note(plan, out)
     return Ran(out=out, result=result, processes=started)
 
@@ -134,11 +134,8 @@ def test_cases_side_by_side_have_the_bits_of_cases_in_turn(config: Path, ran: Ra
     """Two processes share the cases, with a thread each; one that ends costs its own case alone."""
     out = config.parent / f"beside-{killed}"
     plan = suite.prepare_suite(options_of(config))
-    plan = dataclasses.replace(
-        plan,
-        limits=dataclasses.replace(plan.limits, cases_at_once=2),
-        faults={"killed": {"cpu": "killed"}} if killed else {},
-    )
+    plan = dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, cases_at_once=2))
+    plan = plan.with_faults({"killed": {"cpu": "killed"}} if killed else {})
     started, result = run_and_note(plan, out)
     assert started[:2] == [["one", "killed"], ["two", "in-bfloat16"]]
     assert len(started) == 2
@@ -181,7 +178,7 @@ def test_a_case_has_what_a_run_leaves_and_the_suite_its_own_files(ran: Ran) -> N
 @pytest.mark.parametrize("captured_alone", [False, True])
 def test_fail_fast_leaves_out_what_follows(config: Path, tmp_path: Path, captured_alone: bool) -> None:
     fault = "killed" if captured_alone else "adapter-zeros"
-    plan = dataclasses.replace(suite.prepare_suite(options_of(config)), faults={"two": {"cpu": fault}})
+    plan = suite.prepare_suite(options_of(config)).with_faults({"two": {"cpu": fault}})
     with in_this_process() if not captured_alone else nullcontext():
         if captured_alone:
             found = suite.capture_suite(plan, tmp_path / "out", watch=lambda *_: None, fail_fast=True)

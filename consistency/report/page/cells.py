@@ -33,7 +33,7 @@ from consistency.comparison.result import BAD, Comparison, Outcome, TensorCompar
 from consistency.numerics.rules import Rule
 from consistency.report.layers import cell_figures, devices_text
 from consistency.report.marks import key
-from consistency.report.summary import MOST_COLUMNS, Group
+from consistency.report.summary import MOST_COLUMNS, Row
 from consistency.text import one_line
 
 KEY = key()
@@ -101,8 +101,8 @@ class Strings:
         return found
 
 
-def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> list[MapColumn]:
-    """Return the columns below the architectures of a load path: its workers, or, of many, the lines of the groups."""
+def columns(comparison: Comparison, load_path: str, rows: Sequence[Row]) -> list[MapColumn]:
+    """Return the columns below the architectures of a load path: its workers, or, of many, the rows of the table."""
     here = {worker.name: worker for worker in comparison.workers if worker.load_path == load_path}
     if len(here) <= MOST_COLUMNS:
         seen = names_in(tensor.workers for tensor in comparison.tensors if tensor.load_path == load_path)
@@ -115,14 +115,13 @@ def columns(comparison: Comparison, load_path: str, groups: Sequence[Group]) -> 
             for name in sorted(names, key=lambda name: _place(comparison, of.get(name, "")))
         ]
     drawn = []
-    for group in groups:
-        for row in group.rows:
-            label = some(row.names, 2) if row.kinds == 1 else f"{len(row.names)} others"
-            read = row.names[:1] if row.kinds == 1 else row.names
-            column = MapColumn(
-                label=label, architecture=group.title, workers=read, stands_for=len(row.names)
-            )  # fmt: skip
-            drawn.append(column)
+    for row in rows:
+        label = some(row.names, 2) if row.kinds == 1 else f"{len(row.names)} others"
+        read = row.names[:1] if row.kinds == 1 else row.names
+        column = MapColumn(
+            label=label, architecture=row.architecture, workers=read, stands_for=len(row.names)
+        )  # fmt: skip
+        drawn.append(column)
     return drawn
 
 
@@ -154,7 +153,7 @@ def sections(
     members = ByArchitecture(comparison)
     seen = iter(layers)
     titles = {load_path: list(architectures(drawn)) for load_path, drawn in by_load_path.items()}
-    kept: list[tuple[int, int, Section, list[Any]]] = []
+    entries: list[_Entry] = []
     shown = {load_path: _Shown(drawn) for load_path, drawn in by_load_path.items()}
     for number, tensor in enumerate(comparison.tensors):
         key = (tensor.load_path, tensor.stage)
@@ -171,9 +170,8 @@ def sections(
         section.unchecked += rank == _UNCHECKED
         section.unlike += rank == _UNLIKE
         section.checks &= tensor.rule == Rule.LIMIT
-        kept.append((rank, number, section, entry))
-    _shorten(kept)
-    for _, _, section, entry in kept:
+        entries.append((rank, number, section, entry))
+    for _, _, section, entry in _shortened(entries):
         section.rows.append(entry)
     for section in found.values():
         section.left_out = section.total - len(section.rows)
@@ -211,19 +209,23 @@ def _cell(cell: LayerCell | None, strings: Strings) -> list[Any] | None:
     return found
 
 
-def _shorten(kept: list[tuple[int, int, Section, list[Any]]]) -> None:
-    """Where there is no room for all, keep mismatches before differing tensors before equal ones; the order stays."""
-    cost = sum(_cost(entry) for *_, entry in kept)
-    if len(kept) <= MOST_TENSORS and cost <= MOST_VARIANTS:
-        return
+_Entry = tuple[int, int, Section, list[Any]]
+"""How much a tensor matters, its place among all, its section, and the tensor as it is written."""
+
+
+def _shortened(entries: list[_Entry]) -> list[_Entry]:
+    """Return the entries for which there is room: mismatches before differing tensors before equal ones, in order."""
+    cost = sum(_cost(entry) for *_, entry in entries)
+    if len(entries) <= MOST_TENSORS and cost <= MOST_VARIANTS:
+        return entries
     room = MOST_VARIANTS
-    chosen: list[tuple[int, int, Section, list[Any]]] = []
-    for one in sorted(kept, key=lambda one: one[:2]):
+    chosen: list[_Entry] = []
+    for one in sorted(entries, key=lambda one: one[:2]):
         needs = _cost(one[3])
         if len(chosen) < MOST_TENSORS and needs <= room:
             room -= needs
             chosen.append(one)
-    kept[:] = sorted(chosen, key=lambda one: one[1])
+    return sorted(chosen, key=lambda one: one[1])
 
 
 class _Shown:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -182,11 +183,8 @@ def _poisoned_injection() -> Iterator[None]:
         poison(t for t in new if t.is_floating_point() and t.is_contiguous())
         return done
 
-    peft.inject_adapter_in_model = inject
-    try:
+    with mock.patch.object(peft, "inject_adapter_in_model", inject):
         yield
-    finally:
-        peft.inject_adapter_in_model = real
 
 
 _GRANULARITY = 512

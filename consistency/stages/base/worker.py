@@ -28,14 +28,14 @@ from consistency.worker.judging import quantized_base
 
 def run(context: Context) -> None:
     """Record every tensor of the base, and note the digests of all."""
-    base, record, found = context.base, context.record, context.digests
+    base, record = context.base, context.record
     exact = _exact_tables(base.model)
     parameters = {name for name, _ in base.model.named_parameters()}  # a buffer may hold infinities, as masks do
     wanted = {name for name in base.tensors if record.wants("base", split_name(name)[0])}
     for done, (name, tensor) in enumerate(base.on_device(wanted)):
         layer, part = split_name(name)
         context.events.step(name, done, len(wanted))
-        here, in_file = found.get(name) or digest(tensor), base.in_file.get(name)
+        here, in_file = base.digest_of(name, tensor), base.in_file.get(name)
         # of a base that stayed loaded, a tensor with the digest of its file is not read once more
         expected = tensor if here == in_file else base.expected(name)
         evidence = {}
@@ -43,7 +43,6 @@ def run(context: Context) -> None:
             evidence["not_in_file"] = "no file holds it: " + (
                 "values made from its name" if expected is not None else "initialised by transformers"
             )
-        found[name] = here
         if expected is not None:
             base.in_file[name] = in_file or digest(expected)
             if context.job.makes_reference and name in parameters and name not in base.not_finite:
@@ -96,7 +95,7 @@ def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
         row = TensorRecord(
             "base", layer, f"{part}_after_adapter", rule=Rule.PEER, status="measured", word=words.RECOMPUTED,
             blob=record.keep_small(tensor),
-            evidence={"before": context.digests[name].value, "dtype": name_of(tensor.dtype)},
+            evidence={"before": base.digests[name].value, "dtype": name_of(tensor.dtype)},
         )  # fmt: skip
         record.computed(row, tensor, digests=[after])
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -85,11 +86,8 @@ def _marking_delta(layer: Any, mark: Mark) -> Iterator[None]:
         mark()
         return delta
 
-    layer.get_delta_weight = get_delta_weight
-    try:
+    with mock.patch.object(layer, "get_delta_weight", get_delta_weight):
         yield
-    finally:
-        del layer.get_delta_weight
 
 
 def _allowed(layer: Any, meter: PeakMeter, *, safe: bool) -> Peaks:

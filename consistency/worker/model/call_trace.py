@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils import _pytree
@@ -254,11 +255,8 @@ def trace_module(
             finish()
         return found
 
-    module._compiled_call_impl = call  # which `__call__` takes, with all hooks inside
-    try:
+    with mock.patch.object(module, "_compiled_call_impl", call):  # which `__call__` takes, with all hooks inside
         run(saw)
-    finally:
-        del module._compiled_call_impl
     if not done:  # gradients of parameters are known at the end
         finish()
     if isinstance(done[0], NotTracedError):

@@ -60,7 +60,7 @@ def _digests(case: Case, seed: int, names: Collection[str] | None) -> Mapping[st
     with determinism.seeded(determinism.SEED):  # a head that is new is drawn as well, and is not the adapter's
         base = load_base(case, "cpu")
     with determinism.seeded(seed):
-        model = load_adapter(base, case)
+        model = load_adapter(base, case).model
     found = {
         name: digest(tensor.detach()).value
         for name, tensor in _tensors(model).items()

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -85,11 +86,12 @@ def _ranks_as_they_are(model: Any) -> Iterator[None]:
     if not hasattr(tuner, cut):
         yield
         return
-    setattr(tuner, cut, lambda *_: None)
-    try:
+
+    def keep(*_: object) -> None:
+        pass
+
+    with mock.patch.object(tuner, cut, keep):
         yield
-    finally:
-        delattr(tuner, cut)
 
 
 @contextmanager
@@ -115,8 +117,5 @@ def _recording_load_state_dict(model: torch.nn.Module) -> Iterator[dict[str, tor
             missing_keys=sorted(own - set(state_dict)), unexpected_keys=sorted(set(state_dict) - own)
         )
 
-    torch.nn.Module.load_state_dict = look  # type: ignore[assignment]
-    try:
+    with mock.patch.object(torch.nn.Module, "load_state_dict", look):
         yield seen
-    finally:
-        torch.nn.Module.load_state_dict = real  # type: ignore[method-assign]

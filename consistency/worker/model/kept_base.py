@@ -7,7 +7,7 @@ rewrites it, its bytes are taken from the file again. Where that does not bring 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from consistency.case.case import Case
 from consistency.errors import ConsistencyError
-from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.digest import digest
 from consistency.worker.model.loading import LoadedBase, class_and_labels
 from consistency.worker.model.merging import adapted_layers
 from consistency.worker.model.structure import Structure
@@ -26,11 +26,10 @@ from consistency.worker.protocol import Job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A base model kept for the next case, with the digests of its tensors now and after loading."""
+    """A base model kept for the next case, whose digests were all taken once more."""
 
     base: LoadedBase
     structure: Structure
-    digests: Mapping[str, TensorDigest]
     restored: int
 
 
@@ -39,7 +38,6 @@ class _Kept:
     key: object
     base: LoadedBase
     structure: Structure
-    digests: Mapping[str, TensorDigest]
     merged: frozenset[int]
 
 
@@ -65,15 +63,8 @@ class BaseKeeper:
         following = self._following.get(job.folder)
         return following is not None and self._same(self._key(job), self._key(following))
 
-    def keep(
-        self,
-        job: Job,
-        model: torch.nn.Module,
-        base: LoadedBase,
-        structure: Structure,
-        digests: Mapping[str, TensorDigest],
-    ) -> None:
-        """Take the adapter off a base, and keep it; `digests` are those that it had after loading."""
+    def keep(self, job: Job, model: torch.nn.Module, base: LoadedBase, structure: Structure) -> None:
+        """Take the adapter off a base, of which all digests are known, and keep it."""
         merged = {
             id(tensor)
             for _, layer in adapted_layers(model)
@@ -81,9 +72,7 @@ class BaseKeeper:
             for tensor in layer.get_base_layer().parameters()
         }
         if structure.restore():
-            self._kept = _Kept(
-                key=self._key(job), base=base, structure=structure, digests=digests, merged=frozenset(merged)
-            )
+            self._kept = _Kept(key=self._key(job), base=base, structure=structure, merged=frozenset(merged))
 
     def take(self, job: Job) -> Taken | str | None:
         """Return the base of the case before; None where there is none for this case, or why it cannot be used."""
@@ -96,15 +85,16 @@ class BaseKeeper:
             restored += id(tensor) in kept.merged and _restore(files, name)
         found = {name: digest(tensor) for name, tensor in base.tensors.items()}
         for name, here in found.items():
-            if here.value != kept.digests[name].value and _restore(files, name):
+            if here.value != base.digests[name].value and _restore(files, name):
                 restored += 1
                 found[name] = digest(base.tensors[name])
-        different = [name for name, here in found.items() if here.value != kept.digests[name].value]
+        different = [name for name, here in found.items() if here.value != base.digests[name].value]
         if different:
             return f"{different[0]} is not what it was before the adapter of the case before"
         if not kept.structure.restore():
             return "tensors that shared their memory no longer do"
-        return Taken(base=base, structure=kept.structure, digests=found, restored=restored)
+        base = dataclasses.replace(base, digests=found)
+        return Taken(base=base, structure=kept.structure, restored=restored)
 
     def _key(self, job: Job) -> object:
         if job.folder not in self._keys:

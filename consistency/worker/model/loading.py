@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 from safetensors import SafetensorError
@@ -71,6 +72,8 @@ class LoadedBase:
     `consistency.worker.model.head_class`, which are the same everywhere; torch's own random values are not."""
     persistent: frozenset[str]
     """Names of the state dict: parameters and persistent buffers."""
+    digests: dict[str, TensorDigest] = field(default_factory=dict)
+    """Of the tensors as they were loaded, before any adapter, by name, as far as `digest_of` was asked for them."""
     in_file: dict[str, TensorDigest] = field(default_factory=dict)
     """Of the values that the files imply, by name in the model, as far as they were read."""
     not_finite: dict[str, int] = field(default_factory=dict)
@@ -87,6 +90,12 @@ class LoadedBase:
             if tensor.is_floating_point() and tensor.itemsize > 1:
                 elements[name_of(tensor.dtype)] += tensor.numel()
         return elements.most_common(1)[0][0] if elements else "none"
+
+    def digest_of(self, name: str, tensor: torch.Tensor) -> TensorDigest:
+        """Return the digest of a tensor on the device, which is computed once: before any adapter is loaded."""
+        if name not in self.digests:
+            self.digests[name] = digest(tensor)
+        return self.digests[name]
 
     def on_device(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor, or those of `names`, on the device: an offloaded one until the next is taken."""
@@ -115,6 +124,21 @@ class LoadedBase:
         return self.files.read(key).to(self.tensors[name].dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """An adapter on its base."""
+
+    model: torch.nn.Module
+    """PEFT's model."""
+    origins: Mapping[str, str]
+    """Name in the base of each of its tensors, by name in `model`: PEFT's layer replication numbers layers anew."""
+    initial: Mapping[str, str]
+    """Digest of each of the adapter's parameters before its file was loaded into them, by name; empty where nobody
+    asked for it."""
+    detour: str
+    """What another device said that PEFT loads by way of and that failed; empty where it did not."""
+
+
 def load_base(
     case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None, offload: bool = False
 ) -> LoadedBase:
@@ -131,7 +155,7 @@ def load_base(
     # a tensor in no file has no name there, even where a name looks similar (`classifier.dense`, `lm_head.dense`)
     filled = {name: tensor for name, tensor in tensors.items() if name not in missing}
     names = {} if files is None else file_names(filled, files)
-    _take_apart(model, tensors, names, files)
+    tensors, names = _taken_apart(model, tensors, names, files)
     persistent = frozenset(model.state_dict(keep_vars=True))
     return LoadedBase(
         model=model, files=files, tensors=tensors, file_names=names, not_in_file=missing, persistent=persistent,
@@ -139,10 +163,17 @@ def load_base(
     )  # fmt: skip
 
 
-def _take_apart(
-    model: torch.nn.Module, tensors: dict[str, torch.Tensor], names: dict[str, str], files: WeightFiles | None
-) -> None:
-    """Put what stores the quantized weights of a model in the place of these: codes, scales, tables."""
+def _taken_apart(
+    model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], files: WeightFiles | None
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return tensors, and names in the files, with what stores a quantized weight in its place: codes, scales, tables.
+
+    Parameters
+    ----------
+    names : mapping of str to str
+        Name in the files, by name in the model.
+    """
+    tensors, names = dict(tensors), dict(names)
     in_file = set() if files is None else set(files.names())
     for layer, module in quantized_layers(model):
         weight = f"{layer}.weight" if layer else "weight"
@@ -153,6 +184,7 @@ def _take_apart(
             tensors[name] = tensor
             if key in in_file:
                 names[name] = key
+    return tensors, names
 
 
 def _offloaded(model: torch.nn.Module, device: str) -> Offload:
@@ -167,28 +199,32 @@ def load_adapter(
     base: LoadedBase,
     case: Case,
     *,
-    initial: dict[str, str] | None = None,
-    origins: dict[str, str] | None = None,
     autocast: bool = True,
     instead: NamedAdapter | None = None,
-    detours: list[str] | None = None,
-) -> torch.nn.Module:
-    """Load the case's adapter onto the base by PEFT's default load path; `autocast` is its `autocast_adapter_dtype`.
+    notes_initial: bool = False,
+) -> LoadedAdapter:
+    """Load the case's adapter onto the base by PEFT's default load path.
 
     Where a device fails that PEFT loads by way of, and the base's own does not, the adapter is loaded straight to that
-    one, and `detours` gets what the other said.
+    one.
 
-    Where `instead` is given, it is loaded instead, under its own name.
-
-    Where `initial` is given, it is filled with the digests that the adapter's parameters had before its file was loaded
-    into them, by name; `origins` with the name in the base of each of its tensors by the name in PEFT's model.
+    Parameters
+    ----------
+    autocast : bool
+        PEFT's argument `autocast_adapter_dtype`.
+    instead : NamedAdapter, optional
+        Loaded in the place of the case's adapter, under its own name.
+    notes_initial : bool
+        Whether to take digests of the adapter's parameters before its file is loaded into them.
     """
     import peft
     import transformers
 
     path = case.adapter if instead is None else instead.path
     assert path is not None
-    recording = nullcontext() if initial is None else _recording_initial_values(base, initial)
+    noting: AbstractContextManager[dict[str, str]] = nullcontext({})
+    if notes_initial:
+        noting = _noting_initial_values(base)
     if base.offload is not None:
         base.offload.detach()
     # by default PEFT copies by way of the first accelerator, which is no way for a reference on the CPU
@@ -199,8 +235,8 @@ def load_adapter(
         own = device_of(base.model)
         with (
             _as_input_error(UNUSABLE, problem, where=path, hint=hint, device=own),
-            _past_another_device(own, [] if detours is None else detours),
-            recording,
+            _past_another_device(own) as detours,
+            noting as initial,
         ):
             model = peft.PeftModel.from_pretrained(
                 base.model, path, adapter_name=ADAPTER_NAME if instead is None else instead.name,
@@ -226,13 +262,17 @@ def load_adapter(
         raise
     assert isinstance(model, torch.nn.Module)
     model.eval()
-    if origins is not None:  # while the objects are those of the base: an offloaded one gets others
-        of_base = {id(tensor): name for name, tensor in base.tensors.items()}
-        named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        origins.update((name, of_base[id(t)]) for name, t in chain.from_iterable(named) if id(t) in of_base)
+    origins = _origins(model, base)  # while the objects are those of the base: an offloaded one gets others
     if base.offload is not None:
         base.offload.attach(model)
-    return model
+    return LoadedAdapter(model=model, origins=origins, initial=initial, detour=detours[0] if detours else "")
+
+
+def _origins(model: torch.nn.Module, base: LoadedBase) -> dict[str, str]:
+    """Return the name in the base of each of its tensors, by name in the model with the adapter."""
+    of_base = {id(tensor): name for name, tensor in base.tensors.items()}
+    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: of_base[id(tensor)] for name, tensor in chain.from_iterable(named) if id(tensor) in of_base}
 
 
 @contextmanager
@@ -272,25 +312,22 @@ def _conversions_raise() -> Iterator[None]:
                 raise skipped.__context__ from None
             raise
 
-    core_model_loading.log_conversion_errors = raising
-    try:
+    with mock.patch.object(core_model_loading, "log_conversion_errors", raising):
         yield
-    finally:
-        core_model_loading.log_conversion_errors = real
 
 
 def load_model(case: Case, device: str) -> torch.nn.Module:
     """Load the base of a case, with its adapter if it has one."""
     base = load_base(case, device)
-    return base.model if case.adapter is None else load_adapter(base, case)
+    return base.model if case.adapter is None else load_adapter(base, case).model
 
 
 @contextmanager
-def _past_another_device(own: torch.device, detours: list[str]) -> Iterator[None]:
-    """Let PEFT load a file straight to a device, where the one fails by way of which it loads."""
+def _past_another_device(own: torch.device) -> Iterator[list[str]]:
+    """Let PEFT load a file straight to a device, where the one fails by way of which it loads; yield what that said."""
     from peft import PeftModel
 
-    real = PeftModel.load_adapter
+    real, detours = PeftModel.load_adapter, list[str]()
 
     def load(model: Any, *args: Any, **options: Any) -> Any:
         try:
@@ -302,20 +339,17 @@ def _past_another_device(own: torch.device, detours: list[str]) -> Iterator[None
             detours.append(said.words)
         return real(model, *args, **{**options, "torch_device": str(own)})
 
-    PeftModel.load_adapter = load
-    try:
-        yield
-    finally:
-        PeftModel.load_adapter = real
+    with mock.patch.object(PeftModel, "load_adapter", load):
+        yield detours
 
 
 @contextmanager
-def _recording_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iterator[None]:
+def _noting_initial_values(base: LoadedBase) -> Iterator[dict[str, str]]:
     """Take digests as PEFT begins to load the file: the adapter is in place and still at initialization."""
     from peft import PeftModel
 
     of_base = base.addresses()
-    real = PeftModel.load_adapter
+    real, initial = PeftModel.load_adapter, dict[str, str]()
 
     def look(model: Any, *args: Any, **options: Any) -> Any:
         for name, tensor in model.named_parameters():
@@ -325,11 +359,8 @@ def _recording_initial_values(base: LoadedBase, initial: dict[str, str]) -> Iter
                 initial.setdefault(name, digest(tensor).value)
         return real(model, *args, **options)
 
-    PeftModel.load_adapter = look
-    try:
-        yield
-    finally:
-        PeftModel.load_adapter = real
+    with mock.patch.object(PeftModel, "load_adapter", look):
+        yield initial
 
 
 def class_and_labels(case: Case) -> tuple[Any, int | None]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import is_dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
@@ -81,11 +82,8 @@ def taking(layer: Any, deltas: Mapping[str, torch.Tensor]) -> Iterator[None]:
         known = adapter in deltas and deltas[adapter]._version == versions[adapter]
         return deltas[adapter] if known else real(adapter)
 
-    layer.get_delta_weight = get_delta_weight
-    try:
+    with mock.patch.object(layer, "get_delta_weight", get_delta_weight):
         yield
-    finally:
-        del layer.get_delta_weight
 
 
 def weight_of(layer: Any) -> torch.Tensor:

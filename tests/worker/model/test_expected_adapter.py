@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore")]  # PEFT and transformers war
 def test_looking_for_the_places_loads_nothing(llama: Path) -> None:
     adapter = on_llama(llama, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     case = case_of(llama, adapter)
-    model = load_adapter(load_base(case, "cpu"), case)
+    model = load_adapter(load_base(case, "cpu"), case).model
     name, prompt = next((n, p) for n, p in model.named_parameters() if n.startswith("prompt_encoder"))
     with torch.no_grad():
         prompt.zero_()
@@ -34,7 +34,7 @@ def test_looking_for_the_places_loads_nothing(llama: Path) -> None:
 def test_a_prompt_that_its_method_takes_apart_is_compared_part_by_part(llama: Path) -> None:
     adapter = on_llama(llama, peft.CartridgeConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_frozen_tokens=1))
     case = case_of(llama, adapter)
-    model = load_adapter(load_base(case, "cpu"), case)
+    model = load_adapter(load_base(case, "cpu"), case).model
     parts = {name: p for name, p in model.named_parameters() if name.startswith("prompt_encoder")}
     assert len(parts) == 2
     with torch.no_grad():

@@ -40,7 +40,7 @@ def both(folder: Path, method: str | None) -> tuple[Any, LoadedBase, Any]:
     adapter = None if method is None else on_llama(folder, METHODS[method])
     case = case_of(folder, adapter)
     base = load_base(case, "cpu", offload=True)
-    return load_model(case, "cpu"), base, base.model if adapter is None else load_adapter(base, case)
+    return load_model(case, "cpu"), base, base.model if adapter is None else load_adapter(base, case).model
 
 
 @pytest.mark.parametrize("method", [None, *METHODS])
@@ -94,7 +94,7 @@ def test_layers_inside_a_module_with_weights_of_its_own_are_merged_once(masked_b
     plain = transformers.BertForMaskedLM.from_pretrained(masked_bert)
     adapter = adapter_on(plain, peft.LoraConfig(r=2, target_modules=["dense"]), masked_bert.parent / "adapter")
     case = case_of(masked_bert, adapter)
-    models = (load_model(case, "cpu"), load_adapter(load_base(case, "cpu", offload=True), case))
+    models = (load_model(case, "cpu"), load_adapter(load_base(case, "cpu", offload=True), case).model)
     expected, found = (in_merged(model, functools.partial(activations, model, INPUTS)) for model in models)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

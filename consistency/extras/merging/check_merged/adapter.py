@@ -309,11 +309,11 @@ def _loaded(case: Case, stored: str, plain: Mapping[str, Target]) -> Adapter:
         if loaded.dtype == of_base:
             break
         of_base = loaded.dtype
-        origins: dict[str, str] = {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with determinism.seeded():  # every call says the same
-                model = load_adapter(loaded, case, origins=origins)  # in float32, as autocast_adapter_dtype has it
+                adapted = load_adapter(loaded, case)  # in float32, as autocast_adapter_dtype has it
+        model, origins = adapted.model, adapted.origins
         taken: set[tuple[str, str]] = set()
         for name, layer in adapted_layers(model):
             for part, _ in layer.get_base_layer().named_parameters():

@@ -82,13 +82,13 @@ def _loaded(context: Context) -> MultiAdapterModel:
             inputs = None
     for done, one in enumerate(case.adapters):
         context.events.step(f"{one.name} alone", done, len(case.adapters))
-        model: Any = load_adapter(context.base, case, instead=one, autocast=context.job.autocast_adapter_dtype)
+        model: Any = load_adapter(context.base, case, instead=one, autocast=context.job.autocast_adapter_dtype).model
         if inputs is not None:
             alone[one.name] = results(model, inputs)
         del model
         bare.restore()
     first, *others = case.adapters
-    model = load_adapter(context.base, case, instead=first, autocast=context.job.autocast_adapter_dtype)
+    model = load_adapter(context.base, case, instead=first, autocast=context.job.autocast_adapter_dtype).model
     for one in others:
         with model_code(context.device, f"PEFT does not load {one.name} beside {first.name}: ", kinds=UNUSABLE):
             model.load_adapter(

@@ -98,12 +98,12 @@ def load(case: Case, layout: Layout, device: torch.device, folder: Path) -> torc
         base = load_base(case, str(device), device_map=layout.device_map)
         if DISK in dict(getattr(base.model, "hf_device_map", None) or {}).values():
             raise InputError("the devices do not hold the model, and transformers would put a part on the disk")
-        return base.model if case.adapter is None else load_adapter(base, case)
+        return base.model if case.adapter is None else load_adapter(base, case).model
     from accelerate import dispatch_model
 
     assert not isinstance(layout.device_map, str)
     base = load_base(case, "cpu")
-    model = base.model if case.adapter is None else load_adapter(base, case)
+    model = base.model if case.adapter is None else load_adapter(base, case).model
     prefix = next(name for name, part in model.named_modules() if part is base.model)
     dotted = f"{prefix}." if prefix else ""
     laid_out = {f"{dotted}{name}" if name else prefix: place for name, place in layout.device_map.items()}

@@ -100,7 +100,7 @@ def run(context: Context) -> None:
     def alone() -> torch.nn.Module:
         base = load_base(case, str(context.device))
         ways.extend(layouts(case, context.device, base.model))  # before PEFT renames the modules
-        return base.model if case.adapter is None else load_adapter(base, case)
+        return base.model if case.adapter is None else load_adapter(base, case).model
 
     pinned = _answer(context, Layout(name=PINNED, device_map={"": str(context.device)}), inputs, alone)
     if pinned is None:

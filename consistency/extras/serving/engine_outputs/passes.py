@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -168,14 +169,10 @@ def plain(layers: Sequence[Any]) -> Iterator[None]:
 @contextmanager
 def without(modules: Sequence[Any]) -> Iterator[None]:
     """Disable the adapter in some modules: adapted layers, or modules that it saves whole."""
-    kept = [module._disable_adapters for module in modules]
-    try:
+    with ExitStack() as stack:
         for module in modules:
-            module._disable_adapters = True
+            stack.enter_context(mock.patch.object(module, "_disable_adapters", True))
         yield
-    finally:
-        for module, value in zip(modules, kept, strict=True):
-            module._disable_adapters = value
 
 
 @contextmanager

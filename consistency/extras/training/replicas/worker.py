@@ -25,7 +25,7 @@ from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import AVERAGED, UPDATED, batches_of, own_gradients, trained_by
 from consistency.numerics import words
-from consistency.numerics.digest import TensorDigest, digest
+from consistency.numerics.digest import digest
 from consistency.numerics.rules import Rule
 from consistency.worker.context import Context
 from consistency.worker.training.backward import parts_of, put_back, trainable
@@ -115,7 +115,7 @@ class _Replica:
             raise RuntimeError(f"DistributedDataParallel changed {counted(len(changed), 'tensor')} of the base")
 
     def _changed(self) -> list[str]:
-        known: dict[str, TensorDigest] = self._context.digests
+        known = self._context.base.digests
         rewritten = self._context.rewritten
         return [
             name

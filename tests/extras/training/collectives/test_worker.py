@@ -11,6 +11,7 @@ import pytest
 
 from consistency.capture.names import SUM_OVER_RANKS
 from consistency.capture.reader import read_capture
+from consistency.capture.writer import CaptureWriter
 from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.stage import Level
@@ -21,6 +22,7 @@ from consistency.extras.training.collectives.operations import (
     SIZES_OF_SOME,
     groups_of,
 )
+from consistency.extras.training.collectives.spec import COLLECTIVES
 from consistency.launch.local import _form_groups
 from consistency.numerics.rules import Rule
 from consistency.worker.faults.catalogue import FAULTS
@@ -28,7 +30,7 @@ from consistency.worker.faults.fault import Need
 from consistency.workflows.drill import DrillRow, choose, drill, prepare_trials
 from tests.accelerator.fixtures import Warm
 from tests.conftest import Cli
-from tests.extras.training.collectives.made_assignments import assigned
+from tests.launch.made_assignments import on_devices
 from tests.launch.warm import forked_workers
 
 pytestmark = pytest.mark.process
@@ -144,13 +146,14 @@ def test_a_rank_that_leaves_is_named_and_the_others_keep_what_they_have(of_two: 
 
 
 def test_ranks_are_workers_of_one_kind_that_run_side_by_side(tmp_path: Path) -> None:
-    of_cpu = [assigned(tmp_path, name) for name in ("cpu", "cpu@baseline")]
+    with CaptureWriter(tmp_path / "capture") as writer:
+        of_cpu = on_devices(writer, COLLECTIVES, "cpu", "cpu@baseline")
+        mixed = on_devices(writer, COLLECTIVES, "cpu", "cuda:0", "cuda:1", "npu:0")
+        other = on_devices(writer, standard.OPERATORS, "cpu", "cpu@baseline")
     _form_groups(of_cpu, stall_s=60)
     assert [one.group and one.group.ranks for one in of_cpu] == [("cpu", "cpu@baseline")] * 2
     assert [one.group and one.group.rank for one in of_cpu] == [0, 1]
-    mixed = [assigned(tmp_path, name) for name in ("cpu", "cuda:0", "cuda:1", "npu:0")]
     _form_groups(mixed, stall_s=60)
     assert [one.group and one.group.ranks for one in mixed] == [None, ("cuda:0", "cuda:1"), ("cuda:0", "cuda:1"), None]
-    other = [assigned(tmp_path, name, stages=(standard.OPERATORS,)) for name in ("cpu", "cpu@baseline")]
     _form_groups(other, stall_s=60)
     assert [one.group for one in other] == [None, None]

@@ -1,0 +1,84 @@
+"""One case of a task while its capture is being made: what all of its workers share."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from consistency.capture import origin
+from consistency.capture.folder import SCHEMA, CaptureManifest, worker_slug
+from consistency.capture.records import WorkerInfo
+from consistency.capture.version import __version__
+from consistency.capture.writer import CaptureWriter
+from consistency.case import standard
+from consistency.case.load_path import LoadPath
+from consistency.devices.host import HostFacts, since
+from consistency.errors import ConsistencyError
+from consistency.launch.engine import Captured, CaseTask
+from consistency.launch.plan import WorkerPlan
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenCase:
+    """A case whose capture is being made; every worker's assignment refers to it."""
+
+    number: int
+    """Of the case in the task."""
+    task: CaseTask
+    writer: CaptureWriter
+    scratch: Path
+    """A folder that the workers of the case share, and that no other case uses."""
+    workers_left: int = field(init=False)
+    """Workers that have not ended it."""
+    before: HostFacts | None = None
+    """Of the host when its first worker began."""
+    error: ConsistencyError | None = None
+    """What a worker found wrong with the files of the case: there is no capture then."""
+
+    def __post_init__(self) -> None:
+        self.workers_left = len(self.plans)
+
+    @property
+    def plans(self) -> list[WorkerPlan]:
+        return [plan for wave in self.task.waves for plan in wave]
+
+    def close(self, after: HostFacts) -> Captured:
+        """Commit the capture when the last worker has ended."""
+        remove_scratch(self.scratch)
+        if self.error is not None:
+            return Captured(task=self.task, error=self.error)
+        judges = standard.FORWARD in self.task.case.stages
+        engines = [self._engine(one.name) for one in self.task.case.engine_outputs if judges]
+        manifest = CaptureManifest(
+            schema=SCHEMA,
+            tool=__version__,
+            created=origin.now(),
+            host=origin.host(),
+            command=origin.command(),
+            case=self.task.case,
+            workers=(*(plan.slug for plan in self.plans), *engines),
+            host_facts=since(self.before or after, after),
+        )
+        return Captured(task=self.task, captures=(self.writer.commit(manifest),))
+
+    def _engine(self, name: str) -> str:
+        """Return the folder of an inference engine whose outputs a worker has judged; say so where none has."""
+        slug = worker_slug(name, LoadPath.ISOLATED)
+        if not (self.writer.worker_folder(slug) / "worker.json").exists():
+            maker = next((plan.name for plan in self.plans if plan.makes_reference), "the reference worker")
+            reason = f"its outputs were not judged: {maker} computed no float64 reference"
+            (self.writer.worker_folder(slug) / "records.jsonl").touch()
+            self.writer.write_worker(slug, WorkerInfo(
+                architecture=name, model="", name=name, load_path=LoadPath.ISOLATED, status="lost",
+                reason=reason, engine=name,
+            ))  # fmt: skip
+        return slug
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove a scratch folder, of which a store of torch.distributed removes its own file once a rank has left."""
+    while folder.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
