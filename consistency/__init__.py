@@ -89,9 +89,13 @@ def _home_in_an_extra(name: str) -> str | None:
 
     if name.startswith("__") or is_there(f"consistency.{name}"):
         return None
-    from consistency.plugins import api
+    from consistency import plugins
 
-    return api().get(name)
+    extra = plugins.absent("api").get(name)
+    if extra is not None:
+        sentence = plugins.not_installed(f"consistency.{name}", extra)
+        raise AttributeError(f"{sentence}: {plugins.INSTALL}")
+    return plugins.api().get(name)
 
 
 def __dir__() -> list[str]:

@@ -38,6 +38,8 @@ class Plugin(NamedTuple):
         What it is called where somebody is told that it is there, or that it is not.
     commands : mapping of str to str
         Module by the name of a command of `consistency`; its `add` declares the command.
+    options : tuple of str
+        Fields of `consistency.Options` that nothing but this extra reads.
     stages : tuple of str
         Stages, `module:NAME`, each a `consistency.case.stage.StageSpec`; no torch there.
     glossary : tuple of str
@@ -73,6 +75,7 @@ class Plugin(NamedTuple):
 
     name: str
     commands: Mapping[str, str] = {}
+    options: tuple[str, ...] = ()
     stages: tuple[str, ...] = ()
     glossary: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
@@ -186,6 +189,32 @@ def note_failure(what: str, error: BaseException) -> None:
 def failures() -> tuple[Failure, ...]:
     """Return what other distributions offered, as far as it was asked for, and cannot be used."""
     return tuple(_failures)
+
+
+INSTALL = "pip install --force-reinstall --no-deps peft-consistency brings it back"
+"""What to do where an extra of this package is not installed."""
+
+
+@functools.cache
+def absent(part: str) -> dict[str, str]:
+    """Return what is not here of the commands, stages, options or names (`api`) of this package, each with its extra.
+
+    A file beside this module says what each extra adds, since one that is not here cannot.
+    """
+    import json
+
+    try:
+        content = (Path(__file__).parent / "extras.json").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    there = {plugin.name for plugin in own()}
+    added_by: dict[str, dict[str, list[str]]] = json.loads(content)
+    return {name: extra for extra, parts in added_by.items() if extra not in there for name in parts[part]}
+
+
+def not_installed(what: str, extra: str) -> str:
+    """Return the sentence for what somebody asks of an extra that is not here."""
+    return f"{what} is a part of the extra {extra}, which is not installed here"
 
 
 def commands(named: str | None = None) -> dict[str, list[str]]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import consistency
+from benchmarks.extras_index import FILE, text
 from consistency import plugins
-from consistency.cli.main import COMMANDS, build_parser
+from consistency.case import preflight
+from consistency.case.options import Options
+from consistency.case.reading import make_options
+from consistency.case.stage import Stage
+from consistency.case.stages import SPECS
+from consistency.cli.main import COMMANDS, build_parser, main
 from consistency.cli.parser import statuses_by_command
+from consistency.errors import UsageError
 
 PLUGIN = """
 import enum
@@ -140,7 +149,7 @@ def test_a_distribution_that_fails_costs_itself_alone_and_is_named(distribution:
     done = python(distribution, CLI.format(words=["greet"]))
     assert done.returncode == 2
     assert told in done.stderr
-    done = python(distribution, CLI.format(words=["explain", "merge-overflow"]))
+    done = python(distribution, CLI.format(words=["check-merged", "--help"]))
     assert (done.returncode, done.stderr) == (0, ""), "and who does not need it is told nothing"
 
 
@@ -159,3 +168,72 @@ def test_a_command_that_fails_costs_itself_alone_and_is_named(distribution: Path
     assert "check-merged" in done.stdout
     assert "consistency: the command greet of ours.command cannot be used: " in done.stderr
     assert said in done.stderr
+
+
+# --- an extra that is not installed -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Return a function that takes an extra away."""
+
+    def take(name: str) -> None:
+        rest = tuple(plugin for plugin in plugins.own() if plugin.name != name)
+        monkeypatch.setattr(plugins, "own", lambda: rest)
+        plugins.absent.cache_clear()
+
+    yield take
+    plugins.absent.cache_clear()
+
+
+def test_what_extras_add_is_written_down() -> None:
+    assert FILE.read_text(encoding="utf-8") == text(), "run: python -m benchmarks.extras_index --write"
+
+
+def test_nothing_is_absent_here() -> None:
+    assert [plugins.absent(part) for part in ("commands", "stages", "options", "api")] == [{}] * 4
+
+
+@pytest.mark.parametrize("command", ["check-merged", "diff"])
+def test_a_command_of_an_absent_extra_is_named(
+    without: Callable[[str], None], capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    without("merging")
+    assert main([command, "a", "b"]) == 2
+    said = capsys.readouterr().err
+    assert f"consistency {command} is a part of the extra merging, which is not installed here" in said
+    assert "pip install" in said
+    assert f"    {command} " not in build_parser().format_help()
+
+
+def test_a_name_of_an_absent_extra_is_named(without: Callable[[str], None]) -> None:
+    without("merging")
+    with pytest.raises(AttributeError, match=r"consistency\.diff is a part of the extra merging, which is not inst"):
+        consistency.diff  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        consistency.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("extra", "option"),
+    [("training", "steps"), ("operations", "soak"), ("peft_api", "wrapper"), ("serving", "engine_outputs")],
+)
+def test_an_option_of_an_absent_extra_is_refused_and_not_ignored(
+    without: Callable[[str], None], extra: str, option: str
+) -> None:
+    given = {"steps": 3, "soak": 60.0, "wrapper": "python:a:b", "engine_outputs": ("vllm=a.safetensors",)}
+    options = dataclasses.replace(Options(base="builtin:llama"), **{option: given[option]})  # type: ignore[arg-type]
+    without(extra)
+    with pytest.raises(UsageError, match=f"is a part of the extra {extra}, which is not installed here"):
+        preflight.prepare_case(options)
+
+
+def test_a_stage_of_an_absent_extra_is_named(without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    without("training")
+    monkeypatch.delitem(SPECS, Stage("trajectory"))
+    with pytest.raises(
+        UsageError, match="the stage trajectory is a part of the extra training, which is not installed"
+    ):
+        make_options({"stages": "base,trajectory"})
+    with pytest.raises(UsageError, match="unknown stage: nothing"):
+        make_options({"stages": "base,nothing"})

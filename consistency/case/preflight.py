@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from consistency import plugins
 from consistency.case.adapter_fit import check_files
 from consistency.case.builtin import resolve
 from consistency.case.case import Case
@@ -18,7 +19,7 @@ from consistency.case.engine_file import EngineFile
 from consistency.case.inference.outputs import check_files_of, read_outputs
 from consistency.case.inputs_file import check_inputs_file
 from consistency.case.named_adapters import NamedAdapter
-from consistency.case.options import Edge, Options
+from consistency.case.options import OPTIONS, Edge, Options
 from consistency.case.recognition import name_of
 from consistency.case.stage import Adapters, Stage
 from consistency.case.stages import LEVELS, SPECS, requested, with_judges
@@ -212,8 +213,18 @@ def _similar(path: Path) -> str | None:
     return close and close.replace(" mean ", f" mean {path.parent}/", 1)
 
 
+def _refuse_absent(options: Options) -> None:
+    """Raise UsageError for an option that nothing here reads: its extra is not installed."""
+    for field, extra in plugins.absent("options").items():
+        if getattr(options, field):
+            name = next(option.name for option in OPTIONS if option.attribute == field)
+            sentence = plugins.not_installed(f"the option {name}", extra)
+            raise UsageError(sentence, where=Edge.COMMAND_LINE.spell(name), hint=plugins.INSTALL)
+
+
 def _stages(options: Options) -> tuple[Stage, ...]:
     """Return the stages of `--stages`, or those of the level and of the options that ask for one."""
+    _refuse_absent(options)
     if options.wrapper is not None:
         _check_function(options.wrapper, what="wrapper", where="--wrapper")
     asked = options.stages

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 import msgspec
 
+from consistency import plugins
 from consistency.case.duration import parse_duration
 from consistency.case.engine_file import EngineFile, as_engine_files, files_from
 from consistency.case.load_path import GRAMMAR, LoadPath
@@ -179,12 +180,21 @@ def _members(known: Iterable[E], names: Iterable[str], noun: str, where: str, *,
     chosen = set(names)
     unknown = sorted(chosen.difference(every))
     if unknown:
+        _refuse_absent(noun, unknown[0], where)
         raise UsageError(
             f"unknown {noun}: {unknown[0]}", where=where, wanted=wanted, hint=did_you_mean(unknown[0], every)
         )
     if not chosen:
         raise UsageError(f"no {noun} given", where=where, wanted=wanted)
     return tuple(member for member in every if member in chosen)
+
+
+def _refuse_absent(noun: str, name: str, where: str) -> None:
+    """Raise UsageError for what an extra adds that is not installed."""
+    extra = plugins.absent("stages").get(name) if noun == "stage" else None
+    if extra is not None:
+        sentence = plugins.not_installed(f"the stage {name}", extra)
+        raise UsageError(sentence, where=where, hint=plugins.INSTALL)
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

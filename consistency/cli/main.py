@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 from consistency.capture.origin import running
 from consistency.capture.version import __version__
 from consistency.cli.parser import CLOSED_PIPE, OF_EVERY_COMMAND, OUR_MISTAKE, VERDICT, Parser, adder, layout
-from consistency.errors import ConsistencyError, InterruptedRunError, first_line
+from consistency.errors import ConsistencyError, InterruptedRunError, UsageError, first_line
 from consistency.optional import is_there
 
 COMMANDS: dict[str, tuple[str, ...]] = {
@@ -142,10 +142,21 @@ def build_parser(named: str | None = None) -> argparse.ArgumentParser:
     }
     if not any(named in commands for commands in modules.values()):
         modules |= _of_plugins(named)
+        if named is not None and not any(named in commands for commands in modules.values()):
+            _refuse_absent(named)
     there = [module for module in modules if is_there(module)]
     for module in [module for module in there if named in modules[module]] or there:
         _add(module, modules[module], command)
     return parser
+
+
+def _refuse_absent(command: str) -> None:
+    """Raise UsageError for a command of an extra that is not installed."""
+    from consistency import plugins
+
+    extra = plugins.absent("commands").get(command)
+    if extra is not None:
+        raise UsageError(plugins.not_installed(f"consistency {command}", extra), hint=plugins.INSTALL)
 
 
 def _of_plugins(named: str | None) -> dict[str, list[str]]:

@@ -9,6 +9,7 @@ _STAGES = ("adapters", "sharding", "wrapping")
 
 PLUGIN = Plugin(
     name="peft_api",
+    options=("adapters", "device_map", "wrapper"),
     stages=tuple(f"{_PEFT_API}.{stage}.spec:SPEC" for stage in _STAGES),
     faults=tuple(f"{_PEFT_API}.{stage}.faults:ROWS" for stage in _STAGES),
     # these import torch when they are used

@@ -11,13 +11,10 @@ _ENGINES = "consistency.extras.serving.engines"
 
 PLUGIN = Plugin(
     name="serving",
+    options=("engine_outputs",),
     stages=(f"{_GENERATION}.spec:SPEC",),
     faults=(f"{_GENERATION}.faults:ROWS",),
-    kinds=(
-        "consistency.capture.engine_causes:Cause",
-        f"{_GENERATION}.findings:KINDS",
-        f"{_ENGINE_OUTPUTS}.findings:KINDS",
-    ),
+    kinds=("consistency.capture.engine_causes:Cause", "consistency.extras.serving.kinds:KINDS"),
     finders=(f"{_GENERATION}.findings:UNDECIDED_TEXTS", f"{_ENGINE_OUTPUTS}.findings:ENGINES"),
     sections=(f"{_GENERATION}.page:SECTION",),
     output_judges=(f"{_ENGINE_OUTPUTS}.judging:JUDGE",),

@@ -12,15 +12,11 @@ from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import Finding, Outcome, TensorComparison
 from consistency.extras.training.collectives.spec import COLLECTIVES
+from consistency.extras.training.kinds import HEALTHY_SPLIT, REPLICA_DRIFT
 from consistency.extras.training.shards.spec import UNSYNCHRONIZED
 from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
-
-REPLICA_DRIFT = kinds.declare("replica-drift")
-HEALTHY_SPLIT = kinds.declare("healthy-split")
-
-KINDS = (REPLICA_DRIFT, HEALTHY_SPLIT)
 
 _BEFORE = "add the adapter before fully_shard, as accelerate and transformers' Trainer do"
 

@@ -9,9 +9,10 @@ _STAGES = ("trajectory", "collectives", "replicas", "shards", "tensor_parallel")
 
 PLUGIN = Plugin(
     name="training",
+    options=("steps",),
     stages=tuple(f"{_TRAINING}.{stage}.spec:SPEC" for stage in _STAGES),
     faults=tuple(f"{_TRAINING}.{stage}.faults:ROWS" for stage in _STAGES),
-    kinds=(f"{_TRAINING}.findings:KINDS", f"{_TRAINING}.trajectory.findings:KINDS"),
+    kinds=(f"{_TRAINING}.kinds:KINDS",),
     finders=(f"{_TRAINING}.findings:RANKS", f"{_TRAINING}.trajectory.findings:TRAJECTORIES"),
     sections=(f"{_TRAINING}.trajectory.page:SECTION",),
 )

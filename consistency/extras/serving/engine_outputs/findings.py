@@ -19,13 +19,9 @@ from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
+from consistency.extras.serving.kinds import BATCH_VARIANT, PART_COMPARED
 from consistency.numerics import words
 from consistency.numerics.words import Word
-
-BATCH_VARIANT = kinds.declare("batch-variant")
-PART_COMPARED = kinds.declare("part-compared")
-
-KINDS = (BATCH_VARIANT, PART_COMPARED)
 
 _Rows = list[tuple[TensorComparison, Outcome]]
 

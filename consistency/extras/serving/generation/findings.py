@@ -6,15 +6,11 @@ from collections.abc import Iterator
 
 from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.wording import some
-from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.result import Finding
 from consistency.extras.serving.generation.spec import GENERATION
-
-UNDECIDED_TEXT = kinds.declare("undecided-text")
-
-KINDS = (UNDECIDED_TEXT,)
+from consistency.extras.serving.kinds import UNDECIDED_TEXT
 
 
 def find_undecided_texts(evidence: ComparisonEvidence) -> Iterator[Finding]:

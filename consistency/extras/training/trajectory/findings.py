@@ -12,17 +12,12 @@ import msgspec
 from consistency.capture.names import GRADIENT, UPDATED
 from consistency.capture.wording import counted, some
 from consistency.case.stages import MOVES_WEIGHTS
-from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.next_command import run_again
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
+from consistency.extras.training.kinds import KEPT_TRAJECTORY, LEFT_TRAJECTORY
 from consistency.extras.training.trajectory.spec import TRAJECTORY
-
-LEFT_TRAJECTORY = kinds.declare("left-trajectory")
-KEPT_TRAJECTORY = kinds.declare("kept-trajectory")
-
-KINDS = (LEFT_TRAJECTORY, KEPT_TRAJECTORY)
 
 STAGE = TRAJECTORY
 CURVE, FORWARD, STEPWISE = "curve", "forward", "steps"
