@@ -344,11 +344,11 @@ _ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="split-part-of-another", plant="ranks:part_of_another", expected="swapped", stages=_TENSOR_PARALLEL,
-        needs=(Need.RANKS, Need.PLAN, Need.SPLIT, Need.LORA_B),
+        needs=(Need.RANKS, Need.SPLIT, Need.LORA_B),
     ),
     Fault(
         name="split-scaled-by-ranks", plant="ranks:scaled_by_ranks", expected="settings", stages=_TENSOR_PARALLEL,
-        needs=(Need.RANKS, Need.PLAN, Need.LORA_B),
+        needs=(Need.RANKS, Need.LORA_B),
     ),
     Fault(name="setting-flipped", plant="memory:flip_setting", expected="setting-changed", stages=_MERGED),
     Fault(
