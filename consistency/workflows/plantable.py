@@ -110,7 +110,8 @@ def _seen(healthy: Comparison, case: Case) -> dict[str, Any]:
         "unchecked": unchecked,
         "judged": frozenset(tensor.name for tensor in judged),
         "has_form": all(tensor.rule == Rule.BOUND for tensor in merged),
-        "splits": any(row.evidence.get("split") for tensor in split for row in tensor.outcomes),
+        # where the model was not split, the stage's own reason says why
+        "splits": not split or any(row.evidence.get("split") for tensor in split for row in tensor.outcomes),
     }
 
 
@@ -222,12 +223,6 @@ def _keys(subject: Subject) -> str:
     return "" if has_keys else "the base keeps no keys of its tokens"
 
 
-def _plan(subject: Subject) -> str:
-    if subject.judged is None or any(name.startswith(f"{TENSOR_PARALLEL}::") for name in subject.judged):
-        return ""
-    return "transformers has no plan that splits this model"
-
-
 _REASONS: dict[Need, Callable[[Subject], str]] = {
     Need.ADAPTER: lambda subject: "" if subject.has_adapter else "the case has no adapter",
     Need.ANOTHER_WORKER: lambda subject: "" if subject.workers > 1 else "one device only: nothing to compare it with",
@@ -235,7 +230,6 @@ _REASONS: dict[Need, Callable[[Subject], str]] = {
     Need.THREE_RANKS: lambda subject: (
         "" if subject.ranks > 2 else "no three devices of one type: no two of them form a group beside that of all"
     ),
-    Need.PLAN: _plan,
     Need.SPLIT: lambda subject: "" if subject.splits else "the plan splits no tensor of the adapter",
     Need.WEIGHT_FILE: lambda subject: "" if subject.base_config else "a function makes the base, not a weight file",
     Need.FLOAT32_FILE: lambda subject: (

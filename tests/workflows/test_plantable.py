@@ -6,12 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from consistency.case import standard
 from consistency.case.checkpoint import TensorHeader
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
+from consistency.comparison.result import Comparison, Outcome, TensorComparison
+from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Need
 from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
@@ -89,6 +92,10 @@ def test_every_fault_can_be_planted_in_the_built_in_case() -> None:
             "the base is loaded in float16, whose rounding is larger than this fault",
         ),
         ("split-part-of-another", {"ranks": 2, "splits": False}, "the plan splits no tensor of the adapter"),
+        (
+            "split-scaled-by-ranks", {"ranks": 2, "unchecked": {TENSOR_PARALLEL: "the model has no `tp_plan`"}},
+            "stage tensor-parallel checks nothing of this case: the model has no `tp_plan`",
+        ),
         ("forward-fails", {"workers": 1}, "one device only: nothing to compare it with"),
         ("base-bit-flip", {"base_config": {}}, "a function makes the base, not a weight file"),
         ("adapter-layers-swapped", {"tensors": headers("only")}, "no two tensors of the adapter have the same shape"),
@@ -132,6 +139,31 @@ def test_a_merge_without_a_closed_form_has_no_word_for_what_is_wrong() -> None:
     known, unknown = (Subject(**{**HEALTHY, "has_form": has_form}) for has_form in (True, False))
     assert [expected_in(FAULTS["merge-zeros"], subject) for subject in (known, unknown)] == ["zeros", "differs"]
     assert [expected_in(FAULTS["merge-fails"], subject) for subject in (known, unknown)] == ["missing", "missing"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [
+        (
+            {"status": "skipped", "reason": "the model has no `tp_plan`"},
+            "stage tensor-parallel checks nothing of this case: the model has no `tp_plan`",
+        ),
+        ({"status": "within", "evidence": {}}, "the plan splits no tensor of the adapter"),
+        ({"status": "within", "evidence": {"split": 1}}, ""),
+    ],
+)
+def test_a_run_without_a_fault_says_what_the_plan_splits(outcome: dict[str, Any], why: str) -> None:
+    row = TensorComparison(
+        stage=TENSOR_PARALLEL, load_path="isolated", layer="model.layers.0.q_proj", tensor="weight", shape=(2, 2),
+        dtype="float32", rule="bitwise", classes=(), outcomes=(Outcome(workers=("cpu",), reference=None, **outcome),),
+    )  # fmt: skip
+    healthy = Comparison(
+        case="x", dtype="float32", level="quick", load_paths=("isolated",), verdict="consistent", reference="cpu",
+        workers=(), architectures=(), tensors=(row,), findings=(),
+    )  # fmt: skip
+    case = msgspec.structs.replace(prepare_case(Options()), stages=(TENSOR_PARALLEL,))
+    subject = subject_of(case, workers=2, ranks=2, healthy=healthy)
+    assert why_not(FAULTS["split-part-of-another"], subject) == why
 
 
 def test_every_need_has_a_case_that_lacks_it() -> None:

@@ -39,7 +39,6 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     history.add_argument("--changes", action="store_true", help="what changed, and since when: drift, software, "
                          "inputs, lost workers, missing devices")  # fmt: skip
     history.add_argument("--last", type=int, metavar="N", help="runs to show (default: 30, all with --changes; 0: all)")
-    history.add_argument("--sql", metavar="QUERY", help="query of the tables runs and workers, in SQLite's SQL")
     history.add_argument("--html", type=Path, metavar="FILE",
                          help="write a page: one row per device, one column per run")  # fmt: skip
     keep = history.add_argument_group("remove old runs (nothing is removed without these)").add_argument
@@ -74,11 +73,6 @@ def _history(parsed: argparse.Namespace) -> int:
         raise UsageError("nothing is removed", where="--dry-run", wanted="--keep-runs or --keep-days")
     if parsed.html is not None:
         return _page(parsed, history)
-    if parsed.sql:
-        from consistency.comparison.history.sql import query
-
-        print_json(query(history, parsed.sql))
-        return 0
     console = make_console()
     last = _LAST if parsed.last is None else parsed.last
     rows: list[RunRow] | list[DeviceRow] | list[ChangeRow]

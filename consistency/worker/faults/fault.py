@@ -16,7 +16,6 @@ class Need(enum.Enum):
     ANOTHER_WORKER = enum.auto()
     RANKS = enum.auto()
     THREE_RANKS = enum.auto()
-    PLAN = enum.auto()
     SPLIT = enum.auto()
     WEIGHT_FILE = enum.auto()
     FLOAT32_FILE = enum.auto()

@@ -20,8 +20,6 @@ from consistency.capture.wording import when
 from consistency.cli.main import main
 from consistency.comparison.history.baseline import Accepted, Baseline, accept, apply, read_baseline, with_stale
 from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.records import WorkerRecord
-from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import CaptureError, UsageError
@@ -198,7 +196,7 @@ def test_rows_for_people(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["gone", "."])
 def test_a_folder_without_runs_is_no_history(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for more in ([], ["--json"], ["--device", "cpu"], ["--sql", "SELECT 1"]):
+    for more in ([], ["--json"], ["--device", "cpu"]):
         assert main(["history", str(tmp_path / place), *more]) == 2
         printed = capsys.readouterr()
         assert printed.err.startswith(f"consistency: there is no history at {tmp_path / place}: ")
@@ -206,34 +204,13 @@ def test_a_folder_without_runs_is_no_history(tmp_path: Path, place: str, capsys:
         assert not printed.out
 
 
-def test_history_in_sql(run: Run, tmp_path: Path) -> None:
+def test_the_records_of_a_drift_and_of_its_run(run: Run, tmp_path: Path) -> None:
     run({"cuda:0": "m", "cuda:1": "m"})
     run({"cuda:0": "m", "cuda:1": "x"})
-    history = History(str(tmp_path / "history"))
-    text = "SELECT device, count(*) AS runs FROM workers WHERE len(drift) > 0 GROUP BY device"
-    assert query(history, text) == [{"device": "GPU-cuda:1", "runs": 1}]
-    assert query(history, "SELECT verdict FROM runs ORDER BY run") == [
-        {"verdict": "consistent"},
-        {"verdict": "inconsistent"},
-    ]
-    names = {field.encode_name for field in msgspec.structs.fields(WorkerRecord)}
-    assert query(history, "SELECT * FROM workers LIMIT 1")[0].keys() == names | {"run", "host"}
-    with pytest.raises(UsageError, match="cannot run this query"):
-        query(history, "SELECT nothing FROM workers")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "ATTACH '{0}/other.db' AS other", "VACUUM INTO '{0}/other.db'", "DELETE FROM runs", "PRAGMA journal_mode",
-        "SELECT * FROM pragma_database_list", "SELECT load_extension('{0}/x')", "SELECT readfile('{0}/x')",
-        "SELECT 1; SELECT 2",
-    ],
-)  # fmt: skip
-def test_a_query_reads_the_tables_alone(text: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot run this query"):
-        query(History(str(tmp_path)), text.format(tmp_path))
-    assert list(tmp_path.iterdir()) == []
+    latest, first = History(str(tmp_path / "history")).runs()
+    assert [(worker.device, worker.drift) for worker in latest.workers if worker.drift] == [("GPU-cuda:1", ("merged",))]
+    assert not first.workers.drifted
+    assert [first.verdict, latest.verdict] == ["consistent", "inconsistent"]
 
 
 def test_drift_says_how_far_where_the_earlier_capture_is_at_hand(make_capture: MakeCapture, tmp_path: Path) -> None:

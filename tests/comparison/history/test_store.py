@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import shutil
+import subprocess
 import threading
 from pathlib import Path
 
@@ -12,16 +15,25 @@ import msgspec
 import pytest
 
 from consistency.comparison.history.drift import find_drift
-from consistency.comparison.history.records import RunWorkers
+from consistency.comparison.history.records import Observation, RunWorkers
 from consistency.comparison.history.retention import remove_old
-from consistency.comparison.history.sql import query
 from consistency.comparison.history.store import History
 from consistency.errors import UsageError
 from consistency.numerics.real import Real
 from consistency.report.history import device_rows, run_rows
-from tests.comparison.history.made_fleets import BITS, drifted, fleet_history, fleet_runs, name, workers
+from tests.comparison.history.made_fleets import (
+    BITS,
+    at,
+    drifted,
+    fleet_history,
+    fleet_runs,
+    incidents,
+    name,
+    workers,
+)
 
 NODES = 9
+NIGHTLY = Path(__file__).parents[3] / "docs" / "nightly.md"
 
 
 @pytest.mark.parametrize("nodes", [1, NODES])
@@ -62,28 +74,44 @@ def test_boxes_and_fleets_are_one_history(tmp_path: Path) -> None:
         (8, (), 0), (72, (name(3, 0),), 1), (72, (), 0),
     ]  # fmt: skip
     assert [row.at[:7] for row in device_rows(history, "GPU-0000-0", 0)] == ["2026-02", "2026-01", "2026-01"]
-    counted = "SELECT host, count(*) AS n, count(DISTINCT run) AS nights FROM workers"
-    text = f"{counted} WHERE host IN ('box', 'gpu-0000') GROUP BY host ORDER BY host"
-    assert query(history, text) == [{"host": "gpu-0000", "n": 24, "nights": 3}]
-    assert query(history, "SELECT device FROM workers WHERE len(drift) > 0") == [{"device": "GPU-0003-0"}]
-    assert query(history, "SELECT count(*) AS n FROM runs") == [{"n": 3}]
+    seen = [(run.at, worker.host or run.host, worker) for run in history.runs() for worker in run.workers]
+    here = [run for run, host, _ in seen if host in ("box", "gpu-0000")]
+    assert (len(here), len(set(here))) == (24, 3)
+    assert "box" not in {host for _, host, _ in seen}
+    assert [worker.device for _, _, worker in seen if worker.drift] == ["GPU-0003-0"]
+    assert len(list(history.runs())) == 3
 
 
-def test_in_sql_values_are_those_of_the_records(tmp_path: Path) -> None:
-    """NaN and infinity too, which are beyond any tolerance."""
+def test_values_in_the_file_of_a_run_are_those_of_the_records(tmp_path: Path) -> None:
+    """As `docs/nightly.md` names them for other programs: NaN and infinity too, which are beyond any tolerance."""
     ratios = {name(0, 1): Real("nan"), name(0, 2): Real("inf")}
-    history = fleet_history(tmp_path, 1, 1, lambda _, w: msgspec.structs.replace(w, ratio=ratios.get(w.name, w.ratio)))
-    text = 'SELECT ratio, bits, drift, simulated, "table", run FROM workers ORDER BY name LIMIT 3'
-    rows = query(history, text)
-    assert [row.pop("ratio") for row in rows] == [0.5, "nan", "inf"]
-    (run,) = history.runs()
-    assert rows == [{"bits": BITS, "drift": [], "simulated": False, "table": "0" * 64, "run": run.at}] * 3
-    beyond = query(history, "SELECT name FROM workers WHERE ratio > 1 ORDER BY name")
-    assert [row["name"] for row in beyond] == [name(0, 1), name(0, 2)]
-    assert query(history, "SELECT bits ->> 'base' AS base FROM workers LIMIT 1") == [{"base": "b"}]
-    assert query(history, "SELECT planted, versions, cases FROM runs") == [
-        {"planted": False, "versions": {}, "cases": {}}
-    ]
+    fleet_history(tmp_path, 1, 1, lambda _, w: msgspec.structs.replace(w, ratio=ratios.get(w.name, w.ratio)))
+    (path,) = (tmp_path / "runs").iterdir()
+    run = json.loads(path.read_text())
+    assert run.keys() == {"schema", "at", "host", "case", "verdict", "tool", "workers"}, "what is empty is left out"
+    assert run["schema"] == "consistency.history/2"
+    rows, seen = run["workers"]["rows"], run["workers"]["seen"]
+    assert [row[:3] for row in rows[:2]] == [[name(0, n), f"GPU-0000-{n}", "gpu-0000"] for n in range(2)]
+    assert [seen[row[3]]["ratio"] for row in rows[:4]] == [0.5, "nan", "inf", 0.5]
+    assert {*seen[0]} == {
+        "load_path", "architecture", "model", "status", "software", "inputs", "bits", "table", "verdict", "ratio",
+        "driver",
+    }  # fmt: skip
+    assert all((one["bits"], one["table"]) == (BITS, "0" * 64) for one in seen)
+    page = NIGHTLY.read_text(encoding="utf-8")
+    assert [field for field in Observation.__struct_fields__ if f"`{field}`" not in page] == []
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+def test_the_question_to_the_files_of_runs_that_a_page_has(tmp_path: Path) -> None:
+    """It names each device that drifts, and its first run with that."""
+    fleet_history(tmp_path, NODES, 12, incidents)
+    (question,) = re.findall(r"^jq -r .*?sort [^\n]*$", NIGHTLY.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    ran = subprocess.run(
+        ["sh", "-c", question.replace("HISTORY", '"$0"'), str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == f"GPU-0004-3\t{at(6)}\n"
 
 
 def test_a_list_of_runs_has_the_first_of_many(tmp_path: Path) -> None:
@@ -99,7 +127,7 @@ def test_a_url_keeps_a_fleet_too() -> None:
     url = "memory://fleet-of-a-test"
     fleet_history(url, NODES, 2, lambda run, w: drifted(w) if run and w.name == name(3, 0) else w)
     assert [len(run.workers.select({name(3, 0)})) for run in History(url).runs()] == [1, 1]
-    assert query(History(url), "SELECT count(*) AS n FROM workers WHERE len(drift) > 0") == [{"n": 1}]
+    assert sum(bool(worker.drift) for run in History(url).runs() for worker in run.workers) == 1
 
 
 def test_a_writer_that_was_killed_leaves_a_readable_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

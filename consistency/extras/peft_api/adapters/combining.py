@@ -1,9 +1,12 @@
 """What `add_weighted_adapter` makes of the factors of several LoRAs, against its definition in float64.
 
-`linear` adds the factors, each with the root of its weight times its scaling; `cat` puts them side by side, weight and
-scaling in lora_A. `magnitude_prune` and `ties` leave out elements first (`pruned`), `dare_linear` and `dare_ties` do so
-by chance (`chance`). The `_svd` types combine the deltas and cut the decomposition of the result (`cut`). What an older
-PEFT computes otherwise than by these definitions is not judged.
+The types whose results users have reported as wrong have a closed form. `linear` adds the factors, each with the root
+of its weight times its scaling; `cat` puts them side by side, weight and scaling in lora_A; `svd` adds the deltas and
+cuts the decomposition of the sum (`cut`); `dare_linear` and `dare_ties` leave out elements of factors by chance
+(`chance`). What an older PEFT computes otherwise than by these definitions is not judged.
+
+`magnitude_prune` and `ties` leave out the smallest elements first: they are compared with PEFT's own functions in
+float64 (`pruned`), where these choose the same elements. The other `_svd` types are compared between workers.
 """
 
 from __future__ import annotations
@@ -11,27 +14,34 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
 from consistency.capture.names import module_place
+from consistency.capture.records import TensorRecord
 from consistency.errors import first_line
 from consistency.extras.peft_api.adapters.chance import BY_CHANCE, Draws, chosen, drawing, share_of_chance
 from consistency.extras.peft_api.adapters.cut import check_cut, layers_to_cut, only_in
 from consistency.extras.peft_api.adapters.layer_factors import LayerFactors, factors_of
 from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, MultiAdapterModel
-from consistency.extras.peft_api.adapters.pruned import DENSITY, PRUNED, pruned, sum_of
+from consistency.extras.peft_api.adapters.pruned import DENSITY, PRUNED, by_peft, rounding_of, sum_of, undetermined
 from consistency.extras.peft_api.adapters.spec import WRONG_DENSITY
 from consistency.extras.peft_api.adapters.truncated import TRUNCATED
+from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
+from consistency.numerics.error import measure_against_exact
 from consistency.numerics.rules import Rule, passes
 from consistency.numerics.running_error import Arithmetic, Tracked
 from consistency.worker.environment import release
 from consistency.worker.judging.bound_rule import record_bounded
 from consistency.worker.model.merging import adapted_layers
+from consistency.worker.precision import products_of
 
 TYPES = ("linear", "cat", *PRUNED, *BY_CHANCE, *TRUNCATED)
+WITH_FORM = ("linear", "cat", *BY_CHANCE, "svd")
 _STEP = "add_weighted_adapter"
 _WITHOUT_DENSITY = ("linear", "cat", "svd")
 
@@ -82,9 +92,10 @@ def _check(several: MultiAdapterModel, kind: str, name: str, weights: Sequence[f
             if otherwise:
                 not_judged.add(otherwise)
             if kind in TRUNCATED:
-                drawn = by_chance.take([factors.delta_shape], factors) if "dare" in kind else [[]]
-                if drawn is not None and not otherwise and several.context.record.wants(STAGE, place):
-                    check_cut(several, kind, place, factors, drawn[0], rank=several.model.peft_config[name].r)
+                if "dare" in kind:
+                    by_chance.take([factors.delta_shape], factors)
+                if not otherwise and several.context.record.wants(STAGE, place):
+                    check_cut(several, kind, place, factors, rank=several.model.peft_config[name].r)
                 continue
             masks = by_chance.take([factors.a[0].shape, factors.b[0].shape], factors) if kind in BY_CHANCE else None
             if otherwise or (kind in BY_CHANCE and masks is None):
@@ -94,6 +105,13 @@ def _check(several: MultiAdapterModel, kind: str, name: str, weights: Sequence[f
     by_chance.done(expected="dare" in kind)
     for reason in sorted(not_judged):
         several.skipped(f"{_STEP}({kind})", "factors", reason)
+    if kind not in WITH_FORM:
+        in_float64 = ", and with PEFT's own function in float64 where that is sure to choose the same elements"
+        several.skipped(
+            f"{_STEP}({kind})", "closed form",
+            "no closed form judges what this type makes of the adapters: it is compared between workers"
+            f"{in_float64 if kind in PRUNED else ''}",
+        )  # fmt: skip
     if scalings - {1.0}:
         # the factors hold weights and scalings already; rank-stabilized LoRA divides by the root of the rank alone
         several.skipped(
@@ -108,11 +126,23 @@ def _check(several: MultiAdapterModel, kind: str, name: str, weights: Sequence[f
 def _computed_otherwise(kind: str, scalings: Sequence[float]) -> str:
     """Say why the installed PEFT gives another combination than the definition's; empty where it gives that."""
     version = importlib.metadata.version("peft")
-    if "dare" in kind and release("peft") < (0, 19):
+    if kind in BY_CHANCE and release("peft") < (0, 19):
         return f"PEFT {version} does not divide the elements that it keeps by the density, which takes PEFT 0.19"
-    if kind in TRUNCATED and release("peft") < (0, 21) and any(scaling != 1 for scaling in scalings):
+    if kind == "svd" and release("peft") < (0, 21) and any(scaling != 1 for scaling in scalings):
         return f"PEFT {version} multiplies a delta by its scaling twice; PEFT 0.21 multiplies once"
     return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Side:
+    """One of the two factors of a combination in one layer."""
+
+    part: str
+    actual: torch.Tensor
+    files: tuple[np.ndarray, ...]
+    """What the adapters' files have of it, one for each adapter."""
+    roots: list[float]
+    """The share of each adapter in it."""
 
 
 class _Chance:
@@ -176,35 +206,62 @@ def _check_factors(
     masks: Sequence[Sequence[np.ndarray]] | None,
 ) -> None:
     record = several.context.record
+    if kind in PRUNED:
+        for side in _sides(factors):
+            _check_by_float64(several, kind, place, side, factors.dtype)
+        return
     for part, actual, exact in _exact(kind, factors, masks):
-        if exact is None:
-            reason = "elements of equal magnitude in too many adapters: any of them may be left out"
-            record.skipped(STAGE, reason, f"{kind}.{part}", layer=place, rule=Rule.BOUND)
-            continue
         record_bounded(
             record, STAGE, place, f"{kind}.{part}", actual=actual.to("cpu"), exact=exact, digests=[digest(actual)]
         )
 
 
-def _exact(
-    kind: str, factors: LayerFactors, masks: Sequence[Sequence[np.ndarray]] | None
-) -> Iterator[tuple[str, torch.Tensor, Tracked | None]]:
-    """Yield name, actual and exact value of the factors of one layer."""
+def _check_by_float64(several: MultiAdapterModel, kind: str, place: str, side: _Side, dtype: torch.dtype) -> None:
+    """Record a factor against PEFT's own function in float64, where that chooses the same elements as a device."""
+    record, actual, files = several.context.record, side.actual, side.files
+    row = TensorRecord(STAGE, place, f"{kind}.{side.part}", rule=Rule.PEER, status="measured")
+    held = actual.to("cpu")
+    reason = undetermined(kind, files)
+    if reason:
+        record.computed(msgspec.structs.replace(row, reason=reason), held, digests=[digest(actual)])
+        return
+    exact = by_peft(kind, files, side.roots, torch.float64)
+
+    rounding = rounding_of(
+        lambda: by_peft(kind, files, side.roots, dtype).to(held.dtype), exact, products_of(several.context.device)
+    )
+    tolerance = record.tolerance(stage=STAGE, layer=place, dtype=held.dtype)
+    record.computed(
+        msgspec.structs.replace(row, rule=Rule.RELATIVE, rounding=rounding), held,
+        digests=[digest(actual)], found=measure_against_exact(held, exact, tolerance), tolerance=tolerance,
+        chunks=None if tolerance is None else lambda: exact_chunks(held, exact, tolerance),
+    )  # fmt: skip
+
+
+def _sides(factors: LayerFactors) -> Iterator[_Side]:
+    """Yield the two factors of a combination in one layer, A first."""
     scales = [weight * scaling for weight, scaling in zip(factors.weights, factors.scalings, strict=True)]
-    for side, (part, actual, files) in enumerate(
+    for number, (part, actual, files) in enumerate(
         zip(factors.parts, factors.combined, (factors.a, factors.b), strict=True)
     ):
-        by, roots = Arithmetic.of(actual.dtype), _roots(scales, signed=side == 0)
+        yield _Side(part=part, actual=actual, files=files, roots=_roots(scales, signed=number == 0))
+
+
+def _exact(
+    kind: str, factors: LayerFactors, masks: Sequence[Sequence[np.ndarray]] | None
+) -> Iterator[tuple[str, torch.Tensor, Tracked]]:
+    """Yield name, actual and exact value of the factors of one layer."""
+    for number, side in enumerate(_sides(factors)):
+        actual, by = side.actual, Arithmetic.of(side.actual.dtype)
         if kind == "linear":
-            yield part, actual, sum_of(by, files, roots)
-        elif kind in PRUNED:
-            yield part, actual, pruned(kind, by, files, roots, actual.to("cpu", torch.float64).numpy())
+            yield side.part, actual, sum_of(by, side.files, side.roots)
         elif masks is not None:
-            yield part, actual, chosen(kind, by, files, masks[side], roots)
+            yield side.part, actual, chosen(kind, by, side.files, masks[number], side.roots)
         else:
             scaled = list(zip(factors.weights, factors.scalings, strict=True))
-            scaled_here = scaled if side == 0 else None
-            yield part, actual, _side_by_side(by, files, scaled_here, actual.shape, actual.dtype, axis=side)
+            scaled_here = scaled if number == 0 else None
+            exact = _side_by_side(by, side.files, scaled_here, actual.shape, actual.dtype, axis=number)
+            yield side.part, actual, exact
 
 
 def _roots(scales: Sequence[float], *, signed: bool) -> list[float]:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 import torch
 
 from consistency.capture.records import TensorRecord
@@ -20,7 +19,7 @@ from consistency.case.stage import Level
 from consistency.extras.peft_api.adapters.cost import CUT_ELEMENTS, CUT_STEPS
 from consistency.extras.peft_api.adapters.layer_factors import LayerFactors, factors_of
 from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, MultiAdapterModel
-from consistency.extras.peft_api.adapters.truncated import combined_delta, judge
+from consistency.extras.peft_api.adapters.truncated import combined_delta, judge, share_orthonormal
 from consistency.numerics import words
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest
@@ -34,6 +33,8 @@ from consistency.worker.precision import products_of
 
 _LONGEST = 1 << 14
 """Longer side of a delta: PEFT asks for full matrices, 1 GiB at this length."""
+
+NO_FORM = "no closed form judges this type, whose deltas lose elements before they are cut"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +96,8 @@ def only_in(several: MultiAdapterModel, paths: Sequence[str] | None) -> Iterator
             config.target_modules = target
 
 
-def check_cut(
-    several: MultiAdapterModel, kind: str, place: str, factors: LayerFactors, masks: Sequence[np.ndarray], *, rank: int
-) -> None:
-    """Record both factors of a cut decomposition, its singular values, and whether its vectors are orthonormal."""
+def check_cut(several: MultiAdapterModel, kind: str, place: str, factors: LayerFactors, *, rank: int) -> None:
+    """Record both factors of a cut decomposition, and whether its vectors are orthonormal; of `svd` its values too."""
     context = several.context
     own_a, own_b = factors.combined
     a, b = own_a.to("cpu").reshape(len(own_a), -1), own_b.to("cpu").reshape(len(own_b), -1)
@@ -108,10 +107,15 @@ def check_cut(
             reason=f"the factors have the shapes {tuple(own_a.shape)} and {tuple(own_b.shape)} with a rank of {rank}",
         )  # fmt: skip
         return
-    permitted = products_of(context.device)
-    kept = [mask.T if factors.is_transposed else mask for mask in masks]
-    delta = combined_delta(kind, _arithmetic(several, factors.dtype), factors, kept)
-    by = Arithmetic.of(own_a.dtype, products=permitted.matmul)
+    by = Arithmetic.of(own_a.dtype, products=products_of(context.device).matmul)
+    if kind != "svd":
+        for part, own, actual in ((factors.parts[0], own_a, a), (factors.parts[1], own_b, b)):
+            row = TensorRecord(STAGE, place, f"{kind}.{part}", rule=Rule.PEER, status="measured", reason=NO_FORM)
+            context.record.computed(row, actual, digests=[digest(own)])
+        share = share_orthonormal(by, a.to(torch.float64), max(factors.rows, factors.columns))
+        _record_orthonormal(several, kind, place, factors, share)
+        return
+    delta = combined_delta(_arithmetic(several, factors.dtype), factors)
     found = judge(delta, by, a.to(torch.float64), b.to(torch.float64))
     for part, own, actual, exact, allowed, share in (
         (factors.parts[0], own_a, a, found.exact_a, found.allowed_a, found.share_a),
@@ -125,16 +129,23 @@ def check_cut(
             found=measured if tolerance else msgspec.structs.replace(measured, ratio=Real(share)),
             ingredients={"exact": exact, "allowed": None if tolerance else allowed.contiguous()},
         )  # fmt: skip
-    values = {"values": found.values, "exact": found.exact_values, "is_cut_sure": found.is_cut_sure}
-    for what, share, reason, evidence in (
-        ("singular values", found.share_values, "singular values differ from those of the combined deltas", values),
-        ("orthonormal", found.share_orthonormal, f"rows of {factors.parts[0]} are not orthonormal", {}),
-    ):
-        right = passes(share)
-        context.record.fact(
-            STAGE, place, f"{kind}.{what}", status="within" if right else "outside", share=share,
-            word=None if right else words.DIFFERS, reason=None if right else reason, evidence=evidence,
-        )  # fmt: skip
+    right = passes(found.share_values)
+    context.record.fact(
+        STAGE, place, f"{kind}.singular values", status="within" if right else "outside", share=found.share_values,
+        word=None if right else words.DIFFERS,
+        reason=None if right else "singular values differ from those of the combined deltas",
+        evidence={"values": found.values, "exact": found.exact_values, "is_cut_sure": found.is_cut_sure},
+    )  # fmt: skip
+    _record_orthonormal(several, kind, place, factors, found.share_orthonormal)
+
+
+def _record_orthonormal(several: MultiAdapterModel, kind: str, place: str, factors: LayerFactors, share: float) -> None:
+    right = passes(share)
+    several.context.record.fact(
+        STAGE, place, f"{kind}.orthonormal", status="within" if right else "outside", share=share,
+        word=None if right else words.DIFFERS,
+        reason=None if right else f"rows of {factors.parts[0]} are not orthonormal",
+    )  # fmt: skip
 
 
 def _arithmetic(several: MultiAdapterModel, dtype: torch.dtype) -> Arithmetic:

@@ -1,99 +1,80 @@
-"""What `magnitude_prune` and `ties` make of factors: definitions in float64, with every choice that a device may make.
+"""What `magnitude_prune` and `ties` make of factors, by PEFT's own functions in float64; and how weighted sums round.
 
-Both keep the largest elements of each factor by magnitude. The magnitudes are stored numbers, so which are largest is
-known exactly but where several are equal to the smallest that is kept: any of these may be. `ties` then elects a sign
-for each element by the sum of what was kept, and takes the mean of those that have it. The rounded sum of two numbers
-has the sign of their sum; of more, either sign may win where the sum is within its rounding. An element is judged by
-the choice that it is nearest to.
+Both types keep the largest elements of each factor by magnitude, and `ties` then elects a sign for each element. Where
+elements are equally large at the limit, any of them may be kept, and the sign of a sum of three and more may depend on
+its rounding: then float64 may choose other elements than a healthy device, and the device is compared with other
+workers alone.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from consistency.devices.products import Products
 from consistency.numerics.bound import gamma
 from consistency.numerics.dtype import UNIT_ROUNDOFF
+from consistency.numerics.file_tensor import Readable
+from consistency.numerics.rules import RoundingError
 from consistency.numerics.running_error import Arithmetic, Tracked
+from consistency.worker import cpu_error
 
 PRUNED = ("magnitude_prune", "ties")
 
 DENSITY = 0.7
 """Share of the elements that are kept: not a half, which could not be told from the share of those left out."""
 
-MOST_TIED = 4
-"""Factors with equal magnitudes at the limit: twice as many choices with each."""
 
-
-def pruned(
-    kind: str, by: Arithmetic, tensors: Sequence[np.ndarray], weights: Sequence[float], actual: np.ndarray
-) -> Tracked | None:
-    """Return the exact combination of factors of one shape; None where too many of them have equal magnitudes.
+def undetermined(kind: str, tensors: Sequence[np.ndarray]) -> str:
+    """Return why float64 may choose other elements than a healthy device; empty where it cannot.
 
     Parameters
     ----------
     kind : str
         One of `PRUNED`.
     tensors : sequence of np.ndarray
-        Float64, as stored in the dtype of the factors.
-    weights : sequence of float
-        The root of each adapter's weight times its scaling, with its sign where the factor carries it.
-    actual : np.ndarray
-        What the device computed, float64.
+        The factor of each adapter, as stored in the dtype of the factors.
     """
-    largest = [_largest(tensor) for tensor in tensors]
-    tied = [number for number, (_, equal) in enumerate(largest) if equal.any()]
-    if len(tied) > MOST_TIED:
-        return None
-    best: Tracked | None = None
-    for choice in itertools.product((False, True), repeat=len(tied)):
-        taken = dict(zip(tied, choice, strict=True))
-        kept = [
-            np.where(sure | (equal & taken.get(number, False)), tensor, 0.0)
-            for number, (tensor, (sure, equal)) in enumerate(zip(tensors, largest, strict=True))
-        ]
-        for one in _elected(by, kept, weights) if kind == "ties" else [sum_of(by, kept, weights)]:
-            best = one if best is None else _nearer(best, one, actual)
-    return best
+    if kind == "ties" and len(tensors) > 2:
+        return "which sign three adapters and more elect may depend on the rounding of their sum"
+    for tensor in tensors:
+        sizes = np.sort(np.abs(tensor), axis=None)
+        left_out = sizes.size - int(DENSITY * sizes.size)
+        if 0 < left_out < sizes.size and sizes[left_out - 1] == sizes[left_out] > 0:
+            return "elements are equally large where the smaller ones are left out: any of them may be kept"
+    return ""
 
 
-def _largest(tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which elements are kept, and which of equal magnitude may be: a zero is the same either way."""
-    size, count = np.abs(tensor), int(DENSITY * tensor.size)
-    if not count:
-        return np.zeros(tensor.shape, bool), np.zeros(tensor.shape, bool)
-    limit = np.partition(size.ravel(), tensor.size - count)[tensor.size - count]
-    sure, equal = size > limit, size == limit
-    if np.count_nonzero(sure) + np.count_nonzero(equal) == count:
-        return sure | equal, np.zeros(tensor.shape, bool)
-    return sure, equal & (size > 0)
+def by_peft(kind: str, tensors: Sequence[np.ndarray], weights: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """Return what PEFT makes of factors of one shape on the CPU in a dtype; `weights` has the share of each adapter."""
+    from peft.utils import merge_utils
+
+    given = [torch.from_numpy(tensor).to(dtype) for tensor in tensors]
+    combined: torch.Tensor = getattr(merge_utils, kind)(given, torch.tensor(weights), DENSITY)
+    return combined
+
+
+def rounding_of(combine: Callable[[], torch.Tensor], exact: torch.Tensor, products: Products) -> RoundingError:
+    """Return the error that rounding makes in what `combine` computes; every element has one of its own."""
+
+    def errors(computed: Readable, _: Readable = exact) -> int:
+        assert isinstance(computed, torch.Tensor)
+        wrong = int(torch.count_nonzero(computed.to(torch.float64) - exact))
+        return wrong or exact.numel()  # of zeros, as an untrained factor's, every element is right
+
+    passes = cpu_error.passes_for(exact.numel())
+    drawn = cpu_error.draw(products, passes, combine, lambda computed: {"factor": errors(computed)})
+    return cpu_error.rounding_error(drawn, exact, errors)
 
 
 def sum_of(by: Arithmetic, tensors: Sequence[np.ndarray], weights: Sequence[float]) -> Tracked:
     """Return the weighted sum of tensors, each product stored."""
     terms = [(by.known(one) * weight_of(by, weight)).store() for one, weight in zip(tensors, weights, strict=True)]
     return functools.reduce(operator.add, terms).store()
-
-
-def _elected(by: Arithmetic, kept: Sequence[np.ndarray], weights: Sequence[float]) -> Iterator[Tracked]:
-    total, size = sum(kept), sum(map(np.abs, kept))
-    majority = np.where(total >= 0, 1.0, -1.0)
-    unsure = np.abs(total) <= gamma(len(kept), by.unit) * size if len(kept) > 2 else np.zeros(majority.shape, bool)
-    for sign in (majority, np.where(unsure, -majority, majority)) if unsure.any() else (majority,):
-        agree = [np.sign(tensor) == sign for tensor in kept]
-        mean_of = np.maximum(sum(one.astype(np.float64) for one in agree), 1.0)
-        those = [np.where(one, tensor, 0.0) for one, tensor in zip(agree, kept, strict=True)]
-        yield (sum_of(by, those, weights) / by.known(mean_of)).store()
-
-
-def _nearer(a: Tracked, b: Tracked, actual: np.ndarray) -> Tracked:
-    second = np.abs(actual - b.value) - b.allowed < np.abs(actual - a.value) - a.allowed
-    return Tracked(value=np.where(second, b.value, a.value), error=np.where(second, b.error, a.error), by=a.by)
 
 
 def weight_of(by: Arithmetic, weight: float) -> Tracked:

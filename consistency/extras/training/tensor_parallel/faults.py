@@ -11,10 +11,10 @@ _STAGES = (TENSOR_PARALLEL,)
 ROWS: tuple[Fault, ...] = (
     Fault(
         name="split-part-of-another", plant=f"{_PLANTED}:part_of_another", expected="swapped", stages=_STAGES,
-        needs=(Need.RANKS, Need.PLAN, Need.SPLIT, Need.LORA_B),
+        needs=(Need.RANKS, Need.SPLIT, Need.LORA_B),
     ),
     Fault(
         name="split-scaled-by-ranks", plant=f"{_PLANTED}:scaled_by_ranks", expected="settings", stages=_STAGES,
-        needs=(Need.RANKS, Need.PLAN, Need.LORA_B),
+        needs=(Need.RANKS, Need.LORA_B),
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Combined deltas that are cut: PEFT's steps are within the bound, in any order of close values; another cut is not."""
+"""A sum of deltas that is cut: PEFT's steps are within the bound, in any order of close values; another cut is not."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import torch
 from peft.utils import merge_utils
 
 from consistency.extras.peft_api.adapters.layer_factors import LayerFactors
-from consistency.extras.peft_api.adapters.pruned import DENSITY
-from consistency.extras.peft_api.adapters.truncated import TRUNCATED, Judged, combined_delta, judge
+from consistency.extras.peft_api.adapters.truncated import Judged, combined_delta, judge, share_orthonormal
 from consistency.numerics.running_error import Arithmetic
-from tests.versions import needs_peft
 
 RANK, SHAPE, WEIGHTS, SCALINGS = 4, (48, 80), (1.0, 0.875), (2.0, 0.5)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-DIVIDES = needs_peft(0, 19, to="divide what it keeps by the density")
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -35,11 +32,6 @@ def made(dtype: torch.dtype, *, seed: int = 0) -> LayerFactors:
     )  # fmt: skip
 
 
-def masks_of(kind: str) -> list[np.ndarray]:
-    numbers = np.random.default_rng(7)
-    return [numbers.random(SHAPE) < DENSITY for _ in range(2)] if "dare" in kind else []
-
-
 def deltas_of(factors: LayerFactors) -> list[torch.Tensor]:
     wide = torch.float64 if factors.dtype == torch.float64 else torch.float32
     return [
@@ -48,23 +40,10 @@ def deltas_of(factors: LayerFactors) -> list[torch.Tensor]:
     ]
 
 
-def combined(
-    kind: str,
-    factors: LayerFactors,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    density: float = DENSITY,
-    swapped: bool = False,
-) -> torch.Tensor:
-    """Combine by PEFT's own functions, with the draws of `masks_of`."""
-    masks = iter(masks_of(kind))
-    monkeypatch.setattr(torch, "bernoulli", lambda p: torch.from_numpy(next(masks)).to(p.dtype))
-    deltas, weights = deltas_of(factors), torch.tensor(WEIGHTS[::-1] if swapped else WEIGHTS)
-    found: torch.Tensor
-    if kind == "svd":
-        found = merge_utils.task_arithmetic(deltas, weights)
-        return found
-    found = getattr(merge_utils, kind.removesuffix("_svd"))(deltas, weights, density)
+def combined(factors: LayerFactors, *, swapped: bool = False) -> torch.Tensor:
+    """Combine by PEFT's own function."""
+    weights = torch.tensor(WEIGHTS[::-1] if swapped else WEIGHTS)
+    found: torch.Tensor = merge_utils.task_arithmetic(deltas_of(factors), weights)
     return found
 
 
@@ -74,8 +53,8 @@ def cut(delta: torch.Tensor, rank: int = RANK, *, first: int = 0) -> Pair:
     return v[kept], u[:, kept] @ torch.diag(s[kept])
 
 
-def judged(kind: str, factors: LayerFactors, pair: Pair) -> Judged:
-    delta = combined_delta(kind, Arithmetic.of(factors.dtype), factors, masks_of(kind))
+def judged(factors: LayerFactors, pair: Pair) -> Judged:
+    delta = combined_delta(Arithmetic.of(factors.dtype), factors)
     return judge(delta, Arithmetic.of(pair[0].dtype), pair[0].double(), pair[1].double())
 
 
@@ -83,11 +62,10 @@ def worst(found: Judged) -> float:
     return max(found.share_a, found.share_b, found.share_values, found.share_orthonormal)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=DIVIDES if "dare" in kind else ()) for kind in TRUNCATED])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_peft_computes_is_within_the_bound(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_peft_computes_is_within_the_bound(dtype: torch.dtype) -> None:
     factors = made(dtype)
-    found = judged(kind, factors, cut(combined(kind, factors, monkeypatch)))
+    found = judged(factors, cut(combined(factors)))
     assert worst(found) <= 1
     assert found.is_cut_sure or dtype == torch.bfloat16
 
@@ -103,21 +81,25 @@ FAULTS: dict[str, Callable[[torch.Tensor], Pair]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TRUNCATED)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_another_cut_is_outside(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_cut_is_outside(fault: str) -> None:
     factors = made(torch.float32)
-    assert worst(judged(kind, factors, FAULTS[fault](combined(kind, factors, monkeypatch)))) > 1
+    assert worst(judged(factors, FAULTS[fault](combined(factors)))) > 1
 
 
-@pytest.mark.parametrize("kind", TRUNCATED)
-def test_another_combination_is_outside(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_combination_is_outside() -> None:
     factors = made(torch.float32)
-    swapped = combined(kind, factors, monkeypatch, swapped=True)
-    assert worst(judged(kind, factors, cut(swapped))) > 1
-    if kind != "svd":
-        other = combined(kind, factors, monkeypatch, density=DENSITY - 0.05)
-        assert worst(judged(kind, factors, cut(other))) > 1
+    assert worst(judged(factors, cut(combined(factors, swapped=True)))) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_not_orthonormal_are_outside_without_a_combination(dtype: torch.dtype) -> None:
+    """As is known of the types whose deltas lose elements before they are cut."""
+    a, _ = cut(combined(made(torch.float64)))
+    by = Arithmetic.of(dtype)
+    assert share_orthonormal(by, a.to(dtype).double(), max(SHAPE)) <= 1
+    assert share_orthonormal(by, (a * 2).to(dtype).double(), max(SHAPE)) > 1
+    assert share_orthonormal(by, a[[0, 0, 2, 3]].to(dtype).double(), max(SHAPE)) > 1
 
 
 def test_directions_of_equal_singular_values_are_not_determined() -> None:
