@@ -29,9 +29,9 @@ from benchmarks.faults_by_method import DEVICES, cell
 from benchmarks.generated_parts import show
 from consistency.case.options import Options
 from consistency.errors import InputError
+from consistency.extras.diagnosis.drill.drill import DrillRow, choose, drill, prepare_trials
+from consistency.extras.diagnosis.drill.plantable import several_adapters
 from consistency.worker.faults.catalogue import FAULTS
-from consistency.workflows.drill import DrillRow, choose, drill, prepare_trials
-from consistency.workflows.plantable import several_adapters
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults-by-architecture.md"
 STALL_S = 30.0

@@ -32,12 +32,7 @@ from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.stage import Stage
 from consistency.errors import InputError
-from consistency.extras.peft_api.adapters.spec import ADAPTERS
-from consistency.extras.peft_api.sharding.spec import SHARDING
-from consistency.worker.faults.catalogue import FAULTS
-from consistency.worker.faults.fault import Fault
-from consistency.workflows import judging, pipeline, report_folder
-from consistency.workflows.drill import (
+from consistency.extras.diagnosis.drill.drill import (
     DrillRow,
     Trial,
     check_healthy,
@@ -45,7 +40,12 @@ from consistency.workflows.drill import (
     trial_of,
     without_fault,
 )
-from consistency.workflows.plantable import several_adapters, subject_of
+from consistency.extras.diagnosis.drill.plantable import several_adapters, subject_of
+from consistency.extras.peft_api.adapters.spec import ADAPTERS
+from consistency.extras.peft_api.sharding.spec import SHARDING
+from consistency.worker.faults.catalogue import FAULTS
+from consistency.worker.faults.fault import Fault
+from consistency.workflows import judging, pipeline, report_folder
 from consistency.workflows.suite import PlannedCase, SuitePlan, captured
 
 PAGE = Path(__file__).parents[1] / "docs" / "faults-by-method.md"

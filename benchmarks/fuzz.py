@@ -35,13 +35,13 @@ from consistency.case.reading import read_options
 from consistency.comparison.history.baseline import read_baseline
 from consistency.comparison.history.store import History
 from consistency.errors import ConsistencyError
+from consistency.extras.diagnosis.drill.drill import choose, drill, prepare_trials
+from consistency.extras.diagnosis.drill.plantable import several_adapters
 from consistency.report.json import as_bytes
 from consistency.report.status.reading import read_status
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.workflows import judging, pipeline
-from consistency.workflows.drill import choose, drill, prepare_trials
 from consistency.workflows.judging import Past
-from consistency.workflows.plantable import several_adapters
 from consistency.workflows.report_folder import read_comparison
 
 SLOW_S = 20.0

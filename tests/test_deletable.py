@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 HERE = Path(__file__).parents[1]
 
 FEATURES = {
-    "the drill": ("worker/faults", "workflows/drill.py", "workflows/plantable.py", "cli/commands/drill.py"),
+    "the drill": ("worker/faults", "extras/diagnosis/drill"),
     "fleets": (
         "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet.py",
     ),
@@ -37,8 +37,7 @@ FEATURES = {
         "comparison/history", "report/history.py",
         "report/history_page.py", "cli/commands/history.py",
     ),
-    "reproducing": ("workflows/reproduce", "cli/commands/reproduce.py"),
-    "bisecting": ("workflows/bisect.py", "cli/commands/bisect.py"),
+    "diagnosis": ("extras/diagnosis",),
     "serving": ("extras/serving",),
     "training": ("extras/training",),
     "several adapters, sharding and wrapping": ("extras/peft_api",),

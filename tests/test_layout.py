@@ -183,10 +183,7 @@ EXTRAS = {
         "cli/commands/status.py", "cli/fleet.py", "comparison/history", "launch/fleet", "report/history.py",
         "report/history_page.py", "report/status", "workflows/fleet",
     ),
-    "diagnosis": (
-        "cli/commands/bisect.py", "cli/commands/drill.py", "cli/commands/reproduce.py", "report/redaction.py",
-        "workflows/bisect.py", "workflows/drill.py", "workflows/plantable.py", "workflows/reproduce",
-    ),
+    "diagnosis": ("report/redaction.py",),
     "pytest_plugin": ("pytest_plugin",),
 }  # fmt: skip
 """Where extras lie that are not below `extras/` as a whole. A run of level `standard` does without each.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 from consistency.numerics.rules import Rule
+from consistency.numerics.words import Word
 
 Stage = NewType("Stage", str)
 """Name of a stage that is declared; `consistency.case.stages.registered` checks one that is given."""
@@ -82,6 +83,8 @@ class StageSpec:
     one."""
     cost: str = "consistency.case.budget.costs:forward"
     """`module:function` that estimates its memory from a `Setting`: as a forward pass, unless it says more."""
+    words: tuple[Word, ...] = ()
+    """The words of a diagnosis that are its own."""
     model: Model = Model.REQUIRED
     needs_adapter: bool = False
     levels: tuple[Level, ...] = EVERY_LEVEL

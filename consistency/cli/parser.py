@@ -31,9 +31,6 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "fleet": VERDICT,
     "doctor": {**VERDICT, 0: "nothing is wrong", 1: "something is wrong"},
     "capture": {0: "captured", **BAD_USE, 3: "incomplete (a worker was lost)"},
-    "drill": {0: "every planted fault was found and named", 1: "one was not", **BAD_USE},
-    "bisect": {0: "a setting explains it, or it does not occur again", 1: "no setting explains it", **BAD_USE},
-    "reproduce": {0: "written, whether it happens on this machine or not", **BAD_USE},
     "status": {
         0: "consistent",
         1: "inconsistent",

@@ -14,8 +14,8 @@ from consistency.case.preflight import prepare_case
 from consistency.case.reading import gather_options, make_options
 from consistency.case.suite import gather_suite
 from consistency.errors import UsageError
+from consistency.extras.diagnosis.drill.plantable import several_adapters
 from consistency.extras.peft_api.adapters.spec import ADAPTERS
-from consistency.workflows.plantable import several_adapters
 
 ONE_TWO = (NamedAdapter(name="one", path="./x"), NamedAdapter(name="two", path="org/y"))
 

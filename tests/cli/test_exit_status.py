@@ -13,8 +13,9 @@ import pytest
 from consistency.cli import main as command_line
 from consistency.cli.main import build_parser, main
 from consistency.cli.parser import statuses_by_command
-from consistency.workflows import bisect, drill
-from consistency.workflows.reproduce import folder
+from consistency.extras.diagnosis.bisect import bisect
+from consistency.extras.diagnosis.drill import drill
+from consistency.extras.diagnosis.reproduce import folder
 
 EXIT_STATUS = statuses_by_command(build_parser())
 

@@ -17,7 +17,7 @@ ON_THE_CPU = {
     "numerics/kernels/trust.py",
     "numerics/kernels/compiled_error.py",
     "worker/memory/mapped_pages.py",
-    "workflows/reproduce/scripts/shared.py",
+    "extras/diagnosis/reproduce/scripts/shared.py",
 }
 """Modules that hand addresses to C, of tensors on the CPU."""
 

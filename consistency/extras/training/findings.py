@@ -13,8 +13,8 @@ from consistency.comparison.outcomes import worst_of
 from consistency.comparison.result import Finding, Outcome, TensorComparison
 from consistency.extras.training.collectives.spec import COLLECTIVES
 from consistency.extras.training.kinds import HEALTHY_SPLIT, REPLICA_DRIFT
-from consistency.extras.training.shards.spec import UNSYNCHRONIZED
 from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
+from consistency.extras.training.words import UNSYNCHRONIZED
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
 

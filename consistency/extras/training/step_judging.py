@@ -24,8 +24,8 @@ from consistency.capture.records import TensorRecord
 from consistency.capture.wording import some
 from consistency.case.stage import Stage
 from consistency.extras.training.ranks.group import Joined
-from consistency.extras.training.shards.spec import UNSYNCHRONIZED
 from consistency.extras.training.steps import AVERAGED, OWN, UPDATED, StepFile
+from consistency.extras.training.words import UNSYNCHRONIZED
 from consistency.numerics import words
 from consistency.numerics.chunks import Chunk, Chunks, Stretch
 from consistency.numerics.diagnosis_computed import diagnose_computed

@@ -21,4 +21,5 @@ SPEC = StageSpec(
     model=Model.OPTIONAL,
     levels=(Level.STANDARD, Level.THOROUGH),
     adapters=Adapters.NONE,
+    words=(WRONG_DEVICE, THIRD_COPY),
 )

@@ -25,6 +25,7 @@ from consistency.case.stage import Level, Stage
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.discovery import discover
+from consistency.extras.diagnosis.drill.plantable import several_adapters
 from consistency.extras.peft_api.adapters.spec import ADAPTERS
 from consistency.extras.peft_api.wrapping.faults import HARMLESS_WRAPPER
 from consistency.extras.serving.generation.spec import GENERATION
@@ -34,7 +35,6 @@ from consistency.worker.faults import plant
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Fault, Need
 from consistency.worker.protocol import EventLog, Job
-from consistency.workflows.plantable import several_adapters
 from tests.conftest import FinishedRun, RunSuiteWithFaults
 from tests.golden.executed import shows
 from tests.reported import rows

@@ -30,4 +30,5 @@ SPEC = StageSpec(
     named_where_left_out=False,
     leaves_out=("routing by create_arrow_model",),
     needs=Needs(sentence="the stage adapters needs several adapters", wanted="--adapter NAME=PATH for each of them"),
+    words=(LEFT_BEHIND, OTHERS_INTERFERE, DRIFT, WRONG_DENSITY),
 )

@@ -26,4 +26,5 @@ SPEC = StageSpec(
     option="device_map",
     opens_devices=True,
     reads=(standard.FORWARD,),
+    words=(LABELS_CHANGED, CHANGED_ON_THE_WAY, OTHER_ANSWER),
 )

@@ -30,4 +30,5 @@ SPEC = StageSpec(
         wanted="--wrapper python:package.module:function",
         hint="the function takes the plain model and returns it wrapped",
     ),
+    words=(LAYERS_MISSED, HIDDEN, KEYS, HELD_TWICE, MORE_MEMORY),
 )

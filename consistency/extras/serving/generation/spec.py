@@ -46,4 +46,13 @@ SPEC = StageSpec(
     by=(standard.FORWARD,),
     adapters=Adapters.NONE,
     reference_file="generation.safetensors",
+    words=(
+        OTHER_TOKEN,
+        WRONG_ALONE,
+        WRONG_WITH_CACHE,
+        WRONG_WITH_PADDING,
+        BATCH_CHANGES_MODEL,
+        CACHE_CHANGES_MODEL,
+        PADDING_CHANGES_MODEL,
+    ),
 )

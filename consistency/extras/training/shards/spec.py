@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from consistency.case.stage import Kind, Stage, StageSpec
+from consistency.extras.training.words import UNSYNCHRONIZED
 from consistency.numerics.rules import Rule
-from consistency.numerics.words import declare
 
 SHARDS = Stage("shards")
 
-UNSYNCHRONIZED = declare(
-    "unsynchronized",
-    phrase="an adapter that each rank trains alone",
-    computed="the rank's own gradient in place of the average",
-)
 
 SPEC = StageSpec(
     stage=SHARDS,
@@ -27,4 +22,5 @@ SPEC = StageSpec(
     feeds_inputs=True,
     opens_devices=True,
     together=True,
+    words=(UNSYNCHRONIZED,),
 )

@@ -38,7 +38,7 @@ from consistency.extras.training.parts_judging import (
 from consistency.extras.training.ranks.group import Joined
 from consistency.extras.training.ranks.parts import held
 from consistency.extras.training.shards.saving import record_saved
-from consistency.extras.training.shards.spec import SHARDS, UNSYNCHRONIZED
+from consistency.extras.training.shards.spec import SHARDS
 from consistency.extras.training.shards.zero import ZERO, is_installed, trained_by_zero
 from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
@@ -52,6 +52,7 @@ from consistency.extras.training.steps import (
     trained_by,
     whole_of_step,
 )
+from consistency.extras.training.words import UNSYNCHRONIZED
 from consistency.numerics.diagnosis_moved import Known
 from consistency.numerics.digest import digest
 from consistency.worker.context import Context

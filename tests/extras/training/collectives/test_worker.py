@@ -16,6 +16,7 @@ from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.stage import Level
 from consistency.devices.discovery import discover
+from consistency.extras.diagnosis.drill.drill import DrillRow, choose, drill, prepare_trials
 from consistency.extras.training.collectives.operations import (
     EVERY_COLLECTIVE,
     SIZES,
@@ -27,7 +28,6 @@ from consistency.launch.local import _form_groups
 from consistency.numerics.rules import Rule
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Need
-from consistency.workflows.drill import DrillRow, choose, drill, prepare_trials
 from tests.accelerator.fixtures import Warm
 from tests.conftest import Cli
 from tests.launch.made_assignments import on_devices

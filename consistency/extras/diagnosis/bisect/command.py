@@ -10,6 +10,7 @@ from pathlib import Path
 from consistency.case.options import Edge, add_options
 from consistency.cli.commands.run import read_case
 from consistency.cli.output import add_quiet_option, print_json
+from consistency.cli.parser import BAD_USE
 
 _OPTIONS = ("base", "adapter", "inputs", "wrapper", "allow_pickle", "trust_remote_code")
 """What a report may name elsewhere, or may not do unasked."""
@@ -27,7 +28,8 @@ EXAMPLES = (
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     text = "change one setting at a time to find the one that explains a difference"
-    parser = command("bisect", _bisect, text, EXAMPLES)
+    statuses = {0: "a setting explains it, or it does not occur again", 1: "no setting explains it", **BAD_USE}
+    parser = command("bisect", _bisect, text, EXAMPLES, statuses=statuses)
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
     parser.add_argument("--finding", type=int, metavar="N", help="number of the finding, from 1; not needed "
                         "where there is one")  # fmt: skip
@@ -40,8 +42,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _bisect(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
+    from consistency.extras.diagnosis.bisect.bisect import Trial, bisect
     from consistency.text import one_line
-    from consistency.workflows.bisect import Trial, bisect
 
     tried = itertools.count(1)
     with progress(stages=False, quiet=parsed.quiet) as display:

@@ -24,10 +24,10 @@ from consistency.case.stages import COMPUTES_WITH_WEIGHTS, MOVES_WEIGHTS
 from consistency.devices.backends import kernel_variables
 from consistency.devices.settings import UNREADABLE
 from consistency.errors import CaptureError, ConsistencyError, UsageError
+from consistency.extras.diagnosis.reproduce.evidence import Evidence, find_evidence
+from consistency.extras.diagnosis.reproduce.parts import CALLS_FILE, PROVES, Parts, device_of, load_arguments, parts_of
 from consistency.text import one_line
 from consistency.workflows.report_folder import redaction_for
-from consistency.workflows.reproduce.evidence import Evidence, find_evidence
-from consistency.workflows.reproduce.parts import CALLS_FILE, PROVES, Parts, device_of, load_arguments, parts_of
 
 _TEXTS = (".json", ".md", ".txt")
 SCRIPTS = Path(__file__).resolve().parent / "scripts"

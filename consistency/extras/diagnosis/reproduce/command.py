@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from consistency.cli.output import add_output_options, print_json
+from consistency.cli.parser import BAD_USE
 
 EXAMPLES = (
     ("a folder that shows the first finding", "consistency reproduce run-1 --finding 1 --out repro"),
@@ -16,7 +17,10 @@ EXAMPLES = (
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("reproduce", _reproduce, "write scripts that show a finding without this tool", EXAMPLES)
+    statuses = {0: "written, whether it happens on this machine or not", **BAD_USE}
+    parser = command(
+        "reproduce", _reproduce, "write scripts that show a finding without this tool", EXAMPLES, statuses=statuses
+    )
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
     parser.add_argument("--finding", type=int, metavar="N", help="number of the finding, from 1; not needed "
                         "where there is one")  # fmt: skip
@@ -27,8 +31,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _reproduce(parsed: argparse.Namespace) -> int:
+    from consistency.extras.diagnosis.reproduce.folder import reproduce
     from consistency.text import clean
-    from consistency.workflows.reproduce.folder import reproduce
 
     found = reproduce(parsed.report, parsed.finding, parsed.out, replace=parsed.force, redact=parsed.redact)
     if parsed.json:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from consistency.case.options import Edge, add_options
 from consistency.cli.commands.run import read_case
 from consistency.cli.output import add_fail_fast_option, add_output_options, add_quiet_option, print_json
+from consistency.cli.parser import BAD_USE
 
 if TYPE_CHECKING:
+    from consistency.extras.diagnosis.drill.drill import DrillRow
     from consistency.worker.protocol import Event
-    from consistency.workflows.drill import DrillRow
 
 STALL_S = 30.0
 """A hung worker is given up after this; importing torch from a slow disk takes less."""
@@ -31,7 +32,14 @@ EXAMPLES = (
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("drill", _drill, "plant one fault at a time, and check that each is found and named", EXAMPLES)
+    statuses = {0: "every planted fault was found and named", 1: "one was not", **BAD_USE}
+    parser = command(
+        "drill",
+        _drill,
+        "plant one fault at a time, and check that each is found and named",
+        EXAMPLES,
+        statuses=statuses,
+    )
     parser.add_argument("--only", dest="faults", action="append", default=[], metavar="FAULT",
                         help="only this fault; may be repeated")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the faults, and plant none")
@@ -46,9 +54,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _drill(parsed: argparse.Namespace) -> int:
     from consistency.cli.progress import progress
+    from consistency.extras.diagnosis.drill.drill import choose, drill, first_adapter, is_own, plan_of, prepare_trials
+    from consistency.extras.diagnosis.drill.plantable import several_adapters
     from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
-    from consistency.workflows.drill import choose, drill, first_adapter, is_own, plan_of, prepare_trials
-    from consistency.workflows.plantable import several_adapters
     from consistency.workflows.report_folder import refuse_archive
     from consistency.workflows.suite import expected
 
@@ -98,8 +106,8 @@ def _outcome(row: DrillRow) -> str:
 
 
 def _list(parsed: argparse.Namespace) -> int:
+    from consistency.extras.diagnosis.drill.drill import listed
     from consistency.report.console import make_console, plain_cells, print_table, without_trailing_blanks
-    from consistency.workflows.drill import listed
 
     rows = listed(parsed.faults)
     if parsed.json:

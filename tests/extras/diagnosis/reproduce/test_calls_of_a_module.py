@@ -20,14 +20,14 @@ import torch
 from consistency.case import standard
 from consistency.case.options import Options
 from consistency.case.stage import Stage
+from consistency.extras.diagnosis.reproduce import parts
+from consistency.extras.diagnosis.reproduce.folder import Reproduced, reproduce
+from consistency.extras.diagnosis.reproduce.parts import Parts
 from consistency.stages.forward import planted as of_forward
 from consistency.stages.gradient import planted as of_gradient
 from consistency.worker.judging import block_rule
 from consistency.worker.model import call_trace
 from consistency.workflows import pipeline
-from consistency.workflows.reproduce import parts
-from consistency.workflows.reproduce.folder import Reproduced, reproduce
-from consistency.workflows.reproduce.parts import Parts
 from tests.launch.in_this_process import in_this_process
 
 pytestmark = pytest.mark.process

@@ -22,14 +22,14 @@ from consistency.case.stage import Level
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.devices.discovery import discover
 from consistency.errors import InputError, UsageError
+from consistency.extras.diagnosis.bisect import bisect as bisecting
+from consistency.extras.diagnosis.bisect.bisect import Trial, bisect, candidates, smallest
 from consistency.extras.training.collectives.spec import COLLECTIVES
 from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.launch.change import Change
 from consistency.launch.environment import worker_environment
 from consistency.launch.forked import Importer, Importers
-from consistency.workflows import bisect as bisecting
 from consistency.workflows import pipeline
-from consistency.workflows.bisect import Trial, bisect, candidates, smallest
 from tests.conftest import MakeCapture
 
 pytestmark = pytest.mark.slow

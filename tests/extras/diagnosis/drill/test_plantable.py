@@ -14,10 +14,10 @@ from consistency.case.checkpoint import TensorHeader
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.comparison.result import Comparison, Outcome, TensorComparison
+from consistency.extras.diagnosis.drill.plantable import Subject, expected_in, subject_of, why_not
 from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Need
-from consistency.workflows.plantable import Subject, expected_in, subject_of, why_not
 
 
 def headers(*names: str, shape: tuple[int, ...] = (8, 64), dtype: str = "F32") -> dict[str, TensorHeader]:

@@ -25,6 +25,10 @@ from consistency.case.options import Options
 from consistency.case.stage import Stage
 from consistency.comparison.result import Finding
 from consistency.errors import CaptureError, UsageError
+from consistency.extras.diagnosis.drill.plantable import several_adapters
+from consistency.extras.diagnosis.reproduce import folder as folder_module
+from consistency.extras.diagnosis.reproduce.evidence import find_evidence
+from consistency.extras.diagnosis.reproduce.folder import Reproduced, reproduce, try_script
 from consistency.extras.peft_api.adapters.spec import ADAPTERS
 from consistency.numerics import words
 from consistency.numerics.digest import digest
@@ -32,10 +36,6 @@ from consistency.numerics.distance import measure
 from consistency.report.json import as_bytes
 from consistency.worker.recorder import Recorder
 from consistency.workflows import pipeline
-from consistency.workflows.plantable import several_adapters
-from consistency.workflows.reproduce import folder as folder_module
-from consistency.workflows.reproduce.evidence import find_evidence
-from consistency.workflows.reproduce.folder import Reproduced, reproduce, try_script
 from tests.conftest import Cli, MakeCapture
 from tests.launch.in_this_process import in_this_process
 from tests.report.made_comparisons import comparison

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from consistency.workflows.reproduce import cut
-from consistency.workflows.reproduce.cut import cut_moved, cut_product
+from consistency.extras.diagnosis.reproduce import cut
+from consistency.extras.diagnosis.reproduce.cut import cut_moved, cut_product
 
 
 @pytest.fixture(autouse=True)

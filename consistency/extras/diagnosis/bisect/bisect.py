@@ -38,6 +38,7 @@ from consistency.devices.cores import available_cores
 from consistency.devices.discovery import select
 from consistency.devices.spec import parse_device
 from consistency.errors import InputError, UsageError
+from consistency.extras.diagnosis.reproduce.evidence import find_evidence, find_tensor
 from consistency.launch.change import Change
 from consistency.launch.engine import CaseTask, Limits, Watcher, capture_case
 from consistency.launch.environment import worker_environment
@@ -46,7 +47,6 @@ from consistency.launch.local import LocalEngine
 from consistency.launch.plan import WorkerPlan, plan_waves
 from consistency.numerics.rules import Rule
 from consistency.workflows import judging
-from consistency.workflows.reproduce.evidence import find_evidence, find_tensor
 
 NOT_SEEN = "the tensor was not recorded"
 _JUDGED = frozenset({"equal", "within", "outside"})

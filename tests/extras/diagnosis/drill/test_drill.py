@@ -20,11 +20,12 @@ from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, Finding, TensorComparison
 from consistency.devices.spec import DeviceInfo, parse_device
 from consistency.errors import InputError, UsageError
+from consistency.extras.diagnosis.drill import drill
+from consistency.extras.diagnosis.drill.drill import Trial, _not_planted, _row, check_healthy, choose
+from consistency.extras.diagnosis.drill.plantable import several_adapters
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.worker.faults.fault import Fault
-from consistency.workflows import drill, pipeline, planning
-from consistency.workflows.drill import Trial, _not_planted, _row, check_healthy, choose
-from consistency.workflows.plantable import several_adapters
+from consistency.workflows import pipeline, planning
 from consistency.workflows.suite import PlannedCase
 from tests.accelerator.fixtures import Warm
 from tests.conftest import Cli

@@ -13,8 +13,8 @@ from consistency.case import standard
 from consistency.case.load_path import LoadPath
 from consistency.devices.spec import parse_device
 from consistency.errors import CaptureError, first_line
+from consistency.extras.diagnosis.reproduce.evidence import Evidence
 from consistency.text import one_line
-from consistency.workflows.reproduce.evidence import Evidence
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class Parts:
 
 def parts_of(evidence: Evidence) -> Parts:
     """Return the contents of the folder of a finding; raise a `CaptureError` where no stored tensor shows it."""
-    from consistency.workflows.reproduce.cut import cut_moved, cut_product
+    from consistency.extras.diagnosis.reproduce.cut import cut_moved, cut_product
 
     record = evidence.record
     actual, expected = evidence.stored(record.blob), evidence.stored(record.reference_blob)
@@ -107,8 +107,8 @@ def _of_calls(
     """Return the calls that made a wrong result, and what they take; raise a `ValueError` where they are none."""
     import numpy as np
 
+    from consistency.extras.diagnosis.reproduce.cut import MOST_BYTES, cut_results
     from consistency.numerics import aten_calls
-    from consistency.workflows.reproduce.cut import MOST_BYTES, cut_results
 
     listed = made_of[CALLS]
     if listed.numel() > 2**20:

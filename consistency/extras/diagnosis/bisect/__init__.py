@@ -1,0 +1,1 @@
+"""Which setting explains a finding."""

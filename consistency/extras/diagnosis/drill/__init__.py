@@ -1,0 +1,1 @@
+"""The drill: faults are planted, and each has to be found and named."""
