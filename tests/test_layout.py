@@ -7,7 +7,6 @@ import functools
 import importlib
 import operator
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,16 +148,7 @@ def test_every_reference_is_there() -> None:
     assert len(found) > 100
     for reference in found:
         module, _, name = reference.removeprefix("python:").partition(":")
-        assert callable(operator.attrgetter(name)(importlib.import_module(module))), reference
-
-
-def test_stages_are_independent_of_each_other_in_the_contract() -> None:
-    contracts = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
-    (independent,) = [one["modules"] for one in contracts["contracts"] if one["type"] == "independence"]
-    folders = {spec.worker.partition(":")[0].removesuffix(".worker") for spec in SPECS.values()}
-    assert sorted(independent) == sorted(folder for folder in folders if folder.startswith("consistency.stages."))
-    (apart,) = [one for one in contracts["contracts"] if "worker runs" in one["name"]]
-    assert sorted(apart["source_modules"]) == sorted(f"{folder}.worker" for folder in folders)
+        assert operator.attrgetter(name)(importlib.import_module(module)) is not None, reference
 
 
 def test_every_stage_is_a_folder_of_one_shape() -> None:

@@ -21,14 +21,21 @@ HERE = Path(__file__).parents[1]
 PAGES = sorted((HERE / "docs").glob("extending*.md"))
 
 _BLOCK = re.compile(r"^```(python|markdown)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_HEADING = re.compile(r"^## (.+)\n", re.MULTILINE)
 _PLACE = re.compile(r"(?:#|<!--) (?P<file>[\w/]+\.\w+)(?:, (?:after `(?P<after>.+)`|(?P<end>at the end)))?(?: -->)?\n")
 
 
 def recipes() -> dict[str, str]:
-    """Return the text of each recipe of all pages, by its heading."""
-    parts = [part for page in PAGES for part in _HEADING.split(page.read_text(encoding="utf-8"))[1:]]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    """Return the text of each recipe of all pages, by its heading; one in a block is a part of what is written."""
+    found: dict[str, str] = {}
+    for page in PAGES:
+        heading, is_in_block = "", False
+        for line in page.read_text(encoding="utf-8").splitlines(keepends=True):
+            is_in_block ^= line.startswith("```")
+            if line.startswith("## ") and not is_in_block:
+                heading = line.removeprefix("## ").rstrip()
+            elif heading:
+                found[heading] = found.get(heading, "") + line
+    return found
 
 
 def blocks() -> list[tuple[re.Match[str], str]]:
@@ -78,10 +85,10 @@ def test_every_recipe_is_here() -> None:
     names = ["extending-engines.md", "extending-methods.md", "extending-plugins.md", "extending.md"]
     assert [page.name for page in PAGES] == names
     files = [place["file"] for place, _ in blocks()]
-    assert len(files) == 27
+    assert len(files) == 29
     run = {recipe: [words[0] for words in commands(recipe)] for recipe in recipes()}
     assert {recipe: words for recipe, words in run.items() if words} == {
-        "A stage": ["run"],
+        "A stage": ["run", "drill"],
         "A finding": ["compare"],
         "A device backend": ["run"],
         "An inference engine": ["inputs", "engine"],
@@ -106,7 +113,13 @@ def test_a_stage_runs(extended: Path) -> None:
     assert re.search(r"^ +finite$", done.stdout, re.MULTILINE)
     assert "CONSISTENT" in done.stdout
     order = run(extended, "-c", "from consistency.case.stages import SPECS; print(*SPECS)")
-    assert order.stdout.split()[-2:] == ["wrapping", "finite"], "the order of `Stage`, wherever a row stands"
+    assert order.stdout.split()[-2:] == ["wrapping", "finite"], "by the place that it declares"
+
+
+def test_the_fault_of_a_stage_is_found(extended: Path) -> None:
+    done = run(extended, "-m", "consistency", *commands("A stage")[1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "base-with-infinity" in done.stdout
 
 
 def test_a_word_is_recognized(extended: Path) -> None:

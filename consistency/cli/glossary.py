@@ -65,7 +65,7 @@ def glossary() -> tuple[GlossaryEntry, ...]:
         heading: Family(name=name, title=heading[0].lower() + heading[1:])
         for name, heading in zip(FAMILIES, parts, strict=True)
     }
-    of_plugins = list(_pages_of_plugins(families.keys()))
+    of_plugins = list(_further_pages(families.keys()))
     found: list[GlossaryEntry] = []
     for heading, family in families.items():
         for page in (parts, *of_plugins):
@@ -87,8 +87,10 @@ def _entries(part: str, family: Family) -> Iterator[GlossaryEntry]:
         yield GlossaryEntry(family=family, headline=headline, **texts)
 
 
-def _pages_of_plugins(headings: Collection[str]) -> Iterator[dict[str, str]]:
-    """Yield the parts of each page of a plug-in; one that cannot be read costs itself alone."""
+def _further_pages(headings: Collection[str]) -> Iterator[dict[str, str]]:
+    """Yield the parts of each page beside a stage, and of a plug-in; one that cannot be read costs itself alone."""
+    for page in sorted((Path(__file__).parents[1] / "stages").glob("*/glossary.md")):
+        yield _parts_of(page.read_text(encoding="utf-8"))
     for plugin in plugins.plugins():
         for reference in plugin.glossary:
             package, _, file = reference.partition(":")

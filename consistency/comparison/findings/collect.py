@@ -95,7 +95,7 @@ def in_their_order() -> list[_Entry]:
 
     Of those with one place, this package's come first.
     """
-    entries = [_Entry(finder=finder, is_own=True) for finder in of_this_folder()]
+    entries = [_Entry(finder=finder, is_own=True) for finder in of_this_package()]
     for reference, finder in plugins.offered("finders"):
         if isinstance(finder, Finder):
             entries.append(_Entry(finder=finder, is_own=plugins.is_own(reference)))
@@ -107,8 +107,10 @@ def in_their_order() -> list[_Entry]:
     return sorted(entries, key=lambda entry: entry.finder.place)
 
 
-def of_this_folder() -> Iterator[Finder]:
-    """Yield the finders that the modules of this folder declare."""
-    for module in pkgutil.iter_modules(findings.__path__, f"{findings.__name__}."):
-        declared: tuple[Finder, ...] = getattr(importlib.import_module(module.name), "FINDERS", ())
+def of_this_package() -> Iterator[Finder]:
+    """Yield the finders that modules of this folder declare, and the module `findings` of a stage's folder."""
+    names = [module.name for module in pkgutil.iter_modules(findings.__path__, f"{findings.__name__}.")]
+    modules = [importlib.import_module(name) for name in names]
+    for module in (*modules, *plugins.modules_of("stages", "findings")):
+        declared: tuple[Finder, ...] = getattr(module, "FINDERS", ())
         yield from declared

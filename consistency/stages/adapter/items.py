@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from consistency.capture.names import LOADED_AGAIN, RANK_AND_SCALING, SETTINGS_LAYER, adapter_place
+from consistency.capture.names_in_files import adapter, expected
 from consistency.case.case import Case
-from consistency.stages.names_in_files import adapter, expected
 
 
 def adapter_items(case: Case) -> Iterator[tuple[str, str]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from consistency.capture.names import split_name
+from consistency.capture.names_in_files import base_tensors
 from consistency.case.case import Case
 from consistency.case.quantized import states_settings
-from consistency.stages.names_in_files import base_tensors
 
 
 def base_items(case: Case) -> Iterator[tuple[str, str]]:

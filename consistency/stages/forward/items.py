@@ -14,10 +14,10 @@ from consistency.capture.names import (
     adapter_place,
     is_method_tensor,
 )
+from consistency.capture.names_in_files import adapter, base_tensors, in_model
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_json
 from consistency.case.quantized import weights_of
-from consistency.stages.names_in_files import adapter, base_tensors, in_model
 
 _BLOCK = re.compile(r"(?P<block>.*?\.\d+)(?:\.(?P<part>[^.]+))?")
 _WITH_LOGITS = re.compile(r"For(CausalLM|MaskedLM)$|LMHeadModel$")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from consistency.capture.names import DELTA, SAFE_WEIGHT, WEIGHT, adapter_place, is_method_tensor
+from consistency.capture.names_in_files import adapter, expected
 from consistency.case.case import Case
-from consistency.stages.names_in_files import adapter, expected
 
 
 def merged_items(case: Case) -> Iterator[tuple[str, str]]:

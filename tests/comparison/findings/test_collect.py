@@ -19,7 +19,7 @@ import consistency
 from consistency import plugins
 from consistency.capture.records import TensorRecord
 from consistency.cli.main import main
-from consistency.comparison.findings.collect import in_their_order, of_this_folder
+from consistency.comparison.findings.collect import in_their_order, of_this_package
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from tests.comparison.made_records import compared, computed, moved
 from tests.conftest import MakeCapture
@@ -50,13 +50,13 @@ def declared_functions() -> set[str]:
 
 
 def test_every_finder_of_the_folder_is_found() -> None:
-    finders = [*of_this_folder()]
+    finders = [*of_this_package()]
     assert len(declared_functions()) > 20
     assert {finder.find.__name__ for finder in finders} == declared_functions()
 
 
 def test_all_finders_have_one_signature() -> None:
-    for finder in of_this_folder():
+    for finder in of_this_package():
         parameters = inspect.signature(finder.find).parameters
         assert [*parameters] == ["evidence"], finder.name
         assert parameters["evidence"].annotation == ComparisonEvidence.__name__, finder.name
@@ -68,8 +68,8 @@ def test_finders_are_called_in_their_order() -> None:
 
 def test_no_two_finders_of_this_package_have_one_place_or_one_name() -> None:
     for counts in (
-        Counter(finder.place for finder in of_this_folder()),
-        Counter(finder.name for finder in of_this_folder()),
+        Counter(finder.place for finder in of_this_package()),
+        Counter(finder.name for finder in of_this_package()),
     ):
         assert [value for value, count in counts.items() if count > 1] == []
 

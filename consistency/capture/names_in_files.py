@@ -13,7 +13,6 @@ from consistency.case.adapter_fit import read_adapter
 from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_checkpoint
 from consistency.case.quantized import weights_of
-from consistency.comparison.outcomes import gathered
 
 
 def base_tensors(case: Case) -> Mapping[str, TensorHeader]:
@@ -61,7 +60,9 @@ def expected_places(config: Mapping[str, Any], keys: Iterable[str], weights: Ite
     targets = config.get("target_modules")
     if not parts or not isinstance(targets, list) or any(config.get(field) for field in _NARROWED_BY):
         return []
-    kinds = gathered((_NUMBER.sub("*", layer), tensors) for layer, tensors in parts.items())
+    kinds: dict[str, list[dict[str, None]]] = {}
+    for layer, tensors in parts.items():
+        kinds.setdefault(_NUMBER.sub("*", layer), []).append(tensors)
     of_kind = {kind: _usual(layers) for kind, layers in kinds.items()}
     of_any = _usual(one for layers in kinds.values() for one in layers)
     modules = [name.removesuffix(".weight") for name in weights if name.endswith(".weight")]
@@ -92,7 +93,10 @@ def in_model(modules: Iterable[str], layers: Iterable[str]) -> Iterator[str]:
     The layers that the adapter's file has say which: `transformer.h.0.attn` is `h.0.attn` in files of GPT-2.
     """
     files = list(modules)
-    endings = gathered((ending, module) for module in files for ending in _endings(module))
+    endings: dict[str, list[str]] = {}
+    for module in files:
+        for ending in _endings(module):
+            endings.setdefault(ending, []).append(module)
     renamed: dict[str, str] = {}
     for layer in layers:
         if ending := next((one for one in _endings(layer) if len(endings.get(one, ())) == 1), ""):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from consistency.capture.names import adapter_place
-from consistency.stages.names_in_files import expected_places
+from consistency.capture.names_in_files import expected_places
 
 LLAMA = [
     f"model.layers.{i}.{name}.weight"
