@@ -24,6 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from consistency.optional import is_there
+
 GROUP = "consistency.plugins"
 
 
@@ -261,7 +263,7 @@ def statement_of(comparison: Any) -> Statement | None:
         return None
     (compared,) = comparison.load_paths
     for plugin in plugins():
-        if compared in plugin.statements:
+        if compared in plugin.statements and is_there(plugin.statements[compared]):
             statement: Statement = resolved(plugin.statements[compared])(comparison)
             return statement
     return None
@@ -269,16 +271,18 @@ def statement_of(comparison: Any) -> Statement | None:
 
 def api() -> dict[str, str]:
     """Return the module of each name that plug-ins add to `import consistency`."""
-    return {name: module for plugin in plugins() for name, module in plugin.api.items()}
+    return {name: module for plugin in plugins() for name, module in plugin.api.items() if is_there(module)}
 
 
 def offered(part: str) -> Iterator[tuple[str, Any]]:
     """Yield what plug-ins name in a field of `Plugin` whose parts are `module:name`, each with its reference.
 
-    What another distribution names and cannot be imported is noted, and left out.
+    What another distribution names and cannot be imported is noted, and left out; so is what was deleted of an extra.
     """
     for plugin in plugins():
         for reference in getattr(plugin, part):
+            if not is_there(reference):
+                continue
             try:
                 value = resolved(reference)
             except (Exception, SystemExit) as error:

@@ -108,8 +108,11 @@ class StageSpec:
     """Where it runs, if not in the order of reports."""
     whole: str = "everything"
     """Tensor of the row that stands for it as a whole."""
+    passes: str = ""
+    """`module:function` that tells the passes that it makes of the model from a `Setting`
+    (`consistency.case.budget.passes`); empty where it makes none."""
     weight: float = 1.0
-    """Of a worker's time, for the progress: about how many seconds it takes of a small model."""
+    """Of a worker's time, for the progress: about how many seconds it takes of a small model, or each of its passes."""
     needs: Needs | None = None
     """What a user is told who asks for it without its option; None where it runs without."""
     reads: tuple[Stage, ...] = ()

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from consistency.capture.wording import counted, size
-from consistency.case.budget.estimate import WorkerEstimate
+from consistency.case.budget.estimate import StageEstimate, WorkerEstimate
 from consistency.case.budget.fit import ON_DISK, Budget
 from consistency.case.budget.shape import Shape
 from consistency.errors import ConsistencyError
@@ -137,12 +137,22 @@ def _worker(worker: WorkerEstimate) -> Iterator[str]:
     yield "  " + _COLUMNS.format(name, "host private", "host mapped", "device")
     for stage in worker.stages:
         figures = (stage.host_private_bytes, stage.host_mapped_bytes, stage.device_bytes)
-        yield "  " + _COLUMNS.format(f"  {stage.stage}", *map(_size, figures))
+        yield "  " + _COLUMNS.format(f"  {stage.stage}", *map(_size, figures)) + _passes(stage)
     figures = (worker.host_private_bytes, worker.host_mapped_bytes, worker.device_bytes)
     yield "  " + _COLUMNS.format("  peaks", *map(_size, figures))
     if worker.device_bytes is not None:
         has = "of unknown size" if worker.device_memory_bytes is None else f"with {size(worker.device_memory_bytes)}"
         yield f"    a device {has}"
+
+
+def _passes(stage: StageEstimate) -> str:
+    """Return how many passes a stage makes of the model, and over how many blocks; empty where it declares none."""
+    if not stage.passes:
+        return ""
+    blocks = max(one.blocks for one in stage.passes)
+    over = f" over {counted(blocks, 'block')}" if blocks else ""
+    count = sum(one.count for one in stage.passes)
+    return f"   {count} {'pass' if count == 1 else 'passes'}{over}"
 
 
 def _together(budget: Budget) -> Iterator[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import SettingChange, StageMemory
 from consistency.capture.soak import Soak
 from consistency.capture.whole_file import write_fully, write_whole
+from consistency.case.budget.passes import Pass, part_of
 from consistency.case.case import Case
 from consistency.case.load_path import LoadPath
 from consistency.errors import CaptureError
@@ -232,6 +233,7 @@ class EventLog:
         self._stage = ""
         self._step = _Step()
         self._part = _WHOLE_STAGE
+        self._passes: tuple[Pass, ...] = ()
         self.is_on_cpu = is_on_cpu
 
     def __enter__(self) -> EventLog:
@@ -240,18 +242,27 @@ class EventLog:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def stage(self, name: str) -> None:
-        self._stage, self._step, self._part = name, _Step(), _WHOLE_STAGE
+    def stage(self, name: str, passes: Sequence[Pass] = ()) -> None:
+        """Note a stage that begins, with the passes that it declares."""
+        self._stage, self._step, self._part, self._passes = name, _Step(), _WHOLE_STAGE, tuple(passes)
         self._write(Event(at=time.time(), kind="stage", stage=name))
 
-    def step(self, layer: str, done: int, total: int) -> None:
-        self._step = _Step(layer=layer, done=done, total=total)
+    def step(self, text: str, done: int, total: int) -> None:
+        """Note a step that begins, of so many of a kind."""
+        self._step = _Step(layer=text, done=done, total=total)
         self._write_step(share=None if self._part == _WHOLE_STAGE else self._share_of_stage(0.0))
 
     def block(self, number: int, count: int, share_of_step: float | None = None) -> None:
         """Note a block of the model that begins, from 1, and which share of the step is done where that is known."""
         share = None if share_of_step is None else self._share_of_stage(share_of_step)
         self._write_step(block=number, blocks=count, share=share)
+
+    @contextmanager
+    def passes(self, title: str) -> Iterator[None]:
+        """Count the steps of this context as the passes of this title, which the stage declares."""
+        part = part_of(self._passes, title)
+        with nullcontext() if part is None else self.part_of_stage(*part):
+            yield
 
     @contextmanager
     def part_of_stage(self, first: float, last: float) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import importlib
 import pkgutil
@@ -19,10 +20,14 @@ from consistency.capture.names import WHOLE_MODEL
 from consistency.capture.records import SettingChange
 from consistency.capture.writer import write_json
 from consistency.case import standard
+from consistency.case.budget.costs import Setting
 from consistency.case.budget.estimate import final_steps
+from consistency.case.budget.passes import passes_of
+from consistency.case.budget.shape import read_shape
 from consistency.case.load_path import LoadPath
 from consistency.case.stage import Model, Stage, StageSpec
 from consistency.case.stages import run_order
+from consistency.devices.backends import CPU
 from consistency.devices.interface import register
 from consistency.errors import UsageError
 from consistency.numerics import words
@@ -266,7 +271,15 @@ class Session:
         self._operations.begin()
         trim()
         self._memory.begin()
-        self._events.stage(stage)
+        self._events.stage(stage, passes_of(Stage(stage), self._setting))
+
+    @functools.cached_property
+    def _setting(self) -> Setting:
+        """What the case asks of this worker, as `--plan` takes it: for the passes that stages declare."""
+        job = self._job
+        return Setting(
+            shape=read_shape(job.case), case=job.case, on_device=job.device != CPU, makes_reference=job.makes_reference
+        )
 
     def _check(self, stage: str) -> None:
         """Record the memory that a stage took, the other devices it touched, and settings it changed; restore these."""

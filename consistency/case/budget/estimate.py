@@ -21,11 +21,12 @@ from consistency.case.budget.costs import (
     load_adapter,
     load_base,
 )
+from consistency.case.budget.passes import Pass, passes_of, weight_of
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case
 from consistency.case.final_step import FinalStep
 from consistency.case.stage import Stage
-from consistency.case.stages import SPECS, run_order
+from consistency.case.stages import run_order
 from consistency.devices.spec import DeviceSpec
 
 START = "start"
@@ -76,6 +77,8 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Peak on the worker's device; None on the CPU."""
     scratch_bytes: int = 0
     """Of files in the scratch folder that the stage removes."""
+    passes: tuple[Pass, ...] = ()
+    """That it makes of the model, in their order."""
 
     @property
     def host_bytes(self) -> int:
@@ -102,7 +105,7 @@ class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
     def shares(self, case: Case) -> list[tuple[str, float]]:
         """Return each stage with its share of the worker's time, by nominal weights: for the progress."""
         later = final_steps(case)
-        weights = [later[one.stage].seconds(case) if one.stage in later else _weight(one.stage) for one in self.stages]
+        weights = [later[one.stage].seconds(case) if one.stage in later else _weight(one) for one in self.stages]
         return [(one.stage, weight / sum(weights)) for one, weight in zip(self.stages, weights, strict=True)]
 
 
@@ -112,9 +115,9 @@ def final_steps(case: Case) -> dict[str, FinalStep]:
     return {step.name: step for step in steps if step.is_asked(case)}
 
 
-def _weight(step: str) -> float:
+def _weight(one: StageEstimate) -> float:
     """Return the nominal weight of a stage, or of a step of loading."""
-    return WEIGHT_OF_THE_START if step == START else SPECS[Stage(step)].weight
+    return WEIGHT_OF_THE_START if one.stage == START else weight_of(Stage(one.stage), one.passes)
 
 
 def estimate_worker(case: Case, shape: Shape, worker: PlannedWorker, *, offloads: bool = False) -> WorkerEstimate:
@@ -188,6 +191,7 @@ def _stages(
             host_mapped_bytes=mapped + window,
             device_bytes=of_device,
             scratch_bytes=cost.scratch_bytes,
+            passes=passes_of(Stage(name), setting),
         )
         if name == "load base" and (not on_device or offloads):
             mapped += shape.mapped_bytes  # a page is there once it is read

@@ -35,6 +35,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.exact import Float64Mode, in_float64
 from consistency.numerics.real import Real
 from consistency.numerics.rules import Rule
+from consistency.stages.forward.passes import MERGING as MERGING_PASSES
 from consistency.worker.context import Context
 from consistency.worker.decisions.replay import deciding
 from consistency.worker.model.inputs import first_sequences
@@ -155,7 +156,8 @@ def _with_float64(
     found: dict[str, torch.Tensor] = {}
     run = functools.partial(activations, model, chosen)
     for done, (name, merge) in enumerate(merges.items()):
-        context.events.step(f"merged {name}, float64", done, len(merges))
+        with context.events.passes(MERGING_PASSES):
+            context.events.step(f"merged {name}, float64", done, len(merges))
         with torch.no_grad(), Float64Mode() as mode, deciding(again(), gradient=False):
             found[name] = in_merged(model, run, merge=functools.partial(merge, mode))[effect.output]
     merged, rounded, unrounded, *in_float32 = found.values()

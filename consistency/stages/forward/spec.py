@@ -18,6 +18,7 @@ SPEC = StageSpec(
     levels=(Level.STANDARD, Level.THOROUGH),
     feeds_inputs=True,
     option="engine_outputs",
-    weight=8.0,
+    weight=0.3,
+    passes="consistency.stages.forward.passes:passes",
     reference_file="reference.safetensors",
 )

@@ -41,6 +41,7 @@ from consistency.numerics.error import measure_against_exact
 from consistency.numerics.exact import Float64Mode
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
+from consistency.stages.forward import passes as titles
 from consistency.stages.forward.merge_effect import record_merge_effect
 from consistency.worker import cpu_error
 from consistency.worker.attention_kernels import AttentionKernels
@@ -156,10 +157,10 @@ def _run_ends(context: Context, inputs: Activations) -> tuple[dict[str, Activati
     ends: dict[str, Activations] = {}
     refused: dict[str, str] = {}
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
-    for done, mode in enumerate(_modes(context)):
-        context.events.step(mode, done, len(_modes(context)))
+    for mode in _modes(context):
         try:
-            with half_kernels.computing(kernels):
+            with context.events.passes(titles.whole(mode)), half_kernels.computing(kernels):
+                context.events.step(titles.whole(mode), 0, 1)
                 ends[mode] = _in_mode(
                     context, context.model, inputs, mode, functools.partial(activations, context.model, inputs)
                 )
@@ -176,8 +177,9 @@ def _judge_all(context: Context, inputs: Activations, ends: dict[str, Activation
         is_compared = mode in _by_blocks(context, context.model)
         _record_ends(context, mode, ends[mode], answer, {} if is_compared else {BY_BLOCKS: False})
         if is_compared and not answer.tables.failures.get(_exact(mode)):
-            context.events.step(f"{mode}, by blocks", 0, 1)
-            with context.record.skipping("forward", mode):
+            title = titles.by_blocks(mode)
+            with context.events.passes(title), context.record.skipping("forward", mode):
+                context.events.step(title, 0, 1)
                 _judge(context, inputs, mode, answer)
 
 
@@ -251,12 +253,7 @@ def by_blocks(
         return given(name, own if saw is None else saw(name, own))
 
     with deciding(replay.watch_if_any(_exact(mode)), gradient=False, places=replay.places):
-        return results_of(model, inputs, given_and_seen, _told(context)), replay
-
-
-def _told(context: Context) -> BlockBegan:
-    """Return what tells in which block a pass is; how much of the stage is done, the steps tell."""
-    return lambda number, count, _: context.events.block(number, count)
+        return results_of(model, inputs, given_and_seen, context.events.block), replay
 
 
 def row_of(mode: str, name: str) -> tuple[str, str]:
@@ -319,17 +316,19 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
     is_whole = len(_by_blocks(context, model)) == len(modes) or bool(_output_judges(context))
     of_ends = inputs if is_whole else first_sequences(inputs, 1)
     found: dict[str, dict[str, Any]] = {}
-    for done, mode in enumerate(modes):
+    for mode in modes:
         is_compared = mode in _by_blocks(context, model)
         try:
             with model_code(model):  # which may insist on its own dtype
                 if mode != MERGED:
-                    context.events.step(f"{mode}, float64", done, len(modes))
-                    began = _told(context)
-                    _in_float64(model, inputs, mode, exact, by_blocks=is_compared, of_ends=of_ends, began=began)
+                    with context.events.passes(titles.exact(mode)):
+                        context.events.step(titles.exact(mode), 0, 1)
+                        began = context.events.block
+                        _in_float64(model, inputs, mode, exact, by_blocks=is_compared, of_ends=of_ends, began=began)
                 if not is_compared or _exact(mode) in exact.failures:
                     continue
-                drawn = _draw(context, model, inputs, mode, exact)
+                with context.events.passes(titles.noise(mode)):
+                    drawn = _draw(context, model, inputs, mode, exact)
         except (MergeRefusedError, DisableRefusedError):  # each worker says so
             continue
         except Skip as skip:
@@ -401,7 +400,7 @@ def _draw(
 
         def run() -> None:
             with deciding(exact.track.other(_exact(mode), title), gradient=False):
-                run_by_blocks(model, inputs, given, take, began=_told(context))
+                run_by_blocks(model, inputs, given, take, began=context.events.block)
 
         with half_kernels.computing(kernels):
             in_mode(model, mode, run)

@@ -20,6 +20,7 @@ SPEC = StageSpec(
     feeds_inputs=True,
     whole="adapter_on",
     before=standard.FORWARD,  # whose merge leaves a tied weight's pages private: less memory is held here
-    weight=12.0,
+    weight=1.1,
+    passes="consistency.stages.gradient.passes:passes",
     reference_file="gradient.safetensors",
 )

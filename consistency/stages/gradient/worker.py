@@ -30,6 +30,7 @@ from consistency.devices.backends import CPU
 from consistency.errors import first_line
 from consistency.numerics.digest import TensorDigest, digest
 from consistency.numerics.rules import Rule
+from consistency.stages.gradient import passes
 from consistency.stages.gradient.optimizer_step import record_step
 from consistency.worker import cpu_error
 from consistency.worker.attention_kernels import AttentionKernels
@@ -50,7 +51,6 @@ from consistency.worker.judging.gradients import (
     backward_of,
     from_end_to_end,
     in_float64,
-    noise_passes,
     on_what_is_given,
     row_of,
     with_noise,
@@ -76,23 +76,16 @@ def run(context: Context) -> None:
     if inputs is None or reason:
         raise Skip(reason)
     answer: Reference | str
-    passes_of_reference = 0
-    passes_of_device = context.job.case.repeat + 1  # with the steps of the optimizer, which take about as long as one
     if context.job.makes_reference:
         on_cpu = context.device.type == CPU
         with nullcontext() if on_cpu else context.events.on_cpu():
             twin = context.model if on_cpu else load_model(context.job.case, CPU)
-            of = backward_of(twin, names, inputs, began=context.events.block)
-            passes_of_reference = 1 + len(cpu_error.products_of_run(context.job, twin)) * noise_passes(context, of)
-            of_all = passes_of_reference + passes_of_device
-            with context.events.part_of_stage(0.0, passes_of_reference / of_all):
-                answer = _make(context, of, passes_of_reference)
+            answer = _make(context, backward_of(twin, names, inputs, began=context.events.block))
     else:
         answer = wait_for(context.scratch, context.events, GRADIENT_FILE)
     if isinstance(answer, str):
         raise Skip(answer, status="blocked")
-    with context.events.part_of_stage(passes_of_reference / (passes_of_reference + passes_of_device), 1.0):
-        _judge(context, backward_of(context.model, names, inputs, began=context.events.block), answer)
+    _judge(context, backward_of(context.model, names, inputs, began=context.events.block), answer)
 
 
 def _judge(context: Context, of: Backward, answer: Reference) -> None:
@@ -103,13 +96,16 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
     found: Gradients = {}
     attention = AttentionKernels()
     repeats = context.job.case.repeat
-    passes_end = repeats / (repeats + 1)  # and then the steps of the optimizer
     for repeat in range(repeats):
         follows = replay if not repeat else Replay(decisions_file(context), context.model, "")
         refuses = model_code(of.model, says=functools.partial(_refusal, context, of))
-        of_all_passes = context.events.part_of_stage(0.0, passes_end)
-        with of_all_passes, half_kernels.computing(kernels), attention.following(of.model), refuses:
-            context.events.step("backward, by blocks", repeat, repeats)
+        with (
+            context.events.passes(passes.DEVICE),
+            half_kernels.computing(kernels),
+            attention.following(of.model),
+            refuses,
+        ):
+            context.events.step(passes.DEVICE, repeat, repeats)
             again = gradients_of(of, answer, follows)
         found = found or again
         for name, gradient in again.items():
@@ -145,7 +141,7 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
         layer, tensor = adapter_place(context.expected[name][0])
         if not context.record.wants("gradient", layer):
             continue
-        with context.events.part_of_stage(passes_end, 1.0):
+        with context.events.passes(passes.STEPS):
             context.events.step(layer, done, len(of.wanted))
         if name in found and 0 not in found[name].shape:
             record_step(context, name, layer, f"{tensor}.{UPDATED}", found[name])
@@ -166,15 +162,15 @@ def gradients_of(of: Backward, answer: Reference, replay: Replay) -> Gradients:
     return on_what_is_given(of, answer, replay, computed)
 
 
-def _make(context: Context, of: Backward, passes: int) -> Reference:
-    """Compute what all workers are judged by on the CPU, in `passes` with and without noise, and publish it."""
+def _make(context: Context, of: Backward) -> Reference:
+    """Compute what all workers are judged by on the CPU, with and without noise, and publish it."""
     track, failure, exact, drawn = Track(decisions_file(context)), "", ExactGradients(), {}
     try:
         with model_code(of.model, says=functools.partial(_refusal, context, of)):  # code may insist on its own dtype
-            with context.events.part_of_stage(0.0, 1 / passes):
-                context.events.step("backward, float64", 0, 1)
+            with context.events.passes(passes.EXACT):
+                context.events.step(passes.EXACT, 0, 1)
                 exact = in_float64(of, track)
-            with context.events.part_of_stage(1 / passes, 1.0):
+            with context.events.passes(passes.NOISE):
                 drawn = with_noise(context, of, exact, track)
     except Skip as refused:
         failure, exact = str(refused), ExactGradients()

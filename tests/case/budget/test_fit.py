@@ -11,10 +11,10 @@ from consistency.case import standard
 from consistency.case.budget import fit
 from consistency.case.budget.estimate import START, WEIGHT_OF_THE_START, PlannedWorker
 from consistency.case.budget.fit import MARGIN, Budget, make_budget
+from consistency.case.budget.passes import weight_of
 from consistency.case.budget.shape import Shape
 from consistency.case.case import Case, Fit
 from consistency.case.stage import Stage
-from consistency.case.stages import SPECS
 from consistency.devices.spec import parse_device
 from tests.case.budget.shapes import GIB, LARGE
 
@@ -182,10 +182,10 @@ def test_a_soak_takes_what_it_repeats_and_has_the_share_of_its_time() -> None:
     (found,) = make_budget(SOAKED, planned("cpu"), available_bytes=None).workers
     assert found.stages[-1].stage == "soak"
     assert found.stages[-1].host_private_bytes == plain.host_private_bytes
-    *before, (_, of_soak) = found.shares(SOAKED)
-    assert of_soak == 7200 / (
-        7200 + sum(WEIGHT_OF_THE_START if name == START else SPECS[Stage(name)].weight for name, _ in before)
-    )
+    *_, (_, of_soak) = found.shares(SOAKED)
+    before = [one for one in found.stages[:-1] if one.stage != START]
+    of_stages = sum(weight_of(Stage(one.stage), one.passes) for one in before)
+    assert of_soak == pytest.approx(7200 / (7200 + WEIGHT_OF_THE_START + of_stages))
     facts = msgspec.structs.replace(SOAKED, stages=(standard.MEMORY,))
     (worker,) = make_budget(facts, planned("cpu"), available_bytes=None).workers
     assert "soak" not in [stage.stage for stage in worker.stages]

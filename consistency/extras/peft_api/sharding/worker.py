@@ -210,7 +210,7 @@ def _by_blocks(context: Context, way: Layout, model: torch.nn.Module, inputs: In
             found.first = found.first or (None if passes(ratio) else place.layer)
 
     with deciding(replay.watch_if_any(mode), gradient=False, places=replay.places):
-        run_by_blocks(model, inputs, functools.partial(reference.given, mode), take)
+        run_by_blocks(model, inputs, functools.partial(reference.given, mode), take, began=context.events.block)
     record_flips(context, STAGE, replay.flips, mode=way.name)
     return found if replay.was_complete(mode) else _Blocks(reason=NOT_REPLAYED)
 

@@ -237,7 +237,7 @@ def _exact(context: Context, sequences: Sequences, mode: str, reference: Referen
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
     watch = deciding(note if table else None, gradient=False, places=places)
     with half_kernels.computing(kernels), _in(context.model, mode), watch:
-        run_by_blocks(context.model, inputs, functools.partial(reference.given, mode), take)
+        run_by_blocks(context.model, inputs, functools.partial(reference.given, mode), take, began=context.events.block)
     shapes = {name: reference.known(f"{mode}::{name}").shape for name in whole}
     return _Exact(
         context=context, mode=mode, reference=reference, sequences=sequences.part(_SOME), shapes=shapes, whole=whole,

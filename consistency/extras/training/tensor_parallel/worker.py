@@ -115,7 +115,7 @@ def _record_gradients(
     reference = float64_of(context, standard.GRADIENT)
     if isinstance(reference, str):
         raise Skip(reference)
-    of, found = backward_of(model, list(names), inputs), dict[str, torch.Tensor]()
+    of, found = backward_of(model, list(names), inputs, began=context.events.block), dict[str, torch.Tensor]()
     with ranks.calling("a backward pass"), trainable(model, of.wanted.values()):
         backward_by_blocks(of, crossing_by(reference), found.__setitem__)
     for name, gradient in found.items():

@@ -22,6 +22,7 @@ from consistency.worker.judging.gradients import (
 )
 from consistency.worker.model import half_kernels
 from consistency.worker.model.block_backward import Backward
+from consistency.worker.model.block_pass import BlockBegan, no_listener
 from consistency.worker.model.float64_reference import Reference
 from consistency.worker.model.running import matrix_elements, tokens_of
 from consistency.worker.training import adamw
@@ -56,8 +57,16 @@ class TrainingPasses:
         Of one pass, backward included.
     """
 
-    def __init__(self, model: torch.nn.Module, names: Sequence[str], parts: Sequence[Tensors]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        names: Sequence[str],
+        parts: Sequence[Tensors],
+        *,
+        began: BlockBegan = no_listener,
+    ) -> None:
         self.model = model
+        self._began = began
         self.parameters = {name: model.get_parameter(name) for name in names}
         # rounded once, before float64: the model casts its inputs to its own dtype
         self._parts = [as_model_takes(model, part) for part in parts]
@@ -69,7 +78,8 @@ class TrainingPasses:
         """Return the pass of a step, with the parameters as they are, and its loss."""
         part = self._parts[step % len(self._parts)]
         loss = TokenLoss(part)
-        return Backward(model=self.model, wanted=self.parameters, inputs=part, loss=loss), loss
+        of = Backward(model=self.model, wanted=self.parameters, inputs=part, loss=loss, began=self._began)
+        return of, loss
 
     def take(self, step: int, computed: Computed = as_it_is) -> TrainingPass:
         """Run one pass from end to end."""

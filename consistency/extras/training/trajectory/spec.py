@@ -23,7 +23,8 @@ SPEC = StageSpec(
     option="steps",
     before=standard.FORWARD,
     whole="curve",
-    weight=120.0,
+    weight=0.7,
+    passes="consistency.extras.training.trajectory.passes_of_steps:passes",
     own_noise=True,
     reference_file="trajectory.safetensors",
 )

@@ -17,6 +17,7 @@ import torch
 from consistency.capture.records import TensorRecord
 from consistency.devices.backends import CPU
 from consistency.extras.training.trajectory.passes import TrainingPasses
+from consistency.extras.training.trajectory.passes_of_steps import BY_BLOCKS, DRAWN
 from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.extras.training.trajectory.yardstick import ExactTraining
 from consistency.numerics.file_tensor import mapped
@@ -36,8 +37,6 @@ from consistency.worker.recorder import Skip
 from consistency.worker.training.backward import Tensors
 
 STAGE = TRAJECTORY
-DRAWN = 4
-"""Passes with noise at each step, at most."""
 
 STEPWISE = "steps"
 """Tensor of the row that says why gradients are not judged."""
@@ -70,13 +69,16 @@ class StepChecks:
     def check(self) -> None:
         """Judge every step, and record why one is not."""
         left_out, reason = 0, ""
-        for step in range(self._steps):
-            self._context.events.step(f"step {step + 1}, by blocks", step, self._steps)
-            answer = self._answer(step)
-            if isinstance(answer, str):
-                reason = answer
-                break
-            left_out += not self._judge(step, answer)
+        events, steps = self._context.events, self._steps
+        for step in range(steps):
+            with events.passes(BY_BLOCKS), events.part_of_stage(step / steps, (step + 1) / steps):
+                answer = self._answer(step)
+                if isinstance(answer, str):
+                    reason = answer
+                    break
+                with events.part_of_stage(0.0 if self._twin is None else (1 + DRAWN) / (2 + DRAWN), 1.0):
+                    events.step(f"step {step + 1}, by blocks", 0, 1)
+                    left_out += not self._judge(step, answer)
         if self._training is not None and not reason:
             with self._on_cpu():
                 self._training.publish()
@@ -106,9 +108,13 @@ class StepChecks:
         twin.begin(parameters)
         of, loss = twin.backward(step)
         track = Track(_decisions(context, step))
-        exact = in_float64(of, track)
+        with context.events.part_of_stage(0.0, 1 / (2 + DRAWN)):
+            context.events.step(f"step {step + 1}, float64", 0, 1)
+            exact = in_float64(of, track)
         taken = twin.taken(loss, exact.gradients, torch.float64)
-        tensors, tables = exact.tensors_with(with_noise(context, of, exact, track, most=DRAWN), of.wanted)
+        with context.events.part_of_stage(1 / (2 + DRAWN), (1 + DRAWN) / (2 + DRAWN)):
+            drawn = with_noise(context, of, exact, track, most=DRAWN)
+        tensors, tables = exact.tensors_with(drawn, of.wanted)
         track.publish()
         training.take(step, taken)
         tensors |= {_before(name): tensor for name, tensor in parameters.items()}

@@ -22,6 +22,7 @@ from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import AVERAGED, UPDATED, StepFile
 from consistency.extras.training.trajectory.cost import STEPS
 from consistency.extras.training.trajectory.passes import TrainingPasses, own_optimizer
+from consistency.extras.training.trajectory.passes_of_steps import OWN
 from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.extras.training.trajectory.step_checks import StepChecks
 from consistency.extras.training.trajectory.yardstick import (
@@ -60,7 +61,7 @@ def run(context: Context) -> None:
         _no_reference(context, "it does not train this adapter")
         raise
     parts, steps = parts_of(inputs), context.job.case.steps or STEPS
-    passes = TrainingPasses(context.model, names, parts)
+    passes = TrainingPasses(context.model, names, parts, began=context.events.block)
     with ExitStack() as stack:
         stack.enter_context(passes.training())
         try:
@@ -73,7 +74,7 @@ def run(context: Context) -> None:
         with ExitStack() as of_twin:
             if twin is not None and context.device.type != CPU:
                 with context.events.on_cpu():
-                    twin = TrainingPasses(load_model(context.job.case, CPU), names, parts)
+                    twin = TrainingPasses(load_model(context.job.case, CPU), names, parts, began=context.events.block)
                 start = twin.values()  # what this device's own parameters hold is checked by others
                 of_twin.enter_context(twin.training())
             StepChecks(context, passes, twin, start, steps).check()
@@ -93,8 +94,9 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
     try:
         optimizer = own_optimizer(parameters.values())
         for step in range(steps):
-            context.events.step(f"step {step + 1}", step, steps)
-            taken = passes.take_own(step)
+            with context.events.passes(OWN):
+                context.events.step(f"step {step + 1}", step, steps)
+                taken = passes.take_own(step)
             found.losses.append(taken.loss)
             found.norms.append(taken.norm)
             for name, parameter in parameters.items():

@@ -14,6 +14,7 @@ import torch
 
 from consistency.devices.products import Products
 from consistency.extras.training.trajectory.passes import TrainingPass, TrainingPasses
+from consistency.extras.training.trajectory.passes_of_steps import NOISE, TRAININGS
 from consistency.numerics.file_tensor import Readable, elements_of, mapped
 from consistency.worker import cpu_error
 from consistency.worker.context import Context
@@ -45,7 +46,7 @@ class ExactTraining:
         self._steps = steps
         self._titles = cpu_error.products_of_run(context.job, passes.model)
         is_large = cpu_error.is_large(cpu_error.passes_for(passes.multiplications))
-        self._trainings = 1 if is_large else 2  # with attention by one kernel, and by its formula
+        self._trainings = 1 if is_large else TRAININGS
         layout = {name: (torch.float64, (steps, *tensor.shape)) for name, tensor in start.items()}
         layout |= dict.fromkeys(FIGURES[:2], (torch.float64, (1, steps)))
         layout |= {noise(title): (torch.float64, (self._trainings, len(FIGURES), steps)) for title in self._titles}
@@ -73,11 +74,14 @@ class ExactTraining:
         """Train with noise too, and write all for all workers."""
         for figure, values in zip(FIGURES, self._figures, strict=False):
             self._file.write(figure, 0, values)
-        for title, products in self._titles.items():
-            for seed in range(self._trainings):
-                self._passes.begin(self._start)
+        every = [(title, seed) for title in self._titles for seed in range(self._trainings)]
+        events = self._context.events
+        for number, (title, seed) in enumerate(every):
+            self._passes.begin(self._start)
+            with events.passes(NOISE), events.part_of_stage(number / len(every), (number + 1) / len(every)):
+                products = self._titles[title]
                 found = _train_with_noise(self._context, self._passes, self._file, products, seed, self._steps)
-                self._file.write(noise(title), seed, found)
+            self._file.write(noise(title), seed, found)
         self.close()
         tables = Tables(failures={}, names=self._names)
         publish_file(self._file.path, self._context.scratch / TRAJECTORY_FILE, tables)

@@ -1,0 +1,56 @@
+"""The passes of the stage `forward`. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON
+from consistency.case.budget.costs import LEAST_PASSES, Setting
+from consistency.case.budget.passes import Pass
+
+MERGING = "merged, float64"
+"""What merging does to the outputs, which takes passes from end to end."""
+
+
+def whole(mode: str) -> str:
+    """Return the title of the device's pass from end to end."""
+    return mode
+
+
+def exact(mode: str) -> str:
+    """Return the title of a pass in float64."""
+    return f"{mode}, float64"
+
+
+def noise(mode: str) -> str:
+    """Return the title of the passes with noise."""
+    return f"{mode}, with noise"
+
+
+def by_blocks(mode: str) -> str:
+    """Return the title of the device's pass by blocks."""
+    return f"{mode}, by blocks"
+
+
+def passes(setting: Setting) -> tuple[Pass, ...]:
+    """Return what a worker makes; a pass from end to end takes about as long as one by blocks."""
+    return tuple(_passes(setting))
+
+
+def _passes(setting: Setting) -> Iterator[Pass]:
+    shape = setting.shape
+    modes = [ADAPTER_OFF] if setting.case.adapter is None else [ADAPTER_ON, ADAPTER_OFF]
+    if shape.layers:
+        modes.append(ADAPTER_MERGED)
+    # of a large model, blocks are compared in one mode
+    compared = modes if shape.matrix_elements <= setting.case.plan.float64_merges else modes[:1]
+    yield from (Pass(title=whole(mode)) for mode in modes)
+    if setting.makes_reference:
+        for mode in modes:
+            if mode != ADAPTER_MERGED:  # the exact values of both are the same
+                yield Pass(title=exact(mode), blocks=shape.blocks, weight=2.0)
+            if mode in compared:
+                yield Pass(title=noise(mode), count=LEAST_PASSES, blocks=shape.blocks)
+    yield from (Pass(title=by_blocks(mode), blocks=shape.blocks) for mode in compared)
+    if setting.makes_reference and ADAPTER_MERGED in modes and len(compared) > 1:
+        yield Pass(title=MERGING, count=4)
