@@ -149,7 +149,7 @@ def test_a_distribution_that_fails_costs_itself_alone_and_is_named(distribution:
     done = python(distribution, CLI.format(words=["greet"]))
     assert done.returncode == 2
     assert told in done.stderr
-    done = python(distribution, CLI.format(words=["check-merged", "--help"]))
+    done = python(distribution, CLI.format(words=["show", "--help"]))
     assert (done.returncode, done.stderr) == (0, ""), "and who does not need it is told nothing"
 
 

@@ -66,7 +66,7 @@ def forward_off(real: _Compute, passes: Any, step: int, run: Any) -> Any:
         hook.remove()
 
 
-@instead(f"{_STAGE}.stage:own_optimizer")
+@instead(f"{_STAGE}.worker:own_optimizer")
 def optimizer_off(real: _Compute, parameters: Any) -> Any:
     """Let AdamW take another decay of its second moment from the third step on."""
     optimizer = real(parameters)
