@@ -32,7 +32,7 @@ ORDER = (
     "software", "inputs",
     "wrong digests", "repeats", "transfers",
     "causes", "engines",
-    "device use", "ranks", "undecided texts", "trajectories", "casts",
+    "device use", "ranks", "healthy splits", "sums again", "undecided texts", "trajectories", "casts",
     "soak", "devices of one model",
     "host problems", "settings", "unknown hosts",
     "adapter without effect", "configs", "quantized weights",
