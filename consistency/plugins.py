@@ -68,6 +68,11 @@ class Plugin(NamedTuple):
     output_judges : tuple of str
         What judges more by the outputs that the stage `forward` computes in float64, `module:NAME`, each a
         `consistency.worker.judging.outputs.OutputJudge`.
+    case_checks : tuple of str
+        What is checked of a case before it is run, `module:function`; it takes a `consistency.Case`, and raises.
+    engine_captures : tuple of str
+        What judges files of an engine's outputs for the case of a capture, `module:function`: given that capture, the
+        files, where to write, and what watches, it returns a capture.
     backends : tuple of str
         Types of devices, `module:NAME`, each a `consistency.devices.backend.Backend`.
     forms : tuple of str
@@ -89,6 +94,8 @@ class Plugin(NamedTuple):
     formats: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     output_judges: tuple[str, ...] = ()
+    case_checks: tuple[str, ...] = ()
+    engine_captures: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     forms: tuple[str, ...] = ()
 

@@ -30,9 +30,6 @@ FEATURES = {
     "fleets": (
         "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet.py",
     ),
-    "inference engines": (
-        "extras/serving", "workflows/engines.py",
-    ),
     "history and baseline": (
         "comparison/history", "report/history.py",
         "report/history_page.py", "cli/commands/history.py",
@@ -147,7 +144,7 @@ def rows_of(home: Path) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_without_a_feature_the_main_job_is_done(package: Path, run: Run, tmp_path: Path, feature: str) -> None:
-    level = Level.STANDARD if feature == "inference engines" else Level.QUICK  # which are a part of `forward`
+    level = Level.STANDARD if feature == "serving" else Level.QUICK  # which are a part of `forward`
     assert {"base", "adapter", "merged"} <= without(package, run, tmp_path, *FEATURES[feature], level=level)
 
 

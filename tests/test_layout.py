@@ -163,11 +163,6 @@ def test_every_stage_is_a_folder_of_one_shape() -> None:
 # --- a frame, and rooms that plug in: what the frame still names ------------------------------------------------------
 
 EXTRAS = {
-    "serving": (
-        "capture/engine_causes.py", "case/engine_file.py", "case/inference",
-        "workflows/engines.py",
-    ),
-    "peft_api": ("case/named_adapters.py",),
     "operations": (
         "capture/node_group.py", "capture/node_status.py", "cli/commands/fleet.py", "cli/commands/history.py",
         "cli/commands/status.py", "cli/fleet.py", "comparison/history", "launch/fleet", "report/history.py",
@@ -178,8 +173,9 @@ EXTRAS = {
 }  # fmt: skip
 """Where extras lie that are not below `extras/` as a whole. A run of level `standard` does without each.
 
-What a capture holds is the frame's, whoever writes it: its format is a contract (`capture/soak.py`). So is what every
-stage has beside it, such as the declaration of a planted fault (`worker/faults`).
+What a case and a capture hold is the frame's, whoever reads it: their formats are contracts (`case/engine_file.py`,
+`case/named_adapters.py`, `capture/soak.py`). So is what every stage has beside it, such as the declaration of a planted
+fault (`worker/faults`).
 """
 
 OPTIONAL_STAGES = frozenset(spec.stage for spec in SPECS.values() if Level.STANDARD not in spec.levels)
@@ -227,25 +223,12 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
         "serving: extras.serving.check_text.check", "serving: extras.serving.check_text.report",
         "serving: extras.serving.check_text.texts",
     ),
-    "capture/adapter_remarks.py": ("serving: capture.engine_causes",),
-    "case/case.py": ("peft_api: case.named_adapters", "serving: case.engine_file"),
-    "case/options.py": ("peft_api: case.named_adapters", "serving: case.engine_file"),
-    "case/preflight.py": (
-        "peft_api: case.named_adapters", "serving: case.engine_file", "serving: case.inference.outputs",
-    ),
-    "case/reading.py": ("peft_api: case.named_adapters", "serving: case.engine_file", "stage: adapters"),
-    "case/received.py": ("peft_api: case.named_adapters",),
-    "case/suite.py": ("peft_api: case.named_adapters",),
-    "cli/commands/compare.py": ("serving: case.engine_file",),
+    "case/named_adapters.py": ("stage: adapters",),
+    "case/reading.py": ("stage: adapters",),
     "cli/commands/run.py": ("operations: capture.node_group", "operations: cli.fleet"),
     "launch/engine.py": ("operations: capture.node_group",),
     "launch/local.py": ("operations: capture.node_group",),
-    "stages/forward/worker.py": ("serving: case.inference.request",),
-    "worker/model/engine_request.py": ("serving: case.inference.identity", "serving: case.inference.request"),
-    "worker/model/loading.py": ("peft_api: case.named_adapters",),
-    "workflows/comparing.py": (
-        "operations: comparison.history.suite", "serving: case.engine_file", "serving: workflows.engines",
-    ),
+    "workflows/comparing.py": ("operations: comparison.history.suite",),
     "workflows/host_environment.py": ("diagnosis: report.redaction",),
     "workflows/judging.py": (
         "operations: comparison.history", "operations: comparison.history.baseline",

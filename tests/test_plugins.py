@@ -15,10 +15,9 @@ import pytest
 import consistency
 from benchmarks.extras_index import FILE, text
 from consistency import plugins
-from consistency.case import preflight
+from consistency.case import preflight, reading
 from consistency.case.options import Options
 from consistency.case.reading import make_options
-from consistency.case.stage import Stage
 from consistency.case.stages import SPECS
 from consistency.cli.main import COMMANDS, build_parser, main
 from consistency.cli.parser import statuses_by_command
@@ -230,7 +229,7 @@ def test_an_option_of_an_absent_extra_is_refused_and_not_ignored(
 
 def test_a_stage_of_an_absent_extra_is_named(without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     without("training")
-    monkeypatch.delitem(SPECS, Stage("trajectory"))
+    monkeypatch.setattr(reading, "SPECS", {stage: spec for stage, spec in SPECS.items() if stage != "trajectory"})
     with pytest.raises(
         UsageError, match="the stage trajectory is a part of the extra training, which is not installed"
     ):

@@ -82,7 +82,13 @@ def run(home: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_recipe_is_here() -> None:
-    names = ["extending-engines.md", "extending-methods.md", "extending-plugins.md", "extending.md"]
+    names = [
+        "extending-engines.md",
+        "extending-methods.md",
+        "extending-plugins.md",
+        "extending-stages.md",
+        "extending.md",
+    ]
     assert [page.name for page in PAGES] == names
     files = [place["file"] for place, _ in blocks()]
     assert len(files) == 29

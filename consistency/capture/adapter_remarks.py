@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from consistency.capture.engine_causes import Explanation
+from consistency.capture.explanation import Explanation
 
 REMARKS = "adapter_remarks"
 """Evidence of a row: what is wrong with the adapter, each as a table that `remarks_in` reads."""

@@ -52,6 +52,9 @@ BY_BLOCKS = "by_blocks"
 BATCHES = "batch_invariance"
 """Layer name in the stage `forward` of an inference engine's outputs of one row in batches of several sizes."""
 
+LOGITS = "logits"
+"""The output of a language model, as transformers names it."""
+
 MERGING = "merging"
 """Stage of the record of what merging does to the outputs: it has no row, and is in a part of its own."""
 

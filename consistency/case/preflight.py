@@ -16,7 +16,6 @@ from consistency.case.builtin import resolve
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_json
 from consistency.case.engine_file import EngineFile
-from consistency.case.inference.outputs import check_files_of, read_outputs
 from consistency.case.inputs_file import check_inputs_file
 from consistency.case.named_adapters import NamedAdapter
 from consistency.case.options import OPTIONS, Edge, Options
@@ -92,8 +91,8 @@ def _prepared(options: Options) -> Case:
         allow_pickle=options.allow_pickle,
         trust_remote_code=options.trust_remote_code,
     )
-    for one in case.engine_outputs:
-        check_files_of(case, read_outputs(Path(one.path)))
+    for _, check in plugins.offered("case_checks"):
+        check(case)
     return case
 
 

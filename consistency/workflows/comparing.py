@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from consistency import plugins
 from consistency.capture import origin
 from consistency.capture.bounded import read_regular
 from consistency.capture.claim import scratch_folder
 from consistency.capture.folder import CASES, Capture, holds_capture
-from consistency.capture.reader import read_capture
 from consistency.capture.transport import is_remote, travels
 from consistency.capture.wording import some
 from consistency.case.engine_file import EngineFile
@@ -26,8 +26,7 @@ from consistency.launch.engine import Watcher
 from consistency.report.runs import SUITE
 from consistency.report.summarize import summarize
 from consistency.text import one_line
-from consistency.workflows import pipeline, report_folder
-from consistency.workflows.engines import case_of_engines, engines_alone, on_the_cpu
+from consistency.workflows import report_folder
 from consistency.workflows.judging import NO_PAST, Past, compare_captures, read_captures, resolved
 from consistency.workflows.report_folder import output, write_reports
 from consistency.workflows.suite import slowest_s, suite_output, write_suite
@@ -81,11 +80,18 @@ def _compared(
 
 
 def _engines(first: Capture, files: Sequence[EngineFile], scratch: Path, watch: Watcher) -> Capture:
-    """Judge the outputs of inference engines for the case of a capture; its float64 reference is computed again."""
-    plan = pipeline.plan_of(case_of_engines(first, files), on_the_cpu())
-    target = scratch / "engines"
-    pipeline.capture(plan, target, watch=watch)
-    return engines_alone(read_capture(target))
+    """Return a capture of the outputs of inference engines, judged for the case of another capture.
+
+    Raises
+    ------
+    UsageError
+        Nothing here judges them.
+    """
+    for _, judged in plugins.offered("engine_captures"):
+        found: Capture = judged(first, files, scratch / "engines", watch)
+        return found
+    extra = plugins.absent("options").get("engine_outputs", "")
+    raise UsageError(plugins.not_installed("--engine-outputs", extra), hint=plugins.INSTALL)
 
 
 def _place(one: Capture | str | Path) -> str:

@@ -11,7 +11,6 @@ import pytest
 
 from consistency import plugins
 from consistency.capture.adapter_remarks import AdapterFlaw
-from consistency.capture.engine_causes import Cause
 from consistency.capture.records import RecordStatus, WorkerStatus
 from consistency.case.load_path import LoadPath
 from consistency.case.stage import Level, Model, Stage
@@ -26,6 +25,7 @@ from consistency.comparison.outcomes import Status
 from consistency.comparison.result import Severity, Verdict
 from consistency.errors import UsageError
 from consistency.extras.merging.check_merged.causes import MergeCause
+from consistency.extras.serving.causes import Cause
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word

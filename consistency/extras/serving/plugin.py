@@ -14,9 +14,11 @@ PLUGIN = Plugin(
     options=("engine_outputs",),
     stages=(f"{_GENERATION}.spec:SPEC",),
     faults=(f"{_GENERATION}.faults:ROWS",),
-    kinds=("consistency.capture.engine_causes:Cause", "consistency.extras.serving.kinds:KINDS"),
+    kinds=("consistency.extras.serving.causes:Cause", "consistency.extras.serving.kinds:KINDS"),
     finders=(f"{_GENERATION}.findings:UNDECIDED_TEXTS", f"{_ENGINE_OUTPUTS}.findings:ENGINES"),
     sections=(f"{_GENERATION}.page:SECTION",),
+    case_checks=("consistency.extras.serving.inference.checks:check_engine_files",),
+    engine_captures=("consistency.extras.serving.inference.of_captures:judged",),
     output_judges=(f"{_ENGINE_OUTPUTS}.judging:JUDGE",),
     commands={
         "inputs": f"{_ENGINES}.command",

@@ -27,10 +27,9 @@ from consistency import plugins
 from consistency.capture.names import ADAPTER_MERGED as MERGED
 from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
-from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END, WHOLE_MODEL
+from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END, LOGITS, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
 from consistency.case import standard
-from consistency.case.inference.request import OUTPUT
 from consistency.case.stage import Stage
 from consistency.case.stages import SPECS
 from consistency.devices.backends import CPU
@@ -288,7 +287,7 @@ def _record_ends(context: Context, mode: str, ends: Activations, reference: Refe
         known = truth is not None and output.dtype in UNIT_ROUNDOFF
         compared = output if truth is None else output[: len(truth)]
         evidence = dict(more)
-        if known and truth is not None and name.endswith(OUTPUT) and output.dim() in (2, 3) and output.shape[-1] > 1:
+        if known and truth is not None and name.endswith(LOGITS) and output.dim() in (2, 3) and output.shape[-1] > 1:
             evidence["positions"] = compared.shape[:-1].numel()
             evidence["top1_changed"] = int((compared.argmax(-1) != truth.argmax(-1)).sum())
         found, chunks = None, None
@@ -416,7 +415,7 @@ def _draw(
 
 def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact) -> None:
     """Compute the outputs from end to end with noise, for what judges by them."""
-    known = exact.ends.get(f"{_exact(mode)}::{OUTPUT}")
+    known = exact.ends.get(f"{_exact(mode)}::{LOGITS}")
     if known is not None:
         run = functools.partial(in_mode, model, mode, functools.partial(activations, model, inputs))
         drawn = draw(context, model, lambda _: run(), passes_for(model, tokens_of(inputs), [rows_of(known)]))
@@ -443,8 +442,8 @@ def _judge_more(context: Context, model: torch.nn.Module, inputs: Activations, e
     judges = _output_judges(context)
     if not judges:
         return
-    ends = {mode: exact.ends[f"{mode}::{OUTPUT}"] for mode in (ON, OFF) if f"{mode}::{OUTPUT}" in exact.ends}
-    drawn = {mode: [one[OUTPUT] for one in passes] for mode, passes in exact.ends_drawn.items()}
+    ends = {mode: exact.ends[f"{mode}::{LOGITS}"] for mode in (ON, OFF) if f"{mode}::{LOGITS}" in exact.ends}
+    drawn = {mode: [one[LOGITS] for one in passes] for mode, passes in exact.ends_drawn.items()}
     outputs = ForwardOutputs(
         model=model, inputs=inputs, drawn=drawn, failures=exact.failures, exact=ends,
         again=functools.partial(exact.track.other, f"{ON}.{END_TO_END}"),

@@ -19,6 +19,7 @@ import consistency
 from consistency import plugins
 from consistency.capture.records import TensorRecord
 from consistency.cli.main import main
+from consistency.comparison import kinds as kinds_of_findings
 from consistency.comparison.findings.collect import in_their_order, of_this_package
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from tests.comparison.made_records import compared, computed, moved
@@ -94,8 +95,10 @@ FINDER = Finder(name="ours", find=find_ours, PLACE)
 
 
 @pytest.fixture(autouse=True)
-def no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what a plug-in of a test has declared, and how it failed."""
     monkeypatch.setattr(plugins, "_failures", [])
+    monkeypatch.setattr(kinds_of_findings, "_DECLARED", {**kinds_of_findings._DECLARED})
 
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, reference: str = "FINDER") -> None:

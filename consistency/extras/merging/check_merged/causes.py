@@ -5,7 +5,7 @@ Each is tested by computing what the folder would hold if it were so (`extras/me
 
 from __future__ import annotations
 
-from consistency.capture.engine_causes import Explanation
+from consistency.capture.explanation import Explanation
 
 MERGED_FOLDER = "merged_folder"
 """Stage and load path of the rows of `consistency check-merged`: the tensors of a folder that anybody's writer made."""

@@ -26,18 +26,18 @@ import msgspec
 import torch
 import transformers
 
-from consistency.capture.engine_causes import Cause
 from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
 from consistency.case.case import Case
-from consistency.case.inference.request import OUTPUT
 from consistency.case.recognition import has_tokenizer
 from consistency.devices.products import Products
 from consistency.errors import InputError
+from consistency.extras.serving.causes import Cause
 from consistency.extras.serving.check_text.logprobs import LogprobWay, ways_of
 from consistency.extras.serving.check_text.report import LogprobGap, TextReport, TextResult, TokenGap, Verdict
 from consistency.extras.serving.check_text.texts import Text, Tokens, encoded, other_tokens
 from consistency.extras.serving.engine_outputs.explanations import merges, mistakes
 from consistency.extras.serving.engine_outputs.passes import Passes
+from consistency.extras.serving.inference.request import OUTPUT
 from consistency.numerics.decision import CONTINUOUS, Decision
 from consistency.numerics.dtype import name_of
 from consistency.numerics.error_spread import Spread

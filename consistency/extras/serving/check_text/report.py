@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from consistency.capture.engine_causes import Cause
 from consistency.capture.wording import counted
+from consistency.extras.serving.causes import Cause
 
 SCHEMA = "consistency.text/2"
 

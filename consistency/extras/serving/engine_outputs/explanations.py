@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
 from consistency.capture.names import ADAPTER_OFF
 from consistency.capture.wording import some
+from consistency.extras.serving.causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
 from consistency.extras.serving.engine_outputs.layer_search import by_block, by_kind, by_name, named, search
 from consistency.extras.serving.engine_outputs.passes import (
     Passes,

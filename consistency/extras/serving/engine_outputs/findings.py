@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from consistency.capture.engine_causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
 from consistency.capture.names import ADAPTER_OFF, BATCHES, NOT_IN_FILE
 from consistency.capture.wording import listed, some
 from consistency.case import standard
-from consistency.case.inference.request import OUTPUT
 from consistency.comparison import kinds
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.comparison.workers import ComparedWorker
+from consistency.extras.serving.causes import CAUSE, PLACES, ROWS, SEVERAL, Cause
+from consistency.extras.serving.inference.request import OUTPUT
 from consistency.extras.serving.kinds import BATCH_VARIANT, PART_COMPARED
 from consistency.numerics import words
 from consistency.numerics.words import Word

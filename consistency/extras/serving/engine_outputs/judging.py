@@ -12,20 +12,20 @@ from typing import Any
 import msgspec
 import torch
 
-from consistency.capture.engine_causes import CAUSE, SEVERAL
 from consistency.capture.folder import worker_slug
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON, BATCHES, NOT_IN_FILE
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.capture.writer import write_json
 from consistency.case import standard
 from consistency.case.engine_file import EngineFile
-from consistency.case.inference.outputs import Outputs, batch_size, check_dtype, read_outputs, refuse
-from consistency.case.inference.request import MODES, OUTPUT
 from consistency.case.load_path import LoadPath
 from consistency.errors import InputError
+from consistency.extras.serving.causes import CAUSE, SEVERAL
 from consistency.extras.serving.engine_outputs.explanations import Answer, Question, explain
 from consistency.extras.serving.engine_outputs.passes import Passes
 from consistency.extras.serving.engine_outputs.view import View
+from consistency.extras.serving.inference.outputs import Outputs, batch_size, check_dtype, read_outputs, refuse
+from consistency.extras.serving.inference.request import MODES, OUTPUT
 from consistency.numerics.bound import UserAllowance
 from consistency.numerics.chunks import exact_chunks
 from consistency.numerics.digest import digest

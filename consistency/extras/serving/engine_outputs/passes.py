@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from consistency.case.inference.request import OUTPUT
+from consistency.extras.serving.inference.request import OUTPUT
 from consistency.numerics.decisions import Watch
 from consistency.numerics.dtype import name_of
 from consistency.numerics.exact import Float64Mode

@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 from safetensors import safe_open
 
-from consistency.case.inference.outputs import IDS, TOKENS, Outputs
 from consistency.errors import InputError
+from consistency.extras.serving.inference.outputs import IDS, TOKENS, Outputs
 
 _LOG_PROBABILITIES = "log_probabilities"
 

@@ -15,13 +15,13 @@ from safetensors.torch import save
 
 from consistency.capture.whole_file import write_whole
 from consistency.case.case import Case
-from consistency.case.inference.identity import adapter_digest, base_digest
-from consistency.case.inference.outputs import About, batch_name
-from consistency.case.inference.request import METADATA, Mode, Request
 from consistency.case.options import Options
 from consistency.case.received import check_received
 from consistency.errors import InputError, first_line
 from consistency.extras.serving.engines.engine import Compiled, Engine, LogitsOf
+from consistency.extras.serving.inference.identity import adapter_digest, base_digest
+from consistency.extras.serving.inference.outputs import About, batch_name
+from consistency.extras.serving.inference.request import METADATA, Mode, Request
 from consistency.worker.model.loading import load_model
 
 Tensors = dict[str, torch.Tensor]

@@ -41,8 +41,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 def _inputs(parsed: argparse.Namespace) -> int:
     from consistency.case.reading import gather_options
+    from consistency.extras.serving.inference.of_captures import write_inputs
     from consistency.text import one_line
-    from consistency.workflows.engines import write_inputs
 
     given = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
     request = write_inputs(gather_options(parsed.config, given, Edge.COMMAND_LINE), parsed.out, replace=parsed.force)

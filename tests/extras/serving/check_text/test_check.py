@@ -13,10 +13,10 @@ import pytest
 import torch
 import transformers
 
-from consistency.capture.engine_causes import Cause
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.errors import InputError
+from consistency.extras.serving.causes import Cause
 from consistency.extras.serving.check_text import check
 from consistency.extras.serving.check_text.check import check_text
 from consistency.extras.serving.check_text.report import TextReport

@@ -23,11 +23,11 @@ from consistency.capture.records import WorkerInfo
 from consistency.capture.writer import CaptureWriter, write_json
 from consistency.case.case import Case
 from consistency.case.engine_file import EngineFile
-from consistency.case.inference.request import METADATA, Request
 from consistency.comparison.compare import compare
 from consistency.comparison.result import Comparison
+from consistency.extras.serving.inference.engine_request import write_request
+from consistency.extras.serving.inference.request import METADATA, Request
 from consistency.worker import determinism
-from consistency.worker.model.engine_request import write_request
 from consistency.worker.protocol import STATE_FILE, EventLog, Job
 from consistency.worker.session import Session
 

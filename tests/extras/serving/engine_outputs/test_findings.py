@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON, NOT_IN_FILE, UNSUPPORTED
 from consistency.capture.records import TensorRecord
-from consistency.case.inference.request import OUTPUT
 from consistency.comparison import kinds
+from consistency.extras.serving.inference.request import OUTPUT
 from tests.comparison.made_records import compared, moved
 from tests.conftest import MakeCapture
 

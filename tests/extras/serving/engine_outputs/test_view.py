@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from consistency.case.inference.outputs import read_outputs
 from consistency.errors import InputError
 from consistency.extras.serving.engine_outputs.view import View
+from consistency.extras.serving.inference.outputs import read_outputs
 
 ON = "adapter_on"
 SHAPE = (2, 3, 5)

@@ -14,7 +14,7 @@ from consistency.case.reading import make_options
 from consistency.comparison.result import Comparison
 from consistency.extras.serving.engines.answer import answer, case_of, computed, read_request, write_outputs
 from consistency.extras.serving.engines.engine import make_engine
-from consistency.worker.model.engine_request import write_request
+from consistency.extras.serving.inference.engine_request import write_request
 from consistency.workflows import pipeline
 from tests.extras.serving.engines.planted import MISTAKES
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
-from consistency.case.inference.outputs import read_outputs
-from consistency.case.inference.request import METADATA
 from consistency.errors import InputError
 from consistency.extras.serving.engines.answer import answer, case_of, read_request
 from consistency.extras.serving.engines.engine import Compiled, LogitsOf, make_engine
-from consistency.worker.model.engine_request import write_request
+from consistency.extras.serving.inference.engine_request import write_request
+from consistency.extras.serving.inference.outputs import read_outputs
+from consistency.extras.serving.inference.request import METADATA
 from consistency.worker.model.loading import load_model
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from consistency.case.inference.outputs import read_outputs
+from consistency.extras.serving.inference.outputs import read_outputs
 from tests.extras.serving.engines.made_outputs import HEALTHY, judged, outputs_of, request_of
 from tests.extras.serving.engines.planted import MISTAKES
 

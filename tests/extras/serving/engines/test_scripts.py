@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
-from consistency.case.inference.outputs import read_outputs
 from consistency.extras.serving.engines.answer import read_request
-from consistency.worker.model.engine_request import write_request
+from consistency.extras.serving.inference.engine_request import write_request
+from consistency.extras.serving.inference.outputs import read_outputs
 
 SCRIPTS = Path(__file__).resolve().parents[4] / "docs" / "engines"
 VOCABULARY, TOP = 512, 20

@@ -1,35 +1,14 @@
 """What explains the numbers of an inference engine, in words. No torch here.
 
-Each is tested by computing, in float64, what the engine would answer if it were so (`worker/stages/engine_outputs/`).
+Each is tested by computing, in float64, what the engine would answer if it were so (`engine_outputs/`).
 """
 
 from __future__ import annotations
 
-import enum
-from typing import Self
+from consistency.capture.explanation import Explanation
 
 CAUSE, SEVERAL, PLACES, ROWS = "cause", "causes", "cause_places", "rows_outside"
 """Evidence of a row: one of these words or several, what it is about, and the rows of the batch, if not all."""
-
-
-class Explanation(enum.StrEnum):
-    """A word with what it says and what to do."""
-
-    phrase: str
-    """`{}` marks what it is about."""
-    todo: str
-    """What to do next."""
-
-    def __new__(cls, word: str, phrase: str, todo: str) -> Self:
-        member = str.__new__(cls, word)
-        member._value_ = word
-        member.phrase = phrase
-        member.todo = todo
-        return member
-
-    def sentence(self, about: str = "") -> str:
-        """Return what it says of something."""
-        return self.phrase.replace("{}", about)
 
 
 class Cause(Explanation):

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from consistency.case.inference.identity import CaseKey
+from consistency.extras.serving.inference.identity import CaseKey
 
 METADATA = "consistency"
 """The key in a safetensors file's metadata whose value is the JSON text."""

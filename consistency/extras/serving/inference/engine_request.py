@@ -12,9 +12,9 @@ from safetensors.torch import save
 
 from consistency.capture.whole_file import write_whole
 from consistency.case.case import Case
-from consistency.case.inference.identity import CaseKey, adapter_digest, base_digest
-from consistency.case.inference.request import METADATA, MODES, OUTPUT, REQUEST_SCHEMA, Request, batches_of
 from consistency.errors import InputError
+from consistency.extras.serving.inference.identity import CaseKey, adapter_digest, base_digest
+from consistency.extras.serving.inference.request import METADATA, MODES, OUTPUT, REQUEST_SCHEMA, Request, batches_of
 from consistency.worker.model.inputs import digest_of, fixed_inputs
 from consistency.worker.model.loading import LoadedBase, load_base
 

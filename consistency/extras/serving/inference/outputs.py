@@ -15,9 +15,9 @@ from safetensors import safe_open
 
 from consistency.case.case import Case
 from consistency.case.checkpoint import TensorHeader, read_header
-from consistency.case.inference.identity import CaseKey, adapter_digest, base_digest
-from consistency.case.inference.request import METADATA, MODES, Mode
 from consistency.errors import InputError, did_you_mean
+from consistency.extras.serving.inference.identity import CaseKey, adapter_digest, base_digest
+from consistency.extras.serving.inference.request import METADATA, MODES, Mode
 
 TOKENS, IDS = "tokens", "ids"
 """The tensor that says which places were computed, and the suffix of those with the ids of the largest values."""

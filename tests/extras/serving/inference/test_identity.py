@@ -11,8 +11,8 @@ import pytest
 
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
-from consistency.case.inference import identity
-from consistency.case.inference.identity import adapter_digest, base_digest
+from consistency.extras.serving.inference import identity
+from consistency.extras.serving.inference.identity import adapter_digest, base_digest
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import msgspec
 from safetensors import safe_open
 
 from consistency.capture.names import ADAPTER_MERGED, ADAPTER_OFF, ADAPTER_ON
-from consistency.case.inference.request import METADATA, MODES, Request
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
-from consistency.worker.model.engine_request import write_request
+from consistency.extras.serving.inference.engine_request import write_request
+from consistency.extras.serving.inference.request import METADATA, MODES, Request
 from consistency.worker.model.inputs import digest_of, fixed_inputs
 from consistency.worker.model.loading import load_base
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from consistency.case.inference.outputs import batch_name, read_outputs
 from consistency.errors import InputError
+from consistency.extras.serving.inference.outputs import batch_name, read_outputs
 
 KEY = {"name": "a", "inputs": "i", "base": "b", "adapter": "c", "dtype": "float32"}
 ABOUT: dict[str, Any] = {

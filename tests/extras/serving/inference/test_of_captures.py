@@ -15,10 +15,10 @@ from consistency.capture.records import WorkerInfo
 from consistency.case.builtin import builtin_folder
 from consistency.case.case import Case
 from consistency.case.engine_file import EngineFile
-from consistency.case.inference.identity import CaseKey, adapter_digest, base_digest
-from consistency.case.inference.request import METADATA
 from consistency.errors import InputError
-from consistency.workflows.engines import case_of_engines, engines_alone
+from consistency.extras.serving.inference.identity import CaseKey, adapter_digest, base_digest
+from consistency.extras.serving.inference.of_captures import _engines_alone, case_of_engines
+from consistency.extras.serving.inference.request import METADATA
 
 LLAMA = builtin_folder("llama")
 
@@ -69,5 +69,5 @@ def test_the_worker_of_the_reference_is_left_out() -> None:
         WorkerCapture(info=WorkerInfo(name=name, engine=engine, **made), parts=())
         for name, engine in (("cpu", None), ("vllm", "vllm 1"))
     )
-    found = engines_alone(msgspec.structs.replace(captured(), workers=workers))
+    found = _engines_alone(msgspec.structs.replace(captured(), workers=workers))
     assert [worker.info.name for worker in found.workers] == ["vllm"]

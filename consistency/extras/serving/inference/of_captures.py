@@ -11,15 +11,18 @@ from pathlib import Path
 import msgspec
 
 from consistency.capture.folder import Capture
+from consistency.capture.reader import read_capture
 from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.checkpoint import read_header
 from consistency.case.engine_file import EngineFile
-from consistency.case.inference.outputs import check_files_of, read_outputs
-from consistency.case.inference.request import Request
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.errors import CaptureError, InputError
+from consistency.extras.serving.inference.outputs import check_files_of, read_outputs
+from consistency.extras.serving.inference.request import Request
+from consistency.launch.engine import Watcher
+from consistency.workflows import pipeline
 
 
 def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
@@ -55,12 +58,22 @@ def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
     return found
 
 
-def on_the_cpu() -> Options:
-    """Return where the reference is computed."""
-    return Options(devices=("cpu",))
+def judged(first: Capture, files: Sequence[EngineFile], target: Path, watch: Watcher) -> Capture:
+    """Return a capture of the engines' outputs alone; the float64 reference is computed again, on the CPU.
+
+    Parameters
+    ----------
+    first : Capture
+        Its case is the one whose outputs they are.
+    target : Path
+        Where the capture is written.
+    """
+    plan = pipeline.plan_of(case_of_engines(first, files), Options(devices=("cpu",)))
+    pipeline.capture(plan, target, watch=watch)
+    return _engines_alone(read_capture(target))
 
 
-def engines_alone(capture: Capture) -> Capture:
+def _engines_alone(capture: Capture) -> Capture:
     """Return a capture without the worker that has computed the reference."""
     return msgspec.structs.replace(
         capture,
@@ -84,6 +97,8 @@ def write_inputs(options: Options, path: Path, *, replace: bool = False) -> Requ
     case = prepare_case(options)
     if not path.parent.is_dir():
         raise CaptureError("no such folder", where=path.parent)
-    from consistency.worker.model.engine_request import write_request  # torch, which no wrong option should wait for
+    from consistency.extras.serving.inference.engine_request import (
+        write_request,  # torch, which no wrong option should wait for
+    )
 
     return write_request(case, path)

@@ -1,0 +1,17 @@
+"""What is checked of the files of engines before a case is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from consistency.case.case import Case
+
+
+def check_engine_files(case: Case) -> None:
+    """Raise InputError where a file of an engine's outputs is not one of this case."""
+    if not case.engine_outputs:
+        return
+    from consistency.extras.serving.inference.outputs import check_files_of, read_outputs
+
+    for one in case.engine_outputs:
+        check_files_of(case, read_outputs(Path(one.path)))
