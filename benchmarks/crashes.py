@@ -31,10 +31,10 @@ import msgspec
 
 from consistency.capture.json_codec import decode_json
 from consistency.capture.reader import read_capture
-from consistency.comparison.history.baseline import read_baseline
-from consistency.comparison.history.store import History
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import ConsistencyError
+from consistency.extras.operations.history.baseline import read_baseline
+from consistency.extras.operations.history.store import History
 from consistency.report.json import read as read_report
 from consistency.report.status.record import Status
 

@@ -32,16 +32,16 @@ from consistency.case.builtin import builtin_folder
 from consistency.case.options import Options
 from consistency.case.preflight import prepare_case
 from consistency.case.reading import read_options
-from consistency.comparison.history.baseline import read_baseline
-from consistency.comparison.history.store import History
 from consistency.errors import ConsistencyError
 from consistency.extras.diagnosis.drill.drill import choose, drill, prepare_trials
 from consistency.extras.diagnosis.drill.plantable import several_adapters
+from consistency.extras.operations.history.baseline import read_baseline
+from consistency.extras.operations.history.past import HistoryAndBaseline
+from consistency.extras.operations.history.store import History
 from consistency.report.json import as_bytes
 from consistency.report.status.reading import read_status
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.workflows import judging, pipeline
-from consistency.workflows.judging import Past
 from consistency.workflows.report_folder import read_comparison
 
 SLOW_S = 20.0
@@ -117,7 +117,7 @@ def of_a_run(home: Path) -> Iterator[Surface]:
     """Yield what a run leaves, and what a history keeps of it."""
     options = Options(devices=("cpu", "cpu@baseline"), stages=(standard.BASE, standard.MERGED))
     history, out = History(str(home / "history")), home / "out"
-    pipeline.run(pipeline.prepare(options), out, watch=_silent, past=Past(history=history))
+    pipeline.run(pipeline.prepare(options), out, watch=_silent, past=HistoryAndBaseline(history=history))
     report = home / "report"
     report.mkdir()
     for name in ("report.json", "status.json"):

@@ -29,11 +29,11 @@ from benchmarks.scaling import write_captures
 from consistency.capture.json_codec import encode_json
 from consistency.capture.reader import RecordPool, read_capture
 from consistency.comparison.compare import compare
-from consistency.comparison.history.drift import add_run, find_drift
-from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
-from consistency.comparison.history.store import History
+from consistency.extras.operations.history.drift import add_run, find_drift
+from consistency.extras.operations.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
+from consistency.extras.operations.history.store import History
+from consistency.extras.operations.history.table import device_rows, run_rows
 from consistency.numerics.real import Real
-from consistency.report.history import device_rows, run_rows
 
 STAGES = ("transfer", "operators", "base", "adapter", "merged", "forward", "gradient")
 FIRST = datetime.datetime(2026, 1, 1, 2, 0, tzinfo=datetime.UTC)

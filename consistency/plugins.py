@@ -68,6 +68,8 @@ class Plugin(NamedTuple):
     output_judges : tuple of str
         What judges more by the outputs that the stage `forward` computes in float64, `module:NAME`, each a
         `consistency.worker.judging.outputs.OutputJudge`.
+    pasts : tuple of str
+        What opens a history and a baseline, `module:function`; it returns a `consistency.workflows.past.Past`.
     case_checks : tuple of str
         What is checked of a case before it is run, `module:function`; it takes a `consistency.Case`, and raises.
     engine_captures : tuple of str
@@ -94,6 +96,7 @@ class Plugin(NamedTuple):
     formats: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     output_judges: tuple[str, ...] = ()
+    pasts: tuple[str, ...] = ()
     case_checks: tuple[str, ...] = ()
     engine_captures: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()

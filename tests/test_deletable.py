@@ -30,16 +30,12 @@ FEATURES = {
     "fleets": (
         "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet.py",
     ),
-    "history and baseline": (
-        "comparison/history", "report/history.py",
-        "report/history_page.py", "cli/commands/history.py",
-    ),
     "diagnosis": ("extras/diagnosis",),
     "serving": ("extras/serving",),
     "training": ("extras/training",),
     "several adapters, sharding and wrapping": ("extras/peft_api",),
     "files of weights": ("extras/merging",),
-    "a soak": ("extras/operations",),
+    "operations": ("extras/operations",),
     "every extra": ("extras",),
     "explaining words": ("cli/glossary.py", "cli/commands/explain.py"),
     "the environment of an issue": ("workflows/host_environment.py", "cli/commands/env.py"),

@@ -164,9 +164,8 @@ def test_every_stage_is_a_folder_of_one_shape() -> None:
 
 EXTRAS = {
     "operations": (
-        "capture/node_group.py", "capture/node_status.py", "cli/commands/fleet.py", "cli/commands/history.py",
-        "cli/commands/status.py", "cli/fleet.py", "comparison/history", "launch/fleet", "report/history.py",
-        "report/history_page.py", "report/status", "workflows/fleet",
+        "capture/node_group.py", "capture/node_status.py", "cli/commands/fleet.py", "cli/commands/status.py",
+        "cli/fleet.py", "launch/fleet", "report/status", "workflows/fleet",
     ),
     "diagnosis": ("report/redaction.py",),
     "pytest_plugin": ("pytest_plugin",),
@@ -228,15 +227,8 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
     "cli/commands/run.py": ("operations: capture.node_group", "operations: cli.fleet"),
     "launch/engine.py": ("operations: capture.node_group",),
     "launch/local.py": ("operations: capture.node_group",),
-    "workflows/comparing.py": ("operations: comparison.history.suite",),
     "workflows/host_environment.py": ("diagnosis: report.redaction",),
-    "workflows/judging.py": (
-        "operations: comparison.history", "operations: comparison.history.baseline",
-        "operations: comparison.history.drift", "operations: comparison.history.store",
-        "operations: comparison.history.suite",
-    ),
     "workflows/report_folder.py": ("diagnosis: report.redaction",),
-    "workflows/suite.py": ("operations: comparison.history.suite",),
 }  # fmt: skip
 """What the frame names of extras, by module: an entry that was mended is taken off, and none is added."""
 

@@ -26,7 +26,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "show": ("show",),
     "devices": ("devices",),
     "doctor": ("doctor",),
-    "history": ("history", "baseline"),
     "status": ("status",),
     "explain": ("explain",),
     "env": ("env",),

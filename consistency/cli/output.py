@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
     from consistency.comparison.site_groups import SiteGroups
     from consistency.comparison.suite import SuiteResult
-    from consistency.workflows.judging import Past
+    from consistency.workflows.past import Past
 
 
 def add_output_options(parser: argparse.ArgumentParser, out: str, *, json: str, required: bool = False) -> None:
@@ -77,7 +77,7 @@ def check_formats(parsed: argparse.Namespace) -> None:
 
 def read_past(parsed: argparse.Namespace) -> Past:
     """Read `--history` and `--baseline`, where they are given; say so where there is no such baseline yet."""
-    from consistency.workflows.judging import opened_past
+    from consistency.workflows.past import opened_past
 
     if parsed.baseline is not None and not parsed.baseline.exists():
         print(f"baseline {parsed.baseline} does not exist: no finding is accepted", file=sys.stderr)

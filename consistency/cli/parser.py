@@ -39,8 +39,6 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     },
     "show": {0: "printed, whatever the verdict is", **BAD_USE},
     "devices": {0: "listed", **BAD_USE},
-    "history": {0: "printed, written or removed, whatever the verdicts are", **BAD_USE},
-    "baseline": {0: "written", **BAD_USE},
     "explain": {0: "explained", **BAD_USE},
     "env": {0: "printed", **BAD_USE},
     "completion": {0: "printed", **BAD_USE},
@@ -129,10 +127,10 @@ def statuses_by_command(parser: argparse.ArgumentParser) -> dict[str, Mapping[in
     return found
 
 
-def adder(commands: Any, of: str | None = None) -> Callable[..., argparse.ArgumentParser]:
+def adder(commands: Any, of_all: Mapping[int, str] | None = None) -> Callable[..., argparse.ArgumentParser]:
     """Return the function by which a module adds its command: name, function, help, its examples, its exit statuses.
 
-    An action of a command has the exit statuses of that, which `of` names.
+    The actions of one command have those of that in common, `of_all`.
     """
 
     def command(
@@ -145,7 +143,7 @@ def adder(commands: Any, of: str | None = None) -> Callable[..., argparse.Argume
     ) -> argparse.ArgumentParser:
         description = f"{text[0].upper()}{text[1:]}."
         if statuses is None:
-            statuses = EXIT_STATUS[of or name]
+            statuses = EXIT_STATUS[name] if of_all is None else of_all
         added: argparse.ArgumentParser = commands.add_parser(
             name, help=text, description=description, **layout(examples, statuses)
         )

@@ -41,7 +41,7 @@ from consistency.report.summarize import summarize
 from consistency.text import clean, one_line
 from consistency.worker.protocol import Event
 from consistency.workflows import pipeline, suite
-from consistency.workflows.judging import opened_past
+from consistency.workflows.past import opened_past
 from consistency.workflows.pipeline import Plan
 from consistency.workflows.suite import PlannedCase
 

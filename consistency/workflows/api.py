@@ -19,7 +19,7 @@ from consistency.errors import UsageError
 from consistency.launch.engine import Watcher
 from consistency.report.findings import problems
 from consistency.workflows import comparing, pipeline, suite
-from consistency.workflows.judging import opened_past
+from consistency.workflows.past import opened_past
 from consistency.workflows.pipeline import Report
 from consistency.workflows.report_folder import read_comparison
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,12 +26,10 @@ from consistency.report.runs import SUITE
 from consistency.report.summarize import summarize
 from consistency.text import one_line
 from consistency.workflows import report_folder
-from consistency.workflows.judging import NO_PAST, Past, compare_captures, read_captures, resolved
+from consistency.workflows.judging import compare_captures, read_captures
+from consistency.workflows.past import NO_PAST, Past, SuiteEntry, resolved
 from consistency.workflows.report_folder import output, write_reports
 from consistency.workflows.suite import slowest_s, suite_output, write_suite
-
-if TYPE_CHECKING:
-    from consistency.comparison.history.suite import SuiteEntry
 
 
 def compare_folders(

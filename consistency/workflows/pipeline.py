@@ -26,7 +26,8 @@ from consistency.devices.discovery import select
 from consistency.devices.spec import DeviceInfo
 from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Watcher, capture_case, engine
 from consistency.launch.plan import default_load_paths, plan_waves
-from consistency.workflows.judging import NO_PAST, Past, compare_captures, read_captures
+from consistency.workflows.judging import compare_captures, read_captures
+from consistency.workflows.past import NO_PAST, Past
 from consistency.workflows.planning import budget_of
 from consistency.workflows.report_folder import (
     CAPTURES,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -31,11 +30,8 @@ from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, W
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
-from consistency.workflows.judging import NO_PAST, Past
+from consistency.workflows.past import NO_PAST, Past, SuiteEntry, resolved
 from consistency.workflows.planning import budgets_of, cases_at_once
-
-if TYPE_CHECKING:
-    from consistency.comparison.history.suite import SuiteEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +164,7 @@ def run_suite(
             elapsed_s=time.monotonic() - started,
         )
         suite = write_suite(suite, out)
-        return suite if entry is None else entry.commit(suite, report=judging.resolved(out))
+        return suite if entry is None else entry.commit(suite, report=resolved(out))
 
 
 def capture_suite(

@@ -16,14 +16,14 @@ from consistency.capture.bounded import READ_LIMIT, BoundedReader, NotReadError,
 from consistency.capture.folder import Capture
 from consistency.capture.reader import read_capture
 from consistency.capture.transport import pack
-from consistency.comparison.history.store import History
 from consistency.errors import CaptureError, UsageError
+from consistency.extras.operations.history.store import History
 from consistency.report.status.reading import read_status
 from consistency.workflows.comparing import compare_folders
 from consistency.workflows.report_folder import read_comparison
-from tests.comparison.history.made_fleets import fleet_history
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture
+from tests.extras.operations.history.made_fleets import fleet_history
 
 
 def pipe(path: Path) -> None:

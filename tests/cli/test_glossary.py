@@ -19,12 +19,12 @@ from consistency.cli.glossary import GlossaryEntry, explained, glossary, known_w
 from consistency.cli.main import build_parser
 from consistency.cli.parser import OF_EVERY_COMMAND, statuses_by_command
 from consistency.comparison import kinds
-from consistency.comparison.history.changes import ChangeKind
 from consistency.comparison.kinds import SuiteVerdict
 from consistency.comparison.outcomes import Status
 from consistency.comparison.result import Severity, Verdict
 from consistency.errors import UsageError
 from consistency.extras.merging.check_merged.causes import MergeCause
+from consistency.extras.operations.history.changes import ChangeKind
 from consistency.extras.serving.causes import Cause
 from consistency.numerics import words
 from consistency.numerics.rules import Rule

@@ -13,9 +13,9 @@ from consistency.case.builtin import builtin_folder
 from consistency.case.options import Edge
 from consistency.case.suite import gather_suite
 from consistency.cli.main import main
-from consistency.comparison.history.store import History
 from consistency.comparison.suite import SuiteResult
-from consistency.workflows.judging import Past
+from consistency.extras.operations.history.past import HistoryAndBaseline
+from consistency.extras.operations.history.store import History
 from consistency.workflows.suite import prepare_suite, run_suite
 from tests.launch.in_this_process import in_this_process
 from tests.report.printed import printed
@@ -50,7 +50,7 @@ def ran(home: Path) -> SuiteResult:
     plan = prepare_suite(options).with_faults(faults)
     history = History(str(home / "history"))
     with in_this_process():
-        return run_suite(plan, home / "out", watch=lambda *_: None, past=Past(history=history))
+        return run_suite(plan, home / "out", watch=lambda *_: None, past=HistoryAndBaseline(history=history))
 
 
 @pytest.mark.slow

@@ -11,12 +11,12 @@ import pytest
 
 from consistency.capture.claim import CLAIM
 from consistency.capture.whole_file import WholeFile
-from consistency.comparison.history.store import History
 from consistency.errors import CaptureError
+from consistency.extras.operations.history.past import HistoryAndBaseline
+from consistency.extras.operations.history.store import History
 from consistency.report import terminal
 from consistency.report.formats import View
 from consistency.workflows.comparing import compare_folders
-from consistency.workflows.judging import Past
 from consistency.workflows.report_folder import output, write_reports
 from consistency.workflows.suite import write_suite
 from tests.comparison.made_records import moved
@@ -118,7 +118,7 @@ def test_place_of_a_comparison_is_claimed_before_its_work(tmp_path: Path, make_c
     captures = [make_capture(name, {"cpu": [moved()]}) for name in "ab"]
     history = History(str(tmp_path / "history"))
     with output(tmp_path / "out", replace=False), pytest.raises(CaptureError, match="another process writes"):
-        compare_folders(captures, tmp_path / "out", past=Past(history=history), replace=True)
+        compare_folders(captures, tmp_path / "out", past=HistoryAndBaseline(history=history), replace=True)
     assert history.names() == []
 
 

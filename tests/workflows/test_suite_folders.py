@@ -11,12 +11,12 @@ import pytest
 from consistency.capture.records import TensorRecord
 from consistency.case.suite import folder_name
 from consistency.cli.main import main
-from consistency.comparison.history.baseline import accept, read_baseline
-from consistency.comparison.history.store import History
 from consistency.comparison.suite import CaseResult, SuiteResult
 from consistency.errors import CaptureError, UsageError
+from consistency.extras.operations.history.baseline import accept, read_baseline
+from consistency.extras.operations.history.past import HistoryAndBaseline
+from consistency.extras.operations.history.store import History
 from consistency.workflows.comparing import are_suites, compare_folders, compare_suites
-from consistency.workflows.judging import Past
 from tests.comparison.made_records import computed, moved
 from tests.conftest import MakeCapture
 
@@ -163,13 +163,15 @@ def test_an_accepted_finding_is_a_note(nights: list[Path], tmp_path: Path) -> No
     single = compare_folders([night / "cases/a-b" for night in nights], None)
     accept(tmp_path / "baseline.json", single.findings, single.workers, reason="an older adapter, on purpose")
     baseline = read_baseline(tmp_path / "baseline.json")
-    assert by_name(compare_suites(nights, None, past=Past(baseline=baseline)))["a/b"].verdict == "consistent"
+    assert (
+        by_name(compare_suites(nights, None, past=HistoryAndBaseline(baseline=baseline)))["a/b"].verdict == "consistent"
+    )
 
 
 def test_a_comparison_is_an_entry_of_a_history(nights: list[Path], tmp_path: Path) -> None:
     """That of suites has all cases that were compared, and a single one is compared with them."""
     url = str(tmp_path / "history")
-    suite = compare_suites(nights, tmp_path / "out", past=Past(history=History(url)))
+    suite = compare_suites(nights, tmp_path / "out", past=HistoryAndBaseline(history=History(url)))
     (run,) = History(url).runs()
     assert (run.verdict, run.report) == (suite.verdict, str(tmp_path / "out"))
     assert [(worker.case, worker.name) for worker in run.workers] == [

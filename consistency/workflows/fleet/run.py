@@ -42,7 +42,7 @@ from consistency.workflows.fleet.following import (
     other_software,
     without_accelerator,
 )
-from consistency.workflows.judging import NO_PAST, Past
+from consistency.workflows.past import NO_PAST, Past
 
 _PAUSE_S, _REMOTE_PAUSE_S = 0.5, 5.0
 _PAUSE_PER_NODE_S = 0.001  # about what a status on a shared file system takes to be read

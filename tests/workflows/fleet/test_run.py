@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from consistency.capture.transport import deliver
-from consistency.comparison.history.store import History
+from consistency.extras.operations.history.store import History
 from tests.accelerator.fixtures import Double
 from tests.comparison.made_records import moved
 from tests.conftest import MakeCapture, command

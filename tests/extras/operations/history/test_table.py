@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from consistency.comparison.history.records import RunRecord
-from consistency.report.history_page import Line, Trend, lines, nights, trend
-from tests.report.made_histories import month, run, worker
+from consistency.extras.operations.history.page import Line, Trend, lines, nights, trend
+from consistency.extras.operations.history.records import RunRecord
+from tests.extras.operations.history.made_histories import month, run, worker
 
 
 def table(*runs: RunRecord) -> list[Line]:

@@ -16,10 +16,10 @@ from pathlib import PurePosixPath
 
 import msgspec
 
-from consistency.comparison.history.drift import compared_with
-from consistency.comparison.history.records import RunRecord, RunWorkers, WorkerKey
-from consistency.comparison.history.store import RUNS, TABLES, History, remove_claims, unfinished
 from consistency.errors import UsageError
+from consistency.extras.operations.history.drift import compared_with
+from consistency.extras.operations.history.records import RunRecord, RunWorkers, WorkerKey
+from consistency.extras.operations.history.store import RUNS, TABLES, History, remove_claims, unfinished
 
 _GRACE_S = 86_400.0
 """A day: longer than a suite of thousands of cases takes between its first table and its entry."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from consistency.cli.main import main
-from consistency.comparison.history.changes import ChangeKind
-from consistency.report.history import ChangeRow
-from tests.comparison.history.made_fleets import at, fleet_history, incidents
+from consistency.extras.operations.history.changes import ChangeKind
+from consistency.extras.operations.history.table import ChangeRow
+from tests.extras.operations.history.made_fleets import at, fleet_history, incidents
 
 
 @pytest.mark.parametrize(

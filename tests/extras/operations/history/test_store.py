@@ -14,14 +14,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from consistency.comparison.history.drift import find_drift
-from consistency.comparison.history.records import Observation, RunWorkers
-from consistency.comparison.history.retention import remove_old
-from consistency.comparison.history.store import History
 from consistency.errors import UsageError
+from consistency.extras.operations.history.drift import find_drift
+from consistency.extras.operations.history.records import Observation, RunWorkers
+from consistency.extras.operations.history.retention import remove_old
+from consistency.extras.operations.history.store import History
+from consistency.extras.operations.history.table import device_rows, run_rows
 from consistency.numerics.real import Real
-from consistency.report.history import device_rows, run_rows
-from tests.comparison.history.made_fleets import (
+from tests.extras.operations.history.made_fleets import (
     BITS,
     at,
     drifted,

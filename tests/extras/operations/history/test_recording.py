@@ -13,10 +13,10 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.records import TensorRecord, WorkerInfo
 from consistency.case.case import Case
 from consistency.comparison.compare import compare
-from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.recording import record_of
-from consistency.comparison.history.store import History
 from consistency.comparison.result import Finding, tensor_name
+from consistency.extras.operations.history.drift import add_run
+from consistency.extras.operations.history.recording import record_of
+from consistency.extras.operations.history.store import History
 from tests.comparison.made_records import computed, moved
 
 Parts = tuple[tuple[TensorRecord, ...], ...]
@@ -87,7 +87,7 @@ def test_no_tensor_is_gone_through_for_every_worker(monkeypatch: pytest.MonkeyPa
 
     found = captures({0: HEALTHY})
     comparison = compare(found)
-    monkeypatch.setattr("consistency.comparison.history.recording.tensor_name", count)
+    monkeypatch.setattr("consistency.extras.operations.history.recording.tensor_name", count)
     record_of(found, comparison)
     assert len(named) == 4
 

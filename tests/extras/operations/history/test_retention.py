@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from consistency.cli.main import main
-from consistency.comparison.history.records import WorkerRecord
-from consistency.comparison.history.retention import remove_old
-from consistency.comparison.history.store import History
 from consistency.errors import UsageError
-from tests.comparison.history.made_fleets import at, drifted, fleet_history, fleet_runs, name
+from consistency.extras.operations.history.records import WorkerRecord
+from consistency.extras.operations.history.retention import remove_old
+from consistency.extras.operations.history.store import History
+from tests.extras.operations.history.made_fleets import at, drifted, fleet_history, fleet_runs, name
 
 
 def age(folder: Path) -> None:

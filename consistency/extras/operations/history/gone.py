@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from consistency.capture.wording import some, when
 from consistency.comparison import kinds
-from consistency.comparison.history.records import GoneDevice, RunRecord, WorkerRecord, digest_of
-from consistency.comparison.history.store import History
 from consistency.comparison.result import Finding
+from consistency.extras.operations.history.records import GoneDevice, RunRecord, WorkerRecord, digest_of
+from consistency.extras.operations.history.store import History
 
 
 def find_gone(history: History, run: RunRecord) -> tuple[list[Finding], tuple[GoneDevice, ...]]:

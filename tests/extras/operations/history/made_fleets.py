@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
-from consistency.comparison.history.store import History
+from consistency.extras.operations.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
+from consistency.extras.operations.history.store import History
 from consistency.numerics.real import Real
 
 FIRST = datetime.datetime(2026, 1, 1, 2, 0, tzinfo=datetime.UTC)

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
-from consistency.comparison.history.store import History
+from consistency.extras.operations.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
+from consistency.extras.operations.history.store import History
 from consistency.numerics.real import Real
 
 FIRST_NIGHT = datetime.datetime(2026, 11, 1, 2, 0, tzinfo=datetime.UTC)

@@ -11,10 +11,10 @@ import msgspec
 from rich.console import Console
 
 from consistency.capture.wording import and_more, counted, some, when
-from consistency.comparison.history.changes import Change, ChangeKind, changes
-from consistency.comparison.history.records import RunRecord, WorkerRecord
-from consistency.comparison.history.store import History, unfinished
 from consistency.errors import UsageError
+from consistency.extras.operations.history.changes import Change, ChangeKind, changes
+from consistency.extras.operations.history.records import RunRecord, WorkerRecord
+from consistency.extras.operations.history.store import History, unfinished
 from consistency.report.console import plain_cells, print_rows, without_trailing_blanks
 from consistency.report.marks import letter
 from consistency.report.ranges import patterns

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from consistency.comparison.history.changes import Change, ChangeKind, changes
-from consistency.comparison.history.records import RunRecord, RunWorkers, WorkerRecord
-from consistency.comparison.history.store import History
-from tests.comparison.history.made_fleets import at, drifted, fleet_history, fleet_runs, incidents, name
+from consistency.extras.operations.history.changes import Change, ChangeKind, changes
+from consistency.extras.operations.history.records import RunRecord, RunWorkers, WorkerRecord
+from consistency.extras.operations.history.store import History
+from tests.extras.operations.history.made_fleets import at, drifted, fleet_history, fleet_runs, incidents, name
 
 NODES = 9  # of eight devices
 

@@ -18,14 +18,14 @@ from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import when
 from consistency.cli.main import main
-from consistency.comparison.history.baseline import Accepted, Baseline, accept, apply, read_baseline, with_stale
-from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, Finding
 from consistency.errors import CaptureError, UsageError
+from consistency.extras.operations.history.baseline import Accepted, Baseline, accept, apply, read_baseline, with_stale
+from consistency.extras.operations.history.drift import add_run
+from consistency.extras.operations.history.store import History
+from consistency.extras.operations.history.table import device_rows, print_device, print_runs, run_rows
 from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
-from consistency.report.history import device_rows, print_device, print_runs, run_rows
 from consistency.workflows.judging import compare_captures
 from tests.conftest import MakeCapture
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from consistency.capture.wording import counted, when
 from consistency.cli.output import print_json
-from consistency.cli.parser import adder
+from consistency.cli.parser import BAD_USE, adder
 from consistency.errors import UsageError
 from consistency.text import one_line
 
 if TYPE_CHECKING:
-    from consistency.comparison.history.store import History
+    from consistency.extras.operations.history.store import History
 
 
 _LAST = 30
@@ -32,7 +32,9 @@ EXAMPLES = (
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands."""
-    history = command("history", _history, "list the runs of a history, or one device over time", EXAMPLES)
+    statuses = {0: "printed, written or removed, whatever the verdicts are", **BAD_USE}
+    about = "list the runs of a history, or one device over time"
+    history = command("history", _history, about, EXAMPLES, statuses=statuses)
     history.add_argument("history", metavar="URL", help="as given to `consistency run --history`")
     history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
     history.add_argument("--case", metavar="NAME", help="one case of suites, with --device or --html")
@@ -51,9 +53,8 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _history(parsed: argparse.Namespace) -> int:
-    from consistency.comparison.history.store import History
-    from consistency.report.console import make_console
-    from consistency.report.history import (
+    from consistency.extras.operations.history.store import History
+    from consistency.extras.operations.history.table import (
         ChangeRow,
         DeviceRow,
         RunRow,
@@ -64,6 +65,7 @@ def _history(parsed: argparse.Namespace) -> int:
         print_runs,
         run_rows,
     )
+    from consistency.report.console import make_console
 
     history = History(parsed.history)
     history.require()
@@ -96,7 +98,7 @@ def _history(parsed: argparse.Namespace) -> int:
 
 
 def _remove(parsed: argparse.Namespace, history: History) -> int:
-    from consistency.comparison.history.retention import remove_old
+    from consistency.extras.operations.history.retention import remove_old
 
     found = remove_old(history, keep_runs=parsed.keep_runs, keep_days=parsed.keep_days, dry_run=parsed.dry_run)
     if parsed.json:
@@ -114,7 +116,7 @@ def _remove(parsed: argparse.Namespace, history: History) -> int:
 
 def _page(parsed: argparse.Namespace, history: History) -> int:
     from consistency.capture.whole_file import write_whole
-    from consistency.report.history_page import history_as_html
+    from consistency.extras.operations.history.page import history_as_html
 
     last = _LAST if parsed.last is None else parsed.last
     page = history_as_html(history, last, place=parsed.html.parent, device=parsed.device, case=parsed.case)
@@ -140,8 +142,10 @@ INIT_EXAMPLES = (("a baseline that accepts nothing yet", "consistency baseline i
 
 def _add_baseline(command: Callable[..., argparse.ArgumentParser]) -> None:
     text = "accept findings of a report, so that only new ones fail a run"
-    baseline = command("baseline", _accept, text, (*INIT_EXAMPLES, *ACCEPT_EXAMPLES))
-    action = adder(baseline.add_subparsers(title="actions", required=True, metavar="ACTION"), of="baseline")
+    examples = (*INIT_EXAMPLES, *ACCEPT_EXAMPLES)
+    statuses = {0: "written", **BAD_USE}
+    baseline = command("baseline", _accept, text, examples, statuses=statuses)
+    action = adder(baseline.add_subparsers(title="actions", required=True, metavar="ACTION"), of_all=statuses)
 
     init = action("init", _init, "write an empty baseline", INIT_EXAMPLES)
     init.add_argument("baseline", type=Path, metavar="FILE", help="the file to write; it must not exist")
@@ -157,7 +161,7 @@ def _add_baseline(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _init(parsed: argparse.Namespace) -> int:
-    from consistency.comparison.history.baseline import init_baseline
+    from consistency.extras.operations.history.baseline import init_baseline
 
     init_baseline(parsed.baseline)
     print(f"baseline: {parsed.baseline}, which accepts nothing yet")
@@ -165,7 +169,7 @@ def _init(parsed: argparse.Namespace) -> int:
 
 
 def _accept(parsed: argparse.Namespace) -> int:
-    from consistency.comparison.history.baseline import accept
+    from consistency.extras.operations.history.baseline import accept
     from consistency.text import one_line
     from consistency.workflows.report_folder import read_comparison
 

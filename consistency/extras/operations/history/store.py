@@ -29,8 +29,8 @@ from consistency.capture.json_codec import decode_json, encode_json
 from consistency.capture.transport import open_store, remote_errors
 from consistency.capture.version import __version__
 from consistency.capture.whole_file import remove_leftovers, write_whole
-from consistency.comparison.history.records import SCHEMA, RunRecord, Table
 from consistency.errors import CaptureError, UsageError, first_line
+from consistency.extras.operations.history.records import SCHEMA, RunRecord, Table
 
 RUNS, TABLES, STARTED = "runs", "tables", "started"
 

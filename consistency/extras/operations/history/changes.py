@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from consistency.comparison.history.records import Observation, RunRecord, RunWorkers, WorkerKey
+from consistency.extras.operations.history.records import Observation, RunRecord, RunWorkers, WorkerKey
 
 
 class ChangeKind(StrEnum):

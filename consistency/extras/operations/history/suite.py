@@ -11,14 +11,14 @@ from consistency.capture.folder import Capture
 from consistency.capture.reader import brief
 from consistency.capture.version import __version__
 from consistency.comparison import kinds
-from consistency.comparison.history.baseline import Baseline
-from consistency.comparison.history.drift import all_pinned, judge_drift, unjudged
-from consistency.comparison.history.recording import record_of
-from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
-from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult, common_findings
 from consistency.errors import CaptureError
+from consistency.extras.operations.history.baseline import Baseline
+from consistency.extras.operations.history.drift import all_pinned, judge_drift, unjudged
+from consistency.extras.operations.history.recording import record_of
+from consistency.extras.operations.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord
+from consistency.extras.operations.history.store import History
 
 
 class SuiteEntry:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from consistency.comparison.history.records import WorkerRecord
-from consistency.report.history_page import MOST_CLASSES, Classes, class_lines, history_as_html, nights
-from tests.comparison.history.made_fleets import BITS, GPUS, Happens, drifted, fleet_history, incidents
+from consistency.extras.operations.history.page import MOST_CLASSES, Classes, class_lines, history_as_html, nights
+from consistency.extras.operations.history.records import WorkerRecord
+from tests.extras.operations.history.made_fleets import BITS, GPUS, Happens, drifted, fleet_history, incidents
 
 
 def classes(tmp_path: Path, nodes: int, runs: int, happens: Happens = lambda _, w: w) -> Classes:

@@ -11,12 +11,12 @@ import pytest
 
 from consistency.cli.main import main
 from consistency.errors import UsageError
-from consistency.report import history_page
-from consistency.report.history_page import history_as_html
+from consistency.extras.operations.history import page as history_page
+from consistency.extras.operations.history.page import history_as_html
+from tests.extras.operations.history.made_histories import history_of, month, run, worker
 from tests.report.browsing import CHROMIUM, DRIVER, NO_BROWSER
 from tests.report.conftest import OpenPage
 from tests.report.made_comparisons import HOSTILE, SAFE
-from tests.report.made_histories import history_of, month, run, worker
 from tests.report.parsed_page import Page
 
 in_browser = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=NO_BROWSER)

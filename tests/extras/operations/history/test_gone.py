@@ -10,12 +10,12 @@ import pytest
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
 from consistency.comparison import kinds
-from consistency.comparison.history.baseline import Baseline, accept, read_baseline
-from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.store import History
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import HostFacts
 from consistency.devices.spec import AutoChoice
+from consistency.extras.operations.history.baseline import Baseline, accept, read_baseline
+from consistency.extras.operations.history.drift import add_run
+from consistency.extras.operations.history.store import History
 from consistency.report.sentences import sentence
 from consistency.workflows.judging import compare_captures
 from tests.conftest import MakeCapture

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from consistency.comparison.history.store import DID_NOT_END, NO_ENTRY, RUNNING, History, noted, unfinished
 from consistency.errors import CaptureError, InputError
-from consistency.report.history import run_rows
+from consistency.extras.operations.history.store import DID_NOT_END, NO_ENTRY, RUNNING, History, noted, unfinished
+from consistency.extras.operations.history.table import run_rows
 
 _KILLED = """
 import os, signal, sys
-from consistency.comparison.history.store import History
-from consistency.comparison.history.store import noted
+from consistency.extras.operations.history.store import History
+from consistency.extras.operations.history.store import noted
 with noted(History(sys.argv[1]), "night", report="/runs/1"):
     os.kill(os.getpid(), signal.SIGKILL)
 """

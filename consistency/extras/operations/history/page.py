@@ -21,13 +21,13 @@ from markupsafe import Markup
 from consistency.capture.version import __version__
 from consistency.capture.wording import counted, some
 from consistency.comparison.by_worker import worse
-from consistency.comparison.history.changes import changes
-from consistency.comparison.history.records import MOST_APART, RunRecord, WorkerRecord
-from consistency.comparison.history.store import History
 from consistency.comparison.kinds import WORST_FIRST
 from consistency.comparison.outcomes import gathered
 from consistency.errors import UsageError
-from consistency.report.history import ChangeRow
+from consistency.extras.operations.history.changes import changes
+from consistency.extras.operations.history.records import MOST_APART, RunRecord, WorkerRecord
+from consistency.extras.operations.history.store import History
+from consistency.extras.operations.history.table import ChangeRow
 from consistency.report.marks import VERDICT_MARKS, letter
 from consistency.report.page.rendering import page_environment, part
 from consistency.report.ranges import patterns
@@ -71,7 +71,7 @@ def history_as_html(
         place=place,
         planted=[run.at[:16].replace("T", " ") for run in runs if run.planted],
         simulated=any(run.workers.is_simulated for run in runs),
-        style=Markup(part("style.css") + part("history.css")),
+        style=Markup(part("style.css") + part("history.css", __package__)),
         tool=__version__,
         trend=Trend,
         verdict=found[-1].verdict if found else None,
@@ -84,7 +84,7 @@ def _template() -> jinja2.Template:
     environment = page_environment()
     environment.filters.update(link=_link, night_link=_night_link)
     environment.filters["colour"] = lambda group: "none" if group is None else group % _CLASSES
-    return environment.from_string(part("history.html"))
+    return environment.from_string(part("history.html", __package__))
 
 
 def _facts(found: list[Night], runs: list[RunRecord], devices: int) -> list[str]:

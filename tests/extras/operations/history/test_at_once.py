@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from consistency.capture.claim import claim_of
-from consistency.comparison.history.baseline import accept, read_baseline
-from consistency.comparison.history.retention import remove_old
-from consistency.comparison.history.store import STARTED, History, noted
 from consistency.comparison.result import Finding
-from tests.comparison.history.made_fleets import fleet_history, fleet_runs
+from consistency.extras.operations.history.baseline import accept, read_baseline
+from consistency.extras.operations.history.retention import remove_old
+from consistency.extras.operations.history.store import STARTED, History, noted
+from tests.extras.operations.history.made_fleets import fleet_history, fleet_runs
 
 
 def test_no_accepted_finding_is_lost(tmp_path: Path) -> None:

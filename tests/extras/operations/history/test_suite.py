@@ -9,16 +9,16 @@ import pytest
 
 from consistency.capture.reader import read_capture
 from consistency.capture.records import TensorRecord
-from consistency.comparison.history.baseline import Baseline, accept, read_baseline
-from consistency.comparison.history.drift import add_run
-from consistency.comparison.history.records import RunWorkers
-from consistency.comparison.history.store import History
-from consistency.comparison.history.suite import SuiteEntry
 from consistency.comparison.result import Comparison
 from consistency.comparison.suite import SuiteResult
 from consistency.errors import UsageError
+from consistency.extras.operations.history.baseline import Baseline, accept, read_baseline
+from consistency.extras.operations.history.drift import add_run
+from consistency.extras.operations.history.records import RunWorkers
+from consistency.extras.operations.history.store import History
+from consistency.extras.operations.history.suite import SuiteEntry
+from consistency.extras.operations.history.table import device_rows, print_runs, run_rows
 from consistency.report.console import make_console
-from consistency.report.history import device_rows, print_runs, run_rows
 from consistency.report.summarize import summarize
 from consistency.workflows.judging import compare_captures
 from tests.conftest import MakeCapture

@@ -21,14 +21,21 @@ from consistency.case.stages import MOVES_WEIGHTS, stage_order
 from consistency.comparison import kinds
 from consistency.comparison.by_worker import verdicts
 from consistency.comparison.findings.repeats import AS_DEPLOYED
-from consistency.comparison.history.baseline import Baseline, apply
-from consistency.comparison.history.gone import find_gone
-from consistency.comparison.history.recording import record_of
-from consistency.comparison.history.records import MOST_APART, RunRecord, RunWorkers, Table, WorkerRecord, digest_of
-from consistency.comparison.history.store import History
 from consistency.comparison.outcomes import Outcome
 from consistency.comparison.result import Comparison, Finding, tensor_name, with_findings, with_unwritten
 from consistency.errors import CaptureError
+from consistency.extras.operations.history.baseline import Baseline, apply
+from consistency.extras.operations.history.gone import find_gone
+from consistency.extras.operations.history.recording import record_of
+from consistency.extras.operations.history.records import (
+    MOST_APART,
+    RunRecord,
+    RunWorkers,
+    Table,
+    WorkerRecord,
+    digest_of,
+)
+from consistency.extras.operations.history.store import History
 
 _MOST_DETAILS = 5
 

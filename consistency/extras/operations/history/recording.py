@@ -22,12 +22,12 @@ from consistency.capture.json_codec import encode_json
 from consistency.capture.records import WorkerInfo
 from consistency.comparison import kinds
 from consistency.comparison.by_worker import worst_ratios
-from consistency.comparison.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord, digest_of
 from consistency.comparison.records import Key, StageTable
 from consistency.comparison.result import Comparison, tensor_name
 from consistency.comparison.workers import ComparedWorker, gather
 from consistency.devices.backends import backend_of
 from consistency.devices.settings import HOST_SETTINGS
+from consistency.extras.operations.history.records import SCHEMA, RunRecord, RunWorkers, WorkerRecord, digest_of
 from consistency.numerics.real import Real
 
 
