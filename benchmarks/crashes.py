@@ -35,8 +35,8 @@ from consistency.comparison.suite import SuiteResult
 from consistency.errors import ConsistencyError
 from consistency.extras.operations.history.baseline import read_baseline
 from consistency.extras.operations.history.store import History
+from consistency.extras.operations.status.record import Status
 from consistency.report.json import read as read_report
-from consistency.report.status.record import Status
 
 COUNTS = ("damaged", "disagree", "lost", "left", "orphans", "failed")
 _ENDED = (0, 1)

@@ -21,8 +21,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.launch.fleet.ray_cluster import RayCluster, ray_cluster
-from tests.launch.fleet.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.extras.operations.fleet.schedulers.ray_cluster import RayCluster, ray_cluster
+from tests.extras.operations.fleet.schedulers.slurm_cluster import SlurmCluster, slurm_cluster
 
 WRAPPER = """\
 #!/bin/sh

@@ -38,8 +38,8 @@ from consistency.extras.diagnosis.drill.plantable import several_adapters
 from consistency.extras.operations.history.baseline import read_baseline
 from consistency.extras.operations.history.past import HistoryAndBaseline
 from consistency.extras.operations.history.store import History
+from consistency.extras.operations.status.reading import read_status
 from consistency.report.json import as_bytes
-from consistency.report.status.reading import read_status
 from consistency.worker.faults.catalogue import FAULTS
 from consistency.workflows import judging, pipeline
 from consistency.workflows.report_folder import read_comparison

@@ -31,8 +31,8 @@ from consistency.comparison.result import Comparison
 from consistency.devices.host import HostFacts
 from consistency.workflows import pipeline, suite
 from tests.accelerator.fixtures import Warm, double, run_on_double, shared_temp, warm_double  # noqa: F401 - fixtures for all tests
-from tests.launch.fleet.ray_cluster import ray_nodes  # noqa: F401 - the same
-from tests.launch.fleet.slurm_cluster import slurm  # noqa: F401 - the same
+from tests.extras.operations.fleet.schedulers.ray_cluster import ray_nodes  # noqa: F401 - the same
+from tests.extras.operations.fleet.schedulers.slurm_cluster import slurm  # noqa: F401 - the same
 from tests.launch.in_this_process import in_this_process
 from tests.launch.warm import ROOT, forked_workers, warm_process
 from tests.trained import smollm2  # noqa: F401 - the same

@@ -27,9 +27,6 @@ HERE = Path(__file__).parents[1]
 
 FEATURES = {
     "the drill": ("worker/faults", "extras/diagnosis/drill"),
-    "fleets": (
-        "workflows/fleet", "launch/fleet", "cli/commands/fleet.py", "cli/fleet.py",
-    ),
     "diagnosis": ("extras/diagnosis",),
     "serving": ("extras/serving",),
     "training": ("extras/training",),
@@ -39,7 +36,6 @@ FEATURES = {
     "every extra": ("extras",),
     "explaining words": ("cli/glossary.py", "cli/commands/explain.py"),
     "the environment of an issue": ("workflows/host_environment.py", "cli/commands/env.py"),
-    "monitoring": ("report/status", "cli/commands/status.py"),
     "the pytest plugin": ("pytest_plugin",),
 }  # fmt: skip
 """The folders and modules of each feature that is off unless it is asked for."""

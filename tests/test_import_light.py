@@ -13,9 +13,9 @@ import consistency
 from consistency.capture.json_codec import encode_json
 from consistency.report import json
 from consistency.report.formats import View
+from tests.extras.operations.status.made_statuses import status as made_status
 from tests.made_weights import f32, put
 from tests.report.made_comparisons import faulty
-from tests.report.status.made_statuses import status as made_status
 
 pytestmark = pytest.mark.process
 

@@ -62,14 +62,16 @@ def test_tests_stand_in_the_room_that_they_test() -> None:
 PACKAGE = TESTS.parent / "consistency"
 
 MANY_FILES = {
-    "check.py": 3, "engine.py": 3, "folder.py": 4, "judging.py": 3, "load_paths.py": 3, "memory.py": 3, "merging.py": 4,
-    "options.py": 3,
-    "reading.py": 3, "records.py": 3, "stage.py": 13, "suite.py": 4,
+    "causes.py": 3, "check.py": 3, "engine.py": 3, "folder.py": 4, "judging.py": 3, "merging.py": 4, "options.py": 3,
+    "reading.py": 3, "records.py": 3, "suite.py": 4,
 }  # fmt: skip
 """Names of more than two files."""
 
-SHARED_BY_EXTRAS = {"command.py", "plugin.py", "result.py", "stage.py"}
-"""What every extra has in the same place."""
+SHARED_BY_FOLDERS = {
+    "again.py", "command.py", "cost.py", "faults.py", "findings.py", "items.py", "kinds.py", "page.py", "passes.py",
+    "planted.py", "plugin.py", "result.py", "spec.py", "worker.py",
+}  # fmt: skip
+"""What every stage, or every extra, has in the same place."""
 
 MANY_CLASSES = {
     "Advice": 2, "Answer": 3, "Cell": 3, "Change": 2, "Computed": 2, "Engine": 2, "Judged": 2,
@@ -98,7 +100,9 @@ def sources() -> tuple[tuple[str, ast.Module], ...]:
 @pytest.mark.slow
 def test_a_file_is_found_by_its_name() -> None:
     every = [(place, place.rpartition("/")[2]) for place, _ in sources()]
-    names = Counter(name for place, name in every if not (place.startswith("extras/") and name in SHARED_BY_EXTRAS))
+    names = Counter(
+        name for place, name in every if not (place.startswith(("extras/", "stages/")) and name in SHARED_BY_FOLDERS)
+    )
     assert {name: count for name, count in names.items() if count > 2 and name != "__init__.py"} == MANY_FILES
 
 
@@ -163,10 +167,6 @@ def test_every_stage_is_a_folder_of_one_shape() -> None:
 # --- a frame, and rooms that plug in: what the frame still names ------------------------------------------------------
 
 EXTRAS = {
-    "operations": (
-        "capture/node_group.py", "capture/node_status.py", "cli/commands/fleet.py", "cli/commands/status.py",
-        "cli/fleet.py", "launch/fleet", "report/status", "workflows/fleet",
-    ),
     "diagnosis": ("report/redaction.py",),
     "pytest_plugin": ("pytest_plugin",),
 }  # fmt: skip
@@ -178,7 +178,7 @@ fault (`worker/faults`).
 """
 
 OPTIONAL_STAGES = frozenset(spec.stage for spec in SPECS.values() if Level.STANDARD not in spec.levels)
-"""Stages that no run of level `standard` takes. The frame and the others name none of them."""
+"""Stages that no run of level `standard` takes, and which lie in extras. The frame and the others name none of them."""
 
 
 def extra_of(place: str) -> str:
@@ -224,9 +224,6 @@ NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
     ),
     "case/named_adapters.py": ("stage: adapters",),
     "case/reading.py": ("stage: adapters",),
-    "cli/commands/run.py": ("operations: capture.node_group", "operations: cli.fleet"),
-    "launch/engine.py": ("operations: capture.node_group",),
-    "launch/local.py": ("operations: capture.node_group",),
     "workflows/host_environment.py": ("diagnosis: report.redaction",),
     "workflows/report_folder.py": ("diagnosis: report.redaction",),
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,9 @@ def test_its_finding_and_its_format_are_part_of_a_report(site: Path, tmp_path: P
     assert finding["severity"] == "note"
     assert finding["message"] in " ".join(done.stdout.split())
     assert (out / "names.txt").read_text() == "0 wrong\n"
+    page = (out / "report.html").read_text()
+    assert '<h2 id="counts-title">Counts' in page
+    assert re.search(r'<th scope="row">base</th><td class="number">\d+</td>', page)
 
 
 def test_its_stage_is_run_and_each_weight_is_an_item(site: Path, tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_a_word_is_recognized(extended: Path) -> None:
 
 
 def test_a_stage_and_a_word_are_explained(extended: Path) -> None:
-    done = run(extended, "-m", "consistency", "explain", "finite", "reversed")
+    done = run(extended, "-m", "consistency", "explain", "finite", "infinite", "reversed")
     assert done.returncode == 0, done.stderr
     assert "the parameters of the model are numbers" in done.stdout
     assert "the right elements in reverse order" in done.stdout

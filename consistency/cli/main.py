@@ -22,11 +22,9 @@ from consistency.optional import is_there
 COMMANDS: dict[str, tuple[str, ...]] = {
     "run": ("run", "capture"),
     "compare": ("compare",),
-    "fleet": ("fleet",),
     "show": ("show",),
     "devices": ("devices",),
     "doctor": ("doctor",),
-    "status": ("status",),
     "explain": ("explain",),
     "env": ("env",),
     "completion": ("completion",),

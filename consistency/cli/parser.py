@@ -28,15 +28,8 @@ OF_EVERY_COMMAND = {
 EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "run": VERDICT,
     "compare": VERDICT,
-    "fleet": VERDICT,
     "doctor": {**VERDICT, 0: "nothing is wrong", 1: "something is wrong"},
     "capture": {0: "captured", **BAD_USE, 3: "incomplete (a worker was lost)"},
-    "status": {
-        0: "consistent",
-        1: "inconsistent",
-        2: "nothing was checked, no result, or bad usage",
-        3: "incomplete, or stale",
-    },
     "show": {0: "printed, whatever the verdict is", **BAD_USE},
     "devices": {0: "listed", **BAD_USE},
     "explain": {0: "explained", **BAD_USE},

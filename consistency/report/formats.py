@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from consistency import plugins
 from consistency.optional import is_there
-from consistency.report.runs import REPORT, RUN_STATUS, SUITE, SUITE_STATUS
+from consistency.report.runs import REPORT, RUN_STATUS, SUITE
 
 if TYPE_CHECKING:
     from consistency.comparison.result import Comparison
@@ -67,12 +67,11 @@ FORMATS: tuple[Format, ...] = (
             (REPORT, SUITE, Chosen.OUT, "json", "for programs"),
             ("report.html", "suite.html", Chosen.OUT, "html", "one page"),
             ("report.md", "suite.md", Chosen.OUT, "markdown", "for an issue"),
-            (RUN_STATUS, SUITE_STATUS, Chosen.OUT, "status.make", "for `status`"),
             ("junit", "junit", Chosen.OPTION, "junit", "JUnit XML: one test case per stage and worker"),
         )
     ),
 )
-"""`report.json` comes first of the files, because programs build on it, and the status last, because it sums them up.
+"""`report.json` comes first of the files, because programs build on it; those of plug-ins come last.
 
 What is printed has the same name for a run and a suite; files have different ones.
 """

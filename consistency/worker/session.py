@@ -23,13 +23,13 @@ from consistency.case import standard
 from consistency.case.budget.costs import Setting
 from consistency.case.budget.estimate import final_steps
 from consistency.case.budget.passes import passes_of
-from consistency.case.budget.shape import read_shape
+from consistency.case.budget.shape import Shape, read_shape
 from consistency.case.load_path import LoadPath
 from consistency.case.stage import Model, Stage, StageSpec
 from consistency.case.stages import run_order
 from consistency.devices.backends import CPU
 from consistency.devices.interface import register
-from consistency.errors import UsageError
+from consistency.errors import ConsistencyError, UsageError
 from consistency.numerics import words
 from consistency.worker import determinism, environment
 from consistency.worker.bound_kernels import BOUND, choose_by_device
@@ -277,9 +277,11 @@ class Session:
     def _setting(self) -> Setting:
         """What the case asks of this worker, as `--plan` takes it: for the passes that stages declare."""
         job = self._job
-        return Setting(
-            shape=read_shape(job.case), case=job.case, on_device=job.device != CPU, makes_reference=job.makes_reference
-        )
+        try:
+            shape = read_shape(job.case)
+        except ConsistencyError:  # whoever loads the files says what is wrong with them
+            shape = Shape()
+        return Setting(shape=shape, case=job.case, on_device=job.device != CPU, makes_reference=job.makes_reference)
 
     def _check(self, stage: str) -> None:
         """Record the memory that a stage took, the other devices it touched, and settings it changed; restore these."""

@@ -27,7 +27,7 @@ from consistency.report.summarize import summarize
 from consistency.text import one_line
 from consistency.workflows import report_folder
 from consistency.workflows.judging import compare_captures, read_captures
-from consistency.workflows.past import NO_PAST, Past, SuiteEntry, resolved
+from consistency.workflows.past import NO_PAST, Past, PastOfSuite, resolved
 from consistency.workflows.report_folder import output, write_reports
 from consistency.workflows.suite import slowest_s, suite_output, write_suite
 
@@ -165,7 +165,7 @@ def compare_suites(
 
 def _compare_case(
     place: str, name: str | None, folders: Sequence[Path], target: Path | None, past: Past, groups: SiteGroups,
-    entry: SuiteEntry | None,
+    entry: PastOfSuite | None,
 ) -> CaseResult:  # fmt: skip
     """Compare one case, and write its report; `place` is its folder in that of each suite."""
     having = [folder for folder in folders if holds_capture(folder / place)]

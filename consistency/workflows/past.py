@@ -17,7 +17,7 @@ from consistency.errors import UsageError
 AnyPath = str | os.PathLike[str]
 
 
-class SuiteEntry(Protocol):
+class PastOfSuite(Protocol):
     """The entry of a suite in the making: its cases are added one after the other, and committed together."""
 
     def add(self, name: str, captures: Sequence[Capture], comparison: Comparison) -> Comparison:
@@ -48,7 +48,7 @@ class Past:
         """Return a comparison without the findings that were accepted."""
         return comparison
 
-    def suite_entry(self) -> SuiteEntry | None:
+    def suite_entry(self) -> PastOfSuite | None:
         """Return the entry that the cases of a suite are to be added to; None where nothing is remembered."""
         return None
 

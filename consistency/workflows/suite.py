@@ -30,7 +30,7 @@ from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, W
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
-from consistency.workflows.past import NO_PAST, Past, SuiteEntry, resolved
+from consistency.workflows.past import NO_PAST, Past, PastOfSuite, resolved
 from consistency.workflows.planning import budgets_of, cases_at_once
 
 
@@ -211,7 +211,7 @@ def _finish(
     captured: Captured,
     folder: Path,
     past: Past,
-    entry: SuiteEntry | None,
+    entry: PastOfSuite | None,
     each: Callable[[str, Comparison], None],
 ) -> CaseResult:
     """Compare a case, write its report, and return what is kept of it."""

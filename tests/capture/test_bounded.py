@@ -18,7 +18,7 @@ from consistency.capture.reader import read_capture
 from consistency.capture.transport import pack
 from consistency.errors import CaptureError, UsageError
 from consistency.extras.operations.history.store import History
-from consistency.report.status.reading import read_status
+from consistency.extras.operations.status.reading import read_status
 from consistency.workflows.comparing import compare_folders
 from consistency.workflows.report_folder import read_comparison
 from tests.comparison.made_records import moved

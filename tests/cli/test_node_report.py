@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from consistency.capture.node_status import NodeStatus, read_status
-from consistency.cli import fleet
-from consistency.cli.fleet import NodeReport, reporting
+from consistency.cli import node_report
+from consistency.cli.node_report import NodeReport, reporting
 from consistency.errors import CaptureError
 from consistency.worker.protocol import Event, EventKind
 
@@ -42,7 +42,7 @@ def test_stage_of_the_slowest_worker(tmp_path: Path) -> None:
 
 
 def test_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "BEAT_S", 0.01)
+    monkeypatch.setattr(node_report, "BEAT_S", 0.01)
     path = tmp_path / "n1.json"
     with reporting(str(path)):
         while reported(path).beat < 5:

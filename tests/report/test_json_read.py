@@ -12,9 +12,9 @@ import pytest
 
 from consistency.comparison.result import Comparison
 from consistency.errors import UsageError
+from consistency.extras.operations.status.make import of_comparison, of_file
 from consistency.report.html import as_html
 from consistency.report.json import as_bytes, read
-from consistency.report.status.make import of_comparison, of_file
 from consistency.workflows.report_folder import read_comparison, read_redacted
 from tests.report.made_comparisons import faulty
 from tests.report.made_fleets import many

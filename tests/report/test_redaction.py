@@ -21,7 +21,7 @@ from consistency.case.case import Case
 from consistency.cli.main import build_parser, main
 from consistency.comparison.result import Comparison, Finding
 from consistency.devices.host.facts import Gpu, HostFacts
-from consistency.launch.fleet.options import FLEET_OPTIONS
+from consistency.extras.operations.fleet.schedulers.options import FLEET_OPTIONS
 from consistency.report.json import as_bytes
 from consistency.report.redaction import PATH_OPTIONS, PRIVATE_OPTIONS, Redaction, redaction_of
 from consistency.workflows.report_folder import read_comparison

@@ -10,6 +10,7 @@ import pytest
 
 from consistency.comparison.layers import layers_of
 from consistency.comparison.result import Comparison, Finding, Source, Status, TensorComparison
+from consistency.extras.operations.status.make import of_comparison
 from consistency.report import json as report_json
 from consistency.report.formats import View
 from consistency.report.html import as_html
@@ -17,7 +18,6 @@ from consistency.report.junit import as_junit
 from consistency.report.layers import summary_lines
 from consistency.report.markdown import as_markdown
 from consistency.report.sentences import sentence, time_text
-from consistency.report.status.make import of_comparison
 from tests.report.made_comparisons import ALL, comparison, tensor
 from tests.report.made_suites import case, suite
 from tests.report.printed import printed

@@ -197,7 +197,7 @@ def _plan(parsed: argparse.Namespace) -> int:
 
 def _capture(parsed: argparse.Namespace) -> int:
     from consistency.capture.node_group import NodeGroup
-    from consistency.cli.fleet import reporting
+    from consistency.cli.node_report import reporting
     from consistency.cli.progress import progress
     from consistency.workflows import pipeline
 

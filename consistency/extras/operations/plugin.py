@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from consistency.plugins import Plugin
 
-_HISTORY = "consistency.extras.operations.history"
-_SOAK = "consistency.extras.operations.soak"
+_OPERATIONS = "consistency.extras.operations"
 
 PLUGIN = Plugin(
     name="operations",
-    commands=dict.fromkeys(("history", "baseline"), f"{_HISTORY}.command"),
+    commands={
+        "fleet": f"{_OPERATIONS}.fleet.command",
+        "history": f"{_OPERATIONS}.history.command",
+        "baseline": f"{_OPERATIONS}.history.command",
+        "status": f"{_OPERATIONS}.status.command",
+    },
     options=("load", "soak"),
-    pasts=(f"{_HISTORY}.past:opened",),
-    faults=(f"{_SOAK}.faults:ROWS",),
-    final_steps=(f"{_SOAK}.step:FINAL_STEP",),
+    pasts=(f"{_OPERATIONS}.history.past:opened",),
+    faults=(f"{_OPERATIONS}.soak.faults:ROWS",),
+    formats=(f"{_OPERATIONS}.status.format:STATUS",),
+    final_steps=(f"{_OPERATIONS}.soak.step:FINAL_STEP",),
 )

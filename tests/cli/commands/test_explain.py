@@ -15,7 +15,7 @@ def test_a_word_is_explained(capsys: pytest.CaptureFixture[str], monkeypatch: py
     assert main(["explain", "wrong-scale", "3"]) == 0
     printed = capsys.readouterr().out
     assert "wrong-scale · word of a diagnosis\n  values off by one constant factor\n" in printed
-    assert "3 · exit status\n  incomplete (a worker was lost) (run, capture, compare, fleet, doctor);" in printed
+    assert "3 · exit status\n  incomplete (a worker was lost) (run, capture, compare, doctor, fleet);" in printed
     assert [printed.count(f"\n  {label} ") for label in ("meaning", "cause", "what to do", "example")] == [2] * 4
     assert max(map(len, printed.splitlines())) <= 80
 

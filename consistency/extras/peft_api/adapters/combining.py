@@ -105,13 +105,6 @@ def _check(several: MultiAdapterModel, kind: str, name: str, weights: Sequence[f
     by_chance.done(expected="dare" in kind)
     for reason in sorted(not_judged):
         several.skipped(f"{_STEP}({kind})", "factors", reason)
-    if kind not in WITH_FORM:
-        in_float64 = ", and with PEFT's own function in float64 where that is sure to choose the same elements"
-        several.skipped(
-            f"{_STEP}({kind})", "closed form",
-            "no closed form judges what this type makes of the adapters: it is compared between workers"
-            f"{in_float64 if kind in PRUNED else ''}",
-        )  # fmt: skip
     if scalings - {1.0}:
         # the factors hold weights and scalings already; rank-stabilized LoRA divides by the root of the rank alone
         several.skipped(

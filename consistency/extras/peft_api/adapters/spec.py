@@ -28,7 +28,10 @@ SPEC = StageSpec(
     weight=8.0,
     adapters=Adapters.ALL,
     named_where_left_out=False,
-    leaves_out=("routing by create_arrow_model",),
+    leaves_out=(
+        "routing by create_arrow_model",
+        "ties, magnitude_prune and types that cut what they leave of deltas, by a closed form",
+    ),
     needs=Needs(sentence="the stage adapters needs several adapters", wanted="--adapter NAME=PATH for each of them"),
     words=(LEFT_BEHIND, OTHERS_INTERFERE, DRIFT, WRONG_DENSITY),
 )

@@ -33,7 +33,7 @@ from tests.extras.operations.history.made_fleets import (
 )
 
 NODES = 9
-NIGHTLY = Path(__file__).parents[3] / "docs" / "nightly.md"
+NIGHTLY = Path(__file__).parents[4] / "docs" / "nightly.md"
 
 
 @pytest.mark.parametrize("nodes", [1, NODES])

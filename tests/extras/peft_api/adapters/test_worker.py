@@ -95,18 +95,13 @@ def rows_of(kinds: Iterable[str]) -> set[str]:
     return {f"add_weighted_adapter({kind}).factors" for kind in kinds}
 
 
-def without_form(kinds: Iterable[str] = TYPES) -> set[str]:
-    """Return the rows that say of a type that no closed form judges it."""
-    return {f"add_weighted_adapter({kind}).closed form" for kind in kinds if kind not in WITH_FORM}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_step_of_two_loras(several: Several, dtype: str) -> None:
     """PEFT makes combinations in the dtype of the base, and loads adapters in float32."""
     found = several(dtype=dtype, one=lora(), two=lora(lora_alpha=16))
     otherwise = computed_otherwise()
     rounded = {"load_adapter.values"} if dtype == "bfloat16" and release("peft") < (0, 19) else set()
-    assert (wrong(found), set(skipped(found))) == ([], rows_of(otherwise) | rounded | without_form())
+    assert (wrong(found), set(skipped(found))) == ([], rows_of(otherwise) | rounded)
     names = {f"{one.layer}.{one.tensor}" for one in found}
     place = "model.layers.0.self_attn.q_proj"
     expected = {
@@ -149,7 +144,7 @@ def test_another_rank_and_other_layers(several: Several) -> None:
     assert refused.keys() == {
         f"add_weighted_adapter({kind}).done"
         for kind in ("linear", "magnitude_prune", "ties", "dare_linear", "dare_ties")
-    } | rows_of(computed_otherwise() & {"svd"}) | without_form(TRUNCATED)
+    } | rows_of(computed_otherwise() & {"svd"})
     assert all("same r value" in reason for row, reason in refused.items() if row.endswith(".done"))
     assert len([one for one in found if one.tensor == "merged_in_turn"]) == 2
 
@@ -202,7 +197,7 @@ def test_draws_in_another_order_are_not_judged(several: Several, monkeypatch: py
     found = several(one=lora(), two=lora())
     assert wrong(found) == []
     assert not [one for one in found if one.tensor.startswith("dare") and one.rule == Rule.BOUND]
-    assert {name for name in skipped(found) if "dare" in name} - rows_of(TYPES) - without_form() == {
+    assert {name for name in skipped(found) if "dare" in name} - rows_of(TYPES) == {
         f"add_weighted_adapter({kind}).values" for kind in TYPES if "dare" in kind
     }
 
@@ -213,7 +208,7 @@ def test_what_an_older_peft_computes_otherwise_is_not_judged(several: Several, m
     assert wrong(found) == []
     kinds = {"dare_linear", "dare_ties", "svd"}
     reasons = skipped(found)
-    assert reasons.keys() == rows_of(kinds) | without_form()
+    assert reasons.keys() == rows_of(kinds)
     assert (
         "does not divide the elements that it keeps by the density"
         in reasons["add_weighted_adapter(dare_ties).factors"]
