@@ -226,7 +226,9 @@ def absent(part: str) -> dict[str, str]:
 
 def not_installed(what: str, extra: str) -> str:
     """Return the sentence for what somebody asks of an extra that is not here."""
-    return f"{what} is a part of the extra {extra}, which is not installed here"
+    return (
+        f"{what} is a part of the extra {extra}, which is not installed here" if extra else f"{what} is not installed"
+    )
 
 
 def commands(named: str | None = None) -> dict[str, list[str]]:

@@ -22,6 +22,7 @@ from consistency.case.stages import SPECS
 from consistency.cli.main import COMMANDS, build_parser, main
 from consistency.cli.parser import statuses_by_command
 from consistency.errors import UsageError
+from consistency.workflows.past import NO_PAST, opened_past
 
 PLUGIN = """
 import enum
@@ -225,6 +226,14 @@ def test_an_option_of_an_absent_extra_is_refused_and_not_ignored(
     without(extra)
     with pytest.raises(UsageError, match=f"is a part of the extra {extra}, which is not installed here"):
         preflight.prepare_case(options)
+
+
+@pytest.mark.parametrize("option", ["history", "baseline"])
+def test_what_a_result_is_held_against_is_refused_and_not_ignored(without: Callable[[str], None], option: str) -> None:
+    without("operations")
+    with pytest.raises(UsageError, match=f"--{option} is a part of the extra operations, which is not installed here"):
+        opened_past(**{"history": None, "baseline": None, option: "a"})
+    assert opened_past(None, None) is NO_PAST
 
 
 def test_a_stage_of_an_absent_extra_is_named(without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:

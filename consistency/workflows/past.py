@@ -74,7 +74,7 @@ def opened_past(history: AnyPath | None, baseline: AnyPath | None) -> Past:
         found: Past = opened(history, baseline)
         return found
     option = "history" if history is not None else "baseline"
-    extra = plugins.absent("options").get(option, "operations")
+    extra = plugins.absent("commands").get(option, "")
     raise UsageError(plugins.not_installed(f"--{option}", extra), where=f"--{option}", hint=plugins.INSTALL)
 
 
