@@ -136,7 +136,8 @@ def build_parser(named: str | None = None) -> argparse.ArgumentParser:
     }
     if not any(named in commands for commands in modules.values()):
         modules |= _of_plugins(named)
-        if named is not None and not any(named in commands for commands in modules.values()):
+        is_command = named is not None and not named.startswith("-")
+        if named is not None and is_command and not any(named in commands for commands in modules.values()):
             _refuse_absent(named)
     there = [module for module in modules if is_there(module)]
     for module in [module for module in there if named in modules[module]] or there:
