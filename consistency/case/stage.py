@@ -72,7 +72,7 @@ class StageSpec:
     kind: Kind
     """A user's tolerance applies to stages that compute."""
     rule: Rule
-    """Of most of its rows, and of the row that explains why there are none."""
+    """The rule of most of its rows, and of the row that explains why there are none."""
     worker: str
     """`module:function` that runs it: takes a `Context`, or a `Machine` where no model is loaded."""
     again: str = ""
@@ -88,7 +88,7 @@ class StageSpec:
     model: Model = Model.REQUIRED
     needs_adapter: bool = False
     levels: tuple[Level, ...] = EVERY_LEVEL
-    """That run it without being asked."""
+    """The levels that run it without being asked."""
     on_base: bool = False
     """Whether it runs on the base alone, before the adapter is loaded."""
     after_adapter: str = ""
@@ -103,22 +103,22 @@ class StageSpec:
     together: bool = False
     """Whether its workers form a group with those beside them."""
     by: tuple[Stage, ...] = ()
-    """Whose float64 results judge it: they run too where it is asked for."""
+    """The stages whose float64 results judge it: they run too where it is asked for."""
     before: Stage | None = None
-    """Where it runs, if not in the order of reports."""
+    """The stage before which it runs, if not in the order of reports."""
     whole: str = "everything"
     """Tensor of the row that stands for it as a whole."""
     passes: str = ""
     """`module:function` that tells the passes that it makes of the model from a `Setting`
     (`consistency.case.budget.passes`); empty where it makes none."""
     weight: float = 1.0
-    """Of a worker's time, for the progress: about how many seconds it takes of a small model, or each of its passes."""
+    """About how many seconds it takes of a small model, or each of its passes: for the progress."""
     needs: Needs | None = None
     """What a user is told who asks for it without its option; None where it runs without."""
     reads: tuple[Stage, ...] = ()
-    """Whose float64 results it reads if they are there; they do not run for it."""
+    """The stages whose float64 results it reads if they are there; they do not run for it."""
     reference_file: str = ""
-    """Of its float64 results in the scratch folder, for the other workers of the case; empty where it keeps none."""
+    """The file of its float64 results in the scratch folder, for the other workers; empty where it keeps none."""
     with_equal_cards: bool = False
     """Whether level `thorough` runs it too where two cards are equal."""
     adapters: Adapters = Adapters.FIRST

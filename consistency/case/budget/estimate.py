@@ -78,7 +78,7 @@ class StageEstimate(msgspec.Struct, frozen=True, kw_only=True):
     scratch_bytes: int = 0
     """Of files in the scratch folder that the stage removes."""
     passes: tuple[Pass, ...] = ()
-    """That it makes of the model, in their order."""
+    """The passes that it makes of the model, in their order."""
 
     @property
     def host_bytes(self) -> int:
