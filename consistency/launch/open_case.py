@@ -25,7 +25,7 @@ class OpenCase:
     """A case whose capture is being made; every worker's assignment refers to it."""
 
     number: int
-    """Of the case in the task."""
+    """The place of the case in its task."""
     task: CaseTask
     writer: CaptureWriter
     scratch: Path
@@ -33,7 +33,7 @@ class OpenCase:
     workers_left: int = field(init=False)
     """Workers that have not ended it."""
     before: HostFacts | None = None
-    """Of the host when its first worker began."""
+    """The facts of the host when its first worker began."""
     error: ConsistencyError | None = None
     """What a worker found wrong with the files of the case: there is no capture then."""
 

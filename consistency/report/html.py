@@ -112,7 +112,7 @@ def _sections(comparison: Comparison) -> Iterator[Markup]:
             values = section.values(comparison)
             if values:
                 yield Markup(_template(section.template, section.package).render(values))
-        except Exception as error:
+        except Exception as error:  # another distribution's code may raise anything
             if plugins.is_own(reference):
                 raise
             plugins.note_failure(f"the section {reference}", error)

@@ -94,7 +94,7 @@ class AfterStages:
     context: Machine
     """A `Context` where a model is loaded."""
     specs: Sequence[StageSpec]
-    """Of the case's stages, in the order in which they ran."""
+    """The stages of the case, in the order in which they ran."""
     device_uuid: str | None
     update: Callable[..., None]
     """Change fields of the worker's state, by name, and write it."""

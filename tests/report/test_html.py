@@ -16,6 +16,7 @@ import jinja2
 import msgspec
 import pytest
 
+from consistency import plugins
 from consistency.capture.names import OVERLAPPED
 from consistency.capture.reader import read_capture
 from consistency.capture.records import StageMemory
@@ -39,6 +40,7 @@ from consistency.report.markdown import finding_as_markdown
 from consistency.report.marks import letter
 from consistency.report.page import cells
 from consistency.report.page.cells import KEY
+from consistency.report.page.section import PageSection
 from consistency.report.page.tables import bits, environments, partitions, ratios
 from tests.comparison.made_transfers import ALL as FAULTY
 from tests.comparison.made_transfers import CASE, DEVICES, compared, copies, workers
@@ -498,3 +500,30 @@ def test_a_section_tells_skipped_checks_from_tensors_that_differ() -> None:
     kinds = ("total", "bad", "unchecked", "unlike", "checks")
     assert [sections["memory"][kind] for kind in kinds] == [2, 0, 1, 0, True]
     assert [sections["merged"][kind] for kind in kinds] == [2, 0, 1, 1, False]
+
+
+# --- sections of plug-ins ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_section_that_fails_costs_itself_alone_unless_it_is_ours(
+    monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    def broken(_: Comparison) -> dict[str, Any]:
+        raise RuntimeError("no such figure")
+
+    reference = "consistency.ours:SECTION" if is_own else "theirs:SECTION"
+    section = PageSection(package="theirs", template="theirs.html", values=broken)
+    before = as_html(hostile())
+    real = plugins.offered
+    monkeypatch.setattr(plugins, "_failures", [])
+    monkeypatch.setattr(
+        plugins, "offered", lambda part: iter([(reference, section)]) if part == "sections" else real(part)
+    )
+    if is_own:
+        with pytest.raises(RuntimeError, match="no such figure"):
+            as_html(hostile())
+        return
+    assert len(as_html(hostile())) > len(before) // 2
+    (failure,) = plugins.failures()
+    assert failure.sentence == "the section theirs:SECTION cannot be used: RuntimeError: no such figure"

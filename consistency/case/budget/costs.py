@@ -151,6 +151,14 @@ def _merges_in_float64(s: Setting) -> bool:
     return s.makes_reference and fits and s.shape.matrix_elements <= s.case.plan.float64_merges
 
 
+def noisy_gradients(case: Case, matrix_elements: int) -> int:
+    """Return how many passes with noise are made of gradients, where one token may make the error of all rows.
+
+    Of a large model they are fewer, but at level thorough.
+    """
+    return MOST_PASSES // 2 if case.plan.is_large(matrix_elements) else MOST_PASSES
+
+
 def gradient(s: Setting) -> Cost:
     """Run forward and backward by blocks: in the dtype, and for the reference with noise and in float64.
 
@@ -164,8 +172,7 @@ def gradient(s: Setting) -> Cost:
     rows, trained = s.positions, s.shape.trained_elements
     states = rows * (s.shape.blocks + 1) * (s.shape.hidden or 0)
     one_block = rows * (of_one_token(s) + 3 * (s.shape.vocabulary or 0))
-    noisy = MOST_PASSES // 2 if s.case.plan.is_large(s.shape.matrix_elements) else MOST_PASSES
-    noisy = noisy if s.makes_reference else 0
+    noisy = noisy_gradients(s.case, s.shape.matrix_elements) if s.makes_reference else 0
     native = (2 * states + one_block + trained) * s.shape.width
     given = (2 * states * s.shape.width + (states + trained) * 8) if s.makes_reference else 0
     wide = 12 * states + one_block * 8 + given + float64_bytes(s, rows) if s.makes_reference else 0

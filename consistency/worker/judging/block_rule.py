@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from consistency.capture.names import COMPUTED_AGAIN, DECISIONS, GIVEN, LIMITS, NOT_RECOMPUTED, OVERFLOWS, WHOLE_MODEL
 from consistency.capture.records import TensorRecord
 from consistency.capture.wording import counted
-from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES
+from consistency.case.budget.costs import LEAST_PASSES, MOST_PASSES, noisy_gradients
 from consistency.errors import first_line
 from consistency.numerics import words
 from consistency.numerics.chunks import Chunks, exact_chunks
@@ -53,11 +53,8 @@ def passes_for(model: torch.nn.Module, tokens: int, rows: Iterable[int]) -> int:
 
 
 def passes_for_sums(context: Context, model: torch.nn.Module) -> int:
-    """Return how many to compute of gradients, where one token may make the error of all rows.
-
-    Of a large model they are fewer, but at level thorough.
-    """
-    return MOST_PASSES // 2 if context.job.case.plan.is_large(matrix_elements(model)) else MOST_PASSES
+    """Return how many to compute of gradients of a model that is loaded."""
+    return noisy_gradients(context.job.case, matrix_elements(model))
 
 
 def draw(

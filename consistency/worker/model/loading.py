@@ -73,7 +73,7 @@ class LoadedBase:
     persistent: frozenset[str]
     """Names of the state dict: parameters and persistent buffers."""
     digests: dict[str, TensorDigest] = field(default_factory=dict)
-    """Of the tensors as they were loaded, before any adapter, by name, as far as `digest_of` was asked for them."""
+    """The digests of the tensors as they were loaded, before any adapter, by name, as far as they were asked for."""
     in_file: dict[str, TensorDigest] = field(default_factory=dict)
     """Of the values that the files imply, by name in the model, as far as they were read."""
     not_finite: dict[str, int] = field(default_factory=dict)

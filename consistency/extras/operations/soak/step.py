@@ -19,7 +19,7 @@ CPU_SIDE, CPU_BATCH = 64, 256
 CPU_BYTES = 3 * CPU_BATCH * CPU_SIDE**2 * 4
 
 LARGEST_SIDE = 8192
-"""Of a product on a device."""
+"""The longest side of the matrices that a device multiplies for `--load`."""
 
 SHARE = 32
 """The three matrices may take one part in so many of the free memory, so that the load takes none from the soak."""

@@ -1,4 +1,4 @@
-"""What is checked of the files of engines before a case is run."""
+"""The files of engines are checked before a case is run."""
 
 from __future__ import annotations
 
