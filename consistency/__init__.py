@@ -2,6 +2,8 @@
 
 Importing this package imports no torch, and no module of its own until a name is used: the pytest plugin is in it, and
 a session that does not use the plugin should not pay for it.
+
+Type checkers read `__init__.pyi`, which is generated: it has the names of this module and those of the extras.
 """
 
 from __future__ import annotations
@@ -9,52 +11,6 @@ from __future__ import annotations
 TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all the rest of this one
 if TYPE_CHECKING:
     from typing import Any
-
-    from consistency.capture.version import __version__
-    from consistency.case.case import Case
-    from consistency.case.options import Options
-    from consistency.case.tolerance import Override
-    from consistency.errors import ConsistencyError
-    from consistency.extras.merging.check_merged.result import check_merged
-    from consistency.extras.merging.diff.result import diff
-    from consistency.extras.peft_api.wrapping.check import check_wrapped
-    from consistency.extras.peft_api.wrapping.report import WrapperReport
-    from consistency.extras.serving.check_text.check import check_text
-    from consistency.extras.serving.check_text.report import TextReport
-    from consistency.extras.serving.check_text.texts import Text
-    from consistency.workflows.api import (
-        Comparison,
-        Report,
-        SuiteResult,
-        assert_consistent,
-        compare,
-        load_report,
-        run,
-        run_suite,
-    )
-
-__all__ = [
-    "Case",
-    "Comparison",
-    "ConsistencyError",
-    "Options",
-    "Override",
-    "Report",
-    "SuiteResult",
-    "Text",
-    "TextReport",
-    "WrapperReport",
-    "__version__",
-    "assert_consistent",
-    "check_merged",
-    "check_text",
-    "check_wrapped",
-    "compare",
-    "diff",
-    "load_report",
-    "run",
-    "run_suite",
-]
 
 # where each name of the frame is; those of extras are in what they say of themselves (`consistency.plugins`)
 _HOMES = {
@@ -77,6 +33,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
+    if name == "__all__":
+        return __dir__()
     home = _HOMES.get(name) or _home_in_an_extra(name)
     if home is None:
         raise AttributeError(f"module 'consistency' has no attribute {name!r}")
@@ -99,4 +57,6 @@ def _home_in_an_extra(name: str) -> str | None:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    from consistency import plugins
+
+    return sorted([*_HOMES, *plugins.api()])

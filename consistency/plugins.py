@@ -19,7 +19,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -196,6 +196,39 @@ def note_failure(what: str, error: BaseException) -> None:
     failure = Failure(what=what, error=text[:300])
     if failure not in _failures:
         _failures.append(failure)
+
+
+@contextmanager
+def at_own_cost(reference: str, what: str, *, passes: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Let an error of this package's code through, and note one of another distribution, which costs itself alone.
+
+    Parameters
+    ----------
+    reference : str
+        What is called, as `module:name`.
+    what : str
+        What a user calls it: `the section ours.page:SECTION`.
+    passes : tuple of exception classes
+        What it may raise, whoever wrote it.
+    """
+    try:
+        yield
+    except passes:
+        raise
+    except Exception as error:
+        if is_own(reference):
+            raise
+        note_failure(what, error)
+
+
+def asked(part: str, case: Any) -> Iterator[Any]:
+    """Yield what plug-ins name in a field of `Plugin` whose parts have `is_asked`, as far as a case wants it."""
+    for reference, value in offered(part):
+        is_wanted = False
+        with at_own_cost(reference, f"{reference}, asked whether a case wants it,"):
+            is_wanted = value.is_asked(case)
+        if is_wanted:
+            yield value
 
 
 def failures() -> tuple[Failure, ...]:

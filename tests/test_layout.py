@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from consistency.case.options import OPTIONS
 from consistency.case.stage import Level
 from consistency.case.stages import SPECS
 from consistency.report.formats import FORMATS
@@ -166,10 +167,7 @@ def test_every_stage_is_a_folder_of_one_shape() -> None:
 
 # --- a frame, and rooms that plug in: what the frame still names ------------------------------------------------------
 
-EXTRAS = {
-    "diagnosis": ("report/redaction.py",),
-    "pytest_plugin": ("pytest_plugin",),
-}  # fmt: skip
+EXTRAS = {"pytest_plugin": ("pytest_plugin",)}
 """Where extras lie that are not below `extras/` as a whole. A run of level `standard` does without each.
 
 What a case and a capture hold is the frame's, whoever reads it: their formats are contracts (`case/engine_file.py`,
@@ -179,6 +177,9 @@ fault (`worker/faults`).
 
 OPTIONAL_STAGES = frozenset(spec.stage for spec in SPECS.values() if Level.STANDARD not in spec.levels)
 """Stages that no run of level `standard` takes, and which lie in extras. The frame and the others name none of them."""
+
+
+OPTION_NAMES = frozenset(option.name for option in OPTIONS)
 
 
 def extra_of(place: str) -> str:
@@ -201,7 +202,10 @@ def places() -> dict[str, str]:
 
 
 def named_in(tree: ast.AST) -> Iterator[str]:
-    """Yield what a module names of extras and optional stages: by import, or as a text."""
+    """Yield what a module names of extras and optional stages: by import, or as a text.
+
+    The name of an option that a case has without the stage of that name (`adapters`) names no stage.
+    """
     for node in ast.walk(tree):
         names: set[str] = set()
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -211,28 +215,13 @@ def named_in(tree: ast.AST) -> Iterator[str]:
         for name in sorted(names):
             if extra := extra_of(places().get(name, "")):
                 yield f"{extra}: {name}"
-            elif name in OPTIONAL_STAGES:
+            elif name in OPTIONAL_STAGES and name not in OPTION_NAMES:
                 yield f"stage: {name}"
 
 
-NAMED_IN_FRAME: dict[str, tuple[str, ...]] = {
-    "__init__.py": (
-        "merging: extras.merging.check_merged.result", "merging: extras.merging.diff.result",
-        "peft_api: extras.peft_api.wrapping.check", "peft_api: extras.peft_api.wrapping.report",
-        "serving: extras.serving.check_text.check", "serving: extras.serving.check_text.report",
-        "serving: extras.serving.check_text.texts",
-    ),
-    "case/named_adapters.py": ("stage: adapters",),
-    "case/reading.py": ("stage: adapters",),
-    "workflows/host_environment.py": ("diagnosis: report.redaction",),
-    "workflows/report_folder.py": ("diagnosis: report.redaction",),
-}  # fmt: skip
-"""What the frame names of extras, by module: an entry that was mended is taken off, and none is added."""
-
-
 def test_the_frame_names_no_extra() -> None:
-    found = {place: tuple(sorted({*named_in(tree)})) for place, tree in sources() if not extra_of(place)}
-    assert {place: names for place, names in found.items() if names} == NAMED_IN_FRAME
+    found = {place: {*named_in(tree)} for place, tree in sources() if not extra_of(place)}
+    assert {place: names for place, names in found.items() if names} == {}
 
 
 def test_every_way_to_name_an_extra_is_seen() -> None:

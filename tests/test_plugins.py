@@ -9,11 +9,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import consistency
-from benchmarks.extras_index import FILE, text
+from benchmarks.extras_index import FILES, FOLDER
 from consistency import plugins
 from consistency.case import preflight, reading
 from consistency.case.options import Options
@@ -88,10 +89,10 @@ def test_every_command_is_of_the_frame_or_of_one_extra() -> None:
 def test_the_names_of_extras_are_there_and_typed() -> None:
     for plugin in plugins.own():
         for name in plugin.api:
-            assert name in consistency.__all__, "a name that type checkers do not know"
+            assert name in consistency.__all__
             assert getattr(consistency, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
-        _ = consistency.no_such_name
+        _ = consistency.no_such_name  # type: ignore[attr-defined]
 
 
 def test_a_command_of_an_extra_is_built_alone() -> None:
@@ -186,8 +187,10 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     plugins.absent.cache_clear()
 
 
-def test_what_extras_add_is_written_down() -> None:
-    assert FILE.read_text(encoding="utf-8") == text(), "run: python -m benchmarks.extras_index --write"
+@pytest.mark.parametrize("name", FILES)
+def test_what_extras_add_is_written_down(name: str) -> None:
+    written = (FOLDER / name).read_text(encoding="utf-8")
+    assert written == FILES[name](), "run: python -m benchmarks.extras_index --write"
 
 
 def test_nothing_is_absent_here() -> None:
@@ -211,7 +214,7 @@ def test_a_name_of_an_absent_extra_is_named(without: Callable[[str], None]) -> N
     with pytest.raises(AttributeError, match=r"consistency\.diff is a part of the extra merging, which is not inst"):
         consistency.diff  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        consistency.nothing  # noqa: B018
+        consistency.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -245,3 +248,33 @@ def test_a_stage_of_an_absent_extra_is_named(without: Callable[[str], None], mon
         make_options({"stages": "base,trajectory"})
     with pytest.raises(UsageError, match="unknown stage: nothing"):
         make_options({"stages": "base,nothing"})
+
+
+class _Broken:
+    """What another distribution offers, and which raises whenever it is asked."""
+
+    def is_asked(self, case: object) -> bool:
+        raise RuntimeError(f"nothing known of {case}")
+
+
+def test_who_cannot_say_whether_a_case_wants_it_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = SimpleNamespace(is_asked=lambda _: True)
+    theirs = [
+        ("theirs:BROKEN", _Broken()),
+        ("theirs:JUDGE", asked),
+        ("theirs:OTHER", SimpleNamespace(is_asked=lambda _: False)),
+    ]
+    monkeypatch.setattr(plugins, "offered", lambda _: iter(theirs))
+    monkeypatch.setattr(plugins, "_failures", [])
+    assert [*plugins.asked("output_judges", "llama")] == [asked]
+    (failure,) = plugins.failures()
+    assert failure.sentence == (
+        "theirs:BROKEN, asked whether a case wants it, cannot be used: RuntimeError: nothing known of llama"
+    )
+
+
+def test_what_is_meant_for_the_user_and_what_is_our_own_passes() -> None:
+    with pytest.raises(UsageError), plugins.at_own_cost("theirs:check", "a check", passes=(UsageError,)):
+        raise UsageError("no such case")
+    with pytest.raises(ZeroDivisionError), plugins.at_own_cost("consistency.extras.ours:check", "a check"):
+        _ = 1 / 0

@@ -9,11 +9,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import platform
 import re
 import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -59,6 +57,8 @@ def claimed(claim: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         )  # fmt: skip
     try:
         os.ftruncate(held, 0)
+        import platform  # takes longer than all that a command without a claim needs of this module
+
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         os.write(held, f"process {os.getpid()} on {platform.node()}, since {now}\n".encode())
         yield
@@ -115,6 +115,8 @@ def remove_abandoned(path: Path) -> None:
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
     """Yield a new folder for what is needed while this process works; remove those that killed processes left."""
+    import tempfile  # as with `platform`
+
     with suppress(OSError):
         for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
             if is_abandoned(folder) or _never_claimed(folder):

@@ -46,6 +46,11 @@ END_TO_END = "end_to_end"
 OVERFLOWS = "NaN or infinite too"
 """In the reason of a block whose passes on the CPU overflow: it has no error to compare with."""
 
+EXCEEDED_TIMEOUT, SILENT, KILLED, DISK_FULL = (
+    "exceeded --timeout", "gave no sign of life", "killed by SIGKILL", "is the disk full?"
+)  # fmt: skip
+"""In the reason why a worker was lost: what to do follows from it."""
+
 BY_BLOCKS = "by_blocks"
 """Key in the evidence of such an output: false where the blocks of a large model were not compared in its mode."""
 

@@ -1,9 +1,10 @@
-"""Where a capture or a report comes from: when and where it was made, and by which command."""
+"""Where a capture or a report comes from: when and where it was made, and by which command.
+
+Every command starts with this module, so what takes long to import is imported where it is used.
+"""
 
 from __future__ import annotations
 
-import datetime
-import platform
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,9 +48,13 @@ def _words() -> tuple[str, ...]:
 
 def now() -> str:
     """Return the time: ISO 8601 in UTC, to the second."""
+    import datetime
+
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def host() -> str:
     """Return the name of this host."""
+    import platform
+
     return platform.node()

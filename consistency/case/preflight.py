@@ -22,7 +22,7 @@ from consistency.case.options import OPTIONS, Edge, Options
 from consistency.case.recognition import name_of
 from consistency.case.stage import Adapters, Stage
 from consistency.case.stages import LEVELS, SPECS, requested, with_judges
-from consistency.errors import InputError, UsageError, did_you_mean, first_line
+from consistency.errors import ConsistencyError, InputError, UsageError, did_you_mean, first_line
 
 DEVICE_MAPS = ("auto", "balanced", "sequential")
 """Device maps that transformers computes."""
@@ -91,8 +91,9 @@ def _prepared(options: Options) -> Case:
         allow_pickle=options.allow_pickle,
         trust_remote_code=options.trust_remote_code,
     )
-    for _, check in plugins.offered("case_checks"):
-        check(case)
+    for reference, check in plugins.offered("case_checks"):
+        with plugins.at_own_cost(reference, f"the check of a case {reference}", passes=(ConsistencyError,)):
+            check(case)
     return case
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from consistency.capture.json_codec import decode_json
+from consistency.capture.names import DISK_FULL, EXCEEDED_TIMEOUT, SILENT
 from consistency.capture.records import WorkerInfo, WorkerStatus
 from consistency.case.case import Case
 from consistency.case.tolerance import of_architecture
@@ -149,9 +150,9 @@ class Assignment:
         """Return which limit it exceeds, None while it exceeds none."""
         now = time.monotonic()
         if limits.timeout_s is not None and now - self.started > limits.timeout_s:
-            return f"exceeded --timeout {limits.timeout_s:g} s"
+            return f"{EXCEEDED_TIMEOUT} {limits.timeout_s:g} s"
         if now - self.last_event_at > limits.stall_s:
-            return f"gave no sign of life for {limits.stall_s:g} s"
+            return f"{SILENT} for {limits.stall_s:g} s"
         return None
 
     def after_exit(self, status: int) -> Ended:
@@ -159,7 +160,7 @@ class Assignment:
         if status == 0 and self.done:
             return Ended(status="ok")
         if status == CANNOT_WRITE:
-            return self.lost("could not write its capture: is the disk full?")
+            return self.lost(f"could not write its capture: {DISK_FULL}")
         if self.failure is not None:
             return self._failed(self.failure)
         if status < 0:

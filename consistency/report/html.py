@@ -108,14 +108,13 @@ def _environment() -> jinja2.Environment:
 def _sections(comparison: Comparison) -> Iterator[Markup]:
     """Yield the sections of plug-ins; one of another distribution that fails costs itself alone."""
     for reference, section in plugins.offered("sections"):
-        try:
+        rendered = None
+        with plugins.at_own_cost(reference, f"the section {reference}"):
             values = section.values(comparison)
             if values:
-                yield Markup(_template(section.template, section.package).render(values))
-        except Exception as error:  # another distribution's code may raise anything
-            if plugins.is_own(reference):
-                raise
-            plugins.note_failure(f"the section {reference}", error)
+                rendered = Markup(_template(section.template, section.package).render(values))
+        if rendered is not None:
+            yield rendered
 
 
 def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:

@@ -111,8 +111,8 @@ class WorkerEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 def final_steps(case: Case) -> dict[str, FinalStep]:
     """Return what a worker of a case does after its stages, by name."""
-    steps: Iterable[FinalStep] = (step for _, step in plugins.offered("final_steps"))
-    return {step.name: step for step in steps if step.is_asked(case)}
+    steps: Iterable[FinalStep] = plugins.asked("final_steps", case)
+    return {step.name: step for step in steps}
 
 
 def _weight(one: StageEstimate) -> float:

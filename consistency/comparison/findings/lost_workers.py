@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
 
+from consistency.capture.names import DISK_FULL, EXCEEDED_TIMEOUT, KILLED, SILENT
 from consistency.capture.wording import some
 from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
@@ -18,11 +21,11 @@ _INNERMOST_FIRST = "(most recent call first)"
 
 _MAKE_ROOM = "make room on the disk of --out, or give another --out: what was recorded before is compared here"
 _AFTER_LOSS = (
-    ("is the disk full?", _MAKE_ROOM),
-    ("No space left on device", _MAKE_ROOM),
-    ("killed by SIGKILL", "look for the kernel's out-of-memory killer: dmesg -T | grep -i 'killed process'"),
-    ("exceeded --timeout", "give it more time with --timeout, or look at the stack above for what it waits for"),
-    ("gave no sign of life", "look at the stack above for what it waits for, and at the device's log (dmesg)"),
+    (DISK_FULL, _MAKE_ROOM),
+    (os.strerror(errno.ENOSPC), _MAKE_ROOM),
+    (KILLED, "look for the kernel's out-of-memory killer: dmesg -T | grep -i 'killed process'"),
+    (EXCEEDED_TIMEOUT, "give it more time with --timeout, or look at the stack above for what it waits for"),
+    (SILENT, "look at the stack above for what it waits for, and at the device's log (dmesg)"),
 )
 """What a reason has in it, and what to do then."""
 

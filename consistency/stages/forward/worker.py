@@ -433,8 +433,7 @@ def _is_read(stages: Iterable[Stage]) -> bool:
 
 def _output_judges(context: Context) -> list[OutputJudge]:
     """Return what judges more by the outputs of this case."""
-    judges: Iterable[OutputJudge] = (judge for _, judge in plugins.offered("output_judges"))
-    return [judge for judge in judges if judge.is_asked(context.job.case)]
+    return [*plugins.asked("output_judges", context.job.case)]
 
 
 def _judge_more(context: Context, model: torch.nn.Module, inputs: Activations, exact: Exact) -> None:
