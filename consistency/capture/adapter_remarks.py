@@ -19,20 +19,23 @@ class AdapterFlaw(Explanation):
     """Something that makes an adapter another one than its user believes; its phrase is all of the sentence."""
 
     UNTRAINED_LAYERS = (
-        "untrained-layers", "{}",
+        "untrained-layers",
+        "{}",
         "look in the training for why no gradient reached these layers: with gradient checkpointing, call "
         "model.enable_input_require_grads()",
-    )  # fmt: skip
+    )
     ONE_SHARD = (
-        "one-shard", "{}",
+        "one-shard",
+        "{}",
         "gather the weights of all processes before saving: under FSDP, ZeRO-3 or tensor parallel each has its part "
         "alone",
-    )  # fmt: skip
+    )
     DRAWN_ON_LOADING = (
-        "drawn-on-loading", "{}",
+        "drawn-on-loading",
+        "{}",
         "convert it where it was trained, before it is saved: PEFT's save_pretrained() does that with "
         "path_initial_model_for_weight_conversion; of a method that has no conversion, save the merged model",
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

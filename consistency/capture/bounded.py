@@ -18,9 +18,12 @@ READ_LIMIT = "CONSISTENCY_READ_LIMIT"
 """Variable of the environment: a factor for all limits, for captures larger than any that was seen."""
 
 _KINDS = {
-    stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
-}  # fmt: skip
+}
 
 MOST_BYTES = 2**30
 """Of a file that is read as a whole. The largest report seen has 416 MB, of 1000 workers with a row for each tensor."""

@@ -52,9 +52,11 @@ def claimed(claim: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         raise CaptureError("cannot write into this folder", where=claim.parent, got=error) from None
     if held is None:
         raise CaptureError(
-            "another process writes to the same place", where=claim.parent, got=_holder(claim),
+            "another process writes to the same place",
+            where=claim.parent,
+            got=_holder(claim),
             hint="wait for it, or choose another place",
-        )  # fmt: skip
+        )
     try:
         os.ftruncate(held, 0)
         import platform  # takes longer than all that a command without a claim needs of this module

@@ -47,8 +47,11 @@ OVERFLOWS = "NaN or infinite too"
 """In the reason of a block whose passes on the CPU overflow: it has no error to compare with."""
 
 EXCEEDED_TIMEOUT, SILENT, KILLED, DISK_FULL = (
-    "exceeded --timeout", "gave no sign of life", "killed by SIGKILL", "is the disk full?"
-)  # fmt: skip
+    "exceeded --timeout",
+    "gave no sign of life",
+    "killed by SIGKILL",
+    "is the disk full?",
+)
 """In the reason why a worker was lost: what to do follows from it."""
 
 BY_BLOCKS = "by_blocks"

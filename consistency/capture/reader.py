@@ -33,8 +33,16 @@ _SLUG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@+-]{0,120}$")
 """What a worker's folder can be called; a capture from elsewhere must not name a path."""
 
 _REPEATED_TEXTS = (
-    "stage", "layer", "tensor", "dtype", "rule", "reference", "reference_digest", "reason", "load_path",
-)  # fmt: skip
+    "stage",
+    "layer",
+    "tensor",
+    "dtype",
+    "rule",
+    "reference",
+    "reference_digest",
+    "reason",
+    "load_path",
+)
 """Fields of a record whose text repeats in every line of a tensor, even where its bits differ."""
 
 

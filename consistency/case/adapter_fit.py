@@ -64,10 +64,11 @@ def read_adapter(folder: Path, *, allow_pickle: bool) -> tuple[dict[str, Any], M
     weights = read_checkpoint(folder, stem="adapter_model", pickle_stem="adapter_model", allow_pickle=allow_pickle)
     if empty := [name for name, header in weights.tensors.items() if tuple(header.shape) == (0,)]:
         raise InputError(
-            "the adapter's file is broken: it has tensors without elements", where=folder,
+            "the adapter's file is broken: it has tensors without elements",
+            where=folder,
             got=f"{len(empty)} of shape (0,), such as {empty[0]}",
             hint="save it again from gathered weights: a rank of DeepSpeed ZeRO-3 or FSDP has its part alone",
-        )  # fmt: skip
+        )
     return config, weights.tensors
 
 

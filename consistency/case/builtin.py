@@ -14,9 +14,11 @@ def builtin_folder(name: str) -> Path:
     """Return the folder of a case that ships with the package."""
     if name not in BUILTIN_CASES:
         raise InputError(
-            f"there is no built-in case {name!r}", where="--base", wanted="one of " + ", ".join(BUILTIN_CASES),
+            f"there is no built-in case {name!r}",
+            where="--base",
+            wanted="one of " + ", ".join(BUILTIN_CASES),
             hint=did_you_mean(name, BUILTIN_CASES),
-        )  # fmt: skip
+        )
     here = Path(__file__).resolve().parents[1]
     for root in (here / "fixtures", here.parent / "fixtures"):
         if (root / name / "base" / "config.json").exists():

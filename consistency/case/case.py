@@ -199,6 +199,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if not any(SPECS[stage].feeds_inputs for stage in self.stages):
             return []
         sizes = (
-            ("sequences", self.sequences(), self.plan.sequences), ("tokens of each", self.tokens, self.plan.tokens)
-        )  # fmt: skip
+            ("sequences", self.sequences(), self.plan.sequences),
+            ("tokens of each", self.tokens, self.plan.tokens),
+        )
         return [f"{whole - cut} of {whole} {what}, for lack of memory" for what, cut, whole in sizes if cut < whole]

@@ -85,8 +85,10 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
         found, hint = in_place_of_weights(folder, whole.name)
         raise InputError(
             f"no weights: neither {whole.name} nor an index of shards" + (f", but {found}" if found else ""),
-            where=folder, got=_listing(folder), hint=hint,
-        )  # fmt: skip
+            where=folder,
+            got=_listing(folder),
+            hint=hint,
+        )
     refuse_pickle(pickles[0], wanted=whole.name, allow_pickle=allow_pickle)
     if pickles[0].suffix != ".bin":
         return read_index(pickles[0], allow_pickle=allow_pickle)

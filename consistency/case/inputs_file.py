@@ -25,13 +25,20 @@ def check_inputs_file(text: str, base: Path | None) -> str:
         if not paragraphs(path):
             raise InputError("the inputs file holds no text", where=path)
         if base is None or not has_tokenizer(base):
-            raise InputError("the base has no tokenizer for a text", where=base or "--base", got=f"--inputs {path}",
-                             wanted="tokenizer.json, tokenizer.model or vocab.txt beside its weights",
-                             hint="copy them there, or give --inputs FILE.safetensors")  # fmt: skip
+            raise InputError(
+                "the base has no tokenizer for a text",
+                where=base or "--base",
+                got=f"--inputs {path}",
+                wanted="tokenizer.json, tokenizer.model or vocab.txt beside its weights",
+                hint="copy them there, or give --inputs FILE.safetensors",
+            )
     elif path.suffix != ".safetensors":
-        raise InputError("inputs are a safetensors file with the model's keyword arguments, or a text", where=path,
-                         got=path.suffix or "no ending",
-                         wanted=".safetensors with input_ids, attention_mask, …, or .txt in UTF-8")  # fmt: skip
+        raise InputError(
+            "inputs are a safetensors file with the model's keyword arguments, or a text",
+            where=path,
+            got=path.suffix or "no ending",
+            wanted=".safetensors with input_ids, attention_mask, …, or .txt in UTF-8",
+        )
     elif not read_header(path):
         raise InputError("the inputs file holds no tensor", where=path)
     return str(path.resolve())

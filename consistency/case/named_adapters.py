@@ -82,9 +82,12 @@ def with_named_adapters(table: Mapping[str, Any], *, where: str) -> dict[str, An
     if len(named) < len(several):
         without = next(one for one in several if not _is_named(one))
         raise UsageError(
-            "some adapters have a name and others have none", where=where, got=without, wanted=_WANTED,
+            "some adapters have a name and others have none",
+            where=where,
+            got=without,
+            wanted=_WANTED,
             hint="with names they are one case, without any they are a suite",
-        )  # fmt: skip
+        )
     del found["adapter"]
     return {**found, "adapters": as_named_adapters(named, where=where)}
 

@@ -120,15 +120,19 @@ def _check_anything_is_checked(options: Options, stages: Sequence[Stage], *, has
     if options.stages is not None and without:
         raise UsageError(
             f"{' and '.join(without)} without an adapter",
-            where="--stages", got=",".join(options.stages), wanted="--adapter with its folder",
+            where="--stages",
+            got=",".join(options.stages),
+            wanted="--adapter with its folder",
             hint="leave out what needs an adapter to check the base alone",
-        )  # fmt: skip
+        )
     if options.only and not any(one.partition("::")[0] in possible for one in options.only):
         raise UsageError(
-            "nothing of this is checked", where="--only", got=",".join(options.only),
+            "nothing of this is checked",
+            where="--only",
+            got=",".join(options.only),
             wanted=f"stage::layer of {', '.join(possible)}",
             hint=None if has_adapter else "no adapter was given",
-        )  # fmt: skip
+        )
 
 
 def _check_soak(options: Options) -> None:
@@ -138,9 +142,11 @@ def _check_soak(options: Options) -> None:
         )
     if options.soak is not None and options.timeout is not None and options.timeout <= options.soak:
         raise UsageError(
-            "a worker would be stopped during its soak", where="--timeout", got=f"{options.timeout:g} s",
+            "a worker would be stopped during its soak",
+            where="--timeout",
+            got=f"{options.timeout:g} s",
             wanted=f"more than the {options.soak:g} s of --for, which follow all stages",
-        )  # fmt: skip
+        )
 
 
 def _check_function(text: str, *, what: str, where: str) -> None:
@@ -160,8 +166,12 @@ def _local_folder(text: str, *, what: str, options: Options) -> Path:
     if text.startswith((".", "/", "~")) or (os.sep in text.rstrip(os.sep) and text.count("/") > 1):
         raise InputError(f"no such folder for the {what}", where=path, hint=_similar(path))
     if not _HUB_ID.match(text):
-        raise InputError(f"neither a folder nor a hub id for the {what}", where=f"--{what}", got=text,
-                         wanted="a folder, or a hub id such as org/name")  # fmt: skip
+        raise InputError(
+            f"neither a folder nor a hub id for the {what}",
+            where=f"--{what}",
+            got=text,
+            wanted="a folder, or a hub id such as org/name",
+        )
     return _download(text, what=what, options=options)
 
 

@@ -208,9 +208,11 @@ def _convert(option: Option, given: object, kind: Any, where: str) -> Any:
         wanted = "a list of texts" if is_list else _KINDS.get(cast(type, option.type), "a text")
         example = f": {option.help}" if option.type is str and not option.choices else ""
         raise UsageError(
-            f"{option.name} is not {wanted}", where=where, got=_described(given),
+            f"{option.name} is not {wanted}",
+            where=where,
+            got=_described(given),
             wanted=wanted + (", or one text with commas" if is_list else "") + example,
-        ) from None  # fmt: skip
+        ) from None
 
 
 def _described(given: object) -> str:

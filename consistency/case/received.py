@@ -30,8 +30,9 @@ def check_received(case: Case, given: Options, *, folder: Path) -> None:
     if asked:
         raise InputError(
             f"the case in this file asks for what only you can allow: {', '.join(what for what, _ in asked)}",
-            where=folder, hint=f"if you know and trust them, add {' '.join(option for _, option in asked)}",
-        )  # fmt: skip
+            where=folder,
+            hint=f"if you know and trust them, add {' '.join(option for _, option in asked)}",
+        )
 
 
 def received(case: Case, given: Options, *, folder: Path) -> Case:
@@ -47,15 +48,28 @@ def received(case: Case, given: Options, *, folder: Path) -> Case:
         return case
     adapters = (given.adapters or case.adapters) if given.adapter is None else ()
     options = Options(
-        base=given.base or case.base, adapter=None if adapters else given.adapter or case.adapter,
-        adapters=adapters or None, allow_pickle=given.allow_pickle, trust_remote_code=given.trust_remote_code,
-        wrapper=given.wrapper, inputs=given.inputs or case.inputs, dtype=case.dtype, stages=case.stages,
-    )  # fmt: skip
+        base=given.base or case.base,
+        adapter=None if adapters else given.adapter or case.adapter,
+        adapters=adapters or None,
+        allow_pickle=given.allow_pickle,
+        trust_remote_code=given.trust_remote_code,
+        wrapper=given.wrapper,
+        inputs=given.inputs or case.inputs,
+        dtype=case.dtype,
+        stages=case.stages,
+    )
     own = prepare_case(options)
     return msgspec.structs.replace(
-        case, base=own.base, adapter=own.adapter, adapters=own.adapters, wrapper=own.wrapper,
-        inputs=own.inputs, allow_pickle=own.allow_pickle, trust_remote_code=own.trust_remote_code, engine_outputs=(),
-    )  # fmt: skip
+        case,
+        base=own.base,
+        adapter=own.adapter,
+        adapters=own.adapters,
+        wrapper=own.wrapper,
+        inputs=own.inputs,
+        allow_pickle=own.allow_pickle,
+        trust_remote_code=own.trust_remote_code,
+        engine_outputs=(),
+    )
 
 
 def _asked(case: Case, given: Options, folder: Path) -> Iterator[tuple[str, str]]:

@@ -63,12 +63,25 @@ _FORMATS = (
 )  # fmt: skip
 
 _TRAINING = (
-    "optimizer.pt", "optimizer.bin", "scheduler.pt", "trainer_state.json", "training_args.bin", "rng_state*.pth",
-)  # fmt: skip
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+    "rng_state*.pth",
+)
 _TOKENIZER = (
-    "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json", "spiece.model",
-    "sentencepiece*", "chat_template*", "preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "spiece.model",
+    "sentencepiece*",
+    "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _BESIDE = ("README*", "LICENSE*", ".gitattributes", "*.md", "generation_config.json", ".cache", ".git")
 
@@ -88,10 +101,12 @@ def base_folder(folder: Path) -> None:
     if ADAPTER_CONFIG in names:
         own = _field(folder / ADAPTER_CONFIG, "base_model_name_or_path")
         raise InputError(
-            "this is an adapter, not a base model", where=folder, got=ADAPTER_CONFIG,
+            "this is an adapter, not a base model",
+            where=folder,
+            got=ADAPTER_CONFIG,
             wanted=f"a folder with {BASE_CONFIG}",
             hint="give it as --adapter, and the model that it was trained on as --base" + (f": {own}" if own else ""),
-        )  # fmt: skip
+        )
     _refuse(folder, names, role="base model", config=BASE_CONFIG, weights="model.safetensors")
 
 
@@ -104,11 +119,13 @@ def adapter_folder(folder: Path) -> None:
         training = next((name for name in sorted(names) if _is(name, _TRAINING)), None)
         kind = "a training checkpoint of a whole model" if training else "a whole model"
         raise InputError(
-            f"this is {kind}, not an adapter", where=folder, got=", ".join(filter(None, (BASE_CONFIG, training))),
+            f"this is {kind}, not an adapter",
+            where=folder,
+            got=", ".join(filter(None, (BASE_CONFIG, training))),
             wanted=f"a folder with {ADAPTER_CONFIG}, as PEFT's save_pretrained() writes it",
             hint="an adapter that was merged into a model cannot be taken out again: give that model alone as --base, "
             "or check what is in it by `consistency check-merged`",
-        )  # fmt: skip
+        )
     _refuse(folder, names, role="adapter", config=ADAPTER_CONFIG, weights="adapter_model.safetensors")
 
 
@@ -118,10 +135,11 @@ def swapped(base: Path, adapter: Path) -> None:
     is_adapter = ADAPTER_CONFIG in of_base and BASE_CONFIG not in of_base
     if is_adapter and BASE_CONFIG in of_adapter and ADAPTER_CONFIG not in of_adapter:
         raise InputError(
-            "base and adapter are swapped", where="--base, --adapter",
+            "base and adapter are swapped",
+            where="--base, --adapter",
             got=f"an adapter as base ({base}), and a base as adapter ({adapter})",
             hint=f"--base {shlex.quote(str(adapter))} --adapter {shlex.quote(str(base))}",
-        )  # fmt: skip
+        )
 
 
 def in_place_of_weights(folder: Path, wanted: str) -> tuple[str, str | None]:

@@ -38,9 +38,11 @@ class Requirements(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if sum(found.values()) < self.accelerators:
             seen = ", ".join(f"{count} × {model}" for model, count in found.items())
             raise UsageError(
-                "fewer accelerators than required", got=seen or "none", wanted=self.accelerators,
+                "fewer accelerators than required",
+                got=seen or "none",
+                wanted=self.accelerators,
                 hint="is one lost, or not given to this job?",
-            )  # fmt: skip
+            )
 
     def check_files(self, case: Case) -> None:
         """Raise `InputError` where a file of the case is not the one that is required."""
@@ -51,9 +53,12 @@ class Requirements(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 got = digests.get(name)
                 if got != wanted.get(name):
                     raise InputError(
-                        f"the {role} is not the one of the fleet", where=places[role] / name,
-                        got=_shown(got), wanted=_shown(wanted.get(name)), hint="copy it to this host again",
-                    )  # fmt: skip
+                        f"the {role} is not the one of the fleet",
+                        where=places[role] / name,
+                        got=_shown(got),
+                        wanted=_shown(wanted.get(name)),
+                        hint="copy it to this host again",
+                    )
 
 
 def requirements_of(case: Case, *, accelerators: int = 0) -> Requirements:

@@ -130,20 +130,28 @@ def _override(given: object, *, where: str) -> Override:
     shown = ", ".join(f"{name}={value}" for name, value in table.items()) or "an empty table"
     for name in table:
         if name not in _KEYS:
-            raise UsageError(f"a tolerance has no field {name}", where=where, got=shown, wanted=", ".join(_KEYS),
-                             hint=did_you_mean(str(name), _KEYS))  # fmt: skip
+            raise UsageError(
+                f"a tolerance has no field {name}",
+                where=where,
+                got=shown,
+                wanted=", ".join(_KEYS),
+                hint=did_you_mean(str(name), _KEYS),
+            )
     missing = [name for name in ("atol", "rtol") if name not in table]
     if missing:
         raise UsageError(
             "a tolerance without atol and rtol" if len(missing) > 1 else f"a tolerance without {missing[0]}",
-            where=where, got=shown, wanted="both atol and rtol, as in torch.testing; 0 is allowed",
-        )  # fmt: skip
+            where=where,
+            got=shown,
+            wanted="both atol and rtol, as in torch.testing; 0 is allowed",
+        )
     for name, value in table.items():
         is_number = name in ("atol", "rtol")
         if isinstance(value, bool) or not isinstance(value, (int, float) if is_number else str):
             wanted = "a number, such as 1e-3" if is_number else f"a text, as in {_EXAMPLE}"
-            raise UsageError(f"{name} of a tolerance is not {wanted.partition(',')[0]}", where=where, got=repr(value),
-                             wanted=wanted)  # fmt: skip
+            raise UsageError(
+                f"{name} of a tolerance is not {wanted.partition(',')[0]}", where=where, got=repr(value), wanted=wanted
+            )
     try:
         return Override(**table)
     except ValueError as error:

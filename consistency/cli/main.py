@@ -197,10 +197,11 @@ def _mistake(error: Exception) -> ConsistencyError:
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}" if frames else None
     return ConsistencyError(
-        "a mistake of this tool, and no verdict", where=place,
+        "a mistake of this tool, and no verdict",
+        where=place,
         got=traceback.format_exception_only(error)[-1].strip()[:_MOST_TEXT],
         hint=f"please report it to the project, with what {TRACEBACK}=1 in the environment prints",
-    )  # fmt: skip
+    )
 
 
 def _discard(*streams: TextIO) -> None:

@@ -34,8 +34,11 @@ def add_report_options(parser: argparse.ArgumentParser, out: str) -> None:
 def add_format_options(parser: argparse.ArgumentParser) -> None:
     """Add the other formats of a report, and the baseline that it is judged by."""
     printed = list(formats(Chosen.FORMAT))
-    parser.add_argument("--format", choices=[row.name for row in printed], help="what is printed (default: text): "
-                        + "; ".join(f"{row.name}: {row.help}" for row in printed))  # fmt: skip
+    parser.add_argument(
+        "--format",
+        choices=[row.name for row in printed],
+        help="what is printed (default: text): " + "; ".join(f"{row.name}: {row.help}" for row in printed),
+    )
     for row in formats(Chosen.OPTION):
         parser.add_argument(f"--{row.name}", type=Path, metavar="FILE", help=f"write {row.help}")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="accepted findings (consistency baseline accept)")
@@ -58,8 +61,13 @@ def add_history_option(parser: argparse.ArgumentParser) -> None:
 
 def add_groups_option(add: Callable[..., object]) -> None:
     """Add the file of what the site groups its hosts by."""
-    add("--groups", type=Path, metavar="FILE", help="CSV or TOML file that maps hosts to what the site groups them by, "
-        "such as racks: findings say what odd devices have in common")  # fmt: skip
+    add(
+        "--groups",
+        type=Path,
+        metavar="FILE",
+        help="CSV or TOML file that maps hosts to what the site groups them by, "
+        "such as racks: findings say what odd devices have in common",
+    )
 
 
 def read_groups(parsed: argparse.Namespace) -> SiteGroups:

@@ -126,9 +126,12 @@ def _versions(workers: Sequence[ComparedWorker]) -> dict[str, str]:
 def _source(capture: Capture) -> Source:
     manifest = capture.manifest
     return Source(
-        name=capture_name(capture.folder), created=manifest.created, host=manifest.host, tool=manifest.tool,
+        name=capture_name(capture.folder),
+        created=manifest.created,
+        host=manifest.host,
+        tool=manifest.tool,
         command=manifest.command,
-    )  # fmt: skip
+    )
 
 
 def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:
@@ -251,11 +254,15 @@ def _first(
             same.setdefault((load_path, tensor.name, of_worker), (tensor, []))[1].append(worker)
     return tuple(
         Divergence(
-            workers=tuple(names), load_path=tensor.load_path, stage=tensor.stage, layer=tensor.layer,
-            tensor=tensor.tensor, status=of_workers,
+            workers=tuple(names),
+            load_path=tensor.load_path,
+            stage=tensor.stage,
+            layer=tensor.layer,
+            tensor=tensor.tensor,
+            status=of_workers,
         )
         for (_, _, of_workers), (tensor, names) in same.items()
-    )  # fmt: skip
+    )
 
 
 def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup, ...]:

@@ -107,18 +107,27 @@ def _absent(
     if not (record.status == "skipped" and made_there and expected_here):
         return _as_recorded(subject, record)
     return _row(
-        subject, record, reference=reference.label, status="missing", word=words.MISSING,
+        subject,
+        record,
+        reference=reference.label,
+        status="missing",
+        word=words.MISSING,
         reason=f"the reference worker has it, this worker could not make it: {record.reason}",
-    )  # fmt: skip
+    )
 
 
 def _as_recorded(subject: ComparedWorker, record: TensorRecord) -> Outcome:
     """Return a worker's own judgement, such as of a fact that has a limit: nobody else can check it."""
     beyond = record.limit_ratio is not None and not passes(float(record.limit_ratio))
     return _row(
-        subject, record, reference=record.reference, status="outside" if beyond else _status(record),
-        ratio=record.limit_ratio, word=record.word, reason=record.reason,
-    )  # fmt: skip
+        subject,
+        record,
+        reference=record.reference,
+        status="outside" if beyond else _status(record),
+        ratio=record.limit_ratio,
+        word=record.word,
+        reason=record.reason,
+    )
 
 
 def _moved(
@@ -133,9 +142,14 @@ def _moved(
     if record.digest == right and record.status == "outside" and record.reference_digest not in (None, right):
         # its bytes differ from its own file and equal another capture's file: bytes of an earlier run
         return _measured(
-            subject, record, record.measure, status="outside", reference=FILE, word=words.STALE,
+            subject,
+            record,
+            record.measure,
+            status="outside",
+            reference=FILE,
+            word=words.STALE,
             more={"holds": f"the bytes of {reference.label}'s file, not those of its own"},
-        )  # fmt: skip
+        )
     if record.digest == right and right is not None:  # a capture made elsewhere may lack both: no agreement
         return _equal(subject, record, reference=FILE)
     if record.reference_digest == right:
@@ -145,16 +159,26 @@ def _moved(
     own_file = record.digest == record.reference_digest
     if own_file and "converted" in record.evidence:  # each worker computed it from its file by its own kernels
         return _measured(
-            subject, record, found.measure, status="outside", reference=reference.label, word=words.RECOMPUTED,
+            subject,
+            record,
+            found.measure,
+            status="outside",
+            reference=reference.label,
+            word=words.RECOMPUTED,
             more=found.evidence,
-        )  # fmt: skip
+        )
     more: dict[str, Any] = {"own_file": "matches its own file" if own_file else "does not match its own file either"}
     if found.measure is None and found.word is None:
         more["blocks"] = _differing_blocks(record.blocks, expected.blocks)
     row = _measured(
-        subject, record, found.measure, status="outside", reference=reference.label,
-        word=found.word or words.DIFFERS, more={**found.evidence, **more},
-    )  # fmt: skip
+        subject,
+        record,
+        found.measure,
+        status="outside",
+        reference=reference.label,
+        word=found.word or words.DIFFERS,
+        more={**found.evidence, **more},
+    )
     return msgspec.structs.replace(row, own_file=own_file, unread=found.unread)
 
 
@@ -269,9 +293,14 @@ def _peer(
         return _measured(subject, record, record.measure, status="outside", reference=None)
     if expected is None or expected.digest is None:
         return _measured(
-            subject, record, None, status="outside", reference=reference.label,
-            word=record.word or words.UNEXPECTED, more={"reference": "has no such tensor"},
-        )  # fmt: skip
+            subject,
+            record,
+            None,
+            status="outside",
+            reference=reference.label,
+            word=record.word or words.UNEXPECTED,
+            more={"reference": "has no such tensor"},
+        )
     if record.digest == expected.digest:
         return _equal(subject, record, reference=reference.label)
     # what is made once when weights are loaded, and no matter of rounding: both devices read the same file
@@ -279,10 +308,12 @@ def _peer(
     if not exact:
         different = "bitwise different from the reference worker"
         return _skipped(
-            subject, record,
-            f"{different}, and not compared with float64: {record.reason}" if record.reason
+            subject,
+            record,
+            f"{different}, and not compared with float64: {record.reason}"
+            if record.reason
             else f"computed on the device and {different}, with no float64 value to compare with",
-        )  # fmt: skip
+        )
     if record.layer == SETTINGS_LAYER:
         settings = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}
         return _measured(
@@ -290,9 +321,14 @@ def _peer(
         )
     found = _difference(subject, record, reference, expected, expected.blob)
     row = _measured(
-        subject, record, found.measure, status="outside", reference=reference.label,
-        word=record.word or found.word or words.DIFFERS, more=found.evidence,
-    )  # fmt: skip
+        subject,
+        record,
+        found.measure,
+        status="outside",
+        reference=reference.label,
+        word=record.word or found.word or words.DIFFERS,
+        more=found.evidence,
+    )
     return msgspec.structs.replace(row, unread=found.unread)
 
 
@@ -339,9 +375,14 @@ def _skipped(subject: ComparedWorker, record: TensorRecord, reason: str) -> Outc
 
 def _equal(subject: ComparedWorker, record: TensorRecord, *, reference: str) -> Outcome:
     return _row(
-        subject, record, reference=reference, status="equal", elements=math.prod(record.shape), **NO_DIFFERENCE,
+        subject,
+        record,
+        reference=reference,
+        status="equal",
+        elements=math.prod(record.shape),
+        **NO_DIFFERENCE,
         repeated=_repeated(subject, record),
-    )  # fmt: skip
+    )
 
 
 def _measured(
@@ -356,10 +397,15 @@ def _measured(
 ) -> Outcome:
     worst = found.evidence() if found is not None and status == "outside" else {}
     row = _row(
-        subject, record, reference=reference, status=status, elements=math.prod(record.shape),
-        word=word or record.word, evidence={**record.evidence, **(more or {}), **worst},
+        subject,
+        record,
+        reference=reference,
+        status=status,
+        elements=math.prod(record.shape),
+        word=word or record.word,
+        evidence={**record.evidence, **(more or {}), **worst},
         repeated=_repeated(subject, record),
-    )  # fmt: skip
+    )
     return row if found is None else row.with_measure(found)
 
 

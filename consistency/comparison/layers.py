@@ -113,9 +113,12 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
         if is_equal:
             equal[key] = cells
         yield LayerComparison(
-            stage=tensor.stage, load_path=tensor.load_path, layer=tensor.layer, tensor=tensor.tensor,
+            stage=tensor.stage,
+            load_path=tensor.load_path,
+            layer=tensor.layer,
+            tensor=tensor.tensor,
             architectures=cells,
-        )  # fmt: skip
+        )
 
 
 def worst_by_architecture(layers: Iterable[LayerComparison]) -> dict[tuple[str, str], LayerComparison]:

@@ -21,12 +21,26 @@ Workers = tuple[str, ...]
 """Names of workers, in the order of the comparison. Equal ones are one object, so to look one up is quick."""
 
 _MEASURED = (
-    "elements", "mismatched", "max_abs", "mean_abs", "max_rel", "rms", "max_ulp", "ratio", "allowed", "worst_index"
-)  # fmt: skip
+    "elements",
+    "mismatched",
+    "max_abs",
+    "mean_abs",
+    "max_rel",
+    "rms",
+    "max_ulp",
+    "ratio",
+    "allowed",
+    "worst_index",
+)
 
 NO_DIFFERENCE: dict[str, Any] = {
-    "mismatched": 0, "max_abs": Real(0.0), "mean_abs": Real(0.0), "max_rel": Real(0.0), "rms": Real(0.0), "max_ulp": 0
-}  # fmt: skip
+    "mismatched": 0,
+    "max_abs": Real(0.0),
+    "mean_abs": Real(0.0),
+    "max_rel": Real(0.0),
+    "rms": Real(0.0),
+    "max_ulp": 0,
+}
 """Fields of an outcome whose tensor is bitwise equal to its reference."""
 
 

@@ -80,15 +80,29 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_error(
-        cls, name: str, folder: str, error: Exception, *, base: str = "", adapter: str | None = None, dtype: str = "",
+        cls,
+        name: str,
+        folder: str,
+        error: Exception,
+        *,
+        base: str = "",
+        adapter: str | None = None,
+        dtype: str = "",
         elapsed_s: float = 0.0,
-    ) -> CaseResult:  # fmt: skip
+    ) -> CaseResult:
         """Return the result of a case whose input cannot be used."""
         text = str(error)
         return cls(
-            name=name, folder=folder, verdict="unchecked", headline=(text.splitlines() or ["no message"])[0], base=base,
-            adapter=adapter, dtype=dtype, error=text, elapsed_s=elapsed_s,
-        )  # fmt: skip
+            name=name,
+            folder=folder,
+            verdict="unchecked",
+            headline=(text.splitlines() or ["no message"])[0],
+            base=base,
+            adapter=adapter,
+            dtype=dtype,
+            error=text,
+            elapsed_s=elapsed_s,
+        )
 
 
 class SuiteFinding(Finding, frozen=True, kw_only=True):

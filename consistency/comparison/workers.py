@@ -141,9 +141,14 @@ def _worker(label: str, capture: Capture, worker: WorkerCapture, tables: RecordT
     soak = worker.info.soak
     changes = {} if soak is None else {change.key: change for change in soak.changes}
     return ComparedWorker(
-        label=label, capture=capture, info=worker.info, records=own, sides=by_load_path, changes=changes,
+        label=label,
+        capture=capture,
+        info=worker.info,
+        records=own,
+        sides=by_load_path,
+        changes=changes,
         merging=worker.merging,
-    )  # fmt: skip
+    )
 
 
 def load_paths_of(workers: Sequence[ComparedWorker]) -> tuple[str, ...]:

@@ -157,9 +157,17 @@ def _not_asked(spec: DeviceSpec) -> str | None:
 
 
 _OTHER_NAMES = {
-    "gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "amd": "cuda", "metal": "mps", "apple": "mps",
-    "intel": "xpu", "ascend": "npu", "tpu": "xla",
-}  # fmt: skip
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "rocm": "cuda",
+    "hip": "cuda",
+    "amd": "cuda",
+    "metal": "mps",
+    "apple": "mps",
+    "intel": "xpu",
+    "ascend": "npu",
+    "tpu": "xla",
+}
 """What a type of device is also called, by its name in torch; ROCm's are `cuda` there."""
 
 
@@ -226,9 +234,15 @@ class _Card:
         if self._handle is None:  # it fell off the bus
             name = f"NVIDIA, {self._unknown['handle']}"
             lost = DeviceInfo(
-                spec=self._spec, architecture=name, model=name, driver=self._driver, visible_id=_NO_DEVICE,
-                unusable=self._unknown["handle"], alone="which is lost", not_reported=self._unknown,
-            )  # fmt: skip
+                spec=self._spec,
+                architecture=name,
+                model=name,
+                driver=self._driver,
+                visible_id=_NO_DEVICE,
+                unusable=self._unknown["handle"],
+                alone="which is lost",
+                not_reported=self._unknown,
+            )
             return (lost,)
         card = self._card()
         mode, _ = nvml.answer(self._library, "nvmlDeviceGetMigMode", self._handle)

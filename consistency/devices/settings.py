@@ -125,10 +125,12 @@ _MATMUL: dict[str, dict[str, bool | str]] = {
 
 _CUDNN: dict[str, dict[str, bool | str]] = {
     name: {
-        "cudnn_allow_tf32": name == "tf32", "cudnn_conv_fp32_precision": name, "cudnn_rnn_fp32_precision": name,
+        "cudnn_allow_tf32": name == "tf32",
+        "cudnn_conv_fp32_precision": name,
+        "cudnn_rnn_fp32_precision": name,
     }
     for name in _OF_CUDA
-}  # fmt: skip
+}
 
 # torch refuses to read a switch of TF32 that its newer ones contradict, and a precision that its backends of products
 # do not share

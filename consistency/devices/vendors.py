@@ -47,10 +47,18 @@ PLATFORMS: Mapping[str, Platform] = {
 
 # LLVM, "User Guide for AMDGPU Backend", Processors; names as in AMD's "GPU hardware specifications"
 _AMD = {
-    "gfx900": "GCN 5.0", "gfx906": "GCN 5.1", "gfx908": "CDNA", "gfx90a": "CDNA 2", "gfx94": "CDNA 3",
-    "gfx950": "CDNA 4", "gfx101": "RDNA", "gfx103": "RDNA 2", "gfx110": "RDNA 3", "gfx115": "RDNA 3.5",
+    "gfx900": "GCN 5.0",
+    "gfx906": "GCN 5.1",
+    "gfx908": "CDNA",
+    "gfx90a": "CDNA 2",
+    "gfx94": "CDNA 3",
+    "gfx950": "CDNA 4",
+    "gfx101": "RDNA",
+    "gfx103": "RDNA 2",
+    "gfx110": "RDNA 3",
+    "gfx115": "RDNA 3.5",
     "gfx120": "RDNA 4",
-}  # fmt: skip
+}
 
 # Linux, drivers/gpu/drm/xe/xe_pci.c, by major and minor version; 12.56 and 12.57 are smaller chips of 12.55's family
 _INTEL = {

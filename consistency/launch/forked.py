@@ -49,8 +49,12 @@ class Importer:
         with theirs, tempfile.TemporaryFile() as printed:
             self._process = subprocess.Popen(
                 [
-                    *python_command(), "consistency.worker.importer",
-                    str(theirs.fileno()), str(os.getpid()), "models" if models else "torch", str(folder),
+                    *python_command(),
+                    "consistency.worker.importer",
+                    str(theirs.fileno()),
+                    str(os.getpid()),
+                    "models" if models else "torch",
+                    str(folder),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
@@ -58,7 +62,7 @@ class Importer:
                 env={name: value for name, value in environment.items() if name not in READ_LATE},
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C goes to the parent alone
-            )  # fmt: skip
+            )
         self.pid = self._process.pid
 
     def fork(self, jobs: Path, log: IO[bytes], environment: Mapping[str, str]) -> ForkedProcess:

@@ -194,9 +194,7 @@ class _Run:
             case.before = self._host
             case.writer.reserve()
         if len(self._cases) > 1:
-            turn = Event(
-                at=time.time(), kind="case", message=one.case.name, done=case.number, total=len(self._cases)
-            )  # fmt: skip
+            turn = Event(at=time.time(), kind="case", message=one.case.name, done=case.number, total=len(self._cases))
             self._watch(one.plan.label, turn)
 
     def _end(self, one: Assignment, ended: Ended) -> Captured | None:

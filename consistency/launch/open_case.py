@@ -70,10 +70,18 @@ class OpenCase:
             maker = next((plan.name for plan in self.plans if plan.makes_reference), "the reference worker")
             reason = f"its outputs were not judged: {maker} computed no float64 reference"
             (self.writer.worker_folder(slug) / "records.jsonl").touch()
-            self.writer.write_worker(slug, WorkerInfo(
-                architecture=name, model="", name=name, load_path=LoadPath.ISOLATED, status="lost",
-                reason=reason, engine=name,
-            ))  # fmt: skip
+            self.writer.write_worker(
+                slug,
+                WorkerInfo(
+                    architecture=name,
+                    model="",
+                    name=name,
+                    load_path=LoadPath.ISOLATED,
+                    status="lost",
+                    reason=reason,
+                    engine=name,
+                ),
+            )
         return slug
 
 

@@ -234,9 +234,15 @@ def _results(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     given = {**dict(zip([one.name for one in operation._schema.arguments], args, strict=False)), **kwargs}
     query, key, value = args[:3]  # which come first in all
     found = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, given.get("attn_mask", given.get("attn_bias")), 0.0, bool(given.get("is_causal")),
-        scale=given.get("scale"), enable_gqa=query.shape[-3] != key.shape[-3],
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        given.get("attn_mask", given.get("attn_bias")),
+        0.0,
+        bool(given.get("is_causal")),
+        scale=given.get("scale"),
+        enable_gqa=query.shape[-3] != key.shape[-3],
+    )
     return [found]
 
 

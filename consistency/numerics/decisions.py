@@ -116,9 +116,14 @@ def _pooled(dims: int) -> Decide:
             return type(found)((operand.gather(-1, wanted).reshape(values.shape), wanted.reshape(indices.shape)))
 
         decision = Decision(
-            name=name_of(func).removesuffix("_with_indices"), operand=operand, decided=decided,
-            margins=lambda scores: scores, force=force, dim=len(lead), scores=2,
-        )  # fmt: skip
+            name=name_of(func).removesuffix("_with_indices"),
+            operand=operand,
+            decided=decided,
+            margins=lambda scores: scores,
+            force=force,
+            dim=len(lead),
+            scores=2,
+        )
         return found, decision
 
     return decide
@@ -193,9 +198,12 @@ def _rounded_to_decimals(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
     if not is_real(x):
         return found, None
     return found, Decision(
-        name="round", operand=x * unit, decided=(found * unit).round(), margins=_FROM_BOUNDARY["round"],
+        name="round",
+        operand=x * unit,
+        decided=(found * unit).round(),
+        margins=_FROM_BOUNDARY["round"],
         force=lambda wanted: (wanted / unit).to(found.dtype),
-    )  # fmt: skip
+    )
 
 
 def _divided(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Decision | None]:
@@ -204,9 +212,12 @@ def _divided(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tup
     if mode is None or not is_real(found):
         return found, None
     return found, Decision(
-        name=name_of(func), operand=args[0] / args[1], decided=found, margins=_FROM_BOUNDARY[mode],
+        name=name_of(func),
+        operand=args[0] / args[1],
+        decided=found,
+        margins=_FROM_BOUNDARY[mode],
         force=lambda wanted: wanted.to(found.dtype),
-    )  # fmt: skip
+    )
 
 
 def _remaining(mode: str) -> Decide:
@@ -217,9 +228,12 @@ def _remaining(mode: str) -> Decide:
         if not is_real(found):
             return found, None
         return found, Decision(
-            name=name_of(func), operand=x / by, decided=((x - found) / by).round(), margins=_FROM_BOUNDARY[mode],
+            name=name_of(func),
+            operand=x / by,
+            decided=((x - found) / by).round(),
+            margins=_FROM_BOUNDARY[mode],
             force=lambda wanted: x - wanted.to(found.dtype) * by,
-        )  # fmt: skip
+        )
 
     return decide
 
@@ -250,9 +264,12 @@ def _cast(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[
     if not is_real(x) or dtype is None or dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
         return found, None
     return found, Decision(
-        name=TO_INTEGER, operand=x, decided=found, margins=_FROM_BOUNDARY["trunc"],
+        name=TO_INTEGER,
+        operand=x,
+        decided=found,
+        margins=_FROM_BOUNDARY["trunc"],
         force=lambda wanted: wanted.to(found.dtype),
-    )  # fmt: skip
+    )
 
 
 def _copied(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Decision | None]:
@@ -261,9 +278,12 @@ def _copied(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
     if not is_real(x) or found.is_floating_point() or found.is_complex() or found.dtype is torch.bool:
         return found, None
     return found, Decision(
-        name=TO_INTEGER, operand=x.expand(found.shape), decided=found.clone(), margins=_FROM_BOUNDARY["trunc"],
+        name=TO_INTEGER,
+        operand=x.expand(found.shape),
+        decided=found.clone(),
+        margins=_FROM_BOUNDARY["trunc"],
         force=lambda wanted: found.copy_(wanted),
-    )  # fmt: skip
+    )
 
 
 def _selected(*, values: bool, dim: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], int | None]) -> Decide:

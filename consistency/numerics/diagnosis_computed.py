@@ -55,15 +55,17 @@ def diagnose_computed(
 def _diagnose(chunks: Chunks) -> Diagnosis | None:
     with np.errstate(all="ignore"):  # NaN and infinities fail the comparisons below
         seen = _summarize(chunks())
-        return first_answer((
-            lambda: _zeros(seen),
-            lambda: _bit_flip(seen),
-            lambda: non_finite(seen.nan, seen.inf) if seen.nan + seen.inf == seen.wrong else None,
-            lambda: _rounded(seen),
-            lambda: _wrong_scale(seen, chunks),
-            lambda: _block(seen),
-            lambda: non_finite(seen.nan, seen.inf),
-        ))  # fmt: skip
+        return first_answer(
+            (
+                lambda: _zeros(seen),
+                lambda: _bit_flip(seen),
+                lambda: non_finite(seen.nan, seen.inf) if seen.nan + seen.inf == seen.wrong else None,
+                lambda: _rounded(seen),
+                lambda: _wrong_scale(seen, chunks),
+                lambda: _block(seen),
+                lambda: non_finite(seen.nan, seen.inf),
+            )
+        )
 
 
 @dataclass(slots=True, kw_only=True)

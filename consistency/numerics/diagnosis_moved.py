@@ -83,21 +83,23 @@ def diagnose_moved(
         return Diagnosis(word=words.DIFFERS)
     known = known or Known()
     pair = _Pair(actual, expected, found)
-    answer = first_answer((
-        lambda: _never_written(pair, known.poison),
-        lambda: _zeros(pair),
-        lambda: _fresh_init(pair, known.initial),
-        lambda: _holds(pair, words.SWAPPED, known.swapped),
-        lambda: _holds(pair, words.STALE, known.stale),
-        lambda: _signed_zero(pair),
-        lambda: _permuted(pair),
-        lambda: _bit_flip(pair),
-        lambda: _non_finite(pair, alone=True),
-        lambda: _rounded(pair),
-        lambda: _wrong_scale(pair),
-        lambda: block(*pair.ends(), wrong=found.mismatched, elements=found.elements, size=pair.number_bytes),
-        lambda: _non_finite(pair, alone=False),
-    ))  # fmt: skip
+    answer = first_answer(
+        (
+            lambda: _never_written(pair, known.poison),
+            lambda: _zeros(pair),
+            lambda: _fresh_init(pair, known.initial),
+            lambda: _holds(pair, words.SWAPPED, known.swapped),
+            lambda: _holds(pair, words.STALE, known.stale),
+            lambda: _signed_zero(pair),
+            lambda: _permuted(pair),
+            lambda: _bit_flip(pair),
+            lambda: _non_finite(pair, alone=True),
+            lambda: _rounded(pair),
+            lambda: _wrong_scale(pair),
+            lambda: block(*pair.ends(), wrong=found.mismatched, elements=found.elements, size=pair.number_bytes),
+            lambda: _non_finite(pair, alone=False),
+        )
+    )
     return answer or Diagnosis(word=words.DIFFERS)
 
 

@@ -34,11 +34,18 @@ _LARGE = 1 << 22
 _NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 # these compare the dtypes of their operands before they reach the dispatcher, where Float64Mode would widen them
-_CHECKED_EARLY = frozenset((
-    torch.conv1d, torch.conv2d, torch.conv3d,
-    torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
-    torch.nn.functional.scaled_dot_product_attention, torch.prelu,
-))  # fmt: skip
+_CHECKED_EARLY = frozenset(
+    (
+        torch.conv1d,
+        torch.conv2d,
+        torch.conv3d,
+        torch.conv_transpose1d,
+        torch.conv_transpose2d,
+        torch.conv_transpose3d,
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.prelu,
+    )
+)
 
 _aten = torch.ops.aten
 _SELECTING = frozenset({_aten.embedding.default, _aten.index_select.default, _aten.gather.default})

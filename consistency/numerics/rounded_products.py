@@ -24,11 +24,19 @@ HALF = frozenset({torch.bfloat16, torch.float16})
 
 _aten = torch.ops.aten
 
-_PRODUCTS = frozenset({
-    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
-    _aten.mv.default, _aten.addmv.default, _aten.dot.default,
-    _aten.convolution.default, _aten.convolution_backward.default,
-})  # fmt: skip
+_PRODUCTS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten.mv.default,
+        _aten.addmv.default,
+        _aten.dot.default,
+        _aten.convolution.default,
+        _aten.convolution_backward.default,
+    }
+)
 """What every product of torch's public functions becomes when attention runs by its formula, as it is pinned to."""
 
 

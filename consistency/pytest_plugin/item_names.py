@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from consistency.capture.names import (
     split_name,
-)  # fmt: skip
+)
 from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.stage import Stage

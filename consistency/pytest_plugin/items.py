@@ -32,10 +32,13 @@ from consistency.text import clean, one_line
 _ROOT = "consistency"
 _RUN_KINDS = frozenset(
     {
-        kinds.DRIFT, kinds.NOT_REPEATABLE, kinds.SAME_DEVICE_TYPE, kinds.INPUTS,
+        kinds.DRIFT,
+        kinds.NOT_REPEATABLE,
+        kinds.SAME_DEVICE_TYPE,
+        kinds.INPUTS,
         kinds.DAMAGED_CAPTURE,
     }
-)  # fmt: skip
+)
 
 
 class MismatchError(Exception):

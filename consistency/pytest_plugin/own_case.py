@@ -71,8 +71,9 @@ def own_comparison(options: Mapping[str, Any], folder: Path) -> Comparison:
     from filelock import FileLock
 
     if not options.get("base") and not options.get("adapter"):
-        pytest.fail(f"the test names no model: give base or adapter to {_SPELLED} or in consistency_config",
-                    pytrace=False)  # fmt: skip
+        pytest.fail(
+            f"the test names no model: give base or adapter to {_SPELLED} or in consistency_config", pytrace=False
+        )
     key = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:16]
     path, error = folder / f"{key}.json", folder / f"{key}.error.json"
     with without_stack(), FileLock(folder / f"{key}.lock"):

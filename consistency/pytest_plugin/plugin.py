@@ -31,8 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, metavar, text in _OWN_OPTIONS:
         group.addoption(Edge.PYTEST.spell(name), metavar=metavar, help=text)
         parser.addini(Edge.PYTEST_INI.spell(name), text, default=None)
-    group.addoption("--consistency-skip-without-case", action="store_true", help="skip a test that asks for a report "
-                    "and has no case; without this it is an error")  # fmt: skip
+    group.addoption(
+        "--consistency-skip-without-case",
+        action="store_true",
+        help="skip a test that asks for a report and has no case; without this it is an error",
+    )
     group.addoption("--consistency-arch", action="append", metavar="PATTERN", help=_ARCH)
     parser.addini("consistency_arch", _ARCH, type="linelist", default=None)
 

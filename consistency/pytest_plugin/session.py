@@ -343,8 +343,12 @@ class Session:
         if self.plan is None:
             ((case, selected),) = chosen.items()
             report = pipeline.run(
-                case.narrowed(selected), self.given.out, watch=_unwatched, replace=True, past=past,
-            )  # fmt: skip
+                case.narrowed(selected),
+                self.given.out,
+                watch=_unwatched,
+                replace=True,
+                past=past,
+            )
             self._keep(case, report.comparison)
             only = summarize(case.name, ".", report.comparison, report.elapsed_s)
             return SuiteResult(
@@ -357,9 +361,13 @@ class Session:
             for one in cases
         ]
         found = suite.run_suite(
-            dataclasses.replace(self.plan, cases=tuple(narrowed)), self.given.out, watch=_unwatched, replace=True,
-            past=past, each=lambda name, comparison: self._keep(of[name], comparison),
-        )  # fmt: skip
+            dataclasses.replace(self.plan, cases=tuple(narrowed)),
+            self.given.out,
+            watch=_unwatched,
+            replace=True,
+            past=past,
+            each=lambda name, comparison: self._keep(of[name], comparison),
+        )
         for result in found.cases:
             if result.error is not None:
                 self._put(of[result.name], _ERROR, ConsistencyError(result.error).parts)

@@ -26,8 +26,10 @@ from consistency.text import one_line
 PIPE_WIDTH = 140  # a pipe has no width: wide enough for names of layers, narrow enough for an issue tracker
 
 _SEVERITIES: dict[Severity, tuple[str, str]] = {
-    "error": ("red", ""), "warning": ("yellow", "warning: "), "note": ("", "note: ")
-}  # fmt: skip
+    "error": ("red", ""),
+    "warning": ("yellow", "warning: "),
+    "note": ("", "note: "),
+}
 _PLAIN = str.maketrans({"·": "-", "×": "x", "–": "-", "…": "...", "→": "->", "✗": "x", "≤": "<=", "≠": "!=", "″": '"'})
 """Replacements where the output's encoding lacks a character."""
 

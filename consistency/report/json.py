@@ -57,8 +57,17 @@ _OF_OUTCOME = (
 """Fields that every outcome has, in this order; others are left out where they say nothing."""
 
 _OF_WORKER = (
-    "name", "architecture", "model", "load_path", "host", "device", "uuid", "status", "reason", "environment",
-)  # fmt: skip
+    "name",
+    "architecture",
+    "model",
+    "load_path",
+    "host",
+    "device",
+    "uuid",
+    "status",
+    "reason",
+    "environment",
+)
 """Fields that every worker has, in this order; others are left out where they say nothing."""
 
 _OF_KIND = ("environment", "asked", "in_force")
@@ -153,32 +162,35 @@ def _of_suite(suite: SuiteResult) -> bytes:
     """Return `suite.json`; `report` of a case is the path of its own report, null where it could not be checked."""
     table = msgspec.structs.asdict(suite)
     cases = table.pop("cases")
-    return encode_json(
-        {
-            "schema": SUITE_SCHEMA,
-            "tool": __version__,
-            **{name: table.pop(name) for name in ("created", "host", "command", "elapsed_s")},
-            "versions": suite.versions,
-            **table,
-            "verdict": suite.verdict,
-            "sentence": suite.sentence,
-            "exit_status": suite.exit_status,
-            "simulated": suite.simulated,
-            "planted": list(suite.planted),
-            "counts": suite.counts,
-            "not_checked": suite.not_checked,
-            "findings": common_findings(suite.cases),
-            "cases": [
-                {
-                    **msgspec.structs.asdict(case),
-                    "workers": list(map(worker_entry, case.workers)),
-                    "report": None if case.error else f"{case.folder}/report.json",
-                }
-                for case in cases
-            ],
-        },
-        indent=1,
-    ) + b"\n"  # fmt: skip
+    return (
+        encode_json(
+            {
+                "schema": SUITE_SCHEMA,
+                "tool": __version__,
+                **{name: table.pop(name) for name in ("created", "host", "command", "elapsed_s")},
+                "versions": suite.versions,
+                **table,
+                "verdict": suite.verdict,
+                "sentence": suite.sentence,
+                "exit_status": suite.exit_status,
+                "simulated": suite.simulated,
+                "planted": list(suite.planted),
+                "counts": suite.counts,
+                "not_checked": suite.not_checked,
+                "findings": common_findings(suite.cases),
+                "cases": [
+                    {
+                        **msgspec.structs.asdict(case),
+                        "workers": list(map(worker_entry, case.workers)),
+                        "report": None if case.error else f"{case.folder}/report.json",
+                    }
+                    for case in cases
+                ],
+            },
+            indent=1,
+        )
+        + b"\n"
+    )
 
 
 def as_bytes(comparison: Comparison) -> bytes:
@@ -198,9 +210,13 @@ def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:  # n
     lists["cohorts"] = [encode_json(cohort) for cohort in writer.cohorts()]  # which the outcomes have numbered
     facts = {name: getattr(comparison, name) for name in ComparisonFacts.__struct_fields__}
     table = {
-        "schema": SCHEMA, "tool": __version__, **{name: facts[name] for name in _FIRST},
-        **facts, **dict.fromkeys(lists), "hosts_left_out": writer.hosts_left_out,
-    }  # fmt: skip
+        "schema": SCHEMA,
+        "tool": __version__,
+        **{name: facts[name] for name in _FIRST},
+        **facts,
+        **dict.fromkeys(lists),
+        "hosts_left_out": writer.hosts_left_out,
+    }
     opening = b"{\n"
     for name, value in table.items():
         yield opening + encode_json(name) + b": " + (_lines(lists[name]) if name in lists else encode_json(value))
@@ -298,9 +314,13 @@ class _Writer:
             others = [one.workers for one in found if one is not worst]
             if others:
                 rest = Outcome(
-                    workers=tuple(name for names in others for name in names), reference=worst.reference,
-                    status=worst.status, elements=worst.elements, word=worst.word, reason=worst.reason,
-                )  # fmt: skip
+                    workers=tuple(name for names in others for name in names),
+                    reference=worst.reference,
+                    status=worst.status,
+                    elements=worst.elements,
+                    word=worst.word,
+                    reason=worst.reason,
+                )
                 yield rest, len(others)
 
     def _split(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:

@@ -43,9 +43,13 @@ def as_junit(comparison: Comparison, *, elapsed_s: float = 0.0, folder: str | No
     """
     case = summarize(comparison.case, "", comparison, elapsed_s)
     suite = _suite(
-        case, findings_of(comparison, folder), simulated="true" if comparison.simulated else "",
-        planted=", ".join(comparison.planted), command=command_text(comparison.command), **comparison.versions,
-    )  # fmt: skip
+        case,
+        findings_of(comparison, folder),
+        simulated="true" if comparison.simulated else "",
+        planted=", ".join(comparison.planted),
+        command=command_text(comparison.command),
+        **comparison.versions,
+    )
     if comparison.created is not None:
         suite.set("timestamp", _text(comparison.created))
         suite.set("hostname", _text(comparison.host))

@@ -131,8 +131,11 @@ def _millions(count: int) -> str:
 
 
 def _worker(worker: WorkerEstimate) -> Iterator[str]:
-    notes = [text for text, holds in (("reference", worker.makes_reference), ("offload", worker.placement == "offload"))
-             if holds]  # fmt: skip
+    notes = [
+        text
+        for text, holds in (("reference", worker.makes_reference), ("offload", worker.placement == "offload"))
+        if holds
+    ]
     name = one_line(worker.worker) + (f" ({', '.join(notes)})" if notes else "")
     yield "  " + _COLUMNS.format(name, "host private", "host mapped", "device")
     for stage in worker.stages:

@@ -59,7 +59,7 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
         accepted=sum(finding.accepted is not None for finding in comparison.findings),
         merging=comparison.merging,
         versions=comparison.versions,
-    )  # fmt: skip
+    )
 
 
 def _findings(comparison: Comparison) -> Iterator[Finding]:

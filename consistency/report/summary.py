@@ -174,9 +174,12 @@ def rows_of(comparison: Comparison, load_path: str) -> list[Row]:
             own = merged(cells.get(workers[0], {}) for workers in members)
             texts = tuple(cell_text(stage, own.get(stage)) for stage in names)
             row = Row(
-                names=tuple(itertools.chain(*members)), cells=texts, architecture=title, models=of_title,
+                names=tuple(itertools.chain(*members)),
+                cells=texts,
+                architecture=title,
+                models=of_title,
                 kinds=len(members),
-            )  # fmt: skip
+            )
             rows.append(row)
     return rows
 

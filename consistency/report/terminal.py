@@ -249,22 +249,32 @@ def _tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
     write.table(
         ("stage", "layer", "tensor", "bitwise equal workers", "worst"),
         [
-            (t.stage if t.load_path == default else f"{t.stage} ({t.load_path})", t.layer, t.tensor,
-             class_text(t.classes), _worst(t))
+            (
+                t.stage if t.load_path == default else f"{t.stage} ({t.load_path})",
+                t.layer,
+                t.tensor,
+                class_text(t.classes),
+                _worst(t),
+            )
             for t in shown[:limit]
         ],
         left_out=len(shown) - limit,
-    )  # fmt: skip
+    )
 
 
 def _taken(write: Writer, comparison: Comparison | None) -> None:
     """Write what each stage took of time and memory."""
     rows = [
-        (with_load_path(worker.name, worker.load_path), one.stage,
-         "" if one.elapsed_s is None else seconds(one.elapsed_s), size(one.host_peak_bytes),
-         "" if one.device_peak_bytes is None else size(one.device_peak_bytes))
-        for worker in (comparison.workers if comparison else ()) for one in worker.stage_memory
-    ]  # fmt: skip
+        (
+            with_load_path(worker.name, worker.load_path),
+            one.stage,
+            "" if one.elapsed_s is None else seconds(one.elapsed_s),
+            size(one.host_peak_bytes),
+            "" if one.device_peak_bytes is None else size(one.device_peak_bytes),
+        )
+        for worker in (comparison.workers if comparison else ())
+        for one in worker.stage_memory
+    ]
     if rows:
         write.table(("worker", "stage", "time", "host peak", "device peak"), rows, left_out=0)
 

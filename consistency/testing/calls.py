@@ -73,8 +73,11 @@ class FunctionCall:
         if isinstance(function, torch.nn.Module):
             state = {**dict(function.named_parameters()), **dict(function.named_buffers())}
             if reference is not None and not isinstance(reference, torch.nn.Module):
-                raise UsageError("a module needs a module as its reference", got=type(reference).__name__,
-                                 hint="or give functions that take the parameters among their inputs")  # fmt: skip
+                raise UsageError(
+                    "a module needs a module as its reference",
+                    got=type(reference).__name__,
+                    hint="or give functions that take the parameters among their inputs",
+                )
             if isinstance(reference, torch.nn.Module):
                 _check_parameters(function, reference)
         self._function, self._reference = function, function if reference is None else reference
@@ -89,8 +92,12 @@ class FunctionCall:
         real = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
         tested = [leaf.dtype for leaf in real if leaf.dtype in TESTED]
         if real and not tested:
-            raise UsageError("no input has a dtype whose rounding is known", got=real[0].dtype,
-                             wanted=", ".join(sorted(map(str, TESTED))), hint="dtype= rounds the inputs")  # fmt: skip
+            raise UsageError(
+                "no input has a dtype whose rounding is known",
+                got=real[0].dtype,
+                wanted=", ".join(sorted(map(str, TESTED))),
+                hint="dtype= rounds the inputs",
+            )
         self.dtype: torch.dtype = max(tested, key=UNIT_ROUNDOFF.__getitem__, default=torch.float32)
         """The one whose rounding is the largest."""
         self.device: torch.device = next(
@@ -284,9 +291,10 @@ def _needed(how: str) -> Iterator[None]:
         yield
     except Exception as error:  # of any function
         raise UsageError(
-            f"the reference cannot be computed {how}", got=first_line(error),
+            f"the reference cannot be computed {how}",
+            got=first_line(error),
             hint="reference= takes a function of torch's operations, with the same inputs on the CPU",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _part(path: Sequence[Any]) -> int:

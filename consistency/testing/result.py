@@ -94,12 +94,15 @@ def allowance(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
         return spread
     chance = error_factor(count, count * len(drawn)) / LEAST_FACTOR
     of_row = min(_ONE_ROUNDING, 1 + _BY_CHANCE / math.sqrt(spread.columns.shape[1]))
-    return replace(spread, limits=msgspec.structs.replace(
-        limits,
-        element=Real(max(float(limits.element), chance * math.sqrt(_ONE_ROUNDING))),
-        row=Real(max(float(limits.row), chance * math.sqrt(of_row))),
-        scale=Real(max(float(limits.scale), chance * UNIT_ROUNDOFF[drawn[0].dtype])),
-    ))  # fmt: skip
+    return replace(
+        spread,
+        limits=msgspec.structs.replace(
+            limits,
+            element=Real(max(float(limits.element), chance * math.sqrt(_ONE_ROUNDING))),
+            row=Real(max(float(limits.row), chance * math.sqrt(of_row))),
+            scale=Real(max(float(limits.scale), chance * UNIT_ROUNDOFF[drawn[0].dtype])),
+        ),
+    )
 
 
 def judged(
@@ -159,9 +162,17 @@ def _of_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: lis
         if not bool((same | overflow).all()):
             worst = _index(~same & ~overflow)
             got, wanted = float(actual[worst]), float(stored[worst])
-            return ResultError(name=name, status="outside", reason=f"{int((~same).sum())} elements are not the same "
-                               "NaN or infinity, or not finite", ratio=math.inf, worst=worst, got=got, exact=wanted,
-                               error=math.inf, ulp=math.inf)  # fmt: skip
+            return ResultError(
+                name=name,
+                status="outside",
+                reason=f"{int((~same).sum())} elements are not the same NaN or infinity, or not finite",
+                ratio=math.inf,
+                worst=worst,
+                got=got,
+                exact=wanted,
+                error=math.inf,
+                ulp=math.inf,
+            )
         if bool(overflow.any()):
             return ResultError(name=name, status="inconclusive", reason="passes with noise overflow")
         actual, exact, *drawn = (one.masked_fill(places, 0) for one in (actual, exact, *drawn))
@@ -180,10 +191,18 @@ def _of_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: lis
         if share > MOST_OF_SIGNAL and (figures.ratio or float(spread.limits.largest)):
             status, reason = "inconclusive", "rounding may be more than a tenth of the values"
     return ResultError(
-        name=name, status=status, reason=reason, ratio=figures.ratio, worst=worst, got=float(actual[worst]),
-        exact=float(exact[worst]), error=largest, allowed=float(allowed[worst]), share=share,
+        name=name,
+        status=status,
+        reason=reason,
+        ratio=figures.ratio,
+        worst=worst,
+        got=float(actual[worst]),
+        exact=float(exact[worst]),
+        error=largest,
+        allowed=float(allowed[worst]),
+        share=share,
         ulp=largest / _spacing(float(exact[worst]), actual.dtype),
-    )  # fmt: skip
+    )
 
 
 def _equal(name: str, is_equal: bool, reason: str) -> ResultError:
@@ -210,8 +229,11 @@ def parts_of(value: torch.Tensor) -> torch.Tensor:
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise an error unless it is known how numbers of a dtype are rounded."""
     if dtype not in UNIT_ROUNDOFF:
-        raise UsageError(f"{name} has a dtype whose rounding is not known", got=dtype,
-                         hint="return the values before they are cast to it")  # fmt: skip
+        raise UsageError(
+            f"{name} has a dtype whose rounding is not known",
+            got=dtype,
+            hint="return the values before they are cast to it",
+        )
 
 
 def _index(values: torch.Tensor) -> tuple[int, ...]:

@@ -145,8 +145,11 @@ def within_rounding(
     name = getattr(function, "__name__", type(function).__name__)
     for result, value in exact.items():
         if not (call.has_nan or allow.nan) and isinstance(value, torch.Tensor) and bool(value.isnan().any()):
-            raise UsageError(f"{name}: the reference is NaN in its {result}", where="the float64 pass",
-                             hint="choose inputs for which it is defined, or allow=Allow(nan=True)")  # fmt: skip
+            raise UsageError(
+                f"{name}: the reference is NaN in its {result}",
+                where="the float64 pass",
+                hint="choose inputs for which it is defined, or allow=Allow(nan=True)",
+            )
 
     def undecided(got: torch.Tensor, truth: torch.Tensor, others: Any) -> torch.Tensor:
         found = torch.stack([other != truth for other in others]).any(0)
@@ -225,9 +228,15 @@ def assert_within_rounding(
     """
     __tracebackhide__ = True
     found = within_rounding(
-        function, *inputs, reference=reference, device=device, dtype=dtype, gradients=gradients, passes=passes,
+        function,
+        *inputs,
+        reference=reference,
+        device=device,
+        dtype=dtype,
+        gradients=gradients,
+        passes=passes,
         allow=allow,
-    )  # fmt: skip
+    )
     choice = (allow or Allow()).inconclusive
     if found.status == "inconclusive" and choice == "skip":
         raise unittest.SkipTest(str(found))

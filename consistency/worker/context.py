@@ -116,7 +116,12 @@ def inputs_fit(context: Context, stage: str, inputs: Mapping[str, torch.Tensor],
     for one in seen:
         if one.word or every:
             context.record.fact(
-                stage, INPUTS, one.name, status="outside" if one.word else "equal", word=one.word,
-                evidence=one.evidence, reason=one.sentence,
-            )  # fmt: skip
+                stage,
+                INPUTS,
+                one.name,
+                status="outside" if one.word else "equal",
+                word=one.word,
+                evidence=one.evidence,
+                reason=one.sentence,
+            )
     return not any(one.word for one in seen)

@@ -178,9 +178,11 @@ def _apply(values: Mapping[str, Any], *, chosen: Mapping[str, Any] | None = None
         except (RuntimeError, AttributeError, ValueError, AssertionError) as error:
             if name in (chosen or {}):
                 raise UsageError(
-                    f"this torch cannot set {name}", where="--set, or a device's variant", got=value,
+                    f"this torch cannot set {name}",
+                    where="--set, or a device's variant",
+                    got=value,
                     hint=f"torch {torch.__version__}: {first_line(error)}",
-                ) from error  # fmt: skip
+                ) from error
 
 
 def _read(name: str) -> Any:

@@ -170,11 +170,18 @@ class Ledger:
             assert occurrences is not None
             found.append(
                 ChangedTensor(
-                    stage=stage, layer=layer, tensor=tensor, occurrences=occurrences, values=len(change.values),
-                    returned=change.returned, shape=change.shape, dtype=change.dtype, condition=change.condition,
+                    stage=stage,
+                    layer=layer,
+                    tensor=tensor,
+                    occurrences=occurrences,
+                    values=len(change.values),
+                    returned=change.returned,
+                    shape=change.shape,
+                    dtype=change.dtype,
+                    condition=change.condition,
                     **change.facts,
                 )
-            )  # fmt: skip
+            )
         return tuple(found)
 
     def stage(self, stage: str, repeats: int) -> SoakedStage:

@@ -15,10 +15,18 @@ from consistency.worker import determinism
 
 _WITHOUT_TILES = frozenset(
     {
-        "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
-        "AVX512_CORE_FP16", "AVX10_1_512",
+        "SSE41",
+        "AVX",
+        "AVX2",
+        "AVX2_VNNI",
+        "AVX2_VNNI_2",
+        "AVX512_CORE",
+        "AVX512_CORE_VNNI",
+        "AVX512_CORE_BF16",
+        "AVX512_CORE_FP16",
+        "AVX10_1_512",
     }
-)  # fmt: skip
+)
 """Values of `ONEDNN_MAX_CPU_ISA` that leave out AMX."""
 
 _AMPERE = (8, 0)

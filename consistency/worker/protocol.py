@@ -312,9 +312,16 @@ class EventLog:
     def _write_step(self, *, block: int = 0, blocks: int = 0, share: float | None) -> None:
         step = self._step
         event = Event(
-            at=time.time(), kind="step", stage=self._stage, layer=step.layer, done=step.done, total=step.total,
-            block=block, blocks=blocks, share=share,
-        )  # fmt: skip
+            at=time.time(),
+            kind="step",
+            stage=self._stage,
+            layer=step.layer,
+            done=step.done,
+            total=step.total,
+            block=block,
+            blocks=blocks,
+            share=share,
+        )
         self._write(event)
 
     def _write(self, event: Event) -> None:

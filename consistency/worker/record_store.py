@@ -104,10 +104,13 @@ class RecordStore:
         stated = {key: getattr(record, field) for field, key in IN_EVIDENCE.items() if getattr(record, field)}
         computed = record.digest is not None and record.rule != Rule.BITWISE
         whole = msgspec.structs.replace(
-            record, order=self._order, load_path=self._load_path, evidence=stated | record.evidence,
+            record,
+            order=self._order,
+            load_path=self._load_path,
+            evidence=stated | record.evidence,
             nondeterministic=self.operations.ran() if computed else (),
             word=Word(record.status) if record.status in ("missing", "unexpected") else record.word,
-        )  # fmt: skip
+        )
         try:
             write_fully(self._file.fileno(), encode_json(whole) + b"\n")
         except OSError as error:

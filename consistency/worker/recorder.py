@@ -134,9 +134,15 @@ class Recorder(RecordStore):
         """Record why there is nothing in the place of some rows, or of a whole stage."""
         spec = SPECS[registered(stage)]
         row = TensorRecord(
-            stage, layer, spec.whole, rule=rule or spec.rule, status=status, reason=reason, dtype=dtype,
+            stage,
+            layer,
+            spec.whole,
+            rule=rule or spec.rule,
+            status=status,
+            reason=reason,
+            dtype=dtype,
             unsupported=unsupported,
-        )  # fmt: skip
+        )
         for tensor in tensors or (spec.whole,):
             self.write(msgspec.structs.replace(row, tensor=tensor))
 

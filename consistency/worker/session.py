@@ -84,11 +84,18 @@ class Session:
     def run(self) -> bool:
         """Run the stages; return whether the device can be used afterwards."""
         job, case = self._job, self._job.case
-        with Recorder(
-            Path(job.folder), Path(job.blobs), only=case.only, keep=case.keep, tolerance=case.tolerance,
-            remembers=case.soak_s is not None,
-            operations=self._operations,
-        ) as record, self._operations:  # fmt: skip
+        with (
+            Recorder(
+                Path(job.folder),
+                Path(job.blobs),
+                only=case.only,
+                keep=case.keep,
+                tolerance=case.tolerance,
+                remembers=case.soak_s is not None,
+                operations=self._operations,
+            ) as record,
+            self._operations,
+        ):
             machine = Machine(
                 job=job, events=self._events, record=record, placement=self._placement, memory=self._memory
             )
@@ -109,9 +116,13 @@ class Session:
                     self._run(spec, context or machine)
                 except KernelAssertedError as lost:
                     record.fact(
-                        stage=spec.stage, layer=WHOLE_MODEL, tensor="kernels", status="outside",
-                        word=words.IDS_CHANGED, reason=str(lost),
-                    )  # fmt: skip
+                        stage=spec.stage,
+                        layer=WHOLE_MODEL,
+                        tensor="kernels",
+                        status="outside",
+                        word=words.IDS_CHANGED,
+                        reason=str(lost),
+                    )
                     # `transfer` too: every copy of it has this device at one end, and CUDA needs a new process now
                     for later in specs[number + 1 :]:
                         record.skipped(later.stage, "an earlier kernel assertion took the device's context with it")
@@ -175,9 +186,11 @@ class Session:
     def _go_on(self, context: Machine, specs: list[StageSpec]) -> None:
         """Do what plug-ins do after the stages."""
         after = AfterStages(
-            context=context, specs=specs, device_uuid=self._state.environment.get("device_uuid"),
+            context=context,
+            specs=specs,
+            device_uuid=self._state.environment.get("device_uuid"),
             update=self._update,
-        )  # fmt: skip
+        )
         for step in final_steps(self._job.case).values():
             self._begin(step.name)
             pkgutil.resolve_name(step.run)(after)
@@ -194,10 +207,14 @@ class Session:
             environment={**self._state.environment, **facts}, config=config_of(loaded.model), sources=sources_of(case)
         )
         context = Context(
-            job=job, events=machine.events, record=machine.record, placement=machine.placement, memory=machine.memory,
+            job=job,
+            events=machine.events,
+            record=machine.record,
+            placement=machine.placement,
+            memory=machine.memory,
             base=loaded,
             model=loaded.model,
-        )  # fmt: skip
+        )
         for spec in specs:
             if spec.on_base:
                 self._run(spec, context)

@@ -48,7 +48,7 @@ def record_blocked(record: Recorder, spec: StageSpec, reason: str, *, raised: st
     """Record why a stage ended before it was done, or could not begin, in the place of what it would have recorded."""
     row = TensorRecord(
         spec.stage, WHOLE_MODEL, spec.whole, status="blocked", rule=spec.rule, reason=reason, evidence={RAISED: raised}
-    )  # fmt: skip
+    )
     record.write(row)
 
 

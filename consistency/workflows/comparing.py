@@ -124,9 +124,11 @@ def are_suites(given: Sequence[str | Path]) -> bool:
     singles = [str(one) for one in given if not _is_suite(one)]
     if suites and singles:
         raise UsageError(
-            "a suite cannot be compared with a single capture", got=some(singles), wanted="folders of suites only",
+            "a suite cannot be compared with a single capture",
+            got=some(singles),
+            wanted="folders of suites only",
             hint=f"name the case of the suite: {suites[0]}/{CASES}/NAME",
-        )  # fmt: skip
+        )
     return bool(suites)
 
 
@@ -164,9 +166,14 @@ def compare_suites(
 
 
 def _compare_case(
-    place: str, name: str | None, folders: Sequence[Path], target: Path | None, past: Past, groups: SiteGroups,
+    place: str,
+    name: str | None,
+    folders: Sequence[Path],
+    target: Path | None,
+    past: Past,
+    groups: SiteGroups,
     entry: PastOfSuite | None,
-) -> CaseResult:  # fmt: skip
+) -> CaseResult:
     """Compare one case, and write its report; `place` is its folder in that of each suite."""
     having = [folder for folder in folders if holds_capture(folder / place)]
     lacking = [str(folder) for folder in folders if folder not in having]

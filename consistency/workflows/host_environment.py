@@ -102,11 +102,17 @@ def _texts(stated: HostEnvironment) -> Iterator[str]:
     yield f"consistency version: {stated.consistency}"
     workers = [
         WorkerSummary(
-            name=one.name, architecture=one.architecture, model=one.model, driver=one.driver, simulated=one.simulated,
-            load_path="", status="ok", environment=stated.environment,
+            name=one.name,
+            architecture=one.architecture,
+            model=one.model,
+            driver=one.driver,
+            simulated=one.simulated,
+            load_path="",
+            status="ok",
+            environment=stated.environment,
         )
         for one in stated.devices
-    ]  # fmt: skip
+    ]
     yield from environment_texts(workers)
     yield from (f"{one.name} cannot be used: {one.unusable}" for one in stated.devices if one.unusable)
     yield from filter(None, [stated.no_devices])

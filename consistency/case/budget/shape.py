@@ -173,14 +173,18 @@ def _base(
         else:
             mapped += count * _bits(header.dtype) // 8
     largest = max(tensors.values(), key=lambda header: math.prod(header.shape))
-    return found | _blocks(tensors) | {
-        "elements": sum(math.prod(header.shape) for header in tensors.values()),
-        "mapped_bytes": mapped,
-        "converted_bytes": converted,
-        "largest_elements": math.prod(largest.shape),
-        "matrix_elements": _matrix_elements(tensors, tied=_is_tied(tensors, config)),
-        "tied": _is_tied(tensors, config),
-    }  # fmt: skip
+    return (
+        found
+        | _blocks(tensors)
+        | {
+            "elements": sum(math.prod(header.shape) for header in tensors.values()),
+            "mapped_bytes": mapped,
+            "converted_bytes": converted,
+            "largest_elements": math.prod(largest.shape),
+            "matrix_elements": _matrix_elements(tensors, tied=_is_tied(tensors, config)),
+            "tied": _is_tied(tensors, config),
+        }
+    )
 
 
 def _blocks(tensors: Mapping[str, TensorHeader]) -> dict[str, Any]:
@@ -209,8 +213,9 @@ def _matrix_elements(tensors: Mapping[str, TensorHeader], *, tied: bool) -> int:
 def _is_tied(tensors: Mapping[str, TensorHeader], config: Mapping[str, Any]) -> bool:
     """Report whether a head of words reuses the embeddings: the class has one, and no file holds it."""
     classes = _names_in(config, "architectures")
-    has_head = any(name.endswith(("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM"))
-                   for name in classes)  # fmt: skip
+    has_head = any(
+        name.endswith(("LMHeadModel", "ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")) for name in classes
+    )
     return has_head and not any("lm_head" in name or "decoder.weight" in name for name in tensors)
 
 

@@ -8,8 +8,16 @@ from collections.abc import Callable
 from consistency.cli.output import print_json
 
 _FIELDS = (
-    "architecture", "model", "uuid", "pci_bus_id", "driver", "capability", "memory_bytes", "simulated", "not_reported",
-)  # fmt: skip
+    "architecture",
+    "model",
+    "uuid",
+    "pci_bus_id",
+    "driver",
+    "capability",
+    "memory_bytes",
+    "simulated",
+    "not_reported",
+)
 
 EXAMPLES = (
     ("the names that --devices takes", "consistency devices"),
@@ -45,11 +53,16 @@ def _devices(parsed: argparse.Namespace) -> int:
 
         rows = [
             plain_cells(
-                info.spec.name, info.architecture, f"{info.model} (simulated)" if info.simulated else info.model,
-                None if info.memory_bytes is None else size(info.memory_bytes), info.uuid, info.pci_bus_id, info.driver,
+                info.spec.name,
+                info.architecture,
+                f"{info.model} (simulated)" if info.simulated else info.model,
+                None if info.memory_bytes is None else size(info.memory_bytes),
+                info.uuid,
+                info.pci_bus_id,
+                info.driver,
             )
             for info in found
-        ]  # fmt: skip
+        ]
         with without_trailing_blanks(console := make_console()):
             print_table(console, ("device", "architecture", "model", "memory", "uuid", "PCI bus id", "driver"), rows)
             for info in found:

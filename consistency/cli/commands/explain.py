@@ -31,8 +31,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "explain words of a report, such as kinds of findings, stages and exit statuses",
         EXAMPLES,
     )
-    parser.add_argument("words", nargs="*", metavar="WORD",
-                        help="words of a report, or an exit status; without one, all words are listed")  # fmt: skip
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="words of a report, or an exit status; without one, all words are listed",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -63,9 +67,13 @@ def _lines(entry: GlossaryEntry, width: int) -> Iterator[str]:
         first = f"  {label}".ljust(_INDENT)
         # a hyphen is a part of words and options: only blanks break a line
         yield from textwrap.wrap(
-            getattr(entry, name), width, initial_indent=first, subsequent_indent=" " * _INDENT,
-            break_on_hyphens=False, break_long_words=False,
-        )  # fmt: skip
+            getattr(entry, name),
+            width,
+            initial_indent=first,
+            subsequent_indent=" " * _INDENT,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
 
 
 def _listed(found: list[GlossaryEntry]) -> Iterator[str]:

@@ -61,12 +61,19 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     _add_case(run)
     add_report_options(run, "folder for the reports (JSON, HTML, Markdown) and captures/")
     add_format_options(run)
-    run.add_argument("--plan", action="store_true", help="print what the run will take of memory, and stop; a "
-                     "suite with a case that cannot be checked is planned without it")  # fmt: skip
+    run.add_argument(
+        "--plan",
+        action="store_true",
+        help="print what the run will take of memory, and stop; a "
+        "suite with a case that cannot be checked is planned without it",
+    )
     add_history_option(run)
-    run.add_argument("--dated", action=argparse.BooleanOptionalAction,
-                     help="leave each run in a folder of --out by date and time, OUT/2026-11-22T02-00-00Z (UTC), and a "
-                     "link to the last one, OUT/latest (default: with --history and without --force)")  # fmt: skip
+    run.add_argument(
+        "--dated",
+        action=argparse.BooleanOptionalAction,
+        help="leave each run in a folder of --out by date and time, OUT/2026-11-22T02-00-00Z (UTC), and a "
+        "link to the last one, OUT/latest (default: with --history and without --force)",
+    )
 
     _add_pace(run, "the first case of a suite that was run and is not consistent")
     text = "record the results of this host's devices, without comparing"
@@ -76,12 +83,18 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     capture.add_argument("--force", action="store_true", help="replace an earlier capture in --out")
     capture.add_argument("--json", action="store_true", help="print what was captured as JSON")
     _add_pace(capture, "the first case of a suite that lost a worker, or whose input cannot be used")
-    capture.add_argument("--progress", metavar="FILE", help="file or URL to write progress to, for "
-                         "`consistency fleet`")  # fmt: skip
-    capture.add_argument("--require", metavar="FILE", help="file or URL of `consistency fleet` with the files and "
-                         "accelerators that this host must have")  # fmt: skip
-    capture.add_argument("--together", metavar="FILE", type=Path, help="file of `consistency fleet` with the nodes "
-                         "whose devices form one group with this host's")  # fmt: skip
+    capture.add_argument("--progress", metavar="FILE", help="file or URL to write progress to, for `consistency fleet`")
+    capture.add_argument(
+        "--require",
+        metavar="FILE",
+        help="file or URL of `consistency fleet` with the files and accelerators that this host must have",
+    )
+    capture.add_argument(
+        "--together",
+        metavar="FILE",
+        type=Path,
+        help="file of `consistency fleet` with the nodes whose devices form one group with this host's",
+    )
 
 
 def read_case(parsed: argparse.Namespace) -> Options:
@@ -253,9 +266,7 @@ def _capture_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
         raise UsageError("a fleet checks one case", where="--progress, --require and --together", got="a suite")
     plan = prepare_suite(suite)
     with progress(expected=expected(plan), quiet=parsed.quiet) as watch:
-        found = capture_suite(
-            plan, Path(parsed.out), watch=watch, replace=parsed.force, fail_fast=parsed.fail_fast
-        )  # fmt: skip
+        found = capture_suite(plan, Path(parsed.out), watch=watch, replace=parsed.force, fail_fast=parsed.fail_fast)
     unusable = {name: error for name, error in found.items() if isinstance(error, ConsistencyError)}
     workers = {name: workers for name, workers in found.items() if not isinstance(workers, ConsistencyError)}
     if parsed.json:

@@ -29,25 +29,41 @@ EXAMPLES = (
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("show", _show, "print a report again, or its tolerance report by layer and architecture",
-                     EXAMPLES)  # fmt: skip
-    parser.add_argument("report", type=Path, metavar="DIR",
-                        help="the --out folder of a run or a suite, or its report.json")  # fmt: skip
-    parser.add_argument("--layers", action="store_true", help="per layer and architecture, worst first: the largest "
-                        "difference, what was allowed, their ratio, ULP, and which devices agree")  # fmt: skip
+    parser = command("show", _show, "print a report again, or its tolerance report by layer and architecture", EXAMPLES)
+    parser.add_argument(
+        "report", type=Path, metavar="DIR", help="the --out folder of a run or a suite, or its report.json"
+    )
+    parser.add_argument(
+        "--layers",
+        action="store_true",
+        help="per layer and architecture, worst first: the largest "
+        "difference, what was allowed, their ratio, ULP, and which devices agree",
+    )
     parser.add_argument("--csv", action="store_true", help="the same as CSV, every tensor with full figures")
     parser.add_argument("--stages", metavar="STAGE[,STAGE]", default="", help="of --layers or --csv these stages alone")
-    parser.add_argument("--layer", metavar="PATTERN", default="",
-                        help="of --layers or --csv layers or tensors by shell pattern ('*.q_proj')")  # fmt: skip
-    parser.add_argument("--arch", metavar="NAME", default="",
-                        help="of --layers or --csv architectures by part of their name, such as sm_90")  # fmt: skip
+    parser.add_argument(
+        "--layer",
+        metavar="PATTERN",
+        default="",
+        help="of --layers or --csv layers or tensors by shell pattern ('*.q_proj')",
+    )
+    parser.add_argument(
+        "--arch",
+        metavar="NAME",
+        default="",
+        help="of --layers or --csv architectures by part of their name, such as sm_90",
+    )
     parser.add_argument("--finding", type=int, metavar="N", help="this finding alone, with all of its tensors")
-    parser.add_argument("--redact", action="store_true", help="without paths, names of hosts and users, and ids of "
-                        "devices: to be attached to a public issue")  # fmt: skip
-    add_output_options(parser, "write report.json, report.html and report.md into this folder, or ZIP file, "
-                       "instead of printing",
-                       json="print JSON: report.json or suite.json, with --layers its layers[], with --finding that "
-                       "finding")  # fmt: skip
+    parser.add_argument(
+        "--redact",
+        action="store_true",
+        help="without paths, names of hosts and users, and ids of devices: to be attached to a public issue",
+    )
+    add_output_options(
+        parser,
+        "write report.json, report.html and report.md into this folder, or ZIP file, instead of printing",
+        json="print JSON: report.json or suite.json, with --layers its layers[], with --finding that finding",
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="every layer")
 
 

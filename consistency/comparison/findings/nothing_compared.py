@@ -88,10 +88,12 @@ def _is_lost(tensor: TensorComparison) -> bool:
 
 def _finding(message: str, workers: Iterable[ComparedWorker]) -> Finding:
     return Finding(
-        kind=kinds.NOTHING_COMPARED, severity="error", message=message,
+        kind=kinds.NOTHING_COMPARED,
+        severity="error",
+        message=message,
         workers=tuple(dict.fromkeys(p.label for p in workers)),
         next="capture again with the base, the adapter and the --stages of the others",
-    )  # fmt: skip
+    )
 
 
 def _names(workers: Iterable[ComparedWorker]) -> str:
@@ -208,10 +210,13 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     for p in compared:
         records = [record for record in p.records.stage(standard.FORWARD).values() if not record.load_path]
         lost = [
-            record for record in records
-            if record.tensor.endswith(END_TO_END) and (seen := record.measure) is not None
-            and not math.isfinite(float(seen.max_abs)) and seen.not_finite < seen.elements
-        ]  # fmt: skip
+            record
+            for record in records
+            if record.tensor.endswith(END_TO_END)
+            and (seen := record.measure) is not None
+            and not math.isfinite(float(seen.max_abs))
+            and seen.not_finite < seen.elements
+        ]
         if lost and not any(record.status == "outside" for record in p.records.values()):
             beyond = [record for record in records if OVERFLOWS in (record.reason or "")]
             first = min(beyond, key=lambda record: record.order).layer if beyond else ""

@@ -28,9 +28,14 @@ AS_DEPLOYED = "; the profile deployed promises no equal bits"
 _MOST_DETAILS = 3
 
 _READINGS = {
-    "temperature_c": "{} °C", "power_w": "{} W", "sm_clock_mhz": "{} MHz", "memory_clock_mhz": "memory {} MHz",
-    "slowest_clock_mhz": "from {}", "fastest_clock_mhz": "to {} MHz", "throttle_reasons": "throttled: {}",
-}  # fmt: skip
+    "temperature_c": "{} °C",
+    "power_w": "{} W",
+    "sm_clock_mhz": "{} MHz",
+    "memory_clock_mhz": "memory {} MHz",
+    "slowest_clock_mhz": "from {}",
+    "fastest_clock_mhz": "to {} MHz",
+    "throttle_reasons": "throttled: {}",
+}
 """How readings are shown; the others, which are counters, by their names."""
 
 

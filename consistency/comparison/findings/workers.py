@@ -90,27 +90,36 @@ def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
             remarks.setdefault(remark, {})[p.label] = None
     for remark, labels in remarks.items():
         yield Finding(
-            kind=remark.flaw, severity=remark.severity, workers=tuple(labels), message=f"adapter · {remark.text}",
+            kind=remark.flaw,
+            severity=remark.severity,
+            workers=tuple(labels),
+            message=f"adapter · {remark.text}",
             next=remark.flaw.todo,
-        )  # fmt: skip
+        )
     for text, labels in bases.items():
         yield Finding(
-            kind=kinds.OTHER_BASE, severity="note", workers=tuple(labels),
+            kind=kinds.OTHER_BASE,
+            severity="note",
+            workers=tuple(labels),
             message=f"adapter · adapter_config.json {ANOTHER_BASE}{text}; shapes that fit prove nothing",
-        )  # fmt: skip
+        )
     for text, labels in fields.items():
         yield Finding(
-            kind=kinds.IGNORED_FIELDS, severity="warning", workers=tuple(labels),
+            kind=kinds.IGNORED_FIELDS,
+            severity="warning",
+            workers=tuple(labels),
             message=f"adapter · PEFT ignores what it does not know of adapter_config.json: {text}",
             next="load it with the PEFT that saved it, or a later one: peft_version in adapter_config.json",
-        )  # fmt: skip
+        )
     for text, labels in layouts.items():
         yield Finding(
-            kind=kinds.OLDER_LAYOUT, severity="warning", workers=tuple(labels),
+            kind=kinds.OLDER_LAYOUT,
+            severity="warning",
+            workers=tuple(labels),
             message=f"adapter · {text} with lora_A and lora_B the other way round, and the shapes fit this PEFT as "
             "well: it computes something else",
             next="load it with the PEFT that saved it, merge it there, and use the merged model",
-        )  # fmt: skip
+        )
 
 
 def _of_base(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
@@ -129,11 +138,13 @@ def _of_base(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         texts = [f"{name} is {a!r} and {b!r} on {first.label}" for name, a, b in pairs if a != b]
         if texts:
             yield Finding(
-                kind=kinds.SETTINGS, severity="error", workers=labels,
+                kind=kinds.SETTINGS,
+                severity="error",
+                workers=labels,
                 message=f"base · {some(labels)} · another config, so another function: {some(texts)}",
                 general=f"base · {some(labels)} · another config, so another function",
                 next="capture again with one config.json: consistency diff shows what differs in the files",
-            )  # fmt: skip
+            )
 
 
 _STEPS = {"import": "importing the libraries", "load base": "loading the base", "load adapter": "loading the adapter"}

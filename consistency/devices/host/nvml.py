@@ -13,9 +13,14 @@ _TOPOLOGY = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "
 
 # the driver's words for nvmlGpuP2PStatus_t of nvml.h
 _PEER = {
-    0: "ok", 1: "the chipset does not support it", 2: "the GPU does not support it",
-    3: "no path in the topology", 4: "switched off by a registry key", 5: "not supported", 6: "unknown",
-}  # fmt: skip
+    0: "ok",
+    1: "the chipset does not support it",
+    2: "the GPU does not support it",
+    3: "no path in the topology",
+    4: "switched off by a registry key",
+    5: "not supported",
+    6: "unknown",
+}
 
 _READ_WRITE = (0, 1)
 _NVLINK = 2  # nvml.h: NVML_P2P_CAPS_INDEX_NVLINK
@@ -41,10 +46,16 @@ _CONDITION: dict[str, tuple[str, str | None, int]] = {
 
 # nvml.h: nvmlClocksThrottleReason*
 _THROTTLING = {
-    0x01: "idle", 0x02: "clocks set by an application", 0x04: "power cap", 0x08: "hardware slowdown",
-    0x10: "sync boost", 0x20: "thermal, by software", 0x40: "thermal, by hardware", 0x80: "power brake",
+    0x01: "idle",
+    0x02: "clocks set by an application",
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal, by software",
+    0x40: "thermal, by hardware",
+    0x80: "power brake",
     0x100: "display clocks",
-}  # fmt: skip
+}
 
 REMAP_PENDING, REMAP_FAILED = "row remapping pending", "row remapping failed"
 REPLAYS = "pcie replays"

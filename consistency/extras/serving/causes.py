@@ -15,62 +15,76 @@ class Cause(Explanation):
     """A mistake that an engine can make with an adapter: its phrase continues "this engine answers …"."""
 
     IGNORED = (
-        "adapter-ignored", "as the base alone: the adapter is not applied",
+        "adapter-ignored",
+        "as the base alone: the adapter is not applied",
         "name the adapter in every request, and look for skipped modules in the engine's log; check a merged folder by "
         "`consistency check-merged`",
-    )  # fmt: skip
+    )
     LEFT_ON = (
-        "adapter-left-on", "with the adapter applied where it was to be off",
+        "adapter-left-on",
+        "with the adapter applied where it was to be off",
         "unload the adapter, or load the base alone, for the outputs without it",
-    )  # fmt: skip
+    )
     SCALING_ONE = (
-        "scaling-ignored", "as if scaling were 1",
+        "scaling-ignored",
+        "as if scaling were 1",
         "check that the engine reads lora_alpha and r of adapter_config.json",
-    )  # fmt: skip
+    )
     RSLORA_IGNORED = (
-        "rslora-ignored", "as if scaling were lora_alpha / r: use_rslora is ignored",
+        "rslora-ignored",
+        "as if scaling were lora_alpha / r: use_rslora is ignored",
         "set lora_alpha to lora_alpha * sqrt(r), and use_rslora to false, in a copy of the adapter for this engine",
-    )  # fmt: skip
+    )
     RSLORA_ASSUMED = (
-        "rslora-assumed", "as if scaling were lora_alpha / sqrt(r), although use_rslora is false",
+        "rslora-assumed",
+        "as if scaling were lora_alpha / sqrt(r), although use_rslora is false",
         "check the engine's option for rank-stabilized LoRA",
-    )  # fmt: skip
+    )
     PATTERNS_IGNORED = (
-        "patterns-ignored", "as if every layer had the same scaling: alpha_pattern and rank_pattern are ignored",
+        "patterns-ignored",
+        "as if every layer had the same scaling: alpha_pattern and rank_pattern are ignored",
         "use an adapter with one lora_alpha and one r for this engine, or merge it",
-    )  # fmt: skip
+    )
     TWICE = (
-        "adapter-twice", "as if the adapter were applied twice",
+        "adapter-twice",
+        "as if the adapter were applied twice",
         "check whether the engine was given a merged base together with the adapter",
-    )  # fmt: skip
+    )
     KIND = (
-        "layers-repeated", "as if {} added the adapter several times",
+        "layers-repeated",
+        "as if {} added the adapter several times",
         "look at what the engine does with the parts of these layers: each rank may add the whole of it",
-    )  # fmt: skip
+    )
     DORA = (
-        "variant-ignored", "as if the adapter were LoRA alone, without the variant that its config names, as DoRA",
+        "variant-ignored",
+        "as if the adapter were LoRA alone, without the variant that its config names, as DoRA",
         "merge the adapter for this engine: its LoRA has no magnitudes",
-    )  # fmt: skip
+    )
     LAYERS = (
-        "layers-ignored", "as if {} had no adapter",
+        "layers-ignored",
+        "as if {} had no adapter",
         "look in the engine's log for modules that it skipped, and compare its names of layers with the adapter's",
-    )  # fmt: skip
+    )
     SAVED_MODULES = (
-        "saved-modules-ignored", "as if {} were the base's: what the adapter saves whole is not loaded",
+        "saved-modules-ignored",
+        "as if {} were the base's: what the adapter saves whole is not loaded",
         "merge the adapter, which takes its saved modules along",
-    )  # fmt: skip
+    )
     HEAD_TIED = (
-        "head-tied", "as if the head were the embeddings",
+        "head-tied",
+        "as if the head were the embeddings",
         "set tie_word_embeddings to false in the config.json of the merged model: one weight is loaded for both",
-    )  # fmt: skip
+    )
     MERGED_BFLOAT16 = (
-        "merged-in-bfloat16", "as if the adapter were merged in bfloat16",
+        "merged-in-bfloat16",
+        "as if the adapter were merged in bfloat16",
         "merge in float32 and convert after it, or leave the adapter unmerged",
-    )  # fmt: skip
+    )
     MERGED_FLOAT16 = (
-        "merged-in-float16", "as if the adapter were merged in float16",
+        "merged-in-float16",
+        "as if the adapter were merged in float16",
         "merge in float32 and convert after it, or leave the adapter unmerged",
-    )  # fmt: skip
+    )
 
     def sentence(self, about: str = "") -> str:
         """Return what the engine does."""

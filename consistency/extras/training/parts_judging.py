@@ -75,9 +75,12 @@ def record_held(context: Context, ranks: Joined, stage: Stage, model: torch.nn.M
         )
     wrong |= _record_settings(context, stage, model)
     context.record.fact(
-        stage, WHOLE_MODEL, HELD, status="within" if wrong else "equal",
+        stage,
+        WHOLE_MODEL,
+        HELD,
+        status="within" if wrong else "equal",
         evidence={"equal": equal, "split": split, "ranks": list(ranks.names)},
-    )  # fmt: skip
+    )
     return who_else(ranks, "something else than the files say is held", is_here=wrong)
 
 
@@ -109,7 +112,7 @@ def record_difference(
         more |= {"wrong_elements": found.mismatched, "of": host.numel()}
     context.record.fact(
         stage, layer, tensor, status="outside", word=diagnosis.word, evidence={**more, **diagnosis.evidence}
-    )  # fmt: skip
+    )
 
 
 def other_parts(ranks: Joined, parameter: torch.Tensor, whole_tensor: torch.Tensor) -> Known:
@@ -127,10 +130,14 @@ def _record_settings(context: Context, stage: Stage, model: torch.nn.Module) -> 
     wrong = [layer for layer, settings in here.items() if alone.get(layer, settings) != settings]
     for layer in wrong:
         context.record.fact(
-            stage, layer, RANK_AND_SCALING, status="outside", word=words.SETTINGS,
+            stage,
+            layer,
+            RANK_AND_SCALING,
+            status="outside",
+            word=words.SETTINGS,
             evidence={"got": here[layer], "wanted": alone[layer]},
             reason=f"rank and scaling are {listed([*map(str, here[layer])])}, not {listed([*map(str, alone[layer])])}",
-        )  # fmt: skip
+        )
     return bool(wrong)
 
 
@@ -178,15 +185,18 @@ def record_gradient(
     if 0 in part.shape or exact is None:
         return
     if spread is None and tolerance is None:
-        context.record.fact(
-            stage, layer, place, status="skipped", reason="what rounding makes in it is unknown"
-        )  # fmt: skip
+        context.record.fact(stage, layer, place, status="skipped", reason="what rounding makes in it is unknown")
         return
     truth = part.of(mapped(exact))
     mine = None if spread is None or tolerance is not None else spread.of_part(part.of, part.whole)
     limit = tolerance if mine is None else mine.allowed(truth, actual.dtype)
     found = measure_against_exact(actual, truth, limit)
     record_part(
-        context, stage, layer, place, found=found, chunks=lambda: exact_chunks(actual, truth, limit),
+        context,
+        stage,
+        layer,
+        place,
+        found=found,
+        chunks=lambda: exact_chunks(actual, truth, limit),
         share=float(found.ratio or 0) if mine is None else mine.figures(actual, truth).ratio,
-    )  # fmt: skip
+    )

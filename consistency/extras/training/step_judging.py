@@ -178,11 +178,14 @@ class StepJudge:
                 part = slice(number * PART, min(size, (number + 1) * PART))
                 yield tuple(
                     Stretch(
-                        start=part.start, actual=actual(part), value=bounded.value,
-                        size=None if tolerance else bounded.allowed, allowance=tolerance,
+                        start=part.start,
+                        actual=actual(part),
+                        value=bounded.value,
+                        size=None if tolerance else bounded.allowed,
+                        allowance=tolerance,
                     )
                     for actual, bounded in zip(elements, exact(part), strict=True)
-                )  # fmt: skip
+                )
 
         parts = max(1, -(-size // PART))
         steps = [self._own.of_step(kind, name, step) for step in range(self._steps)]
@@ -199,14 +202,25 @@ class StepJudge:
         evidence = {"step": step + 1, **({} if self._alone else {"ranks": list(self._ranks.names)})}
         if self._own.parts[name].dim is not None:
             record_part(
-                self._context, self._stage, layer, tensor, found=found[step], share=float(found[step].ratio or 0),
-                chunks=chunks, evidence=evidence,
-            )  # fmt: skip
+                self._context,
+                self._stage,
+                layer,
+                tensor,
+                found=found[step],
+                share=float(found[step].ratio or 0),
+                chunks=chunks,
+                evidence=evidence,
+            )
             return is_within
         row = TensorRecord(
-            self._stage, layer, tensor, rule=Rule.BOUND, status="measured", evidence=evidence,
+            self._stage,
+            layer,
+            tensor,
+            rule=Rule.BOUND,
+            status="measured",
+            evidence=evidence,
             word=None if is_within else instead(step),
-        )  # fmt: skip
+        )
         record.computed(row, steps[step], tolerance=tolerance, found=found[step], chunks=chunks)
         return is_within
 
@@ -244,14 +258,22 @@ class StepJudge:
             if name in explained:
                 continue
             self._context.record.fact(
-                self._stage, layer, f"{part}.{kind}, {SAME_BITS}", status="outside", word=words.DIFFERS,
-                evidence={"step": step + 1}, reason=f"other bits than on {some(others)} from step {step + 1} on",
-            )  # fmt: skip
+                self._stage,
+                layer,
+                f"{part}.{kind}, {SAME_BITS}",
+                status="outside",
+                word=words.DIFFERS,
+                evidence={"step": step + 1},
+                reason=f"other bits than on {some(others)} from step {step + 1} on",
+            )
         if not found:
             self._context.record.fact(
-                self._stage, WHOLE_MODEL, f"{self._title}{what}, {SAME_BITS}", status="equal",
+                self._stage,
+                WHOLE_MODEL,
+                f"{self._title}{what}, {SAME_BITS}",
+                status="equal",
                 evidence={"tensors": len(names), "steps": self._steps, "ranks": list(self._ranks.group.ranks)},
-            )  # fmt: skip
+            )
         return list(found)
 
     def odd(self, kind: str, names: Sequence[str], step: int) -> dict[str, list[str]]:
@@ -296,10 +318,14 @@ def record_part(
     cause = None if passes(share) else diagnose_computed(found, chunks)
     more = {} if cause is None else {**cause.evidence, "wrong_elements": found.mismatched}
     context.record.fact(
-        stage, layer, tensor, share=share, word=None if cause is None else cause.word,
+        stage,
+        layer,
+        tensor,
+        share=share,
+        word=None if cause is None else cause.word,
         status="outside" if cause is not None else "equal" if found.mismatched == 0 else "within",
         evidence={**(evidence or {}), **more},
-    )  # fmt: skip
+    )
 
 
 def _wide(tensor: torch.Tensor) -> Any:

@@ -168,10 +168,17 @@ class Kernel:
             found = _Range()
             offset, place = start * width, start // chunk
             self._measure(
-                self.variant, KINDS.index(kind), parts, actual + offset, expected + offset,
-                min(step, elements - start), chunk, sums[0, place:].ctypes.data, sums[1, place:].ctypes.data,
+                self.variant,
+                KINDS.index(kind),
+                parts,
+                actual + offset,
+                expected + offset,
+                min(step, elements - start),
+                chunk,
+                sums[0, place:].ctypes.data,
+                sums[1, place:].ctypes.data,
                 ctypes.addressof(found),
-            )  # fmt: skip
+            )
             return found
 
         starts = range(0, elements, step)
@@ -202,9 +209,17 @@ class Kernel:
         """
         left_out = np.empty(sums.shape[1], np.uint8)
         any_left_out = self._errors(
-            self.variant, KINDS.index(kind), ctypes.addressof(of), start, elements, chunk,
-            sums[0].ctypes.data, sums[1].ctypes.data, left_out.ctypes.data, ctypes.addressof(seen),
-        )  # fmt: skip
+            self.variant,
+            KINDS.index(kind),
+            ctypes.addressof(of),
+            start,
+            elements,
+            chunk,
+            sums[0].ctypes.data,
+            sums[1].ctypes.data,
+            left_out.ctypes.data,
+            ctypes.addressof(seen),
+        )
         return np.flatnonzero(left_out) if any_left_out else _NONE
 
     def digest(self, data: int, rows: int, w: np.ndarray, v: np.ndarray, out: np.ndarray, *, threads: int = 1) -> None:

@@ -79,7 +79,16 @@ def launch(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int)
         # one. Anything else that has an address gets the binary for any size.
         words = triton.reinterpret(words, tl.int64)
     _sum_parts[grid](
-        words, w, v, out, rows, last_words, turns,
-        ROW_WORDS=row_words, PART_WORDS=_PART_WORDS, num_warps=_WARPS, **limit,
-    )  # fmt: skip
+        words,
+        w,
+        v,
+        out,
+        rows,
+        last_words,
+        turns,
+        ROW_WORDS=row_words,
+        PART_WORDS=_PART_WORDS,
+        num_warps=_WARPS,
+        **limit,
+    )
     return out.sum(dim=1)

@@ -118,9 +118,7 @@ def columns(comparison: Comparison, load_path: str, rows: Sequence[Row]) -> list
     for row in rows:
         label = some(row.names, 2) if row.kinds == 1 else f"{len(row.names)} others"
         read = row.names[:1] if row.kinds == 1 else row.names
-        column = MapColumn(
-            label=label, architecture=row.architecture, workers=read, stands_for=len(row.names)
-        )  # fmt: skip
+        column = MapColumn(label=label, architecture=row.architecture, workers=read, stands_for=len(row.names))
         drawn.append(column)
     return drawn
 
@@ -135,11 +133,15 @@ def unequal(comparison: Comparison) -> list[LayerComparison]:
     members = ByArchitecture(comparison)
     return [
         LayerComparison(
-            stage=tensor.stage, load_path=tensor.load_path, layer=tensor.layer, tensor=tensor.tensor,
+            stage=tensor.stage,
+            load_path=tensor.load_path,
+            layer=tensor.layer,
+            tensor=tensor.tensor,
             architectures=cells_of(tensor, members),
         )
-        for tensor in comparison.tensors if not tensor.is_equal and tensor.outcomes
-    ]  # fmt: skip
+        for tensor in comparison.tensors
+        if not tensor.is_equal and tensor.outcomes
+    ]
 
 
 def sections(

@@ -16,9 +16,13 @@ PACKAGE = __package__
 def page_environment() -> jinja2.Environment:
     """Return the environment in which every page is rendered."""
     environment = jinja2.Environment(
-        autoescape=True, finalize=_shown, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
         loader=jinja2.FunctionLoader(part),
-    )  # fmt: skip
+    )
     environment.filters["and_more"] = and_more
     environment.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
     return environment

@@ -44,11 +44,15 @@ def partitions(tensors: Sequence[TensorComparison]) -> tuple[list[Partition], in
         left_out += len(ranked[MOST_PARTITIONS:])
         drawn += [
             Partition(
-                stage=stage, load_path=load_path, tensors=len(same), of=of, first=f"{same[0].layer}.{same[0].tensor}",
+                stage=stage,
+                load_path=load_path,
+                tensors=len(same),
+                of=of,
+                first=f"{same[0].layer}.{same[0].tensor}",
                 classes=classes,
             )
             for classes, same in ranked[:MOST_PARTITIONS]
-        ]  # fmt: skip
+        ]
     return drawn, left_out
 
 

@@ -55,10 +55,13 @@ def _older_layout(table: Mapping[str, Any], model: Any) -> str:
     if not saved_by or not own:
         return ""
     other = [
-        name for name, layer in adapted_layers(model)
-        if hasattr(layer, "get_param") and layer.get_param().dim() == 3 and layer.in_features == layer.out_features
+        name
+        for name, layer in adapted_layers(model)
+        if hasattr(layer, "get_param")
+        and layer.get_param().dim() == 3
+        and layer.in_features == layer.out_features
         and _exchanged(saved_by, layer) != _exchanged(own, layer)
-    ]  # fmt: skip
+    ]
     return f"PEFT {table['peft_version']} saved the experts of {some(other)}" if other else ""
 
 

@@ -93,9 +93,7 @@ def run(context: Context) -> None:
                 stale=functools.partial(stale_bytes, context.base.tensors),
             )
         not_finite = count_not_finite(expected) if context.job.makes_reference else 0
-        row = replace(
-            _row(layer, part, actual), repeats=loads.digests, evidence=evidence, not_finite=not_finite
-        )  # fmt: skip
+        row = replace(_row(layer, part, actual), repeats=loads.digests, evidence=evidence, not_finite=not_finite)
         record.moved(row, actual=actual, expected=expected, known=known, keep=True)
     missing = _missing(context, state)
     computed = _made_on_loading(context, state, missing)
@@ -106,9 +104,14 @@ def run(context: Context) -> None:
 
 def _row(layer: str, part: str, tensor: torch.Tensor) -> TensorRecord:
     return TensorRecord(
-        "adapter", layer, part, rule=Rule.BITWISE, status="equal", shape=tuple(tensor.shape),
+        "adapter",
+        layer,
+        part,
+        rule=Rule.BITWISE,
+        status="equal",
+        shape=tuple(tensor.shape),
         dtype=name_of(tensor.dtype),
-    )  # fmt: skip
+    )
 
 
 def _missing(context: Context, state: dict[str, Any]) -> set[str]:
@@ -155,11 +158,17 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
             continue
         record.computed(
             TensorRecord(
-                "adapter", layer, part, rule=Rule.PEER, status="measured", word=words.RECOMPUTED,
-                blob=record.keep_small(tensor), evidence={"not_in_file": "computed when the adapter is loaded"},
+                "adapter",
+                layer,
+                part,
+                rule=Rule.PEER,
+                status="measured",
+                word=words.RECOMPUTED,
+                blob=record.keep_small(tensor),
+                evidence={"not_in_file": "computed when the adapter is loaded"},
             ),
             tensor,
-        )  # fmt: skip
+        )
     return computed
 
 

@@ -49,9 +49,15 @@ def run(context: Context) -> None:
                 base.not_finite[name] = count_not_finite(expected.to("cpu"))
             key = base.file_names.get(name, name)
             row = TensorRecord(
-                "base", layer, part, rule=Rule.BITWISE, status="equal", evidence=evidence,
-                name_in_file="" if key == name else key, not_finite=base.not_finite.get(name, 0),
-            )  # fmt: skip
+                "base",
+                layer,
+                part,
+                rule=Rule.BITWISE,
+                status="equal",
+                evidence=evidence,
+                name_in_file="" if key == name else key,
+                not_finite=base.not_finite.get(name, 0),
+            )
             record.moved(row, actual=tensor, expected=expected, digests=(here, base.in_file[name]))
             continue
         table = exact.get(name)
@@ -93,10 +99,15 @@ def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
         if not record.wants("base", layer):
             continue
         row = TensorRecord(
-            "base", layer, f"{part}_after_adapter", rule=Rule.PEER, status="measured", word=words.RECOMPUTED,
+            "base",
+            layer,
+            f"{part}_after_adapter",
+            rule=Rule.PEER,
+            status="measured",
+            word=words.RECOMPUTED,
             blob=record.keep_small(tensor),
             evidence={"before": base.digests[name].value, "dtype": name_of(tensor.dtype)},
-        )  # fmt: skip
+        )
         record.computed(row, tensor, digests=[after])
 
 

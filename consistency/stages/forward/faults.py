@@ -24,6 +24,6 @@ ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="router-flipped", plant=f"{_ROUTING}:smallest", expected="decision-flipped", stages=_STAGES,
-        base=f"python:{_ROUTING}:mixture",
+        base=f"python:{_ROUTING}:mixture", needs=(Need.ANOTHER_WORKER,),
     ),
 )  # fmt: skip

@@ -227,13 +227,24 @@ def _judge(context: Context, inputs: Activations, mode: str, answer: Reference) 
                 record_missed(context, "forward", (layer, tensor), result.dtype, why)
             else:
                 row = TensorRecord(
-                    "forward", layer, tensor, rule=Rule.BLOCK, status="measured", reason=reason or None,
+                    "forward",
+                    layer,
+                    tensor,
+                    rule=Rule.BLOCK,
+                    status="measured",
+                    reason=reason or None,
                     evidence={**half_kernels.evidence(kernels), **attention.evidence(layer)},
-                )  # fmt: skip
+                )
                 record_block(
-                    context, row, result, digests=digests[name], reference=answer, name=f"{mode}::{name}",
-                    exact_name=f"{_exact(mode)}::{name}", named=_named(mode),
-                )  # fmt: skip
+                    context,
+                    row,
+                    result,
+                    digests=digests[name],
+                    reference=answer,
+                    name=f"{mode}::{name}",
+                    exact_name=f"{_exact(mode)}::{name}",
+                    named=_named(mode),
+                )
     record_flips(context, "forward", replay.flips, mode=mode)
 
 
@@ -297,10 +308,14 @@ def _record_ends(context: Context, mode: str, ends: Activations, reference: Refe
             chunks = None if tolerance is None else functools.partial(exact_chunks, compared, truth, tolerance)
         is_finite = found is not None and math.isfinite(float(found.max_abs))
         row = TensorRecord(
-            "forward", name, f"{mode}.{END_TO_END}", rule=Rule.BLOCK, status="within" if is_finite else "measured",
+            "forward",
+            name,
+            f"{mode}.{END_TO_END}",
+            rule=Rule.BLOCK,
+            status="within" if is_finite else "measured",
             evidence=evidence,
             reason=reference.tables.failures.get(_exact(mode)) or (NOT_JUDGED if known and not tolerance else None),
-        )  # fmt: skip
+        )
         context.record.computed(row, output, found=found, tolerance=tolerance, chunks=chunks)
 
 
@@ -338,13 +353,16 @@ def _make(context: Context, model: torch.nn.Module, inputs: Activations) -> tupl
             found.setdefault(title, {}).update({f"{mode}::{name}": one for name, one in of_title.items()})
     exact.track.publish()
     tensors = {
-        **exact.results, **named_factors(found),
+        **exact.results,
+        **named_factors(found),
         **exact.given,
         **{f"{END_TO_END}::{name}": value for name, value in exact.ends.items()},
-    }  # fmt: skip
+    }
     tables = Tables(
-        failures=exact.failures, names=tuple(tensors), limits=limits_of(found),
-    )  # fmt: skip
+        failures=exact.failures,
+        names=tuple(tensors),
+        limits=limits_of(found),
+    )
     if context.job.others_wait or case.soak_s is not None or _is_read(case.stages):
         publish(context.scratch, tensors, tables)
     return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=tensors)
@@ -444,9 +462,13 @@ def _judge_more(context: Context, model: torch.nn.Module, inputs: Activations, e
     ends = {mode: exact.ends[f"{mode}::{LOGITS}"] for mode in (ON, OFF) if f"{mode}::{LOGITS}" in exact.ends}
     drawn = {mode: [one[LOGITS] for one in passes] for mode, passes in exact.ends_drawn.items()}
     outputs = ForwardOutputs(
-        model=model, inputs=inputs, drawn=drawn, failures=exact.failures, exact=ends,
+        model=model,
+        inputs=inputs,
+        drawn=drawn,
+        failures=exact.failures,
+        exact=ends,
         again=functools.partial(exact.track.other, f"{ON}.{END_TO_END}"),
-    )  # fmt: skip
+    )
     for judge in judges:
         judge.judge(context, outputs)
 

@@ -48,9 +48,7 @@ def record_step(context: Context, name: str, layer: str, tensor: str, found: tor
     unknown = parameter.dtype not in UNIT_ROUNDOFF
     if unknown or not _is_finite(gradient, elements):
         reason = f"no bound is derived in {name_of(parameter.dtype)}" if unknown else "the gradient is NaN or infinite"
-        context.record.skipped(
-            "gradient", f"AdamW step not judged: {reason}", tensor, layer=layer, rule=Rule.BOUND
-        )  # fmt: skip
+        context.record.skipped("gradient", f"AdamW step not judged: {reason}", tensor, layer=layer, rule=Rule.BOUND)
         return
     flat = parameter.detach().reshape(-1)
     if not _is_bounded(flat, gradient):
@@ -76,9 +74,13 @@ def record_step(context: Context, name: str, layer: str, tensor: str, found: tor
                 yield dataclasses.replace(chunk, base=before(slice(chunk.start, chunk.start + chunk.actual.numel())))
 
         context.record.computed(
-            TensorRecord("gradient", layer, tensor, rule=Rule.BOUND, status="measured"), mapped(actual),
-            digests=digests, tolerance=tolerance, found=measure_stretches(actual, stretches()), chunks=chunks,
-        )  # fmt: skip
+            TensorRecord("gradient", layer, tensor, rule=Rule.BOUND, status="measured"),
+            mapped(actual),
+            digests=digests,
+            tolerance=tolerance,
+            found=measure_stretches(actual, stretches()),
+            chunks=chunks,
+        )
     finally:
         file.close(remove=True)
 

@@ -132,9 +132,14 @@ def _judge(context: Context, of: Backward, answer: Reference) -> None:
                 record_missed(context, "gradient", (layer, tensor), gradient.dtype, why)
                 continue
             row = TensorRecord(
-                "gradient", layer, tensor, rule=Rule.BLOCK, status="measured", reason=reason or None,
+                "gradient",
+                layer,
+                tensor,
+                rule=Rule.BLOCK,
+                status="measured",
+                reason=reason or None,
                 evidence={**half_kernels.evidence(kernels), **attention.evidence(layer)},
-            )  # fmt: skip
+            )
             record_block(context, row, gradient, digests=digests[name], reference=answer, name=name)
     record_flips(context, "gradient", replay.flips)
     for done, name in enumerate(of.wanted):

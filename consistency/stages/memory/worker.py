@@ -86,9 +86,14 @@ def _allocations(record: Recorder, found: Placement, device: torch.device, passi
             status = "within" if passed_through else "outside"
             evidence.update(_when(found, device, counter), passing_bytes=passing_bytes)
         record.fact(
-            "memory", str(device), counter, status=status, word=words.TOUCHED if peak else None,
-            share=share if peak and counter == "allocated" and is_gone else None, evidence=evidence,
-        )  # fmt: skip
+            "memory",
+            str(device),
+            counter,
+            status=status,
+            word=words.TOUCHED if peak else None,
+            share=share if peak and counter == "allocated" and is_gone else None,
+            evidence=evidence,
+        )
 
 
 def _context(record: Recorder, found: Placement, device: torch.device) -> None:
@@ -129,10 +134,13 @@ def placement(context: Context) -> None:
             continue
         wrong = {part: device for part, device in parts.items() if device != own}
         context.record.fact(
-            "memory", layer, PLACEMENT, status="outside" if wrong else "equal",
+            "memory",
+            layer,
+            PLACEMENT,
+            status="outside" if wrong else "equal",
             word=WRONG_DEVICE if wrong else None,
             evidence={"got": wrong, "wanted": own} if wrong else {"devices": sorted(set(parts.values()))},
-        )  # fmt: skip
+        )
 
 
 def _merge_peaks(context: Context) -> None:

@@ -91,9 +91,14 @@ def _record(
         },
     )
     context.record.computed(
-        row, weight, digests=digests, found=measure_against_exact(host, exact.value, limit), tolerance=tolerance,
-        chunks=lambda: exact_chunks(host, exact.value, limit), ingredients={"exact": exact.value},
-    )  # fmt: skip
+        row,
+        weight,
+        digests=digests,
+        found=measure_against_exact(host, exact.value, limit),
+        tolerance=tolerance,
+        chunks=lambda: exact_chunks(host, exact.value, limit),
+        ingredients={"exact": exact.value},
+    )
 
 
 def _rms(values: torch.Tensor) -> float:

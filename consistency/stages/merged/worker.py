@@ -147,9 +147,14 @@ def _merged(
                     context.record, "merged", place, tensor, actual=bias.to("cpu"), exact=exact, digests=[digest(bias)]
                 )
             yield Computed(
-                actual=weight, safe=safe, digests=[here, *again], rule=rule, truth=truth, tolerance=tolerance,
+                actual=weight,
+                safe=safe,
+                digests=[here, *again],
+                rule=rule,
+                truth=truth,
+                tolerance=tolerance,
                 rounding=rounding,
-            )  # fmt: skip
+            )
             del weight
 
 

@@ -120,15 +120,25 @@ def _between(low: float, high: float, *shapes: tuple[int, ...]) -> Draw:
 def _matmul(rows: int, terms: int, columns: int, *, positive: bool = False, **options: Any) -> Operation:
     draw = _between(0.25, 1, (rows, terms), (terms, columns)) if positive else _normal((rows, terms), (terms, columns))
     return Operation(
-        "matmul", f"{rows}x{terms}x{columns}", draw, torch.matmul, lambda a, b: a.matmul(b).store(),
-        dtypes=WITH_FLOAT64, multiplies=True, **options,
-    )  # fmt: skip
+        "matmul",
+        f"{rows}x{terms}x{columns}",
+        draw,
+        torch.matmul,
+        lambda a, b: a.matmul(b).store(),
+        dtypes=WITH_FLOAT64,
+        multiplies=True,
+        **options,
+    )
 
 
 def _elementwise(
-    name: str, compute: Callable[..., torch.Tensor], exact: Callable[[Tracked], Tracked], low: float, high: float,
+    name: str,
+    compute: Callable[..., torch.Tensor],
+    exact: Callable[[Tracked], Tracked],
+    low: float,
+    high: float,
     level: Level = Level.STANDARD,
-) -> Operation:  # fmt: skip
+) -> Operation:
     draw = _between(low, high, (2048,))
     return Operation(name, "2048", draw, compute, lambda x: exact(x).store(), level=level)
 

@@ -120,10 +120,15 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
         return
     tf32 = operation.multiplies and dtype == "float32" and by.products is Precision.FLOAT32
     record_bounded(
-        record, _STAGE, operation.name, operation.row(dtype), actual=actual, exact=exact,
+        record,
+        _STAGE,
+        operation.name,
+        operation.row(dtype),
+        actual=actual,
+        exact=exact,
         digests=[digest(result) for result in results],
         in_tf32=(lambda: _in_tf32(trials, operation, host, actual)) if tf32 else None,
-    )  # fmt: skip
+    )
 
 
 def given(values: np.ndarray, dtype: str) -> torch.Tensor:
@@ -171,6 +176,11 @@ def _composed(device: torch.device, operation: Operation, dtype: str) -> str:
 
 def _absent(record: Recorder, operation: Operation, dtype: str, status: RecordStatus, reason: str) -> None:
     record.skipped(
-        _STAGE, reason, operation.row(dtype), layer=operation.name, status=status, dtype=dtype,
+        _STAGE,
+        reason,
+        operation.row(dtype),
+        layer=operation.name,
+        status=status,
+        dtype=dtype,
         unsupported=status == "skipped",
-    )  # fmt: skip
+    )

@@ -191,9 +191,14 @@ class Sender:
         # a lane to the host that is known to be wrong is reported as that pair, and proves nothing about another
         wrong = not by_digest or (not by_copy and lane not in self.broken)
         return Delivery(
-            payload=payload, seen=seen, wanted=wanted, wrong=wrong, host=host if wrong else None,
-            read_back=read_back if witness.digest else COPY_ALONE, took_s=took_s,
-        )  # fmt: skip
+            payload=payload,
+            seen=seen,
+            wanted=wanted,
+            wrong=wrong,
+            host=host if wrong else None,
+            read_back=read_back if witness.digest else COPY_ALONE,
+            took_s=took_s,
+        )
 
 
 def _pinned(buffer: torch.Tensor) -> torch.Tensor:

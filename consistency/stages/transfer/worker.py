@@ -213,9 +213,16 @@ class Copies:
 
     def _absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
         row = TensorRecord(
-            standard.TRANSFER, name, kind, rule=Rule.BITWISE, status=status, reason=reason, dtype="uint8",
-            shape=(sum(evidence.get("bytes", ())),), evidence=evidence,
-        )  # fmt: skip
+            standard.TRANSFER,
+            name,
+            kind,
+            rule=Rule.BITWISE,
+            status=status,
+            reason=reason,
+            dtype="uint8",
+            shape=(sum(evidence.get("bytes", ())),),
+            evidence=evidence,
+        )
         self._record.write(row)
 
     def _write(self, name: str, kind: str, found: Sequence[Delivery], evidence: dict[str, Any]) -> None:

@@ -46,9 +46,14 @@ class Replay:
             self._followed[key] += 1
             wanted, own = self._file.read(settled.decided), plain(decision.decided).to("cpu")
             flip = compared(
-                settled.name, self.places.now, self._file.read(settled.exact), settled.dim, own, wanted,
+                settled.name,
+                self.places.now,
+                self._file.read(settled.exact),
+                settled.dim,
+                own,
+                wanted,
                 float(settled.allowed.get(self._title, math.inf)),
-            )  # fmt: skip
+            )
             if flip is not None:
                 self.flips.append(flip)
             return wanted.to(decision.decided.device)

@@ -155,11 +155,14 @@ class Track:
                 margins = margins.to(torch.float32)
             steps.append(
                 _Step(
-                    name=decision.name, decided=self._shared.append(decided),
-                    operand=self._operands.append(decision.operand), margins=self._shared.append(margins),
-                    dim=decision.dim, scores=decision.scores,
+                    name=decision.name,
+                    decided=self._shared.append(decided),
+                    operand=self._operands.append(decision.operand),
+                    margins=self._shared.append(margins),
+                    dim=decision.dim,
+                    scores=decision.scores,
                 )
-            )  # fmt: skip
+            )
 
         return record
 
@@ -199,9 +202,12 @@ class Track:
             for title, parts in step.operands.items()
         }
         return Settled(
-            name=step.name, decided=step.decided, exact=step.margins, dim=step.dim,
+            name=step.name,
+            decided=step.decided,
+            exact=step.margins,
+            dim=step.dim,
             allowed=allowed or {"": Real(math.inf)},
-        )  # fmt: skip
+        )
 
 
 def plain(decided: torch.Tensor) -> torch.Tensor:

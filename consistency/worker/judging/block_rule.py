@@ -189,9 +189,7 @@ def record_block(
     spread = spread_in(reference, f"{products}{named}", name)
     if exact is not None and exact.shape == actual.shape and not actual.is_floating_point():
         # ids, positions or a mask, which no rounding changes
-        moved = TensorRecord(
-            *row.key, rule=Rule.BITWISE, status="equal", repeats=tuple(d.value for d in digests[1:])
-        )  # fmt: skip
+        moved = TensorRecord(*row.key, rule=Rule.BITWISE, status="equal", repeats=tuple(d.value for d in digests[1:]))
         record.moved(moved, actual=actual, expected=mapped(exact).to(actual.dtype))
         return
     row = replace(row, evidence={**({} if products == cpu_error.PLAIN else {"products": products}), **row.evidence})
@@ -203,9 +201,14 @@ def record_block(
     truth = mapped(exact)
     if tolerance is not None or spread is None:
         record.computed(
-            row, actual, digests=digests, found=measure_against_exact(actual, truth, tolerance), tolerance=tolerance,
-            chunks=lambda: exact_chunks(actual, truth, tolerance), ingredients={"exact": truth},
-        )  # fmt: skip
+            row,
+            actual,
+            digests=digests,
+            found=measure_against_exact(actual, truth, tolerance),
+            tolerance=tolerance,
+            chunks=lambda: exact_chunks(actual, truth, tolerance),
+            ingredients={"exact": truth},
+        )
         return
     skipped = TensorRecord(*row.key, rule=Rule.BLOCK, status="skipped", dtype=name_of(actual.dtype))
     if why := _overflow(truth, actual.dtype, spread):
@@ -224,22 +227,24 @@ def record_block(
         cause = Diagnosis(word=figures.word) if figures.word is not None else diagnose_computed(found, chunks)
         return Diagnosis(
             word=cause.word, evidence={**cause.evidence, **figures.evidence(), LIMITS: spread.limits.of_figures()}
-        )  # fmt: skip
+        )
 
     rounding = RoundingError(largest=spread.limits.largest, samples=rows_of(truth), drawn=spread.limits.drawn)
     record.computed(
-        replace(row, rounding=rounding), actual, digests=digests, diagnose=diagnose,
+        replace(row, rounding=rounding),
+        actual,
+        digests=digests,
+        diagnose=diagnose,
         found=figures.stated(measure_against_exact(actual, truth, allowed)),
-        chunks=lambda: exact_chunks(actual, truth, allowed), ingredients={"exact": truth, "allowed": allowed},
-    )  # fmt: skip
+        chunks=lambda: exact_chunks(actual, truth, allowed),
+        ingredients={"exact": truth, "allowed": allowed},
+    )
 
 
 def record_missed(context: Context, stage: str, row: tuple[str, str], dtype: torch.dtype, why: str) -> None:
     """Record a result that tells nothing of what this worker is for: of no device more is expected."""
     layer, tensor = row
-    context.record.skipped(
-        stage, why, tensor, layer=layer, rule=Rule.BLOCK, dtype=name_of(dtype), unsupported=True
-    )  # fmt: skip
+    context.record.skipped(stage, why, tensor, layer=layer, rule=Rule.BLOCK, dtype=name_of(dtype), unsupported=True)
 
 
 ZEROS_PASS = "its passes with noise have too few independent errors: zeros would pass"

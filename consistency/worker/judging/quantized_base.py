@@ -80,9 +80,12 @@ def _after_a_pass(context: Context, name: str, layer: Any) -> None:
             same, read = False, str(refused)
     vars(layer).update(attributes)
     context.record.fact(
-        "base", name, AFTER_A_PASS, status="equal" if same else "within",
+        "base",
+        name,
+        AFTER_A_PASS,
+        status="equal" if same else "within",
         evidence={} if same else {"read": read, "how": f"packed for the CPU: {how}"},
-    )  # fmt: skip
+    )
 
 
 def _dequantized(context: Context, name: str, layer: Any) -> None:
@@ -99,10 +102,12 @@ def _dequantized(context: Context, name: str, layer: Any) -> None:
     expected = weight.rounded().to(host.dtype).to(torch.float64)
     allowed = weight.dequantized_allowance(expected)
     context.record.computed(
-        TensorRecord("base", name, DEQUANTIZED, rule=Rule.BOUND, status="measured"), actual,
+        TensorRecord("base", name, DEQUANTIZED, rule=Rule.BOUND, status="measured"),
+        actual,
         found=measure_against_exact(host, expected, allowed),
-        chunks=lambda: exact_chunks(host, expected, allowed), ingredients={"exact": expected},
-    )  # fmt: skip
+        chunks=lambda: exact_chunks(host, expected, allowed),
+        ingredients={"exact": expected},
+    )
 
 
 def from_file(base: LoadedBase, name: str, layer: Any) -> QuantizedWeight | None:
@@ -135,9 +140,13 @@ def _settings(context: Context, name: str, layer: Any) -> None:
     wrong = {key: f"got {got[key]}, wanted {wanted[key]}" for key in sorted(shared) if got[key] != wanted[key]}
     evidence = wrong or {key: str(value) for key, value in wanted.items()}
     context.record.fact(
-        "base", name, SETTINGS, status="outside" if wrong else "equal", word=words.DIFFERS if wrong else None,
+        "base",
+        name,
+        SETTINGS,
+        status="outside" if wrong else "equal",
+        word=words.DIFFERS if wrong else None,
         evidence=evidence,
-    )  # fmt: skip
+    )
 
 
 def _stated_in_file(base: LoadedBase, name: str) -> dict[str, Any]:

@@ -158,9 +158,14 @@ def load_base(
     tensors, names = _taken_apart(model, tensors, names, files)
     persistent = frozenset(model.state_dict(keep_vars=True))
     return LoadedBase(
-        model=model, files=files, tensors=tensors, file_names=names, not_in_file=missing, persistent=persistent,
+        model=model,
+        files=files,
+        tensors=tensors,
+        file_names=names,
+        not_in_file=missing,
+        persistent=persistent,
         offload=_offloaded(model, device) if offload else None,
-    )  # fmt: skip
+    )
 
 
 def _taken_apart(
@@ -239,9 +244,12 @@ def load_adapter(
             noting as initial,
         ):
             model = peft.PeftModel.from_pretrained(
-                base.model, path, adapter_name=ADAPTER_NAME if instead is None else instead.name,
-                autocast_adapter_dtype=autocast, torch_device=torch_device,
-            )  # fmt: skip
+                base.model,
+                path,
+                adapter_name=ADAPTER_NAME if instead is None else instead.name,
+                autocast_adapter_dtype=autocast,
+                torch_device=torch_device,
+            )
     except InputError as error:
         lost = error.__cause__
         # PEFT looks up every tensor of a module that it saves whole, by the name in the file
@@ -428,10 +436,11 @@ def _bring_to(model: torch.nn.Module, dtype: torch.dtype, text: str) -> None:
 
     if next(quantized_layers(model), None) is not None:
         raise InputError(
-            "a quantized model cannot be brought to another dtype", where=f"python:{text}",
+            "a quantized model cannot be brought to another dtype",
+            where=f"python:{text}",
             got=f"--dtype {name_of(dtype)}",
             wanted="no --dtype: it is checked in the dtype that its factory gives it",
-        )  # fmt: skip
+        )
     kept = model.state_dict(keep_vars=True).keys() if isinstance(model, PreTrainedModel) else None
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point() and tensor.itemsize > 1 and (kept is None or name in kept):

@@ -34,9 +34,12 @@ class _TensorFacts:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _TensorFacts:
         return cls(
-            shape=tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            device=tensor.device,
+            requires_grad=tensor.requires_grad,
             kind=type(tensor),
-        )  # fmt: skip
+        )
 
 
 class Structure:

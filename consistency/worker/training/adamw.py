@@ -90,6 +90,11 @@ def optimizer_of(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.AdamW:
     Fused and batched kernels differ by backend and are not documented.
     """
     return torch.optim.AdamW(
-        list(parameters), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY, foreach=False,
+        list(parameters),
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        eps=EPSILON,
+        weight_decay=WEIGHT_DECAY,
+        foreach=False,
         fused=False,
-    )  # fmt: skip
+    )

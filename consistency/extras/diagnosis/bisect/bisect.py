@@ -149,8 +149,9 @@ def bisect(
         if trials[0].detail == NOT_SEEN:
             raise UsageError("the tensor is not recorded when its layer is run alone", where=name)
         if trials[0].lost:
-            raise InputError("nothing was tested: the run without a change ended early", where=name,
-                             got=trials[0].detail)  # fmt: skip
+            raise InputError(
+                "nothing was tested: the run without a change ended early", where=name, got=trials[0].detail
+            )
         explained = smallest(changes, gone) if repeats else ()
     return Answer(
         tensor=name,
@@ -176,8 +177,9 @@ def _subject(report: Path, number: int | None, tensor: str | None, worker: str |
     if participant.capture is not reference.capture:
         raise UsageError(
             "the worker and its reference are from two captures, which may be of two machines",
-            got=f"{participant.label}, {reference.label}", hint="run the case on this machine, and bisect that report",
-        )  # fmt: skip
+            got=f"{participant.label}, {reference.label}",
+            hint="run the case on this machine, and bisect that report",
+        )
     bad = (number is not None or of_finding) and evidence.is_bad
     is_fact = bad and evidence.record.rule == Rule.LIMIT
     return Subject(participant=participant, reference=reference, key=key, bad=bad, is_fact=is_fact)

@@ -31,8 +31,9 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     statuses = {0: "a setting explains it, or it does not occur again", 1: "no setting explains it", **BAD_USE}
     parser = command("bisect", _bisect, text, EXAMPLES, statuses=statuses)
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
-    parser.add_argument("--finding", type=int, metavar="N", help="number of the finding, from 1; not needed "
-                        "where there is one")  # fmt: skip
+    parser.add_argument(
+        "--finding", type=int, metavar="N", help="number of the finding, from 1; not needed where there is one"
+    )
     parser.add_argument("--tensor", metavar="NAME", help="instead of a finding: a tensor (stage::layer.tensor)")
     parser.add_argument("--worker", metavar="NAME", help="the worker on which that tensor differs")
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=_OPTIONS, one_case=True)
@@ -53,9 +54,14 @@ def _bisect(parsed: argparse.Namespace) -> int:
             display.line(f"trial {next(tried)} of at most {most}: {name}: {trial.detail}")
 
         found = bisect(
-            parsed.report, number=parsed.finding, tensor=parsed.tensor, worker=parsed.worker, watch=watch,
-            progress=display, given=read_case(parsed),
-        )  # fmt: skip
+            parsed.report,
+            number=parsed.finding,
+            tensor=parsed.tensor,
+            worker=parsed.worker,
+            watch=watch,
+            progress=display,
+            given=read_case(parsed),
+        )
     if parsed.json:
         print_json({"sentence": found.sentence, "answer": found})
     else:

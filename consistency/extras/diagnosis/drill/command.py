@@ -40,13 +40,17 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         EXAMPLES,
         statuses=statuses,
     )
-    parser.add_argument("--only", dest="faults", action="append", default=[], metavar="FAULT",
-                        help="only this fault; may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--only", dest="faults", action="append", default=[], metavar="FAULT", help="only this fault; may be repeated"
+    )
     parser.add_argument("--list", action="store_true", help="list the faults, and plant none")
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=_OPTIONS, one_case=True)
-    parser.add_argument("--stall", type=float, metavar="S",
-                        help="seconds a worker may be silent; some of the faults hang on purpose "
-                        f"(default: {STALL_S:g})")  # fmt: skip
+    parser.add_argument(
+        "--stall",
+        type=float,
+        metavar="S",
+        help=f"seconds a worker may be silent; some of the faults hang on purpose (default: {STALL_S:g})",
+    )
     add_output_options(parser, "folder for the reports, in one folder per fault", json="print the rows as JSON")
     add_fail_fast_option(parser, "the first fault that is not found and named")
     add_quiet_option(parser)
@@ -81,11 +85,16 @@ def _drill(parsed: argparse.Namespace) -> int:
     else:
         cells = [
             plain_cells(
-                row.fault, row.case, row.worker, row.expected, row.named or ("nothing" if row.planted else ""),
-                _outcome(row), row.message,
+                row.fault,
+                row.case,
+                row.worker,
+                row.expected,
+                row.named or ("nothing" if row.planted else ""),
+                _outcome(row),
+                row.message,
             )
             for row in rows
-        ]  # fmt: skip
+        ]
         with without_trailing_blanks(console := make_console()):
             print_table(console, ("fault", "case", "planted in", "expected", "named", "", "finding"), cells)
             rest = len(rows) - len(planted)

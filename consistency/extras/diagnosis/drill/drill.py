@@ -355,9 +355,15 @@ def _devices(given: Sequence[str], *, two: bool) -> tuple[DeviceInfo, ...]:
 def _not_planted(trial: Trial, why: str = "") -> DrillRow:
     fault = trial.fault
     return DrillRow(
-        fault=fault.name, case=fault.case, worker=trial.worker, expected=trial.expected, named=None, found=False,
-        message=why or trial.why_not, planted=False,
-    )  # fmt: skip
+        fault=fault.name,
+        case=fault.case,
+        worker=trial.worker,
+        expected=trial.expected,
+        named=None,
+        found=False,
+        message=why or trial.why_not,
+        planted=False,
+    )
 
 
 def _row(trial: Trial, comparison: Comparison) -> DrillRow:

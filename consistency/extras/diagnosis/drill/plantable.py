@@ -65,8 +65,11 @@ class Subject:
 
     def of_lora(self, part: str) -> list[str]:
         """Return the layers whose tensor of this part (`lora_A`, `lora_B`) the adapter's file holds."""
-        return [name.partition(f".{part}")[0].removeprefix("base_model.model.") for name in self.tensors
-                if f".{part}." in f"{name}."]  # fmt: skip
+        return [
+            name.partition(f".{part}")[0].removeprefix("base_model.model.")
+            for name in self.tensors
+            if f".{part}." in f"{name}."
+        ]
 
 
 def subject_of(case: Case, *, workers: int, ranks: int = 1, healthy: Comparison | None = None) -> Subject:

@@ -22,12 +22,17 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
         "reproduce", _reproduce, "write scripts that show a finding without this tool", EXAMPLES, statuses=statuses
     )
     parser.add_argument("report", type=Path, metavar="REPORT", help="report.json, or the --out folder of a run")
-    parser.add_argument("--finding", type=int, metavar="N", help="number of the finding, from 1; not needed "
-                        "where there is one")  # fmt: skip
-    parser.add_argument("--redact", action="store_true", help="without paths, names of hosts and users, and ids of "
-                        "devices: to be attached to a public issue")  # fmt: skip
-    add_output_options(parser, "folder to write, or a file that ends in .zip", json="print the outcome as JSON",
-                       required=True)  # fmt: skip
+    parser.add_argument(
+        "--finding", type=int, metavar="N", help="number of the finding, from 1; not needed where there is one"
+    )
+    parser.add_argument(
+        "--redact",
+        action="store_true",
+        help="without paths, names of hosts and users, and ids of devices: to be attached to a public issue",
+    )
+    add_output_options(
+        parser, "folder to write, or a file that ends in .zip", json="print the outcome as JSON", required=True
+    )
 
 
 def _reproduce(parsed: argparse.Namespace) -> int:

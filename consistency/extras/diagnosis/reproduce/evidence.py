@@ -88,9 +88,10 @@ def find_evidence(path: Path, number: int | None, scratch: Path) -> Evidence:
     finding = report.findings[number - 1]
     if not finding.tensors:
         raise UsageError(
-            f"finding {number} concerns no tensor", got=f"{finding.kind}: {finding.message}",
+            f"finding {number} concerns no tensor",
+            got=f"{finding.kind}: {finding.message}",
             hint=finding.next or "run the case again with the command in the report",
-        )  # fmt: skip
+        )
     participants = gather(_captures(report, path, folder, scratch))
     reference = choose_reference(participants)
     seen = _seen(finding, participants)
@@ -143,9 +144,11 @@ def _captures(report: Comparison, path: Path, folder: Path, scratch: Path) -> li
         return [read_capture(beside, pool)]
     if not report.captures:
         raise CaptureError(
-            "no capture next to the report", where=path, wanted=f"captures/{MANIFEST}",
+            "no capture next to the report",
+            where=path,
+            wanted=f"captures/{MANIFEST}",
             hint="a redacted report leaves the captures out: whoever made it has `consistency reproduce --redact`",
-        )  # fmt: skip
+        )
     for text in report.captures:
         if is_remote(text):  # the report may be untrusted: it must not open a connection
             raise CaptureError(

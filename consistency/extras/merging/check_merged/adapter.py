@@ -43,9 +43,13 @@ from consistency.worker.model.weight_files import WeightFiles
 _PREFIX = "base_model.model."
 _KEY = re.compile(r"^(?P<module>.+)\.lora_(?P<part>A\.weight|B\.weight|B\.bias|embedding_A|embedding_B)$")
 _NEEDS_MODEL = (
-    "use_dora", "use_qalora", "alora_invocation_tokens", "trainable_token_indices", "ensure_weight_tying",
+    "use_dora",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "trainable_token_indices",
+    "ensure_weight_tying",
     "megatron_config",
-)  # fmt: skip
+)
 _RESIDUAL = re.compile(r"^(pissa|olora|corda|loftq|lora_ga)")
 """Initialisations of a LoRA that take what its factors begin as out of the base."""
 
@@ -84,9 +88,11 @@ class LowRankTarget:
         """Return the scalings that a merge may take by mistake, in words."""
         alpha, r = self.alpha, max(1, self.rank)
         return {
-            "1": 1.0, f"lora_alpha ({alpha:g})": alpha, f"lora_alpha / r ({alpha / r:g})": alpha / r,
+            "1": 1.0,
+            f"lora_alpha ({alpha:g})": alpha,
+            f"lora_alpha / r ({alpha / r:g})": alpha / r,
             f"lora_alpha / sqrt(r) ({alpha / math.sqrt(r):g})": alpha / math.sqrt(r),
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +287,14 @@ def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) ->
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of missing keys, which are looked at here
                 adapted = peft.PeftModel.from_pretrained(
-                    model, case.adapter, adapter_name=ADAPTER_NAME, config=config, low_cpu_mem_usage=True,
-                    torch_device="cpu", autocast_adapter_dtype=False,
-                )  # fmt: skip
+                    model,
+                    case.adapter,
+                    adapter_name=ADAPTER_NAME,
+                    config=config,
+                    low_cpu_mem_usage=True,
+                    torch_device="cpu",
+                    autocast_adapter_dtype=False,
+                )
                 expected = expected_adapter(adapted, files)
             state = adapted.state_dict()
             foreign = [name.replace(f".{ADAPTER_NAME}", "") for name in expected if name not in state]
@@ -414,9 +425,14 @@ def _lora(name: str, source: Source) -> LowRankTarget | None:
     elif source.weight.shape != (left.shape[1], right.shape[2]):
         return None
     return LowRankTarget(
-        name=name, left=left, right=right, scaling=source.lora_scaling(), flat=flat,
-        alpha=float(layer.lora_alpha[ADAPTER_NAME]), rank=int(layer.r[ADAPTER_NAME]),
-    )  # fmt: skip
+        name=name,
+        left=left,
+        right=right,
+        scaling=source.lora_scaling(),
+        flat=flat,
+        alpha=float(layer.lora_alpha[ADAPTER_NAME]),
+        rank=int(layer.r[ADAPTER_NAME]),
+    )
 
 
 def _bias_name(weight: str) -> str:

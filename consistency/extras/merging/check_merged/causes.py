@@ -19,128 +19,158 @@ class MergeCause(Explanation):
     """A mistake of a merge, of how its result was saved, or of what it was made from."""
 
     NOT_MERGED = (
-        "not-merged", "{} hold the base alone",
+        "not-merged",
+        "{} hold the base alone",
         "look in the log of the merge for layers and keys that it skipped, and merge again",
-    )  # fmt: skip
+    )
     TOWER_LEFT_OUT = (
-        "tower-left-out", "a whole part of the model holds the base alone, {}",
+        "tower-left-out",
+        "a whole part of the model holds the base alone, {}",
         "compare the names of the adapter with those of this part, and merge again with a version that maps them",
-    )  # fmt: skip
+    )
     EXPERTS_LEFT_OUT = (
-        "experts-left-out", "experts hold the base alone, {}",
+        "experts-left-out",
+        "experts hold the base alone, {}",
         "merge with PEFT of the version that saved the adapter, which knows how this model packs its experts",
-    )  # fmt: skip
+    )
     PART_LEFT_OUT = (
-        "part-left-out", "a part of the rows holds the base alone in {}",
+        "part-left-out",
+        "a part of the rows holds the base alone in {}",
         "the parts of a fused weight each have a delta of their own: merge them all",
-    )  # fmt: skip
+    )
     TWICE = (
-        "merged-twice", "{} hold base + 2 × adapter: it was merged twice",
+        "merged-twice",
+        "{} hold base + 2 × adapter: it was merged twice",
         "merge into the base again, once",
-    )  # fmt: skip
+    )
     WRONG_SCALE = (
-        "wrong-merge-scale", "{} hold base + adapter × another scaling",
+        "wrong-merge-scale",
+        "{} hold base + adapter × another scaling",
         "check lora_alpha, r, use_rslora and the patterns that the merge read",
-    )  # fmt: skip
+    )
     TRANSPOSED = (
-        "transposed-delta", "{} hold base + the transposed delta",
+        "transposed-delta",
+        "{} hold base + the transposed delta",
         "the merge has the layout of the weight wrong (fan_in_fan_out): transpose the delta",
-    )  # fmt: skip
+    )
     OTHER_PART = (
-        "delta-of-another-part", "rows of a fused weight hold the delta of other rows in {}",
+        "delta-of-another-part",
+        "rows of a fused weight hold the delta of other rows in {}",
         "check the order in which the merge takes the parts of a fused weight: one after the other, or row by row",
-    )  # fmt: skip
+    )
     OTHER_LAYER = (
-        "delta-of-another-layer", "{} hold base + the delta of another layer",
+        "delta-of-another-layer",
+        "{} hold base + the delta of another layer",
         "compare how the merge numbers and orders the blocks, and names their layers, with the keys of the adapter",
-    )  # fmt: skip
+    )
     EXPERT_ORDER = (
-        "expert-order", "{} hold base + the factors of experts read in another order",
+        "expert-order",
+        "{} hold base + the factors of experts read in another order",
         "PEFT packs lora_B with the expert as the faster index, (out, rank, expert): read it so",
-    )  # fmt: skip
+    )
     MAGNITUDE = (
-        "magnitude-not-applied", "{} hold base + LoRA, without DoRA's magnitude",
+        "magnitude-not-applied",
+        "{} hold base + LoRA, without DoRA's magnitude",
         "merge with a version that knows DoRA: weight = magnitude / norm(base + delta) * (base + delta)",
-    )  # fmt: skip
+    )
     BIAS_UNSCALED = (
-        "bias-unscaled", "{} hold base + the adapter's bias, without its scaling",
+        "bias-unscaled",
+        "{} hold base + the adapter's bias, without its scaling",
         "update PEFT, or multiply the adapter's bias by the scaling",
-    )  # fmt: skip
+    )
     SAVED_DROPPED = (
-        "saved-modules-dropped", "{} hold the base, and the adapter has a whole tensor in their place",
+        "saved-modules-dropped",
+        "{} hold the base, and the adapter has a whole tensor in their place",
         "save what modules_to_save, a trained embedding or head, or a trained bias has, too",
-    )  # fmt: skip
+    )
     OTHER_BASE = (
-        "merged-into-another-base", "this is another base, or another revision of it: {} differ",
+        "merged-into-another-base",
+        "this is another base, or another revision of it: {} differ",
         "give the base that the merge read, and check whether it is the one that the adapter was trained on",
-    )  # fmt: skip
+    )
     RESIDUAL_BASE = (
-        "residual-base", "{} hold the plain base + adapter, and this adapter needs the base without what its factors "
-        "began as",
+        "residual-base",
+        "{} hold the plain base + adapter, and this adapter needs the base without what its factors began as",
         "load it by PEFT, which computes that base anew, or save it converted: PEFT's save_pretrained() does that with "
         "path_initial_model_for_weight_conversion",
-    )  # fmt: skip
+    )
     FOUR_BIT_BASE = (
-        "merged-into-4-bit", "{} hold the base rounded to 4 bits + adapter",
+        "merged-into-4-bit",
+        "{} hold the base rounded to 4 bits + adapter",
         "right where the adapter was trained on that; else merge into the base in 16 bits",
-    )  # fmt: skip
+    )
     SIXTEEN_BIT_BASE = (
-        "merged-into-16-bit", "{} hold another base, in 16 bits, + adapter, where the base given is quantized",
+        "merged-into-16-bit",
+        "{} hold another base, in 16 bits, + adapter, where the base given is quantized",
         "dequantize the base that the adapter was trained on, merge, and keep 16 bits",
-    )  # fmt: skip
+    )
     CODES = (
-        "codes-without-scales", "{} hold codes that changed with the scales of the base, or the other way round",
+        "codes-without-scales",
+        "{} hold codes that changed with the scales of the base, or the other way round",
         "dequantize, add the delta, and quantize the sum with scales of its own",
-    )  # fmt: skip
+    )
     QUANTIZED_AWAY = (
-        "delta-quantized-away", "quantizing after the merge took the adapter's effect: {}",
+        "delta-quantized-away",
+        "quantizing after the merge took the adapter's effect: {}",
         "keep the merged weights in 16 bits, or quantize to more bits",
-    )  # fmt: skip
+    )
     OVERFLOW = (
-        "merge-overflow", "{} hold NaN or infinity, and base + adapter is finite there",
+        "merge-overflow",
+        "{} hold NaN or infinity, and base + adapter is finite there",
         "merge in float32, and save in bfloat16 or float32, which have the range",
-    )  # fmt: skip
+    )
     ADAPTER_NOT_FINITE = (
-        "adapter-not-finite", "the adapter itself holds NaN or infinity: {}",
+        "adapter-not-finite",
+        "the adapter itself holds NaN or infinity: {}",
         "take an earlier checkpoint of the adapter: its training diverged, or its file was damaged",
-    )  # fmt: skip
+    )
     EMPTY_ADAPTER = (
-        "empty-adapter", "the adapter changes nothing: {}",
+        "empty-adapter",
+        "the adapter changes nothing: {}",
         "was it trained, and saved from gathered weights? A rank of ZeRO-3 or FSDP has its part alone",
-    )  # fmt: skip
+    )
     ADAPTER_BESIDE = (
-        "adapter-beside", "{}: loading the folder by transformers adds the adapter a second time",
+        "adapter-beside",
+        "{}: loading the folder by transformers adds the adapter a second time",
         "remove these files from the merged folder",
-    )  # fmt: skip
+    )
     KEYS = (
-        "adapter-keys", "keys of the adapter match nothing in the base: {}",
+        "adapter-keys",
+        "keys of the adapter match nothing in the base: {}",
         "rename them so, or give the base that the adapter was trained on",
-    )  # fmt: skip
+    )
     TIED = (
-        "tied-weights", "embedding and head are tied by config.json: {}",
+        "tied-weights",
+        "embedding and head are tied by config.json: {}",
         "set tie_word_embeddings to false and save both, or train with ensure_weight_tying",
-    )  # fmt: skip
+    )
     OTHER_HEAD = (
-        "another-head", "{}",
+        "another-head",
+        "{}",
         "nothing: a classifier has a head of its own, which is in the adapter's file",
-    )  # fmt: skip
+    )
     RESIZED = (
-        "resized", "{}",
+        "resized",
+        "{}",
         "resize the base before the merge, as for the training, or give the resized base",
-    )  # fmt: skip
+    )
     FILES = (
-        "weight-files", "{}",
+        "weight-files",
+        "{}",
         "save the merged model again into an empty folder, by save_pretrained()",
-    )  # fmt: skip
+    )
     OFF = (
-        "off", "{} are neither base + adapter nor anything that explains them",
+        "off",
+        "{} are neither base + adapter nor anything that explains them",
         "merge again by PEFT in float32 and compare the two folders by `consistency diff`",
-    )  # fmt: skip
+    )
     CHANGED = (
-        "changed-untouched", "{} are neither the base's nor part of the adapter",
+        "changed-untouched",
+        "{} are neither the base's nor part of the adapter",
         "give the base that the merge read; a merge changes nothing else",
-    )  # fmt: skip
+    )
     LOSS = (
-        "rounding-loss", "{}",
+        "rounding-loss",
+        "{}",
         "merge and save in float32, or leave the adapter unmerged",
-    )  # fmt: skip
+    )

@@ -267,9 +267,15 @@ class _Walk:
         """Report whether a tensor that the adapter has whole is a head that is tied to an embedding, saved twice."""
         targets = self._adapter.targets
         own, ties = targets[name], self._before.ties or self._after.ties
-        return ties and _names_head(name) and isinstance(own, Replaced) and any(
-            isinstance(one, Replaced) and other != name and one.value.equal(own.value) for other, one in targets.items()
-        )  # fmt: skip
+        return (
+            ties
+            and _names_head(name)
+            and isinstance(own, Replaced)
+            and any(
+                isinstance(one, Replaced) and other != name and one.value.equal(own.value)
+                for other, one in targets.items()
+            )
+        )
 
     def _extra(self, name: str, stored: Stored) -> None:
         """Judge a tensor that the base does not have on disk: the adapter does, it is a head that is tied, or extra."""
@@ -371,11 +377,14 @@ class _Walk:
 
     def _question(self, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget) -> MergeQuestion:
         return MergeQuestion(
-            actual=actual.reshape(target.shape), base=before.reshape(target.shape), target=target, writer=self._writer,
+            actual=actual.reshape(target.shape),
+            base=before.reshape(target.shape),
+            target=target,
+            writer=self._writer,
             others=sorted({one.scaling for one in self._factors} - {target.scaling}),
             layers=[one for one in self._factors if one.shape == target.shape and one.name != target.name],
             briefly=self._in_vain >= _MOST_IN_VAIN,
-        )  # fmt: skip
+        )
 
     def _low_rank(self, state: TensorState, actual: torch.Tensor, before: torch.Tensor, target: LowRankTarget) -> None:
         if (half := half_of(actual)) is not None and not torch.equal(actual, before.to(actual.dtype)):
@@ -598,11 +607,15 @@ def _way_of_cast(actual: torch.Tensor, base: torch.Tensor) -> str | None:
 
 def _state(name: str, stored: Stored, target: Target | None) -> TensorState:
     return TensorState(
-        name=name, role="untouched" if target is None else "adapted", status="within", shape=stored.shape,
-        dtype=name_of(stored.dtype), elements=math.prod(stored.shape),
+        name=name,
+        role="untouched" if target is None else "adapted",
+        status="within",
+        shape=stored.shape,
+        dtype=name_of(stored.dtype),
+        elements=math.prod(stored.shape),
         keys=stored.keys if stored.keys != (name,) else (),
         is_delta_zero=isinstance(target, LowRankTarget) and target.is_zero,
-    )  # fmt: skip
+    )
 
 
 def _most(tensors: Iterable[Stored]) -> str:

@@ -30,9 +30,13 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("merged", type=Path, metavar="MERGED", help="folder of merged weights, or a file of them")
     parser.add_argument("--base", type=Path, action=Once, required=True, metavar="DIR", help="folder of the base")
     parser.add_argument(
-        "--adapter", type=Path, action=Once, instead=_ONE_AFTER_THE_OTHER, metavar="DIR",
+        "--adapter",
+        type=Path,
+        action=Once,
+        instead=_ONE_AFTER_THE_OTHER,
+        metavar="DIR",
         help="folder of the adapter; without it, what differs from the base",
-    )  # fmt: skip
+    )
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML")
     add_report_options(parser, "folder for the report (JSON, HTML, Markdown)")
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=("allow_pickle", "trust_remote_code"))
@@ -45,7 +49,12 @@ def _check(parsed: argparse.Namespace) -> int:
 
     started = time.monotonic()
     comparison = check_merged(
-        parsed.merged, base=parsed.base, adapter=parsed.adapter, out=parsed.out, allow_pickle=bool(parsed.allow_pickle),
-        trust_remote_code=bool(parsed.trust_remote_code), replace=parsed.force,
-    )  # fmt: skip
+        parsed.merged,
+        base=parsed.base,
+        adapter=parsed.adapter,
+        out=parsed.out,
+        allow_pickle=bool(parsed.allow_pickle),
+        trust_remote_code=bool(parsed.trust_remote_code),
+        replace=parsed.force,
+    )
     return show_weights(parsed, comparison, time.monotonic() - started)

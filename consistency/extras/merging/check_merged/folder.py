@@ -156,9 +156,13 @@ def _as_found(path: Path, problems: list[Problem]) -> Checkpoint:
             text = f"{counted(len(every), 'shard')} and no {_INDEX}: transformers loads none of them"
             problems.append(Problem(cause=MergeCause.FILES, text=text))
     if not files:
-        raise InputError("the folder holds no weights of a model", where=path, got=", ".join(beside) or "no shard",
-                         wanted=f"{_WHOLE}, or {_INDEX} and its shards",
-                         hint="an adapter alone was saved: merge it, and save the model")  # fmt: skip
+        raise InputError(
+            "the folder holds no weights of a model",
+            where=path,
+            got=", ".join(beside) or "no shard",
+            wanted=f"{_WHOLE}, or {_INDEX} and its shards",
+            hint="an adapter alone was saved: merge it, and save the model",
+        )
     stale = [one.name for one in every if one not in files]
     if stale:
         text = f"transformers does not read {some(stale, _MOST)}, in the same folder"

@@ -67,9 +67,13 @@ def _take(
     for key in parts.values():
         del folder.tensors[key]
     folder.tensors[name] = Stored(
-        name=name, keys=tuple(parts.values()), shape=weight.shape, dtype=weight.dtype,
-        read=lambda: load().rounded(), step=lambda exact: load().requantized(exact, torch.zeros_like(exact)).allowed,
-    )  # fmt: skip
+        name=name,
+        keys=tuple(parts.values()),
+        shape=weight.shape,
+        dtype=weight.dtype,
+        read=lambda: load().rounded(),
+        step=lambda exact: load().requantized(exact, torch.zeros_like(exact)).allowed,
+    )
 
 
 def _bitsandbytes(folder: Folder) -> None:
@@ -195,9 +199,11 @@ def _gguf(path: Path, files: list[Path], like: Folder) -> Folder:
         ) from None
     if len(files) > 1:
         raise InputError(
-            "several GGUF files", where=path, got=", ".join(file.name for file in files[:4]),
+            "several GGUF files",
+            where=path,
+            got=", ".join(file.name for file in files[:4]),
             hint="give one; of a split one: llama-gguf-split --merge FIRST OUT",
-        )  # fmt: skip
+        )
     reader = gguf.GGUFReader(files[0])
     kind = bytes(reader.fields["general.architecture"].parts[-1]).decode()
     arch = next((one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == kind), None)
@@ -217,15 +223,21 @@ def _gguf(path: Path, files: list[Path], like: Folder) -> Folder:
             continue
         back = functools.partial(_as_in_base, name=tensor.name, shape=stored.shape, kind=kind, config=like.config)
         found.tensors[name] = Stored(
-            name=name, keys=(tensor.name,), shape=stored.shape, dtype=dtype,
+            name=name,
+            keys=(tensor.name,),
+            shape=stored.shape,
+            dtype=dtype,
             read=functools.partial(_of_gguf, tensor, back),
             step=functools.partial(_step_of_q8, tensor, back) if tensor.tensor_type.name == "Q8_0" else None,
-        )  # fmt: skip
+        )
     for name in by_name.keys() - {"rope_freqs.weight"}:
         found.tensors[name] = Stored(
-            name=name, keys=(name,), shape=tuple(map(int, reversed(by_name[name].shape))), dtype=torch.float32,
+            name=name,
+            keys=(name,),
+            shape=tuple(map(int, reversed(by_name[name].shape))),
+            dtype=torch.float32,
             read=functools.partial(torch.from_numpy, by_name[name].data),
-        )  # fmt: skip
+        )
     return found
 
 

@@ -23,9 +23,11 @@ from consistency.extras.merging.check_merged.folder import Folder, Stored
 from consistency.worker.model.loading import UNUSABLE, class_and_labels
 
 FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
-    "query_key_value": ("query", "key", "value"), "in_proj": ("q_proj", "k_proj", "v_proj"),
-}  # fmt: skip
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "query_key_value": ("query", "key", "value"),
+    "in_proj": ("q_proj", "k_proj", "v_proj"),
+}
 """Projections that a writer may store as one matrix, its rows in this order."""
 
 

@@ -92,9 +92,7 @@ def non_finite_elements(
         return None
     index = tuple(int(place) for place in places.nonzero()[0])
     exact = _exact_at(index, actual.shape, base, target)
-    return NonFiniteElements(
-        places=places, index=index, actual=float(actual[index]), exact=exact, dtype=actual.dtype
-    )  # fmt: skip
+    return NonFiniteElements(places=places, index=index, actual=float(actual[index]), exact=exact, dtype=actual.dtype)
 
 
 def is_target_finite(target: Target) -> bool:

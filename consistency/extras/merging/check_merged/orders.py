@@ -101,10 +101,12 @@ def orders(stored: torch.dtype, base: torch.dtype, adapter: torch.dtype) -> list
     for half, factors, total in itertools.product(halves, (False, True), (None, *halves)):
         first = half if factors else None
         found += [
-            Order(factors=first, total=total), Order(factors=first, delta=half, total=total),
-            Order(factors=first, product=half, delta=half, total=total), Order(factors=first, scaled=half, total=total),
+            Order(factors=first, total=total),
+            Order(factors=first, delta=half, total=total),
+            Order(factors=first, product=half, delta=half, total=total),
+            Order(factors=first, scaled=half, total=total),
             Order(factors=first, scaled=half, delta=half, total=total),
-        ]  # fmt: skip
+        ]
     found.sort(key=lambda one: one.roundings)
     found += [replace(one, tf32=True) for one in found if not one.factors and not one.scaled]
     return list(dict.fromkeys(found))

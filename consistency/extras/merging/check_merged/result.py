@@ -38,10 +38,15 @@ from consistency.plugins import Statement
 from consistency.workflows.api import AnyPath
 from consistency.workflows.report_folder import output, refuse_among_weights, write_reports
 
-_BASE_ALONE = frozenset({
-    MergeCause.NOT_MERGED, MergeCause.TOWER_LEFT_OUT, MergeCause.EXPERTS_LEFT_OUT, MergeCause.PART_LEFT_OUT,
-    MergeCause.SAVED_DROPPED,
-})  # fmt: skip
+_BASE_ALONE = frozenset(
+    {
+        MergeCause.NOT_MERGED,
+        MergeCause.TOWER_LEFT_OUT,
+        MergeCause.EXPERTS_LEFT_OUT,
+        MergeCause.PART_LEFT_OUT,
+        MergeCause.SAVED_DROPPED,
+    }
+)
 
 _REFERENCE = "base + adapter"
 _MOST = 3
@@ -85,9 +90,12 @@ def check_merged(
     folders = [Path(folder) for folder in (base, adapter) if folder is not None]
     target = None if out is None else Path(out)
     case = Case(
-        name="", base=str(base), adapter=None if adapter is None else str(adapter), allow_pickle=allow_pickle,
+        name="",
+        base=str(base),
+        adapter=None if adapter is None else str(adapter),
+        allow_pickle=allow_pickle,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     if adapter is not None:
         recognition.swapped(*folders)
     recognition.base_folder(folders[0])
@@ -236,10 +244,11 @@ def _differences(found: MergedFolder) -> Iterator[Finding]:
     """Yield what differs from the base, by rank."""
     states = [state for state in found.tensors if state.difference is not None]
     yield Finding(
-        kind=DIFFERENCE, severity="note",
+        kind=DIFFERENCE,
+        severity="note",
         message=f"{len(states)} of {counted(len(found.tensors), 'tensor')} differ from the base",
         tensors=_names(states),
-    )  # fmt: skip
+    )
     ranks: dict[int | None, list[TensorState]] = {}
     for state in states:
         assert state.difference is not None
@@ -250,9 +259,11 @@ def _differences(found: MergedFolder) -> Iterator[Finding]:
         size = f"{min(shares):.2%} to {max(shares):.2%} of the base's norm"
         what = "full rank" if rank is None else f"rank {rank}, as a LoRA of that rank leaves"
         yield Finding(
-            kind=DIFFERENCE, severity="note", tensors=_names(of),
+            kind=DIFFERENCE,
+            severity="note",
+            tensors=_names(of),
             message=f"{counted(len(of), 'tensor')} by {what}: {layers_text(layers)}; {size}",
-        )  # fmt: skip
+        )
 
 
 def _detail(state: TensorState, text: str) -> str:
@@ -279,9 +290,12 @@ def _missing(found: MergedFolder) -> Iterator[Finding]:
             what = text.format(counted(len(states), "tensor"))
             names = some([state.name for state in states], _MOST)
             yield Finding(
-                kind=MergeCause.FILES, severity=severity, message=f"{what}: {names}", tensors=_names(states),
+                kind=MergeCause.FILES,
+                severity=severity,
+                message=f"{what}: {names}",
+                tensors=_names(states),
                 next=MergeCause.FILES.todo,
-            )  # fmt: skip
+            )
     reasons: dict[str, list[TensorState]] = {}
     for state in found.tensors:
         if state.status == "skipped":

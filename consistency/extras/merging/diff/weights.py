@@ -319,12 +319,21 @@ _FILES = ("adapter_config.json", "config.json")
 _OF_TEXT = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 # origin, versions and intended use: no value of a forward pass depends on these
-_HARMLESS = frozenset((
-    "_name_or_path", "_commit_hash", "base_model_name_or_path", "revision",
-    "dtype", "torch_dtype",  # as which it was saved; the tensors themselves show it
-    "peft_version", "transformers_version",
-    "auto_mapping", "inference_mode", "use_cache",
-))  # fmt: skip
+_HARMLESS = frozenset(
+    (
+        "_name_or_path",
+        "_commit_hash",
+        "base_model_name_or_path",
+        "revision",
+        "dtype",
+        "torch_dtype",  # as which it was saved; the tensors themselves show it
+        "peft_version",
+        "transformers_version",
+        "auto_mapping",
+        "inference_mode",
+        "use_cache",
+    )
+)
 
 _MOST_KEYS = 5  # of a sentence; the files are there to be read
 

@@ -42,8 +42,9 @@ EXAMPLES = (
 
 def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = command("fleet", _fleet, "check a case on every node of a cluster, and compare the nodes", EXAMPLES,
-                     statuses=VERDICT)  # fmt: skip
+    parser = command(
+        "fleet", _fleet, "check a case on every node of a cluster, and compare the nodes", EXAMPLES, statuses=VERDICT
+    )
     fleet = parser.add_argument_group("the fleet").add_argument
     add_options(fleet, Edge.COMMAND_LINE, prefix="fleet_", options=FLEET_OPTIONS)
     add_groups_option(fleet)

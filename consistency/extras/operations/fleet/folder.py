@@ -120,9 +120,12 @@ class FleetFolder:
         if (earlier.case, earlier.requirements) != (record.case, record.requirements):
             differs = "options" if earlier.case != record.case else "requirements (files, accelerators)"
             raise UsageError(
-                f"the earlier run had other {differs}", where=self.out / PLAN, got=" ".join(earlier.case) or "none",
-                wanted=" ".join(record.case) or "none", hint="give the same options, or another --out",
-            )  # fmt: skip
+                f"the earlier run had other {differs}",
+                where=self.out / PLAN,
+                got=" ".join(earlier.case) or "none",
+                wanted=" ".join(record.case) or "none",
+                hint="give the same options, or another --out",
+            )
         return [node for node in nodes if self._has_delivered(node)]
 
     def logged(self, node: str) -> str:

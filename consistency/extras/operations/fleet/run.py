@@ -71,9 +71,11 @@ class FleetPlan:
 
     def record(self) -> FleetRecord:
         return FleetRecord(
-            engine=self.options.engine, case=self.words, requirements=self.requirements,
+            engine=self.options.engine,
+            case=self.words,
+            requirements=self.requirements,
             nodes=dict.fromkeys(self.nodes, NodeOutcome()),
-        )  # fmt: skip
+        )
 
 
 def prepare_fleet(
@@ -93,9 +95,14 @@ def prepare_fleet(
     prepared = prepare_case(case)
     requirements = requirements_of(prepared, accelerators=options.gpus or 0)
     return FleetPlan(
-        engine=engine, options=options, nodes=nodes, words=tuple(words), requirements=requirements,
-        command=tuple(command) or (*python_command(), "consistency"), name=prepared.name,
-    )  # fmt: skip
+        engine=engine,
+        options=options,
+        nodes=nodes,
+        words=tuple(words),
+        requirements=requirements,
+        command=tuple(command) or (*python_command(), "consistency"),
+        name=prepared.name,
+    )
 
 
 def run_fleet(
@@ -191,10 +198,15 @@ def _telling(folder: FleetFolder, watch: NodeWatcher) -> NodeWatcher:
 
 def _task(plan: FleetPlan, folder: FleetFolder, node: str) -> NodeTask:
     words = [
-        *plan.command, "capture", *plan.words, "--force", f"--out={folder.capture(node)}",
-        f"--progress={folder.status(node)}", f"--require={folder.requirements}",
+        *plan.command,
+        "capture",
+        *plan.words,
+        "--force",
+        f"--out={folder.capture(node)}",
+        f"--progress={folder.status(node)}",
+        f"--require={folder.requirements}",
         *([f"--together={folder.group(node).resolve()}"] if plan.options.together else ()),
-    ]  # fmt: skip
+    ]
     return NodeTask(node=node, command=words, log=folder.log(node))
 
 
@@ -277,11 +289,13 @@ def _findings(gathered: _Gathered) -> list[Finding]:
             same.setdefault(reason, []).append(node)
         found += [
             Finding(
-                kind=kind, severity="error", message=f"{some(nodes)} · {verb}: {one_line(reason)}",
+                kind=kind,
+                severity="error",
+                message=f"{some(nodes)} · {verb}: {one_line(reason)}",
                 detail=tuple(nodes),
             )
             for reason, nodes in same.items()
-        ]  # fmt: skip
+        ]
     return found
 
 

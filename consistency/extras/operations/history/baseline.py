@@ -116,9 +116,10 @@ def accept(
     for finding in chosen:
         if is_unseen(finding.kind):
             raise UsageError(
-                "a finding about unchecked parts cannot be accepted", got=f"{finding.kind}: {finding.message}",
+                "a finding about unchecked parts cannot be accepted",
+                got=f"{finding.kind}: {finding.message}",
                 hint="select the others with --finding N",
-            )  # fmt: skip
+            )
     if not chosen:
         raise UsageError("the report has no error to accept", got=f"{len(findings)} notes and warnings")
     today = datetime.datetime.now(datetime.UTC).date().isoformat()

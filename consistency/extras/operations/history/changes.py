@@ -93,11 +93,16 @@ class _Finder:
             self._close(key, condition, None)
         made = [
             Change(
-                kind=kind, since=since, before=before, until=until, detail=detail,
-                devices=len({device for device, _ in names}), workers=tuple(dict.fromkeys(name for _, name in names)),
+                kind=kind,
+                since=since,
+                before=before,
+                until=until,
+                detail=detail,
+                devices=len({device for device, _ in names}),
+                workers=tuple(dict.fromkeys(name for _, name in names)),
             )
             for ((kind, detail), since, before, until), names in self._found.items()
-        ]  # fmt: skip
+        ]
         return sorted(made, key=lambda change: change.since, reverse=True)
 
     def _take_devices(self, run: RunRecord) -> None:

@@ -38,15 +38,23 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     history.add_argument("history", metavar="URL", help="as given to `consistency run --history`")
     history.add_argument("--device", metavar="NAME", help="one device over time: its UUID, or its name")
     history.add_argument("--case", metavar="NAME", help="one case of suites, with --device or --html")
-    history.add_argument("--changes", action="store_true", help="what changed, and since when: drift, software, "
-                         "inputs, lost workers, missing devices")  # fmt: skip
+    history.add_argument(
+        "--changes",
+        action="store_true",
+        help="what changed, and since when: drift, software, inputs, lost workers, missing devices",
+    )
     history.add_argument("--last", type=int, metavar="N", help="runs to show (default: 30, all with --changes; 0: all)")
-    history.add_argument("--html", type=Path, metavar="FILE",
-                         help="write a page: one row per device, one column per run")  # fmt: skip
+    history.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page: one row per device, one column per run"
+    )
     keep = history.add_argument_group("remove old runs (nothing is removed without these)").add_argument
     keep("--keep-runs", type=int, metavar="N", help="remove all but the last N runs of each host and case")
-    keep("--keep-days", type=float, metavar="N", help="remove runs older than N days; with --keep-runs, "
-         "only runs that both options would remove")  # fmt: skip
+    keep(
+        "--keep-days",
+        type=float,
+        metavar="N",
+        help="remove runs older than N days; with --keep-runs, only runs that both options would remove",
+    )
     keep("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     history.add_argument("--json", action="store_true", help="print JSON")
     _add_baseline(command)
@@ -152,12 +160,22 @@ def _add_baseline(command: Callable[..., argparse.ArgumentParser]) -> None:
 
     text = "add findings of a report to a baseline, which is created if it does not exist"
     accept = action("accept", _accept, text, ACCEPT_EXAMPLES)
-    accept.add_argument("report", type=Path, metavar="REPORT",
-                        help="report.json, or the --out folder of a run; of dated runs, the latest")  # fmt: skip
+    accept.add_argument(
+        "report",
+        type=Path,
+        metavar="REPORT",
+        help="report.json, or the --out folder of a run; of dated runs, the latest",
+    )
     accept.add_argument("--baseline", type=Path, required=True, metavar="FILE", help="the file to add to")
     accept.add_argument("--reason", required=True, metavar="TEXT", help="why it is accepted")
-    accept.add_argument("--finding", type=int, action="append", default=[], metavar="N",
-                        help="number of the finding, from 1; may be repeated (default: every error)")  # fmt: skip
+    accept.add_argument(
+        "--finding",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="number of the finding, from 1; may be repeated (default: every error)",
+    )
 
 
 def _init(parsed: argparse.Namespace) -> int:

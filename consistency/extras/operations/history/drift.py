@@ -187,9 +187,12 @@ def find_drift(
             since = max(earlier.good[stage][1] for stage in differing)
             back = _same_bits(history, run, worker, tuple(differing))
             drift = _Drift(
-                table=worker.table, since=since, differing=tuple(differing.items()), report=earlier.reports[since],
+                table=worker.table,
+                since=since,
+                differing=tuple(differing.items()),
+                report=earlier.reports[since],
                 back=back,
-            )  # fmt: skip
+            )
             drifted.setdefault(drift if is_fleet else worker.key, (drift, []))[1].append(worker)
     findings = []
     compared = [known[key] for worker in run.workers if (key := (worker.device, worker.load_path)) in known]

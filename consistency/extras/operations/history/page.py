@@ -240,12 +240,14 @@ def lines(found: Sequence[Night], devices: Collection[str] | None = None, case: 
             latest[name] = worker, worker.host or run.host
     made = [
         Line(
-            device=name, latest=latest[name][0], host=latest[name][1],
+            device=name,
+            latest=latest[name][0],
+            host=latest[name][1],
             cells=tuple(of.get(number) for number in range(len(found))),
             trend=trend([cell.ratio if (cell := of.get(number)) else None for number in range(len(found))]),
         )
         for name, of in cells.items()
-    ]  # fmt: skip
+    ]
     return sorted(made, key=lambda line: (worst_first(line), line.host))
 
 

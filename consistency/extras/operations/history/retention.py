@@ -58,9 +58,11 @@ def _remove_old(history: History, keep_runs: int | None, keep_days: float | None
     runs = list(history.runs(places))
     if history.damage or len(runs) != len(places):
         raise UsageError(
-            "no run is removed from a damaged history", where=history.url, got="; ".join(history.damage[:3]),
+            "no run is removed from a damaged history",
+            where=history.url,
+            got="; ".join(history.damage[:3]),
             hint="remove or restore these files first",
-        )  # fmt: skip
+        )
     kept = _kept(runs, keep_runs, keep_days)
     times = set(_needed(history, [run for run, is_kept in zip(runs, kept, strict=True) if is_kept]))
     needed = [run.at in times and not is_kept for run, is_kept in zip(runs, kept, strict=True)]

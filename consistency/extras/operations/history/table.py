@@ -107,9 +107,16 @@ def device_rows(history: History, device: str, last: int, case: str | None = Non
                 seen = letters.setdefault((*key, stage), {})
                 bits[stage] = seen.setdefault(digest, letter(len(seen)))
             row = DeviceRow(
-                at=run.at, host=run.host, name=worker.name, device=worker.device, load_path=worker.load_path,
-                status=worker.status, case=name, bits=bits, change=_change(before.get(key), worker),
-            )  # fmt: skip
+                at=run.at,
+                host=run.host,
+                name=worker.name,
+                device=worker.device,
+                load_path=worker.load_path,
+                status=worker.status,
+                case=name,
+                bits=bits,
+                change=_change(before.get(key), worker),
+            )
             rows.append(row)
             before[key] = worker
     if cases and not rows:
@@ -128,13 +135,17 @@ def print_runs(rows: list[RunRow], console: Console) -> None:
     titles = ("run", "host", "case", "verdict", "devices", "drift", "torch", "first finding")
     cells = [
         plain_cells(
-            when(row.at), row.host,
-            row.case + (f" ({counted(len(row.cases), 'case')})" if row.cases else ""), row.verdict,
-            f"{row.devices}" + (f" ({row.lost} lost)" if row.lost else ""), _drifted(row),
-            row.versions.get("torch"), _first_finding(row),
+            when(row.at),
+            row.host,
+            row.case + (f" ({counted(len(row.cases), 'case')})" if row.cases else ""),
+            row.verdict,
+            f"{row.devices}" + (f" ({row.lost} lost)" if row.lost else ""),
+            _drifted(row),
+            row.versions.get("torch"),
+            _first_finding(row),
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     with without_trailing_blanks(console):
         print_rows(console, titles, cells)
         console.print(f"\n{counted(len(rows), 'run')}")
@@ -146,11 +157,16 @@ def print_device(rows: list[DeviceRow], device: str, console: Console) -> None:
     titles = ("run", "case", "name", "load path", "status", *stages, "changed since the run before")
     cells = [
         plain_cells(
-            when(row.at), row.case, row.name, row.load_path, row.status,
-            *(row.bits.get(stage) for stage in stages), row.change,
+            when(row.at),
+            row.case,
+            row.name,
+            row.load_path,
+            row.status,
+            *(row.bits.get(stage) for stage in stages),
+            row.change,
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     with without_trailing_blanks(console):
         console.print(f"{one_line(device)}: equal letters are bitwise equal results\n")
         print_rows(console, titles, cells)

@@ -11,8 +11,13 @@ _STAGES = (standard.MERGED,)
 ROWS: tuple[Fault, ...] = (
     # the case has one layer, so that twenty repeats take a part of the time
     Fault(
-        name="merge-bit-flip-now-and-then", plant=f"{_PLANTED}:one_bit_of_weight", expected="not-repeatable",
-        stages=_STAGES, words="single-bit flips", soak_s=3, one_layer=True,
+        name="merge-bit-flip-now-and-then",
+        plant=f"{_PLANTED}:one_bit_of_weight",
+        expected="not-repeatable",
+        stages=_STAGES,
+        words="single-bit flips",
+        soak_s=3,
+        one_layer=True,
         needs=(Need.LORA_LINEAR, Need.FLOATING_WEIGHT),
     ),
-)  # fmt: skip
+)

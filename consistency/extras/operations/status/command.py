@@ -41,10 +41,13 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the command."""
     about = "print the last result in one line or as metrics, for monitoring"
     parser = command("status", _status, about, EXAMPLES, statuses=_STATUSES)
-    parser.add_argument("report", type=Path, metavar="DIR",
-                        help="the --out folder of a run; of dated runs, the latest")  # fmt: skip
-    parser.add_argument("--format", choices=list(FORMATS), default="text", help="what is printed: "
-                        + "; ".join(f"{name}: {text}" for name, text in FORMATS.items()))  # fmt: skip
+    parser.add_argument("report", type=Path, metavar="DIR", help="the --out folder of a run; of dated runs, the latest")
+    parser.add_argument(
+        "--format",
+        choices=list(FORMATS),
+        default="text",
+        help="what is printed: " + "; ".join(f"{name}: {text}" for name, text in FORMATS.items()),
+    )
     parser.add_argument("--max-age", metavar="TIME", help="treat an older result as stale, e.g. 90m, 26h, 2d")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to a file, whole or not at all")
 

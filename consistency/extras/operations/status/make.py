@@ -50,15 +50,26 @@ def of_comparison(found: Comparison, *, created: datetime.datetime | None = None
     """Return the status of a run; `created` is for one that does not state its own time."""
     ratios = worst_ratios(found)
     return Status(
-        schema=SCHEMA, tool=tool, created=_created(found) or created or _now(),
+        schema=SCHEMA,
+        tool=tool,
+        created=_created(found) or created or _now(),
         host=found.host or _host(found.workers),
-        case=found.case, verdict=found.verdict, exit_status=found.exit_status, sentence=sentence(found),
-        reason=_reason(found.findings), marks=tuple(_marks(found.simulated, found.findings)),
-        profile=found.profile, settings=found.settings, elapsed_s=found.elapsed_s, ratio=_worst(ratios.values()),
-        findings=_count(found.findings), accepted=sum(f.accepted is not None for f in found.findings),
+        case=found.case,
+        verdict=found.verdict,
+        exit_status=found.exit_status,
+        sentence=sentence(found),
+        reason=_reason(found.findings),
+        marks=tuple(_marks(found.simulated, found.findings)),
+        profile=found.profile,
+        settings=found.settings,
+        elapsed_s=found.elapsed_s,
+        ratio=_worst(ratios.values()),
+        findings=_count(found.findings),
+        accepted=sum(f.accepted is not None for f in found.findings),
         workers=dict(Counter(worker.status for worker in found.workers)),
-        **_devices(found.workers, verdicts(found.workers, found.findings), ratios), command=found.command,
-    )  # fmt: skip
+        **_devices(found.workers, verdicts(found.workers, found.findings), ratios),
+        command=found.command,
+    )
 
 
 def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, tool: str = __version__) -> Status:
@@ -74,14 +85,26 @@ def of_suite(suite: SuiteResult, *, created: datetime.datetime | None = None, to
             found[name] = min(verdict, found.get(name, verdict), key=WORST_FIRST.index)
     first = suite.cases[0] if suite.cases else None
     return Status(
-        schema=SCHEMA, tool=tool, created=time_of(suite.created) or created or _now(), host=_host(workers),
-        case=suite.name, verdict=suite.verdict, exit_status=suite.exit_status, sentence=suite.sentence,
-        reason=_reason(findings), marks=tuple(_marks(suite.simulated, findings)),
-        profile=first.profile if first else "", settings=first.settings if first else (), elapsed_s=suite.elapsed_s,
-        ratio=_worst(ratios.values()), findings=_count(findings), accepted=sum(c.accepted for c in suite.cases),
-        workers=dict(Counter(worker.status for worker in workers)), **_devices(workers, found, ratios),
+        schema=SCHEMA,
+        tool=tool,
+        created=time_of(suite.created) or created or _now(),
+        host=_host(workers),
+        case=suite.name,
+        verdict=suite.verdict,
+        exit_status=suite.exit_status,
+        sentence=suite.sentence,
+        reason=_reason(findings),
+        marks=tuple(_marks(suite.simulated, findings)),
+        profile=first.profile if first else "",
+        settings=first.settings if first else (),
+        elapsed_s=suite.elapsed_s,
+        ratio=_worst(ratios.values()),
+        findings=_count(findings),
+        accepted=sum(c.accepted for c in suite.cases),
+        workers=dict(Counter(worker.status for worker in workers)),
+        **_devices(workers, found, ratios),
         cases={case.name: case.verdict for case in suite.cases},
-    )  # fmt: skip
+    )
 
 
 def of_file(path: Path, root: Path | None = None) -> Status:
@@ -101,29 +124,38 @@ def _devices(
     for worker in workers:
         ratio = ratios.get(worker.name)
         device = DeviceStatus(
-            name=worker.name, host=worker.host, architecture=worker.architecture, model=worker.model,
-            uuid=worker.uuid, verdict=found[worker.name], ratio=None if ratio is None else Real(ratio),
+            name=worker.name,
+            host=worker.host,
+            architecture=worker.architecture,
+            model=worker.model,
+            uuid=worker.uuid,
+            verdict=found[worker.name],
+            ratio=None if ratio is None else Real(ratio),
             simulated=worker.simulated,
-        )  # fmt: skip
+        )
         devices.setdefault((worker.host, worker.name), device)
     everything = tuple(devices.values())
     shown = everything
     if len(everything) > MOST_DEVICES:
         shown = tuple(device for device in everything if device.verdict != "consistent")
     return {
-        "devices": shown, "devices_left_out": len(everything) - len(shown),
+        "devices": shown,
+        "devices_left_out": len(everything) - len(shown),
         "device_classes": tuple(_classes(everything)),
-    }  # fmt: skip
+    }
 
 
 def _classes(devices: Iterable[DeviceStatus]) -> Iterator[DeviceClass]:
     of_kinds = gathered(((one.architecture, one.model, one.verdict), one) for one in devices)
     for (architecture, model, verdict), same in of_kinds.items():
         yield DeviceClass(
-            architecture=architecture, model=model, verdict=verdict, count=len(same),
+            architecture=architecture,
+            model=model,
+            verdict=verdict,
+            count=len(same),
             simulated=any(one.simulated for one in same),
             ratio=_worst(one.ratio for one in same if one.ratio is not None),
-        )  # fmt: skip
+        )
 
 
 def _marks(simulated: bool, findings: Iterable[Finding]) -> Iterator[str]:

@@ -64,9 +64,12 @@ def combine(several: MultiAdapterModel) -> None:
         try:
             with only_in(several, paths), drawing() as draws:
                 several.model.add_weighted_adapter(
-                    list(several.names), weights, name, combination_type=kind,
+                    list(several.names),
+                    weights,
+                    name,
+                    combination_type=kind,
                     density=None if kind in _WITHOUT_DENSITY else DENSITY,
-                )  # fmt: skip
+                )
         except ValueError as error:  # ranks, target modules or modules saved whole that PEFT does not combine
             several.refused(step, f"PEFT does not combine them: {first_line(error)}")
             continue
@@ -108,10 +111,11 @@ def _check(several: MultiAdapterModel, kind: str, name: str, weights: Sequence[f
     if scalings - {1.0}:
         # the factors hold weights and scalings already; rank-stabilized LoRA divides by the root of the rank alone
         several.skipped(
-            f"{_STEP}({kind})", "scaling",
+            f"{_STEP}({kind})",
+            "scaling",
             f"PEFT gives the combination the scaling {', '.join(f'{s:g}' for s in sorted(scalings))} although its "
             "factors contain it: it is not the weighted sum of the adapters",
-        )  # fmt: skip
+        )
     else:
         several.fact(f"{_STEP}({kind})", "scaling")
 
@@ -176,19 +180,26 @@ class _Chance:
         for what, kept, drawn, wanted, sentence in (
             ("density", self._kept, self._drawn, DENSITY, "{} of {} elements are kept, with a density of {:g}"),
             (
-                "independence", self._same, self._pairs, DENSITY**2 + (1 - DENSITY) ** 2,
+                "independence",
+                self._same,
+                self._pairs,
+                DENSITY**2 + (1 - DENSITY) ** 2,
                 "{} of {} elements are kept or left out of two adapters alike; independent draws have a share of {:g}",
             ),
-        ):  # fmt: skip
+        ):
             share = share_of_chance(kept, drawn, wanted)
             right = passes(share)
             if self._several.context.record.wants(STAGE, self._step):
                 self._several.context.record.fact(
-                    STAGE, self._step, what, status="within" if right else "outside", share=share,
+                    STAGE,
+                    self._step,
+                    what,
+                    status="within" if right else "outside",
+                    share=share,
                     word=None if right else WRONG_DENSITY,
                     reason=None if right else sentence.format(kept, drawn, wanted),
                     evidence={"elements": drawn, "kept": kept, "probability": wanted},
-                )  # fmt: skip
+                )
 
 
 def _check_factors(
@@ -225,10 +236,13 @@ def _check_by_float64(several: MultiAdapterModel, kind: str, place: str, side: _
     )
     tolerance = record.tolerance(stage=STAGE, layer=place, dtype=held.dtype)
     record.computed(
-        msgspec.structs.replace(row, rule=Rule.RELATIVE, rounding=rounding), held,
-        digests=[digest(actual)], found=measure_against_exact(held, exact, tolerance), tolerance=tolerance,
+        msgspec.structs.replace(row, rule=Rule.RELATIVE, rounding=rounding),
+        held,
+        digests=[digest(actual)],
+        found=measure_against_exact(held, exact, tolerance),
+        tolerance=tolerance,
         chunks=None if tolerance is None else lambda: exact_chunks(held, exact, tolerance),
-    )  # fmt: skip
+    )
 
 
 def _sides(factors: LayerFactors) -> Iterator[_Side]:

@@ -103,9 +103,13 @@ def check_cut(several: MultiAdapterModel, kind: str, place: str, factors: LayerF
     a, b = own_a.to("cpu").reshape(len(own_a), -1), own_b.to("cpu").reshape(len(own_b), -1)
     if a.shape != (rank, factors.columns) or b.shape != (factors.rows, rank):
         context.record.fact(
-            STAGE, place, f"{kind}.rank", status="outside", word=words.SHAPE,
+            STAGE,
+            place,
+            f"{kind}.rank",
+            status="outside",
+            word=words.SHAPE,
             reason=f"the factors have the shapes {tuple(own_a.shape)} and {tuple(own_b.shape)} with a rank of {rank}",
-        )  # fmt: skip
+        )
         return
     by = Arithmetic.of(own_a.dtype, products=products_of(context.device).matmul)
     if kind != "svd":
@@ -124,28 +128,39 @@ def check_cut(several: MultiAdapterModel, kind: str, place: str, factors: LayerF
         tolerance = context.record.tolerance(stage=STAGE, layer=place, dtype=own.dtype)
         limit, measured = tolerance or allowed.contiguous(), measure_against_exact(actual, exact, tolerance)
         context.record.computed(
-            TensorRecord(STAGE, place, f"{kind}.{part}", rule=Rule.BOUND, status="measured"), actual,
-            digests=[digest(own)], tolerance=tolerance, chunks=functools.partial(exact_chunks, actual, exact, limit),
+            TensorRecord(STAGE, place, f"{kind}.{part}", rule=Rule.BOUND, status="measured"),
+            actual,
+            digests=[digest(own)],
+            tolerance=tolerance,
+            chunks=functools.partial(exact_chunks, actual, exact, limit),
             found=measured if tolerance else msgspec.structs.replace(measured, ratio=Real(share)),
             ingredients={"exact": exact, "allowed": None if tolerance else allowed.contiguous()},
-        )  # fmt: skip
+        )
     right = passes(found.share_values)
     context.record.fact(
-        STAGE, place, f"{kind}.singular values", status="within" if right else "outside", share=found.share_values,
+        STAGE,
+        place,
+        f"{kind}.singular values",
+        status="within" if right else "outside",
+        share=found.share_values,
         word=None if right else words.DIFFERS,
         reason=None if right else "singular values differ from those of the combined deltas",
         evidence={"values": found.values, "exact": found.exact_values, "is_cut_sure": found.is_cut_sure},
-    )  # fmt: skip
+    )
     _record_orthonormal(several, kind, place, factors, found.share_orthonormal)
 
 
 def _record_orthonormal(several: MultiAdapterModel, kind: str, place: str, factors: LayerFactors, share: float) -> None:
     right = passes(share)
     several.context.record.fact(
-        STAGE, place, f"{kind}.orthonormal", status="within" if right else "outside", share=share,
+        STAGE,
+        place,
+        f"{kind}.orthonormal",
+        status="within" if right else "outside",
+        share=share,
         word=None if right else words.DIFFERS,
         reason=None if right else f"rows of {factors.parts[0]} are not orthonormal",
-    )  # fmt: skip
+    )
 
 
 def _arithmetic(several: MultiAdapterModel, dtype: torch.dtype) -> Arithmetic:
@@ -153,6 +168,8 @@ def _arithmetic(several: MultiAdapterModel, dtype: torch.dtype) -> Arithmetic:
     device = several.context.device
     permitted = products_of(device)
     return Arithmetic.of(
-        dtype, truncating=device.type != "cpu", products=permitted.matmul,
+        dtype,
+        truncating=device.type != "cpu",
+        products=permitted.matmul,
         partial_terms=permitted.partial_terms.get(name_of(dtype)),
-    )  # fmt: skip
+    )

@@ -54,9 +54,11 @@ def _check_tensors(several: MultiAdapterModel, first: str, second: str) -> bool:
             same = same and new.shape == actual.shape
             wanted[tuple(slice(0, size) for size in new.shape)] = new.to(actual.dtype)
         record.moved(
-            TensorRecord(STAGE, layer, f"hotswap.{part}", rule=Rule.BITWISE, status="equal"), actual=actual,
-            expected=wanted, known=Known(stale=lambda tensor: _held_before(old, first, tensor)),
-        )  # fmt: skip
+            TensorRecord(STAGE, layer, f"hotswap.{part}", rule=Rule.BITWISE, status="equal"),
+            actual=actual,
+            expected=wanted,
+            known=Known(stale=lambda tensor: _held_before(old, first, tensor)),
+        )
     return same
 
 
@@ -79,10 +81,11 @@ def _check_scaling(several: MultiAdapterModel, step: str, first: str, second: st
                 wrong.append(f"{module_place(name)} has {got:g} instead of {wanted:g}")
     if wrong:
         several.skipped(
-            step, "scaling",
+            step,
+            "scaling",
             f"PEFT gives {len(wrong)} layers another scaling than {second} has ({wrong[0]}), on any device: "
             f"the results are not those of {second}, and are not compared",
-        )  # fmt: skip
+        )
         return False
     several.fact(step, "scaling")
     return True

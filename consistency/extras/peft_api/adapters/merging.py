@@ -78,10 +78,11 @@ def merge(several: MultiAdapterModel) -> None:
         several.skipped("merge", MOVED, f"not measured in {without_drift} further layers: level thorough measures all")
     if quantized:
         several.skipped(
-            "merge", "quantized weights",
+            "merge",
+            "quantized weights",
             f"several adapters are not merged into the quantized weights of {quantized} layers, which each merge "
             "quantizes again; the stage merged checks that with the first adapter",
-        )  # fmt: skip
+        )
     if without_form:
         several.skipped("merge", "merged weights", f"no closed form of several adapters in {without_form} layers")
     several.check_bytes("merge")
@@ -138,9 +139,14 @@ def _record(
         if isinstance(allowance, Allowance):
             kept["allowed"] = allowance.around(size, before.to(torch.float64))
     record.computed(
-        TensorRecord(STAGE, place, name, rule=Rule.BOUND, status="measured"), merged, digests=[here], found=found,
-        tolerance=tolerance, chunks=lambda: low_rank_chunks(tested, product), ingredients=kept,
-    )  # fmt: skip
+        TensorRecord(STAGE, place, name, rule=Rule.BOUND, status="measured"),
+        merged,
+        digests=[here],
+        found=found,
+        tolerance=tolerance,
+        chunks=lambda: low_rank_chunks(tested, product),
+        ingredients=kept,
+    )
 
 
 def _exact(factors: Sequence[LowRank], before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,13 +178,22 @@ def _record_drift(
     moved = not passes(share)
     reason = f"{CYCLES} cycles of merge and unmerge move {place} by up to {found.max_abs:g}, which rounding cannot"
     several.context.record.fact(
-        STAGE, place, MOVED, status="outside" if moved else "within" if found.mismatched else "equal", share=share,
-        word=DRIFT if moved else None, reason=reason if moved else None,
+        STAGE,
+        place,
+        MOVED,
+        status="outside" if moved else "within" if found.mismatched else "equal",
+        share=share,
+        word=DRIFT if moved else None,
+        reason=reason if moved else None,
         evidence={
-            "cycles": CYCLES, "adapters": len(factors), "max_abs": found.max_abs, "max_ulp": found.max_ulp,
-            "elements_changed": found.mismatched, "elements": found.elements,
+            "cycles": CYCLES,
+            "adapters": len(factors),
+            "max_abs": found.max_abs,
+            "max_ulp": found.max_ulp,
+            "elements_changed": found.mismatched,
+            "elements": found.elements,
         },
-    )  # fmt: skip
+    )
 
 
 def _share(after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank], allowance: Allowance) -> float:

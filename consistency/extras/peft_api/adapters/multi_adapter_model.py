@@ -59,9 +59,7 @@ class MultiAdapterModel:
         """Record what holds after a step, or with a word what does not."""
         if self.context.record.wants(STAGE, step):
             status: RecordStatus = "equal" if word is None else "outside"
-            self.context.record.fact(
-                STAGE, step, what, status=status, word=word, reason=reason, evidence=evidence
-            )  # fmt: skip
+            self.context.record.fact(STAGE, step, what, status=status, word=word, reason=reason, evidence=evidence)
 
     def skipped(self, step: str, what: str, reason: str) -> None:
         if self.context.record.wants(STAGE, step):
@@ -95,9 +93,13 @@ class MultiAdapterModel:
         self.changed.update((name, tensor) for tensor in new)
         reason = f"{step} changes {_counted(new)} of {name}, which it has to leave as they were loaded"
         self.fact(
-            step, f"bytes of {name}", reason if new else None, word=words.BYTES_CHANGED if new else None,
-            tensors=tensors, **({"changed": new[:_MOST_IN_EVIDENCE]} if new else {}),
-        )  # fmt: skip
+            step,
+            f"bytes of {name}",
+            reason if new else None,
+            word=words.BYTES_CHANGED if new else None,
+            tensors=tensors,
+            **({"changed": new[:_MOST_IN_EVIDENCE]} if new else {}),
+        )
 
     def check_result(self, step: str, name: str = _BASE) -> None:
         """Record whether the model gives, bit for bit, what it gave with one adapter alone in it, or with none.
@@ -122,9 +124,12 @@ class MultiAdapterModel:
         alone = "before any adapter" if name == _BASE else "alone in the model"
         reason = f"{_counted(differing, 'result')} {what} after {step} differ from those {what} {alone}"
         self.fact(
-            step, f"results {what}", reason if differing else None,
-            word=OTHERS_INTERFERE if differing else None, results=len(wanted),
-        )  # fmt: skip
+            step,
+            f"results {what}",
+            reason if differing else None,
+            word=OTHERS_INTERFERE if differing else None,
+            results=len(wanted),
+        )
 
     def check_active(self, step: str, names: Sequence[str]) -> None:
         """Record whether these adapters, and no other, are active in every layer."""
@@ -136,9 +141,12 @@ class MultiAdapterModel:
         ]
         reason = f"{_counted(wrong, 'layer')} with other active adapters than {' and '.join(names)} after {step}"
         self.fact(
-            step, "active adapters", reason if wrong else None, word=words.INACTIVE if wrong else None,
+            step,
+            "active adapters",
+            reason if wrong else None,
+            word=words.INACTIVE if wrong else None,
             layers=len(layers),
-        )  # fmt: skip
+        )
 
     def check_deleted(self, step: str, name: str) -> None:
         """Record whether nothing of an adapter is left in the model."""

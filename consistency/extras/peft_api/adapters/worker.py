@@ -151,10 +151,15 @@ def _check_loaded(several: MultiAdapterModel) -> None:
             actual = state.get(parameter)
             row = TensorRecord(STAGE, layer, f"{name}.{part}", rule=Rule.BITWISE, status="equal")
             if actual is None or actual.is_meta:
-                record.write(replace(
-                    row, status="missing", shape=tuple(tensor.shape), dtype=name_of(tensor.dtype),
-                    reason="in the file, and not in the model beside the other adapters",
-                ))  # fmt: skip
+                record.write(
+                    replace(
+                        row,
+                        status="missing",
+                        shape=tuple(tensor.shape),
+                        dtype=name_of(tensor.dtype),
+                        reason="in the file, and not in the model beside the other adapters",
+                    )
+                )
                 continue
             record.moved(row, actual=actual, expected=tensor.to(actual.dtype))
 

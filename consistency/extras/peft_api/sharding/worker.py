@@ -123,9 +123,14 @@ def _answer(
 
     def record(word: Word | None, reason: str | None, evidence: Mapping[str, Any]) -> None:
         context.record.fact(
-            STAGE, way.name, ON_THE_WAY, status="outside" if word else "equal", word=word, reason=reason,
+            STAGE,
+            way.name,
+            ON_THE_WAY,
+            status="outside" if word else "equal",
+            word=word,
+            reason=reason,
             evidence={"moves": moves.count, "devices": sorted(moves.devices), **evidence},
-        )  # fmt: skip
+        )
 
     try:
         model = make()
@@ -197,9 +202,10 @@ def _by_blocks(context: Context, way: Layout, model: torch.nn.Module, inputs: In
         return _Blocks(reason=reference)
     mode = ADAPTER_OFF if context.job.case.adapter is None else ADAPTER_ON
     replay = Replay(
-        context.scratch / DECISIONS_FILE.format(standard.FORWARD), model,
+        context.scratch / DECISIONS_FILE.format(standard.FORWARD),
+        model,
         cpu_error.products_on(context.model, context.device),
-    )  # fmt: skip
+    )
     found = _Blocks()
 
     def take(place: ResultPlace, result: torch.Tensor) -> None:
@@ -239,9 +245,14 @@ def _judge(context: Context, way: Layout, found: Answer, pinned: Answer) -> None
                 else:
                     evidence["first"] = found.blocks.first
         context.record.fact(
-            STAGE, way.name, name, status=status, word=word, share=share,
+            STAGE,
+            way.name,
+            name,
+            status=status,
+            word=word,
+            share=share,
             evidence={"reference": PINNED, **evidence},
-        )  # fmt: skip
+        )
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:

@@ -119,20 +119,28 @@ class _Check:
             size = sum(wrapped.tensors[other].untyped_storage().nbytes() for _, other in twice)
             one, other = twice[0]
             self._add(
-                "storages", HELD_TWICE, f"{len(twice)} storages are held twice: {size} bytes",
-                where=f"{other} is a copy of {one}", got=f"{wrapped.nbytes} bytes", wanted=f"{plain.nbytes} bytes",
+                "storages",
+                HELD_TWICE,
+                f"{len(twice)} storages are held twice: {size} bytes",
+                where=f"{other} is a copy of {one}",
+                got=f"{wrapped.nbytes} bytes",
+                wanted=f"{plain.nbytes} bytes",
                 hint="keep the model itself, not a copy of it or of its weights",
-            )  # fmt: skip
+            )
         self.figures["storages"] = {"bytes": wrapped.nbytes, "bytes_plain": plain.nbytes}
         pairs = [(name, wrapped.tensors.get(f"{self.prefix or ''}{name}"), t) for name, t in plain.tensors.items()]
         changed = [(name, got, wanted) for name, got, wanted in pairs if got is not None and got.dtype != wanted.dtype]
         if changed:
             name, got, wanted = changed[0]
             self._add(
-                "dtypes", words.DTYPE, f"{len(changed)} tensors change dtype through the wrapper", where=name,
-                got=name_of(got.dtype), wanted=name_of(wanted.dtype),
+                "dtypes",
+                words.DTYPE,
+                f"{len(changed)} tensors change dtype through the wrapper",
+                where=name,
+                got=name_of(got.dtype),
+                wanted=name_of(wanted.dtype),
                 hint="wrap the model as it was loaded; `.to`, `.half` and `.float` on it undo a quantization",
-            )  # fmt: skip
+            )
         self.figures["dtypes"] = {"bytes": wrapped.bytes_by_dtype, "bytes_plain": plain.bytes_by_dtype}
 
     def _check_layers(self, adapter: Any) -> Any:
@@ -158,9 +166,14 @@ class _Check:
             refused, layers = first_line(error), {} if anyway is None else adapted_layers(anyway, self.prefix or "")
         if refused is not None:
             self._add(
-                "adapter_layers", LAYERS_MISSED, "get_peft_model rejects the wrapped model",
-                where="get_peft_model", got=refused, wanted=f"{len(wanted)} adapted layers", hint=HINT,
-            )  # fmt: skip
+                "adapter_layers",
+                LAYERS_MISSED,
+                "get_peft_model rejects the wrapped model",
+                where="get_peft_model",
+                got=refused,
+                wanted=f"{len(wanted)} adapted layers",
+                hint=HINT,
+            )
         self._compare_layers(layers, wanted)
         self._check_preparation()
         return resolved
@@ -170,24 +183,36 @@ class _Check:
         missed = [name for name in wanted if name not in found]
         if missed:
             self._add(
-                "adapter_layers", LAYERS_MISSED,
+                "adapter_layers",
+                LAYERS_MISSED,
                 f"PEFT finds {len(wanted) - len(missed)} of {len(wanted)} adapted layers through the wrapper",
-                where=some(missed, _MOST_NAMED), got=len(wanted) - len(missed), wanted=len(wanted), hint=HINT,
-            )  # fmt: skip
+                where=some(missed, _MOST_NAMED),
+                got=len(wanted) - len(missed),
+                wanted=len(wanted),
+                hint=HINT,
+            )
         other = [name for name in wanted if name in found and found[name] != wanted[name]]
         if other:
             self._add(
-                "adapter_layers", LAYERS_MISSED,
+                "adapter_layers",
+                LAYERS_MISSED,
                 f"{len(other)} of {len(wanted)} adapted layers are of a different kind through the wrapper",
-                where=some(other, _MOST_NAMED), got=_layer(found[other[0]]), wanted=_layer(wanted[other[0]]), hint=HINT,
-            )  # fmt: skip
+                where=some(other, _MOST_NAMED),
+                got=_layer(found[other[0]]),
+                wanted=_layer(wanted[other[0]]),
+                hint=HINT,
+            )
         more = [name for name in found if name not in wanted]
         if more:
             self._add(
-                "adapter_layers", LAYERS_MISSED, f"PEFT adapts {len(more)} layers that do not belong to the model",
-                where=some(more, _MOST_NAMED), got=len(found), wanted=len(wanted),
+                "adapter_layers",
+                LAYERS_MISSED,
+                f"PEFT adapts {len(more)} layers that do not belong to the model",
+                where=some(more, _MOST_NAMED),
+                got=len(found),
+                wanted=len(wanted),
                 hint="give target_modules as names that only the model has, or exclude_modules",
-            )  # fmt: skip
+            )
 
     def _check_preparation(self) -> None:
         """Compare the effect of `prepare_model_for_kbit_training` on a quantized model."""
@@ -202,11 +227,14 @@ class _Check:
         self.figures["reach"] |= {"checkpointed": got, "checkpointed_plain": wanted}
         if got != wanted:
             self._add(
-                "reach", HIDDEN,
+                "reach",
+                HIDDEN,
                 "prepare_model_for_kbit_training does not enable gradient checkpointing through the wrapper",
-                where="prepare_model_for_kbit_training", got=f"{got} modules that recompute their activations",
-                wanted=wanted, hint="prepare the model before it is wrapped, or: " + HINT,
-            )  # fmt: skip
+                where="prepare_model_for_kbit_training",
+                got=f"{got} modules that recompute their activations",
+                wanted=wanted,
+                hint="prepare the model before it is wrapped, or: " + HINT,
+            )
 
     def _check_step(self, config: Any, inputs: Mapping[str, torch.Tensor] | None) -> None:
         if config is None:
@@ -231,10 +259,14 @@ class _Check:
         except Exception as error:
             self._raise_if_of_the_device(error)
             self._add(
-                "training_step", words.DOES_NOT_RUN, "the adapter cannot be trained through the wrapper",
-                where="forward and backward", got=first_line(error), wanted="a training step, as without the wrapper",
+                "training_step",
+                words.DOES_NOT_RUN,
+                "the adapter cannot be trained through the wrapper",
+                where="forward and backward",
+                got=first_line(error),
+                wanted="a training step, as without the wrapper",
                 hint=HINT,
-            )  # fmt: skip
+            )
             return
         self.figures["training_step"] = {
             "peak_bytes": wrapped.peak_bytes,
@@ -243,13 +275,15 @@ class _Check:
         }
         if wrapped.peak_bytes > plain.allowed_bytes:
             self._add(
-                "training_step", MORE_MEMORY,
+                "training_step",
+                MORE_MEMORY,
                 f"a training step takes {wrapped.peak_bytes / plain.peak_bytes:.2f} times the memory",
-                where="peak of forward, backward and AdamW", got=f"{wrapped.peak_bytes} bytes",
+                where="peak of forward, backward and AdamW",
+                got=f"{wrapped.peak_bytes} bytes",
                 wanted=f"at most {plain.allowed_bytes} bytes: the plain model's {plain.peak_bytes} and one copy of "
                 "its output",
                 hint=HINT,
-            )  # fmt: skip
+            )
 
     def _step(self, model: torch.nn.Module, config: Any, batch: Mapping[str, torch.Tensor]) -> Step:
         from peft import get_peft_model, inject_adapter_in_model

@@ -57,9 +57,14 @@ def hidden(wrapped: torch.nn.Module, plain: torch.nn.Module) -> Iterator[Wrapper
 
 def _finding(name: str, why: str, got: str, wanted: str) -> WrapperFinding:
     return WrapperFinding(
-        check="reach", kind=HIDDEN, what=f"the wrapper hides {name}: {why}", where=name,
-        got=got, wanted=wanted, hint=HINT,
-    )  # fmt: skip
+        check="reach",
+        kind=HIDDEN,
+        what=f"the wrapper hides {name}: {why}",
+        where=name,
+        got=got,
+        wanted=wanted,
+        hint=HINT,
+    )
 
 
 def _same(got: Any, wanted: Any) -> bool:

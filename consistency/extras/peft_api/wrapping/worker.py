@@ -73,9 +73,14 @@ def record(context: Context, report: WrapperReport) -> None:
         seen[finding.check] += 1
         name = finding.where if finding.check == "reach" else f"{finding.check} {seen[finding.check]}"
         context.record.fact(
-            STAGE, WRAPPER, name, status="outside", word=finding.kind, reason=finding.sentence,
+            STAGE,
+            WRAPPER,
+            name,
+            status="outside",
+            word=finding.kind,
+            reason=finding.sentence,
             evidence={"got": finding.got, "wanted": finding.wanted, "hint": finding.hint},
-        )  # fmt: skip
+        )
     for check, figures in report.figures.items():
         if check not in seen:
             share = figures["peak_bytes"] / figures["allowed_bytes"] if check == "training_step" else None

@@ -219,9 +219,15 @@ class _Written:
         of_logprobs = of_ways[0]
         free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
         result = _result(
-            tokens, exact[:, 0], spread.allowed(exact[:, [0]], torch.float32)[:, 0], largest, tokenizer,
-            logprobs=_judged_logprobs(tokens, exact[:, 1:], ways, of_ways), past_end=past_end, decides=decides,
-        )  # fmt: skip
+            tokens,
+            exact[:, 0],
+            spread.allowed(exact[:, [0]], torch.float32)[:, 0],
+            largest,
+            tokenizer,
+            logprobs=_judged_logprobs(tokens, exact[:, 1:], ways, of_ways),
+            past_end=past_end,
+            decides=decides,
+        )
         return cls(tokens=tokens, passes=free, spread=spread, of_logprobs=of_logprobs, result=result)
 
     @property
@@ -375,9 +381,16 @@ def _judged_logprobs(
 
 
 def _result(
-    tokens: Tokens, gaps: torch.Tensor, allowed: torch.Tensor, largest: torch.Tensor, tokenizer: Any, *,
-    logprobs: _Logprobs | None, past_end: int, decides: bool,
-) -> TextResult:  # fmt: skip
+    tokens: Tokens,
+    gaps: torch.Tensor,
+    allowed: torch.Tensor,
+    largest: torch.Tensor,
+    tokenizer: Any,
+    *,
+    logprobs: _Logprobs | None,
+    past_end: int,
+    decides: bool,
+) -> TextResult:
     chosen = torch.tensor(tokens.ids)
     is_largest = chosen == largest
     over = (~is_largest & ~(gaps <= allowed)).nonzero()
@@ -388,20 +401,32 @@ def _result(
         ids = int(chosen[place]), int(largest[place])
         words = ["" if tokenizer is None else tokenizer.decode([one]) for one in ids]
         worst = TokenGap(
-            token=place + 1, id=ids[0], largest_id=ids[1], gap=float(gaps[place]), allowed=float(allowed[place]),
-            text=words[0], largest_text=words[1],
-        )  # fmt: skip
+            token=place + 1,
+            id=ids[0],
+            largest_id=ids[1],
+            gap=float(gaps[place]),
+            allowed=float(allowed[place]),
+            text=words[0],
+            largest_text=words[1],
+        )
     verdict = _verdict(logprobs, is_greedy=not len(over), decides=decides)
     result = TextResult(
-        tokens=len(tokens.ids), largest=int(is_largest.sum()), tied=int(tied.sum()), verdict=verdict, worst=worst,
-        past_end=past_end, reason=_UNDECIDED if verdict == "undecided" else "",
-    )  # fmt: skip
+        tokens=len(tokens.ids),
+        largest=int(is_largest.sum()),
+        tied=int(tied.sum()),
+        verdict=verdict,
+        worst=worst,
+        past_end=past_end,
+        reason=_UNDECIDED if verdict == "undecided" else "",
+    )
     if logprobs is None:
         return result
     return msgspec.structs.replace(
-        result, logprobs=logprobs.share, logprobs_of=logprobs.way,
+        result,
+        logprobs=logprobs.share,
+        logprobs_of=logprobs.way,
         worst_logprob=None if logprobs.are_of_model else logprobs.worst,
-    )  # fmt: skip
+    )
 
 
 _UNDECIDED = "a router or another selection may have chosen otherwise by rounding: not judged"

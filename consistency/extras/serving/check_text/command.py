@@ -31,9 +31,11 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
     text = "check whether a model with its adapter could have written a text, by any engine, greedily"
     parser = command("check-text", _check_text, text, EXAMPLES, statuses=STATUSES)
     parser.add_argument(
-        "texts", type=Path, metavar="TEXTS.jsonl",
+        "texts",
+        type=Path,
+        metavar="TEXTS.jsonl",
         help="a text per line: prompt (text, token ids, or messages), text (or token ids), and logprobs where known",
-    )  # fmt: skip
+    )
     add_options(parser.add_argument, Edge.COMMAND_LINE, only=_TAKES, one_case=True)
     add_quiet_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

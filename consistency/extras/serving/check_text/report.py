@@ -40,8 +40,10 @@ class TokenGap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def sentence(self) -> str:
         """Return what it is, without a verdict."""
-        words = [f"{text!r} (id {one})" if text else f"id {one}" for text, one in
-                 ((self.text, self.id), (self.largest_text, self.largest_id))]  # fmt: skip
+        words = [
+            f"{text!r} (id {one})" if text else f"id {one}"
+            for text, one in ((self.text, self.id), (self.largest_text, self.largest_id))
+        ]
         return (
             f"{words[0]} at token {self.token} is {self.gap:.3g} below {words[1]}, of which rounding explains "
             f"{self.allowed:.2g}"

@@ -88,9 +88,11 @@ def encoded(text: Text, tokenizer: Any, name: str) -> Tokens:
         raise InputError("a text needs a token, and one before it", where=name, got=f"{len(prompt)} and {len(ids)}")
     if text.logprobs is not None and len(text.logprobs) != len(ids):
         raise InputError(
-            "each token has a log probability", where=name, got=f"{len(text.logprobs)} of them",
+            "each token has a log probability",
+            where=name,
+            got=f"{len(text.logprobs)} of them",
             wanted=f"{len(ids)}, with text as token ids",
-        )  # fmt: skip
+        )
     return Tokens(prompt=prompt, ids=ids, is_exact=_are_ids(text.text), logprobs=text.logprobs)
 
 

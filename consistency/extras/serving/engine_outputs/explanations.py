@@ -45,9 +45,12 @@ _LARGEST_LAYER = 1 << 26
 """Elements of the largest layer that is merged for it: five arrays of it in float64 take 2.5 GiB."""
 
 _NAMES = {
-    "one": Cause.SCALING_ONE, "twice": Cause.TWICE, "rslora ignored": Cause.RSLORA_IGNORED,
-    "rslora assumed": Cause.RSLORA_ASSUMED, "patterns ignored": Cause.PATTERNS_IGNORED,
-}  # fmt: skip
+    "one": Cause.SCALING_ONE,
+    "twice": Cause.TWICE,
+    "rslora ignored": Cause.RSLORA_IGNORED,
+    "rslora assumed": Cause.RSLORA_ASSUMED,
+    "patterns ignored": Cause.PATTERNS_IGNORED,
+}
 _MERGED = {torch.bfloat16: Cause.MERGED_BFLOAT16, torch.float16: Cause.MERGED_FLOAT16}
 
 
@@ -197,9 +200,10 @@ def merges(model: torch.nn.Module) -> dict[Cause, list[Rounded]]:
         found[cause] = [Rounded(dtype=dtype), Rounded(dtype=dtype, delta_first=True)]
         if dtype not in own:
             found[cause] += [
-                Rounded(dtype=dtype, whole=True), Rounded(dtype=dtype, whole=True, base_first=True),
+                Rounded(dtype=dtype, whole=True),
+                Rounded(dtype=dtype, whole=True, base_first=True),
                 Rounded(dtype=dtype, whole=True, base_first=True, delta_first=True),
-            ]  # fmt: skip
+            ]
     return found
 
 

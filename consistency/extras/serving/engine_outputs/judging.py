@@ -61,7 +61,7 @@ def judge_engines(context: Context, forward: ForwardOutputs) -> None:
         case = context.job.case
         with Recorder(
             folder, Path(context.job.blobs), only=case.only, keep=case.keep, tolerance=case.tolerance
-        ) as record:  # fmt: skip
+        ) as record:
             _judge(context, forward, outputs, record, known)
         write_json(folder / "worker.json", _info(one, outputs, time.monotonic() - started))
 
@@ -165,13 +165,24 @@ class _Engine:
         if tolerance is None:
             found = msgspec.structs.replace(found, ratio=Real(share))
         row = TensorRecord(
-            standard.FORWARD, OUTPUT, mode, rule=Rule.RELATIVE, status="measured", rounding=rounding, evidence=evidence,
-            reason=reason, dtype=about.dtype,
-        )  # fmt: skip
+            standard.FORWARD,
+            OUTPUT,
+            mode,
+            rule=Rule.RELATIVE,
+            status="measured",
+            rounding=rounding,
+            evidence=evidence,
+            reason=reason,
+            dtype=about.dtype,
+        )
         self.record.computed(
-            row, actual, found=None if reason else found, tolerance=tolerance, ingredients={"exact": truth},
+            row,
+            actual,
+            found=None if reason else found,
+            tolerance=tolerance,
+            ingredients={"exact": truth},
             chunks=None if reason else lambda: exact_chunks(actual, truth, limit),
-        )  # fmt: skip
+        )
 
     def _why(self, mode: str, actual: torch.Tensor, truth: torch.Tensor, bound: _Bound) -> Answer:
         """Return what explains the rows that are outside."""
@@ -207,12 +218,19 @@ class _Engine:
         one = batch if watch() is not None else self._passes(rows[:1])
         free = self._passes(rows, decides=True)
         question = Question(
-            mode=mode, wanted=wanted, seen=seen, share=share, rounding=bound.rounding,
-            passes=batch, first=one,
-            first_seen=first_seen, first_wanted=wanted[first],
+            mode=mode,
+            wanted=wanted,
+            seen=seen,
+            share=share,
+            rounding=bound.rounding,
+            passes=batch,
+            first=one,
+            first_seen=first_seen,
+            first_wanted=wanted[first],
             first_share=lambda explained: bound.share(measure_against_exact(wanted[first], explained, bound.tolerance)),
-            on=on[rows], off=None if off is None else off[rows],
-        )  # fmt: skip
+            on=on[rows],
+            off=None if off is None else off[rows],
+        )
         try:
             with model_code(self.forward.model, "the rest, after "):
                 found = explain(question)
@@ -229,10 +247,11 @@ class _Engine:
             whole = len(rows) == self.view.shape[0]
             inputs = {name: one if whole else one[rows] for name, one in self.forward.inputs.items()}
             self.passes[key] = Passes(
-                model=self.forward.model, inputs=inputs,
+                model=self.forward.model,
+                inputs=inputs,
                 watch=self.forward.again if not decides else lambda: None,
                 step=functools.partial(self.context.events.step, done=0, total=1),
-            )  # fmt: skip
+            )
         return self.passes[key]
 
 
@@ -300,10 +319,13 @@ def record_batches(
                 f"most {float(moved.max()):.3g}, although the engine promises that batching changes no bit"
             )
         record.fact(
-            standard.FORWARD, BATCHES, name, status="outside" if reason else "equal" if same else "within",
+            standard.FORWARD,
+            BATCHES,
+            name,
+            status="outside" if reason else "equal" if same else "within",
             reason=reason,
             evidence={"promised": promised, "same_bits": same, "max_abs": float(moved.max()), "rule_ratio": share},
-        )  # fmt: skip
+        )
 
 
 def _place(name: str) -> str:

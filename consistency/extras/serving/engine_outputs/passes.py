@@ -195,10 +195,11 @@ def tied(head: torch.nn.Module, embeddings: Any) -> Iterator[None]:
 def scalable(model: torch.nn.Module) -> list[Any]:
     """Return the adapted layers that have a scaling."""
     return [
-        layer for _, layer in adapted_layers(model)
+        layer
+        for _, layer in adapted_layers(model)
         if isinstance(getattr(layer, "scaling", None), dict)
         and isinstance(layer.scaling.get(ADAPTER_NAME), (int, float))
-    ]  # fmt: skip
+    ]
 
 
 def saved_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:

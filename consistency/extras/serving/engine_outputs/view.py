@@ -135,22 +135,39 @@ class View:
     def _check(self, name: str, shape: Sequence[int]) -> None:
         got = self.outputs.tensors[name].shape
         if tuple(got[:-1]) != tuple(shape[:-1]):
-            self._refuse("the engine's outputs are of other rows or tokens than the inputs", where=name,
-                         got=list(got), wanted=[*shape[:-1], "…"])  # fmt: skip
+            self._refuse(
+                "the engine's outputs are of other rows or tokens than the inputs",
+                where=name,
+                got=list(got),
+                wanted=[*shape[:-1], "…"],
+            )
         if self._top_k is None:
             if got[-1] != shape[-1]:
                 hint = "leave out values that pad the vocabulary, or give the largest with their ids"
-                self._refuse("the engine's outputs have another vocabulary than the model", where=name,
-                             got=list(got), wanted=list(shape), hint=hint)  # fmt: skip
+                self._refuse(
+                    "the engine's outputs have another vocabulary than the model",
+                    where=name,
+                    got=list(got),
+                    wanted=list(shape),
+                    hint=hint,
+                )
             return
         ids = self._read(f"{name}.{IDS}")
         if bool((ids >= shape[-1]).any()):
-            self._refuse("the engine's ids are past the vocabulary", where=f"{name}.{IDS}",
-                         got=int(ids.max()), wanted=f"less than {shape[-1]}")  # fmt: skip
+            self._refuse(
+                "the engine's ids are past the vocabulary",
+                where=f"{name}.{IDS}",
+                got=int(ids.max()),
+                wanted=f"less than {shape[-1]}",
+            )
         some = torch.sort(ids, dim=-1).values
         if bool(((some[..., 1:] == some[..., :-1]) & (some[..., 1:] >= 0)).any()):
-            self._refuse("an id is given twice in one place", where=f"{name}.{IDS}", got="a repeated id",
-                         wanted="each id once, and -1 where there is none")  # fmt: skip
+            self._refuse(
+                "an id is given twice in one place",
+                where=f"{name}.{IDS}",
+                got="a repeated id",
+                wanted="each id once, and -1 where there is none",
+            )
 
     def _refuse(self, what: str, *, where: str, got: object, wanted: object, hint: str | None = None) -> NoReturn:
         raise InputError(what, where=f"{where} in {self.outputs.path}", got=got, wanted=wanted, hint=hint)

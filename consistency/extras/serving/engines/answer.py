@@ -51,8 +51,9 @@ def read_request(path: Path) -> tuple[Request, Tensors]:
             inputs = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
         return msgspec.json.decode(text, type=Request), inputs
     except (SafetensorError, OSError, msgspec.DecodeError) as error:
-        raise InputError("no request to an engine", where=path, got=first_line(error),
-                         hint="`consistency inputs` writes one") from error  # fmt: skip
+        raise InputError(
+            "no request to an engine", where=path, got=first_line(error), hint="`consistency inputs` writes one"
+        ) from error
 
 
 def check_request(request: Request, source: Path, *, base: str | None = None, adapter: str | None = None) -> None:
@@ -64,16 +65,18 @@ def check_request(request: Request, source: Path, *, base: str | None = None, ad
 def case_of(request: Request, *, base: str | None = None, adapter: str | None = None) -> Case:
     """Return the case that a request is of, from the folders that it names or those that are given."""
     dtype: Any = request.case.dtype  # checked where the request was written
-    case = Case(
-        name=request.case.name, base=base or request.base, adapter=adapter or request.adapter, dtype=dtype
-    )  # fmt: skip
+    case = Case(name=request.case.name, base=base or request.base, adapter=adapter or request.adapter, dtype=dtype)
     found = {"base": (case.base, base_digest(case), request.case.base)}
     if case.adapter is not None:
         found["adapter"] = (case.adapter, adapter_digest(case), request.case.adapter)
     for part, (folder, got, wanted) in found.items():
         if got != wanted:
-            raise InputError(f"this is not the {part} that the request is of", where=folder, got=f"digest {got}",
-                             wanted=f"digest {wanted}")  # fmt: skip
+            raise InputError(
+                f"this is not the {part} that the request is of",
+                where=folder,
+                got=f"digest {got}",
+                wanted=f"digest {wanted}",
+            )
     return case
 
 
@@ -96,8 +99,9 @@ def computed(engine: Engine, model: Any, request: Request, inputs: Tensors) -> I
                 if mode == request.modes[0]:
                     yield from _in_batches(run, inputs, request.batches)
         except Exception as error:  # compilers raise anything over a model that they do not take
-            raise InputError(f"{engine.name} cannot run this model", where=f"{mode} of {request.base}",
-                             got=first_line(error)) from error  # fmt: skip
+            raise InputError(
+                f"{engine.name} cannot run this model", where=f"{mode} of {request.base}", got=first_line(error)
+            ) from error
 
 
 def _in_mode(model: Any, mode: Mode, *, has_adapter: bool) -> AbstractContextManager[None]:
@@ -122,8 +126,13 @@ def write_outputs(path: Path, request: Request, engine: Engine, outputs: Tensors
     """Write the outputs in the dtype that they have, and what they are."""
     dtype: Any = request.case.dtype
     about = About(
-        schema="consistency.outputs/1", case=request.case, engine=engine.name, version=engine.version,
-        device=engine.device, dtype=dtype, settings=engine.settings,
-    )  # fmt: skip
+        schema="consistency.outputs/1",
+        case=request.case,
+        engine=engine.name,
+        version=engine.version,
+        device=engine.device,
+        dtype=dtype,
+        settings=engine.settings,
+    )
     text = msgspec.json.encode(about).decode()
     write_whole(path, [save({name: t.contiguous().clone() for name, t in outputs.items()}, metadata={METADATA: text})])

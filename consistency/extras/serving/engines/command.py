@@ -50,8 +50,10 @@ def _inputs(parsed: argparse.Namespace) -> int:
         print_json(request)
     else:
         print(f"{parsed.out}: inputs of {one_line(request.case.name)}, {request.case.dtype}")
-        print(f"wanted: {request.output} for {', '.join(request.modes)}; the first row in batches of "
-              f"{', '.join(map(str, request.batches))}")  # fmt: skip
+        print(
+            f"wanted: {request.output} for {', '.join(request.modes)}; the first row in batches of "
+            f"{', '.join(map(str, request.batches))}"
+        )
     return 0
 
 
@@ -81,7 +83,12 @@ def _engine(parsed: argparse.Namespace) -> int:
     from consistency.extras.serving.engines.answer import answer
     from consistency.extras.serving.engines.engine import make_engine
 
-    answer(parsed.inputs, parsed.outputs, make_engine(parsed.engine, parsed.device), base=parsed.base,
-           adapter=parsed.adapter)  # fmt: skip
+    answer(
+        parsed.inputs,
+        parsed.outputs,
+        make_engine(parsed.engine, parsed.device),
+        base=parsed.base,
+        adapter=parsed.adapter,
+    )
     print(f"wrote {parsed.outputs}")
     return 0

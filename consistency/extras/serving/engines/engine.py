@@ -55,7 +55,10 @@ def make_engine(name: str, device: str) -> Engine:
         There is none of that name, or what it needs is not installed.
     """
     if name not in ENGINES:
-        raise InputError(f"no inference engine is known as {name!r}", wanted="one of " + ", ".join(ENGINES),
-                         hint=did_you_mean(name, list(ENGINES)))  # fmt: skip
+        raise InputError(
+            f"no inference engine is known as {name!r}",
+            wanted="one of " + ", ".join(ENGINES),
+            hint=did_you_mean(name, list(ENGINES)),
+        )
     engine: Engine = pkgutil.resolve_name(ENGINES[name])(device)
     return engine

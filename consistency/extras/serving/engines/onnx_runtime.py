@@ -32,14 +32,19 @@ class OnnxRuntime:
             import onnxruntime
             import onnxscript
         except ImportError as error:
-            raise InputError("a library for ONNX Runtime is not installed", got=error,
-                             hint=extra_hint("onnx")) from error  # fmt: skip
+            raise InputError(
+                "a library for ONNX Runtime is not installed", got=error, hint=extra_hint("onnx")
+            ) from error
         self._runtime: Any = onnxruntime
         self.provider = _PROVIDERS.get(device.partition(":")[0])
         available = onnxruntime.get_available_providers()
         if self.provider not in available:
-            raise InputError(f"ONNX Runtime cannot run on {device}", where="this installation of onnxruntime",
-                             got=", ".join(available), wanted=self.provider or " or ".join(_PROVIDERS))  # fmt: skip
+            raise InputError(
+                f"ONNX Runtime cannot run on {device}",
+                where="this installation of onnxruntime",
+                got=", ".join(available),
+                wanted=self.provider or " or ".join(_PROVIDERS),
+            )
         self.version = f"{onnxruntime.__version__}, exported by torch {torch.__version__}"
         self.device = device
         self.settings = {
@@ -56,9 +61,14 @@ class OnnxRuntime:
         # a file, because one message of protobuf holds 2 GiB at most
         with tempfile.TemporaryDirectory() as folder, _quiet():
             program = torch.onnx.export(
-                model, tuple(inputs.values()), dynamo=True, verbose=False, dynamic_shapes={_INPUTS: shapes},
-                input_names=list(inputs), output_names=[_OUTPUT],
-            )  # fmt: skip
+                model,
+                tuple(inputs.values()),
+                dynamo=True,
+                verbose=False,
+                dynamic_shapes={_INPUTS: shapes},
+                input_names=list(inputs),
+                output_names=[_OUTPUT],
+            )
             assert program is not None
             path = Path(folder) / "model.onnx"
             program.save(path, external_data=True)

@@ -27,11 +27,11 @@ ROWS: tuple[Fault, ...] = (
     ),
     Fault(
         name="padding-not-masked", plant=f"{_PLANTED}:padding_is_seen", expected="wrong-with-padding",
-        stages=_STAGES, shows_in=".padded", needs=(Need.KEYS,),
+        stages=_STAGES, shows_in=".padded", needs=(Need.KEYS, Need.ANOTHER_WORKER),
     ),
     Fault(
         name="padding-counted", plant=f"{_PLANTED}:positions_of_padding", expected="wrong-with-padding",
-        stages=_STAGES, shows_in=".padded", needs=(Need.POSITIONS,),
+        stages=_STAGES, shows_in=".padded", needs=(Need.POSITIONS, Need.ANOTHER_WORKER),
     ),
     Fault(
         name="adapter-off-in-steps", plant=f"{_PLANTED}:off_in_steps", expected="wrong-with-cache",

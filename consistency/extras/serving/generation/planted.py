@@ -19,8 +19,9 @@ def _keys(change: Callable[[Any, Keys], Keys]) -> Install:
     """
 
     @instead("transformers.cache_utils:Cache.update")
-    def update(real: Callable[..., tuple[Keys, Keys]], cache: Any, key: Keys, value: Keys, layer: int, *rest: Any,
-               **more: Any) -> tuple[Keys, Keys]:  # fmt: skip
+    def update(
+        real: Callable[..., tuple[Keys, Keys]], cache: Any, key: Keys, value: Keys, layer: int, *rest: Any, **more: Any
+    ) -> tuple[Keys, Keys]:
         keys, values = real(cache, key, value, layer, *rest, **more)
         own = [number for number, one in enumerate(cache.layers) if getattr(one, "keys", None) is not None]
         if layer == own[:2][-1] and key.shape[-2] == 1 and key.dtype != torch.float64:

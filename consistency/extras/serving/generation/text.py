@@ -88,9 +88,11 @@ def record_text(context: Context, sequences: Sequences) -> None:
     pairs = _two_largest(exact)
     gaps = _gaps(exact, pairs)
     limits = _Limits(
-        exact=exact, each=spread.allowed(exact, dtype), pairs=pairs.reshape(*exact.shape[:2], 2),
+        exact=exact,
+        each=spread.allowed(exact, dtype),
+        pairs=pairs.reshape(*exact.shape[:2], 2),
         of_pair=of_gap.allowed(gaps, torch.float32).reshape(exact.shape[:2]),
-    )  # fmt: skip
+    )
     with model_code(context.model, _DOES_NOT):
         own = _written(context.model, sequences)
     for number in range(len(own)):
@@ -204,11 +206,15 @@ def _record_prompt(context: Context, number: int, own: torch.Tensor, path: torch
         )
         evidence = {"token": step, "id": int(own[step]), "other_id": other, "gap": abs(gap), "allowed": limit}
     context.record.fact(
-        GENERATION, f"prompt {number}", TEXT,
-        status="outside" if is_wrong else "within" if reason else "equal", word=OTHER_TOKEN if is_wrong else None,
-        share=max(shares), reason=reason,
+        GENERATION,
+        f"prompt {number}",
+        TEXT,
+        status="outside" if is_wrong else "within" if reason else "equal",
+        word=OTHER_TOKEN if is_wrong else None,
+        share=max(shares),
+        reason=reason,
         evidence={"tokens": len(own), "written": _pieces(context, own.tolist()), "near": near, **evidence},
-    )  # fmt: skip
+    )
 
 
 def _gaps(logits: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
@@ -236,13 +242,19 @@ def _record_partings(
     tokens = {name_of(one): tokens_to_part(gap, own, unlike if one == dtype else 1) for one, own in of.items()}
     own, *rest = (f"{_some(count)} in {name}" for name, count in tokens.items())
     context.record.fact(
-        GENERATION, WHOLE_MODEL, TEXT, status="within",
+        GENERATION,
+        WHOLE_MODEL,
+        TEXT,
+        status="within",
         reason=f"{tied} of {len(gap)} tokens are nearly tied: two healthy devices write the same text for {own}"
         + (f"; in others at the earliest after {', '.join(rest)}" if rest else ""),
         evidence={
-            "nearly_tied": tied, "steps": len(gap), "unlike": unlike, "tokens": {n: c for n, c in tokens.items() if c},
+            "nearly_tied": tied,
+            "steps": len(gap),
+            "unlike": unlike,
+            "tokens": {n: c for n, c in tokens.items() if c},
         },
-    )  # fmt: skip
+    )
 
 
 def tokens_to_part(gap: torch.Tensor, deviation: torch.Tensor, unlike: float) -> float | None:

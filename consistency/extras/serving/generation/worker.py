@@ -240,9 +240,14 @@ def _exact(context: Context, sequences: Sequences, mode: str, reference: Referen
         run_by_blocks(context.model, inputs, functools.partial(reference.given, mode), take, began=context.events.block)
     shapes = {name: reference.known(f"{mode}::{name}").shape for name in whole}
     return _Exact(
-        context=context, mode=mode, reference=reference, sequences=sequences.part(_SOME), shapes=shapes, whole=whole,
+        context=context,
+        mode=mode,
+        reference=reference,
+        sequences=sequences.part(_SOME),
+        shapes=shapes,
+        whole=whole,
         undecided=_undecided(context, table, decided, len(sequences.ids) * sequences.length),
-    )  # fmt: skip
+    )
 
 
 def _undecided(context: Context, table: tuple[Settled, ...], places: list[str], count: int) -> dict[str, torch.Tensor]:
@@ -303,13 +308,18 @@ def _judge(context: Context, name: str, exact: _Exact, title: str) -> None:
         status: RecordStatus = "outside" if place in wrong else "equal" if is_same else "within"
         left_out = exact.left_out(layer)
         context.record.fact(
-            STAGE, layer, f"{title}.{part}" if part else title, status=status, share=ratio,
+            STAGE,
+            layer,
+            f"{title}.{part}" if part else title,
+            status=status,
+            share=ratio,
             word=_word(word, found[place]) if place in wrong else None,
             evidence={
-                "rows": sum(len(one.index) for one in found[place]), "bits_of_whole_sequences": is_same,
+                "rows": sum(len(one.index) for one in found[place]),
+                "bits_of_whole_sequences": is_same,
                 "undecided_rows": int(sum(left_out[one.index].sum() for one in found[place]) if len(left_out) else 0),
             },
-        )  # fmt: skip
+        )
     for place, shape in way.other_shapes.items():
         layer, part = ResultPlace.of(place)
         if not part and context.record.wants(STAGE, layer):

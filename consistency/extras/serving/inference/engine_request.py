@@ -55,6 +55,9 @@ def write_request(case: Case, path: Path) -> Request:
 def key_of(case: Case, base: LoadedBase, inputs: dict[str, torch.Tensor]) -> CaseKey:
     """Return what identifies a case and its inputs."""
     return CaseKey(
-        name=case.name, inputs=digest_of(inputs), base=base_digest(case), adapter=adapter_digest(case),
+        name=case.name,
+        inputs=digest_of(inputs),
+        base=base_digest(case),
+        adapter=adapter_digest(case),
         dtype=base.dtype,
-    )  # fmt: skip
+    )

@@ -57,9 +57,7 @@ def adapter_digest(case: Case) -> str:
     if case.adapter is None:
         return ""
     folder = Path(case.adapter)
-    found = read_checkpoint(
-        folder, stem="adapter_model", pickle_stem="adapter_model", allow_pickle=case.allow_pickle
-    )  # fmt: skip
+    found = read_checkpoint(folder, stem="adapter_model", pickle_stem="adapter_model", allow_pickle=case.allow_pickle)
     return _digest(folder / ADAPTER_CONFIG, found)
 
 

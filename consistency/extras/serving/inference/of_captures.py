@@ -39,20 +39,39 @@ def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
     where = capture.folder
     if case.factory is not None or not case.base:
         got = case.base or "no base"
-        raise InputError("an engine's outputs are compared with a base in a folder", where=where, got=got,
-                         hint="consistency run --engine-outputs NAME=FILE")  # fmt: skip
+        raise InputError(
+            "an engine's outputs are compared with a base in a folder",
+            where=where,
+            got=got,
+            hint="consistency run --engine-outputs NAME=FILE",
+        )
     for path in (case.base, case.adapter):
         if path is not None and not Path(path).is_dir():
-            raise InputError("the files of the capture are not on this host", where=where, got=path,
-                             hint="compare where they are: the float64 reference is computed from them")  # fmt: skip
+            raise InputError(
+                "the files of the capture are not on this host",
+                where=where,
+                got=path,
+                hint="compare where they are: the float64 reference is computed from them",
+            )
     if case.inputs is not None and not case.makes_inputs:
         read_header(Path(case.inputs))
     paths = tuple(EngineFile(name=one.name, path=str(Path(one.path).expanduser().resolve())) for one in files)
     found = msgspec.structs.replace(
-        case, engine_outputs=paths, stages=(standard.FORWARD,), steps=None, soak_s=None, load=False, only=(),
+        case,
+        engine_outputs=paths,
+        stages=(standard.FORWARD,),
+        steps=None,
+        soak_s=None,
+        load=False,
+        only=(),
         wrapper=None,
-        adapters=(), device_map=None, allow_pickle=False, trust_remote_code=False, load_paths=None, repeat=1,
-    )  # fmt: skip
+        adapters=(),
+        device_map=None,
+        allow_pickle=False,
+        trust_remote_code=False,
+        load_paths=None,
+        repeat=1,
+    )
     for one in paths:
         check_files_of(found, read_outputs(Path(one.path)))
     return found

@@ -96,18 +96,21 @@ def read_outputs(path: Path) -> Outputs:
     outputs = Outputs(path=path, about=_about(path), tensors=tensors)
     if not outputs.modes:
         got = ", ".join(sorted(tensors)) or "no tensor"
-        raise InputError("the engine's outputs hold no outputs", where=path, got=got,
-                         wanted="one of " + ", ".join(MODES), hint=_HINT)  # fmt: skip
+        raise InputError(
+            "the engine's outputs hold no outputs", where=path, got=got, wanted="one of " + ", ".join(MODES), hint=_HINT
+        )
     for name, header in tensors.items():
         _check_tensor(outputs, name, header)
     shapes = {tensors[mode].shape[:-1] for mode in outputs.modes}
     shapes |= {tensors[TOKENS].shape} if TOKENS in tensors else set()
     if len(shapes) > 1:
         raise InputError(
-            "the engine's outputs are of different rows or tokens", where=path,
-            got=" and ".join(str(list(shape)) for shape in sorted(shapes)), wanted="one shape before the vocabulary",
+            "the engine's outputs are of different rows or tokens",
+            where=path,
+            got=" and ".join(str(list(shape)) for shape in sorted(shapes)),
+            wanted="one shape before the vocabulary",
             hint=f"computed places are marked in {TOKENS!r}; what is elsewhere is not read",
-        )  # fmt: skip
+        )
     return outputs
 
 
@@ -117,18 +120,25 @@ def _about(path: Path) -> About:
     text = metadata.get(METADATA)
     if text is None:
         raise InputError(
-            "the engine's outputs do not say what they are", where=path,
+            "the engine's outputs do not say what they are",
+            where=path,
             got="metadata " + (", ".join(sorted(metadata)) or "of no field"),
-            wanted=f"a field {METADATA!r} with JSON", hint=_HINT,
-        )  # fmt: skip
+            wanted=f"a field {METADATA!r} with JSON",
+            hint=_HINT,
+        )
     try:
         return msgspec.json.decode(text, type=About)
     except msgspec.ValidationError as error:
-        raise InputError("the description of the engine's outputs cannot be used", where=f"{METADATA} in {path}",
-                         got=error, hint=_HINT) from None  # fmt: skip
+        raise InputError(
+            "the description of the engine's outputs cannot be used",
+            where=f"{METADATA} in {path}",
+            got=error,
+            hint=_HINT,
+        ) from None
     except msgspec.DecodeError as error:
-        raise InputError("the description of the engine's outputs is not JSON", where=f"{METADATA} in {path}",
-                         got=error, hint=_HINT) from None  # fmt: skip
+        raise InputError(
+            "the description of the engine's outputs is not JSON", where=f"{METADATA} in {path}", got=error, hint=_HINT
+        ) from None
 
 
 def _check_tensor(outputs: Outputs, name: str, header: TensorHeader) -> None:
@@ -140,36 +150,62 @@ def _check_tensor(outputs: Outputs, name: str, header: TensorHeader) -> None:
     if of_ids:
         _check_dtype(outputs, name, header, _INTEGERS)
         if header.shape != outputs.tensors[stem].shape:
-            raise InputError("ids of another shape than their values", where=f"{name} in {outputs.path}",
-                             got=list(header.shape), wanted=list(outputs.tensors[stem].shape))  # fmt: skip
+            raise InputError(
+                "ids of another shape than their values",
+                where=f"{name} in {outputs.path}",
+                got=list(header.shape),
+                wanted=list(outputs.tensors[stem].shape),
+            )
         if outputs.about.top_k is None:
-            raise InputError("ids without top_k", where=f"{name} in {outputs.path}",
-                             wanted="how many of the largest values are given, as top_k", hint=_HINT)  # fmt: skip
+            raise InputError(
+                "ids without top_k",
+                where=f"{name} in {outputs.path}",
+                wanted="how many of the largest values are given, as top_k",
+                hint=_HINT,
+            )
         return
     if name not in MODES and not _is_batch(name):
         known = [*MODES, TOKENS, *(f"{mode}.{IDS}" for mode in MODES), "batch.1", "batch.2.first", "batch.2.last"]
         raise InputError(
-            "a tensor that has no meaning here", where=f"{name} in {outputs.path}", wanted=", ".join(known),
+            "a tensor that has no meaning here",
+            where=f"{name} in {outputs.path}",
+            wanted=", ".join(known),
             hint=did_you_mean(name, known) or _HINT,
-        )  # fmt: skip
+        )
     _check_dtype(outputs, name, header, FLOATS)
     if len(header.shape) < (1 if _is_batch(name) else 2):
-        raise InputError("outputs without a row or without a vocabulary", where=f"{name} in {outputs.path}",
-                         got=list(header.shape), wanted="[rows, tokens, vocabulary]")  # fmt: skip
+        raise InputError(
+            "outputs without a row or without a vocabulary",
+            where=f"{name} in {outputs.path}",
+            got=list(header.shape),
+            wanted="[rows, tokens, vocabulary]",
+        )
     if outputs.about.top_k is None:
         return
     if f"{name}.{IDS}" not in outputs.tensors:
-        raise InputError("the largest values without their ids", where=f"{name} in {outputs.path}",
-                         wanted=f"{name}.{IDS} of the same shape", hint=_HINT)  # fmt: skip
+        raise InputError(
+            "the largest values without their ids",
+            where=f"{name} in {outputs.path}",
+            wanted=f"{name}.{IDS} of the same shape",
+            hint=_HINT,
+        )
     if header.shape[-1] < outputs.about.top_k:
-        raise InputError("fewer values than top_k", where=f"{name} in {outputs.path}", got=header.shape[-1],
-                         wanted=outputs.about.top_k)  # fmt: skip
+        raise InputError(
+            "fewer values than top_k",
+            where=f"{name} in {outputs.path}",
+            got=header.shape[-1],
+            wanted=outputs.about.top_k,
+        )
 
 
 def _check_dtype(outputs: Outputs, name: str, header: TensorHeader, allowed: tuple[str, ...]) -> None:
     if header.dtype not in allowed:
-        raise InputError("a tensor of another dtype", where=f"{name} in {outputs.path}", got=header.dtype,
-                         wanted=" or ".join(allowed))  # fmt: skip
+        raise InputError(
+            "a tensor of another dtype",
+            where=f"{name} in {outputs.path}",
+            got=header.dtype,
+            wanted=" or ".join(allowed),
+        )
 
 
 def _is_batch(name: str) -> bool:
@@ -177,9 +213,12 @@ def _is_batch(name: str) -> bool:
     if parts == ["batch", "1"]:
         return True
     return (
-        len(parts) == 3 and parts[0] == "batch" and _BATCH.fullmatch(parts[1]) is not None and int(parts[1]) > 1
+        len(parts) == 3
+        and parts[0] == "batch"
+        and _BATCH.fullmatch(parts[1]) is not None
+        and int(parts[1]) > 1
         and parts[2] in ("first", "last")
-    )  # fmt: skip
+    )
 
 
 def check_files_of(case: Case, outputs: Outputs) -> None:

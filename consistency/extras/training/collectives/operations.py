@@ -190,10 +190,12 @@ def _ring(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
     """Send to the next rank, and receive from the one before."""
     received, group = torch.zeros_like(own), ranks.process_group
     after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
-    works = dist.batch_isend_irecv([
-        dist.P2POp(dist.isend, own, group=group, group_peer=after),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=before),
-    ])  # fmt: skip
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, own, group=group, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=before),
+        ]
+    )
     for work in works:
         work.wait()
     return received

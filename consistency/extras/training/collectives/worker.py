@@ -140,9 +140,7 @@ class _Trials:
                     record.operations.note(SUM_OVER_RANKS)
                 record_bounded(record, STAGE, collective.name, name, actual=first, exact=expected, digests=digests[:1])
         else:
-            row = TensorRecord(
-                STAGE, collective.name, name, rule=Rule.BITWISE, status="equal", evidence=self._evidence
-            )  # fmt: skip
+            row = TensorRecord(STAGE, collective.name, name, rule=Rule.BITWISE, status="equal", evidence=self._evidence)
             record.moved(row, actual=first, expected=expected, known=self._known(given))
         if again is not None:
             self._judge_repeat(collective, name, again, expected)
@@ -184,14 +182,14 @@ class _Trials:
             evidence["worst_index"] = list(found.worst_index or ())
         self._context.record.fact(
             STAGE, collective.name, name, status=status, word=word, share=share, evidence=evidence
-        )  # fmt: skip
+        )
 
     def _known(self, given: Sequence[Contribution]) -> Known:
         """Return what else a rank could hold: what another one gave."""
         given_by = [(f"what {name} gave", one) for name, one in zip(self._ranks.names, given, strict=True)]
         return Known(
             swapped=lambda tensor: next((name for name, one in given_by if torch.equal(tensor, one.whole())), None)
-        )  # fmt: skip
+        )
 
     def _result(self, collective: Collective, own: torch.Tensor, name: str) -> torch.Tensor:
         ranks = self._ranks
@@ -204,11 +202,16 @@ class _Trials:
         """Record other bits in the second run: a sum may have another order then, and nothing else may change."""
         right = isinstance(expected, Sum) and passes(float(measure_tracked(actual, expected).ratio or 0))
         self._context.record.fact(
-            STAGE, collective.name, f"{name}, {REPEATED}", status="within" if right else "outside",
-            word=None if right else words.DIFFERS, evidence=self._evidence,
+            STAGE,
+            collective.name,
+            f"{name}, {REPEATED}",
+            status="within" if right else "outside",
+            word=None if right else words.DIFFERS,
+            evidence=self._evidence,
             reason="a second run of the same sum gave other bits, within tolerance: its order is not fixed"
-            if right else "a second run of the same gave other bits, which are wrong",
-        )  # fmt: skip
+            if right
+            else "a second run of the same gave other bits, which are wrong",
+        )
 
     def _compare(self, collective: Collective, name: str, value: str) -> None:
         """Record whether this rank has the bits of the others; each waits here for all to have judged theirs."""
@@ -218,10 +221,14 @@ class _Trials:
             return
         others = ranks.others_than(answers)
         record.fact(
-            STAGE, collective.name, f"{name}, {SAME_BITS}", status="outside" if others else "equal",
-            word=words.DIFFERS if others else None, evidence=self._evidence,
+            STAGE,
+            collective.name,
+            f"{name}, {SAME_BITS}",
+            status="outside" if others else "equal",
+            word=words.DIFFERS if others else None,
+            evidence=self._evidence,
             reason=f"other bits than on {some(others)}" if others else None,
-        )  # fmt: skip
+        )
 
 
 _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "HCCL_", "CCL_")

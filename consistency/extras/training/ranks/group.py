@@ -248,18 +248,26 @@ def joined(group: RankGroup, device: torch.device, events: EventLog, stage: str)
 
     try:
         dist.init_process_group(
-            dist.get_default_backend_for_device(device), store=PrefixStore("group", store), rank=group.rank,
-            world_size=len(group.ranks), timeout=limit, device_id=None if device.type == "cpu" else device,
-        )  # fmt: skip
+            dist.get_default_backend_for_device(device),
+            store=PrefixStore("group", store),
+            rank=group.rank,
+            world_size=len(group.ranks),
+            timeout=limit,
+            device_id=None if device.type == "cpu" else device,
+        )
     except (RuntimeError, ValueError) as error:
         reason = f"the group cannot be made: {first_line(error)}"
         raise _error(group, reason, events, folder) from error
     try:
         assert dist.group.WORLD is not None
         yield Joined(
-            group=group, device=device, store=PrefixStore("answers", store), events=events, folder=folder,
+            group=group,
+            device=device,
+            store=PrefixStore("answers", store),
+            events=events,
+            folder=folder,
             process_group=dist.group.WORLD,
-        )  # fmt: skip
+        )
     except Exception as error:  # whatever ends this rank's part, the others are told
         tells = not isinstance(error, Skip) and not (isinstance(error, GroupError) and error.lost)
         if tells:

@@ -77,7 +77,7 @@ class _Replica:
                     call=wrapped,
                     watching=own_gradients(self._parameters),
                 )
-            )  # fmt: skip
+            )
             judge = StepJudge(context, ranks, STAGE, files)
             names = [name for name in self._parameters if files[ranks.rank].read(AVERAGED, name) is not None]
             wrong = {name for name in names if not judge.averaged(name)}
@@ -96,11 +96,15 @@ class _Replica:
         share = max((judge.apart(name, start[name], others[0]) for name, others in odd.items()), default=0.0)
         if odd:
             self._context.record.fact(
-                STAGE, WHOLE_MODEL, DRIFT, status="within" if share <= 1 else "outside", share=share,
+                STAGE,
+                WHOLE_MODEL,
+                DRIFT,
+                status="within" if share <= 1 else "outside",
+                share=share,
                 word=words.DIFFERS,
                 evidence={"tensors": len(odd), "of": len(names), "steps": STEPS, "ranks": next(iter(odd.values()))},
                 reason=f"{len(odd)} of {counted(len(names), 'tensor')} of the adapter differ after {STEPS} steps",
-            )  # fmt: skip
+            )
 
     def _check_base(self) -> None:
         """Record the tensors of the base that DistributedDataParallel's broadcast changed, which it must not."""
@@ -108,9 +112,13 @@ class _Replica:
         for name in changed:
             layer, _, part = name.rpartition(".")
             self._context.record.fact(
-                STAGE, layer, f"{part}.base", status="outside", word=words.BYTES_CHANGED,
+                STAGE,
+                layer,
+                f"{part}.base",
+                status="outside",
+                word=words.BYTES_CHANGED,
                 reason="changed by DistributedDataParallel's broadcast from the first rank",
-            )  # fmt: skip
+            )
         if changed:
             raise RuntimeError(f"DistributedDataParallel changed {counted(len(changed), 'tensor')} of the base")
 

@@ -56,9 +56,14 @@ def record_saved(
             expected = tensor.to(in_file[key].dtype)
             word, evidence = _difference(in_file[key], expected)
         context.record.fact(
-            stage, layer, f"{part}.{SAVED}", status="equal" if word is None else "outside", word=word,
-            evidence=evidence, reason="not in the file that the ranks saved" if key not in in_file else None,
-        )  # fmt: skip
+            stage,
+            layer,
+            f"{part}.{SAVED}",
+            status="equal" if word is None else "outside",
+            word=word,
+            evidence=evidence,
+            reason="not in the file that the ranks saved" if key not in in_file else None,
+        )
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[Word | None, dict[str, Any]]:

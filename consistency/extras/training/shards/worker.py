@@ -124,9 +124,12 @@ def _before(
             with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
             wrong = [name for name in with_gradient if not _record_seen(context, files, own, name)]
             context.record.fact(
-                STAGE, WHOLE_MODEL, GATHERED, status="within" if wrong else "equal",
+                STAGE,
+                WHOLE_MODEL,
+                GATHERED,
+                status="within" if wrong else "equal",
                 evidence={"tensors": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
-            )  # fmt: skip
+            )
             judge = StepJudge(context, ranks, STAGE, files)
             if _adds_up_averages(ranks):
                 answer = (
@@ -183,9 +186,15 @@ def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, nam
     layer, part = adapter_place(context.expected[name][0])
     earlier = {value: f"what it was before step {number + 1}" for number, value in enumerate(wanted[:step])}
     record_difference(
-        context, STAGE, layer, f"{part}.{GATHERED}", own.of_step(SEEN, name, step), before[step],
-        known=Known(stale=lambda tensor: earlier.get(digest(tensor).value)), evidence={"step": step + 1},
-    )  # fmt: skip
+        context,
+        STAGE,
+        layer,
+        f"{part}.{GATHERED}",
+        own.of_step(SEEN, name, step),
+        before[step],
+        known=Known(stale=lambda tensor: earlier.get(digest(tensor).value)),
+        evidence={"step": step + 1},
+    )
     return False
 
 
@@ -248,9 +257,14 @@ def _record_first_gradient(
 ) -> None:
     """Record the averaged gradient of the first step against the average of the float64 gradients of the batches."""
     record_gradient(
-        context, STAGE, name, file.of_step(AVERAGED, name, 0), part=file.parts[name], reference=reference,
+        context,
+        STAGE,
+        name,
+        file.of_step(AVERAGED, name, 0),
+        part=file.parts[name],
+        reference=reference,
         ending=f"{ranks.of_so_many}{title}",
-    )  # fmt: skip
+    )
 
 
 def _by_zero(
@@ -296,10 +310,13 @@ def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> No
     for answer in ranks.answers(f"{AFTERWARDS}, differing", str(differing)):
         differing = max(differing, int(answer))
     context.record.fact(
-        STAGE, WHOLE_MODEL, AFTERWARDS, status="within" if differing else "equal",
+        STAGE,
+        WHOLE_MODEL,
+        AFTERWARDS,
+        status="within" if differing else "equal",
         word=UNSYNCHRONIZED if differing else None,
         evidence={"tensors": differing, "of": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
         reason=f"{differing} of {counted(len(with_gradient), 'tensor')} differ between ranks after {STEPS} steps"
         if differing
         else None,
-    )  # fmt: skip
+    )

@@ -104,7 +104,7 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
                 tensor = f"{mode}.{place.part}" if place.part else mode
                 row = TensorRecord(
                     STAGE, place.layer, f"{tensor}{ranks.of_so_many}", rule=Rule.BLOCK, status="measured"
-                )  # fmt: skip
+                )
                 record_block(context, row, result, reference=reference, name=exact[name])
 
 
@@ -124,6 +124,11 @@ def _record_gradients(
             parameter = of.wanted.get(name)
             own = whole(gradient) if parameter is None else gradient_held(parameter, gradient)
             record_gradient(
-                context, STAGE, name, own.to("cpu").contiguous(), reference=reference, ending=ranks.of_so_many,
+                context,
+                STAGE,
+                name,
+                own.to("cpu").contiguous(),
+                reference=reference,
+                ending=ranks.of_so_many,
                 part=part_of(mapped(exact) if parameter is None else parameter, rank=ranks.rank, world=ranks.world),
-            )  # fmt: skip
+            )

@@ -77,9 +77,11 @@ def find_trajectories(evidence: ComparisonEvidence) -> Iterator[Finding]:
     of_stage = [tensor for tensor in evidence.tensors if tensor.stage == STAGE]
     curves = {
         worker: row.evidence
-        for tensor in of_stage if tensor.tensor == CURVE
-        for worker, row in tensor.by_worker() if row.status in ("equal", "within")
-    }  # fmt: skip
+        for tensor in of_stage
+        if tensor.tensor == CURVE
+        for worker, row in tensor.by_worker()
+        if row.status in ("equal", "within")
+    }
     explained = _with_wrong_weights(evidence.tensors)
     wrong = {worker: places for worker, places in _outside(of_stage).items() if worker not in explained}
     same: dict[tuple[int, str], list[str]] = {}

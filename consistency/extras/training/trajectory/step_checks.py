@@ -148,9 +148,13 @@ class StepChecks:
             if is_last or (ratio is not None and not is_within(ratio)):
                 self._recorded.add(name)
                 row = TensorRecord(
-                    STAGE, layer, tensor, rule=Rule.BLOCK, status="measured",
+                    STAGE,
+                    layer,
+                    tensor,
+                    rule=Rule.BLOCK,
+                    status="measured",
                     evidence={"step": step + 1, **half_kernels.evidence(self._own.kernels)},
-                )  # fmt: skip
+                )
                 record_block(context, row, gradient, reference=answer, name=name)
         return True
 

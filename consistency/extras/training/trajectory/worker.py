@@ -131,6 +131,10 @@ def _record_curve(context: Context, own: _Trained) -> None:
     evidence |= {name: finite(values) for name, values in zip(FIGURES, (own.losses, own.norms, distances), strict=True)}
     same = bool(distances) and not any(distances)
     context.record.fact(
-        STAGE, WHOLE_MODEL, SPECS[STAGE].whole, status="equal" if same else "within", evidence=evidence,
+        STAGE,
+        WHOLE_MODEL,
+        SPECS[STAGE].whole,
+        status="equal" if same else "within",
+        evidence=evidence,
         reason=answer if isinstance(answer, str) else None,
-    )  # fmt: skip
+    )

@@ -122,11 +122,15 @@ class Experts(AddedForm):
         self._height = height
         each = (
             LowRankFactors(
-                left=Typed.known(one), right=Typed.known(other), scaling=source.lora_scaling(),
-                arithmetic=source.matmul, computed_in=left.dtype, dtype=left.dtype,
+                left=Typed.known(one),
+                right=Typed.known(other),
+                scaling=source.lora_scaling(),
+                arithmetic=source.matmul,
+                computed_in=left.dtype,
+                dtype=left.dtype,
             )
             for one, other in zip(left, right, strict=True)
-        )  # fmt: skip
+        )
         self._experts = tuple(each)
 
     def delta(self, rows: slice) -> Typed:

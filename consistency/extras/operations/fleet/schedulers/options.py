@@ -19,9 +19,11 @@ class FleetOptions:
 
     engine: str = declare("", "what starts the captures", choices=tuple(ENGINES))
     nodes: str | None = declare(
-        None, "nodes as the engine writes them, gpu[001-128],login1, or all (default: those of the allocation that "
-        "this runs in)", "LIST",
-    )  # fmt: skip
+        None,
+        "nodes as the engine writes them, gpu[001-128],login1, or all (default: those of the allocation that "
+        "this runs in)",
+        "LIST",
+    )
     store: str | None = declare(
         None, "folder or URL that every node can write to, for its capture and progress (default: OUT/captures)", "URL"
     )
@@ -35,17 +37,20 @@ class FleetOptions:
         (), 'more arguments for sbatch or srun: "--qos=low --time=30"; may be repeated', "TEXT", repeatable=True
     )
     command: str | None = declare(
-        None, 'what starts this tool on a node (default: this interpreter): "apptainer exec --nv tool.sif consistency"',
+        None,
+        'what starts this tool on a node (default: this interpreter): "apptainer exec --nv tool.sif consistency"',
         "TEXT",
-    )  # fmt: skip
+    )
     node_timeout: float | None = declare(
         None, "how long a node may take, waiting for it included: 90s, 10m, 2h (default: no limit)", "TIME"
     )
     node_stall: float = declare(60.0, "seconds a running node may be silent (default: 60)", "S", type=float)
     together: bool = declare(
-        False, "one group of the devices of all nodes, in place of one per node, for the stages of devices together; "
-        "--store is a folder that all nodes see", type=bool,
-    )  # fmt: skip
+        False,
+        "one group of the devices of all nodes, in place of one per node, for the stages of devices together; "
+        "--store is a folder that all nodes see",
+        type=bool,
+    )
     resume: bool = declare(False, "keep what an earlier run delivered to --out, and start only the rest", type=bool)
 
 

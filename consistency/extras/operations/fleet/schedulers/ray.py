@@ -41,14 +41,19 @@ class RayEngine:
     def nodes(self, given: str | None) -> tuple[str, ...]:
         try:
             self._ray.init(
-                address="auto", log_to_driver=False, logging_level="error", configure_logging=False,
+                address="auto",
+                log_to_driver=False,
+                logging_level="error",
+                configure_logging=False,
                 ignore_reinit_error=True,
-            )  # fmt: skip
+            )
         except (ConnectionError, RuntimeError) as error:
             raise UsageError(
-                "there is no Ray cluster", where="--engine ray", got=first_line(error),
+                "there is no Ray cluster",
+                where="--engine ray",
+                got=first_line(error),
                 hint="run it on a node of the cluster, or set RAY_ADDRESS",
-            ) from None  # fmt: skip
+            ) from None
         known = self._known()
         if given in (None, "all"):
             return tuple(sorted(name for name, node in known.items() if node["Alive"]))
@@ -153,9 +158,14 @@ def _program() -> Any:
 
         with pathlib.Path(log or os.devnull).open("wb") as output:
             process = subprocess.Popen(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, preexec_fn=die_with_parent,
-            )  # fmt: skip
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+            )
             try:
                 while process.poll() is None:  # a wait would not be interrupted when Ray cancels the task
                     time.sleep(0.2)

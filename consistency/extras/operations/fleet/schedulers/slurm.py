@@ -45,9 +45,10 @@ class SlurmEngine:
             given = os.environ.get("SLURM_JOB_NODELIST")
             if given is None:
                 raise UsageError(
-                    "--nodes is required outside a Slurm allocation", wanted="a list as Slurm writes it, or all",
+                    "--nodes is required outside a Slurm allocation",
+                    wanted="a list as Slurm writes it, or all",
                     hint="inside an allocation, its nodes are the default",
-                )  # fmt: skip
+                )
         partition = self._options.partition
         known = self._known()
         if not known:
@@ -58,9 +59,11 @@ class SlurmEngine:
         strangers = [name for name in names if name not in known]
         if strangers or not names:
             raise UsageError(
-                "no such node" if strangers else "no node", where="--nodes", got=" ".join(strangers[:6]) or given,
+                "no such node" if strangers else "no node",
+                where="--nodes",
+                got=" ".join(strangers[:6]) or given,
                 wanted=_asked("scontrol", "show", "hostlist", ",".join(known)).strip(),
-            )  # fmt: skip
+            )
         return names
 
     def submit(self, task: NodeTask) -> None:
@@ -123,13 +126,26 @@ class SlurmEngine:
 
     def _start_step(self, task: NodeTask) -> None:
         words = [
-            "srun", f"--jobid={self._allocation}", f"--job-name={self._name}", "--overlap", "--cpu-bind=none",
-            "--no-kill", "--kill-on-bad-exit=0", "--input=none", *self._placed(task), *task.command,
-        ]  # fmt: skip
+            "srun",
+            f"--jobid={self._allocation}",
+            f"--job-name={self._name}",
+            "--overlap",
+            "--cpu-bind=none",
+            "--no-kill",
+            "--kill-on-bad-exit=0",
+            "--input=none",
+            *self._placed(task),
+            *task.command,
+        ]
         self._steps[task.node] = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            env=_environment(), start_new_session=True,  # Ctrl-C goes to the fleet alone, which then cancels
-        )  # fmt: skip
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environment(),
+            start_new_session=True,  # Ctrl-C goes to the fleet alone, which then cancels
+        )
 
     def _placed(self, task: NodeTask) -> list[str]:
         """Return the arguments that a job and a step have in common."""
@@ -189,9 +205,14 @@ def _asked(*words: str, given: str | None = None, where: str | None = None) -> s
 def _run(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            words, input=given or "", capture_output=True, text=True, check=False, timeout=_ANSWER_S,
+            words,
+            input=given or "",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_ANSWER_S,
             env=_environment(),
-        )  # fmt: skip
+        )
     except FileNotFoundError:
         hint = "run it where jobs are submitted"
         raise UsageError("Slurm is not on this host", where="--engine slurm", got=f"no {words[0]}", hint=hint) from None
