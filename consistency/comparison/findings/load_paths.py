@@ -26,7 +26,7 @@ _NOT_ARRIVED = frozenset({words.ZEROS, words.NEVER_WRITTEN, words.FRESH_INIT, wo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the load paths show of one cause."""
+    """The conclusion that the load paths allow about one cause."""
 
     where: str = ""  # the load paths with wrong and with correct bytes, to follow "zeros in 128 of 128 lora_B tensors"
     why: str = ""  # the cause, where the load paths identify it
@@ -40,6 +40,8 @@ def judge_load_paths(
 
     Parameters
     ----------
+    word : Word
+        The kind of difference.
     wrong, taken : set of str
         Load paths on which one tensor of one worker is wrong, and all on which it was checked.
     stage : str
@@ -48,72 +50,86 @@ def judge_load_paths(
         The comparison has workers on more than one default load path, so one has to be named.
     """
     try:
-        bad, seen = {LoadPath(name) for name in wrong}, {LoadPath(name) for name in taken}
+        bad, checked = {LoadPath(name) for name in wrong}, {LoadPath(name) for name in taken}
     except ValueError:  # of a later version, or no load path: weight files that were compared
-        return Verdict(where=f" on load path {', '.join(sorted(wrong))}" if many else "")
-    right = seen - bad
-    if not right and len(seen) == 1:
-        return Verdict(where=f" on load path {_names(bad)}" if many else "")
+        return _on_named_paths(", ".join(sorted(wrong)), many=many)
+    right = checked - bad
+    if not right and len(checked) == 1:
+        return _on_named_paths(_names(bad), many=many)
     if not right:
-        return _on_every(seen)
-    isolated = any(path.main is LoadPath.ISOLATED for path in right) and all(p.main is LoadPath.SHARED for p in bad)
+        return _on_every(checked)
+    right_when_isolated = any(path.main is LoadPath.ISOLATED for path in right)
+    bad_only_when_shared = all(path.main is LoadPath.SHARED for path in bad)
+    isolation_helps = right_when_isolated and bad_only_when_shared
     if stage == "adapter":
-        return _by_option(word, bad, right) or (_when_shared(bad, right) if isolated else _by_device(bad, right))
-    if isolated:
+        verdict = _by_option(word, bad, right)
+        if verdict is not None:
+            return verdict
+        return _when_shared(bad, right) if isolation_helps else _by_device(bad, right)
+    if isolation_helps:
         return Verdict(where=_WHEN_SHARED, why="a copy between devices")
     return Verdict(where=f" on load path {_names(bad)}")
 
 
-def _on_every(seen: Set[LoadPath]) -> Verdict:
+def _on_named_paths(names: str, *, many: bool) -> Verdict:
+    """Name the load paths with wrong bytes, where the comparison has several to choose from."""
+    return Verdict(where=f" on load path {names}" if many else "")
+
+
+def _on_every(checked: Set[LoadPath]) -> Verdict:
+    """Interpret bytes that are wrong on every load path that was checked."""
     # isolated, no copy comes from another device; staged through the host or with another loader, none from the file
-    elsewhere = any(load_path.torch_device == "cpu" or load_path.by_transformers for load_path in seen)
-    if elsewhere and any(load_path.main is LoadPath.ISOLATED for load_path in seen):
+    has_other_source = any(path.torch_device == "cpu" or path.by_transformers for path in checked)
+    if has_other_source and any(path.main is LoadPath.ISOLATED for path in checked):
         return Verdict(
-            where=f" on every load path ({_names(seen)})",
+            where=f" on every load path ({_names(checked)})",
             why="not a copy between devices or a loader, but the device or its memory",
         )
-    return Verdict(where=f" on every load path taken ({_names(seen)})")
+    return Verdict(where=f" on every load path taken ({_names(checked)})")
 
 
 def _by_option(word: Word, bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict | None:
-    if all(load_path.low_memory and load_path.without_low_memory in right for load_path in bad):
-        rounded = word in _ROUNDED
-        return Verdict(
-            where=" with low_cpu_mem_usage=True, and correct without",
-            why="a dtype conversion while loading" if rounded else "an effect of low_cpu_mem_usage=True",
-        )
-    of_other = [load_path for load_path in right if load_path.by_transformers]
-    if all(load_path.by_transformers for load_path in bad) and any(
-        load_path.main in {b.main for b in bad} for load_path in right
-    ):
-        if all(not load_path.by_transformers for load_path in right):
-            return Verdict(where=" with transformers' load_adapter, and correct with PEFT's", why=_BY_TRANSFORMERS)
-    elif of_other and len(of_other) == len(right) and {b.main for b in bad} <= {r.main for r in of_other}:
+    """Blame an option of loading, or one of the two loaders; None where neither tells wrong from correct paths."""
+    if all(path.low_memory and path.without_low_memory in right for path in bad):
+        why = "a dtype conversion while loading" if word in _ROUNDED else "an effect of low_cpu_mem_usage=True"
+        return Verdict(where=" with low_cpu_mem_usage=True, and correct without", why=why)
+    # loaders are compared only where both were tried with the same devices visible
+    bad_mains, right_mains = {path.main for path in bad}, {path.main for path in right}
+    bad_by_transformers = all(path.by_transformers for path in bad)
+    if bad_by_transformers and not bad_mains.isdisjoint(right_mains):
+        if any(path.by_transformers for path in right):
+            return None
+        return Verdict(where=" with transformers' load_adapter, and correct with PEFT's", why=_BY_TRANSFORMERS)
+    right_by_transformers = all(path.by_transformers for path in right)
+    if right_by_transformers and bad_mains <= right_mains:
         return Verdict(where=" with PEFT's loader, and correct with transformers'", why="PEFT's loader")
     return None
 
 
 def _when_shared(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
     """Interpret bytes that are correct on an isolated device and wrong when other devices are visible."""
-    if all(load_path.chooses_device for load_path in bad):
-        shared = [path for path in right if path.main is LoadPath.SHARED and not path.chooses_device]
-        options = _devices(shared)
-        options += [_BY_TRANSFORMERS] if any(load_path.by_transformers for load_path in shared) else []
-        return Verdict(where=_WHEN_SHARED + (f" or with {' or '.join(options)}" if options else ""), hops=True)
-    return Verdict(where=_WHEN_SHARED, why="an effect of other visible devices, not only of copies through device 0")
+    if not all(path.chooses_device for path in bad):
+        return Verdict(
+            where=_WHEN_SHARED, why="an effect of other visible devices, not only of copies through device 0"
+        )
+    shared = [path for path in right if path.main is LoadPath.SHARED and not path.chooses_device]
+    options = _devices(shared)
+    if any(path.by_transformers for path in shared):
+        options.append(_BY_TRANSFORMERS)
+    alternatives = f" or with {' or '.join(options)}" if options else ""
+    return Verdict(where=_WHEN_SHARED + alternatives, hops=True)
 
 
 def _by_device(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
-    if all(load_path.chooses_device for load_path in bad) and not any(load_path.chooses_device for load_path in right):
+    """Blame the device that PEFT chooses, or the copy from the file onto the device; else name the load paths."""
+    if all(path.chooses_device for path in bad) and not any(path.chooses_device for path in right):
         options = " or ".join(_devices(right)) or _BY_TRANSFORMERS
         return Verdict(
             where=f" where PEFT chooses the device, and correct with {options}",
             why="copies through the device that PEFT chooses",
-            hops=all(load_path.main is LoadPath.SHARED for load_path in bad),
+            hops=all(path.main is LoadPath.SHARED for path in bad),
         )
-    if all(load_path.torch_device != "cpu" and not load_path.by_transformers for load_path in bad) and all(
-        load_path.torch_device == "cpu" or load_path.by_transformers for load_path in right
-    ):
+    if not any(map(_is_staged, bad)) and all(map(_is_staged, right)):
         return Verdict(
             where=" where the file is read directly onto the device, and correct when staged through the host",
             why="the copy from the file to the device",
@@ -121,22 +137,32 @@ def _by_device(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
     return Verdict(where=f" on load path {_names(bad)}, and correct on {_names(right)}")
 
 
+def _is_staged(path: LoadPath) -> bool:
+    """Return whether the values of the file are read into host memory first."""
+    return path.torch_device == "cpu" or path.by_transformers
+
+
 def copies(word: Word, workers: Sequence[str], fine: Iterable[str]) -> str:
     """Name the wrong and the correct copies: to `workers` and to `fine`, all through device 0."""
-    does = "drop data" if word in _NOT_ARRIVED else "change data"
+    effect = "drop data" if word in _NOT_ARRIVED else "change data"
     targets = [_index(label) for label in workers]
+    # device 0 itself is wrong, or a worker has no number: no list of peer copies would name them all
     if None in targets or 0 in targets:
-        return f"copies through device 0 {does}"
-    unhurt = sorted({index for index in map(_index, fine) if index} - set(targets))
-    text = f"peer copies {listed([f'0→{index}' for index in dict.fromkeys(targets)])} {does}"
-    verb = "is" if len(unhurt) == 1 else "are"
-    return text + (f"; {listed([f'0→{index}' for index in unhurt])} {verb} fine" if unhurt else "")
+        return f"copies through device 0 {effect}"
+    hops = [f"0→{index}" for index in dict.fromkeys(targets)]
+    message = f"peer copies {listed(hops)} {effect}"
+    fine_indices = {index for index in map(_index, fine) if index}
+    fine_hops = [f"0→{index}" for index in sorted(fine_indices - set(targets))]
+    if not fine_hops:
+        return message
+    verb = "is" if len(fine_hops) == 1 else "are"
+    return f"{message}; {listed(fine_hops)} {verb} fine"
 
 
 def is_cpu(label: str) -> bool:
     """Return whether a worker's device is a CPU."""
-    found = label_of(label)
-    return found is not None and found.type == CPU
+    device_label = label_of(label)
+    return device_label is not None and device_label.type == CPU
 
 
 def is_software(tensors: Iterable[TensorComparison], workers: Sequence[str]) -> bool:
@@ -154,12 +180,20 @@ def load_paths_taken(label: str, rows: Mapping[str, Outcome]) -> tuple[frozenset
 
     The reference worker is compared with on every load path, but a CPU only takes those that leave no other device
     visible.
+
+    Parameters
+    ----------
+    label : str
+        Name of the worker.
+    rows : mapping
+        The outcomes of the tensor on this worker, by load path.
     """
     checked = {load_path: row for load_path, row in rows.items() if row.status not in ("skipped", "blocked")}
     if is_cpu(label):
-        own = {load_path: row for load_path, row in checked.items() if main_path(load_path) != LoadPath.SHARED}
-        checked = own or checked
-    return frozenset(load_path for load_path, row in checked.items() if row.status in BAD), frozenset(checked)
+        alone = {load_path: row for load_path, row in checked.items() if main_path(load_path) != LoadPath.SHARED}
+        checked = alone or checked
+    wrong = frozenset(load_path for load_path, row in checked.items() if row.status in BAD)
+    return wrong, frozenset(checked)
 
 
 @dataclass(slots=True)
@@ -175,71 +209,104 @@ def find_casts(evidence: ComparisonEvidence) -> Iterable[Finding]:
 
     PEFT casts to the dtype of the base, so that a worker whose base has another one says nothing.
     """
-    dtypes = {worker.label: worker.info.environment.get("dtype") for worker in evidence.workers}
-    adapter = [t for t in evidence.tensors if t.stage == "adapter"]
-    defaults = {(t.name, t.load_path): t.dtype for t in adapter if not is_alternative(t.load_path)}
+    adapter = [tensor for tensor in evidence.tensors if tensor.stage == "adapter"]
+    alternatives = [tensor for tensor in adapter if is_alternative(tensor.load_path) and tensor.layer != SETTINGS_LAYER]
+    base_dtypes = {worker.label: worker.info.environment.get("dtype") for worker in evidence.workers}
+    for (dtype, partial_workers), cast in _casts(alternatives, base_dtypes).items():
+        yield _report_cast(dtype, cast, is_partial=bool(partial_workers))
+    default_dtypes = {
+        (tensor.name, tensor.load_path): tensor.dtype for tensor in adapter if not is_alternative(tensor.load_path)
+    }
+    for (dtype, default_dtype), by_load_path in _stored_in_other_dtypes(alternatives, default_dtypes).items():
+        yield _report_storage(dtype, default_dtype, by_load_path)
+
+
+def _casts(
+    tensors: Iterable[TensorComparison], base_dtypes: Mapping[str, object]
+) -> dict[tuple[str, tuple[str, ...]], _Cast]:
+    """Group tensors whose values were cast, by the dtype in between and by the workers that alone made the cast.
+
+    Where every worker made it, those workers are an empty tuple: the reference worker does not take every load path
+    itself, and there is one note for all.
+    """
     casts: dict[tuple[str, tuple[str, ...]], _Cast] = {}
-    stored: dict[tuple[str, str], dict[str, list[TensorComparison]]] = {}
-    for tensor in adapter:
-        if not is_alternative(tensor.load_path) or tensor.layer == SETTINGS_LAYER:
+    for tensor in tensors:
+        cast_rows = [row for row in tensor.outcomes if row.cast]
+        if not cast_rows:
             continue
-        usual = defaults.get((tensor.name, main_path(tensor.load_path)))
-        if usual is not None and tensor.dtype not in ("", usual):
-            stored.setdefault((tensor.dtype, usual), {}).setdefault(tensor.load_path, []).append(tensor)
-        through = [outcome for outcome in tensor.outcomes if outcome.cast]
-        if through:
-            bases = {dtypes.get(worker) for outcome in through for worker in outcome.workers}
-            without = (row for row in tensor.outcomes if not row.cast and row.status == "equal")
-            partial = any(dtypes.get(worker) in bases for row in without for worker in row.workers)
-            # the reference worker does not take every load path itself: where all cast, there is one note for all
-            named = tuple(worker for outcome in through for worker in outcome.workers) if partial else ()
-            cast = casts.setdefault((through[0].cast, named), _Cast())
-            cast.workers += (outcome.workers for outcome in through)
-            cast.by_load_path.setdefault(tensor.load_path, []).append(tensor)
-    for (dtype, partial_workers), cast in casts.items():
-        first = next(iter(cast.by_load_path.values()))
-        tail = (
-            "but not on the other devices on this load path"
-            if partial_workers
-            else "on every device: PEFT casts them to the dtype of the base while loading"
-        )
-        names = tuple(names_in(cast.workers))
-        who = listed(names) if len(names) <= MOST_NAMES else some(names)
-        opening = f"adapter · {who} · the file's values rounded through {dtype}"
-        ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"
-        yield Finding(
-            kind=kinds.DTYPE_ON_THE_WAY,
-            severity="error" if partial_workers else "note",
-            message=f"{opening} in {counted(len(first), 'tensor')} {ending}",
-            general=f"{opening} {ending}",
-            workers=names,
-            tensors=tuple(t.name for t in first),
-            load_paths=tuple(cast.by_load_path),
-        )
-    for (dtype, usual), by_load_path in stored.items():
-        first = next(iter(by_load_path.values()))
-        where = f"stored in {dtype} on {', '.join(by_load_path)}, and in {usual} by default"
-        yield Finding(
-            kind=kinds.DTYPE_ON_THE_WAY,
-            severity="note",
-            message=f"adapter · {counted(len(first), 'tensor')} {where}",
-            general=f"adapter · tensors {where}",
-            workers=first[0].workers,
-            tensors=tuple(t.name for t in first),
-            load_paths=tuple(by_load_path),
-        )
+        cast_workers = tuple(worker for row in cast_rows for worker in row.workers)
+        bases = {base_dtypes.get(worker) for worker in cast_workers}
+        exact_rows = [row for row in tensor.outcomes if not row.cast and row.status == "equal"]
+        is_partial = any(base_dtypes.get(worker) in bases for row in exact_rows for worker in row.workers)
+        key = (cast_rows[0].cast, cast_workers if is_partial else ())
+        cast = casts.setdefault(key, _Cast())
+        cast.workers += [row.workers for row in cast_rows]
+        cast.by_load_path.setdefault(tensor.load_path, []).append(tensor)
+    return casts
+
+
+def _report_cast(dtype: str, cast: _Cast, *, is_partial: bool) -> Finding:
+    """Report one cast; `is_partial` where other devices on the load path hold the values of the file."""
+    first_tensors = next(iter(cast.by_load_path.values()))
+    tail = "on every device: PEFT casts them to the dtype of the base while loading"
+    if is_partial:
+        tail = "but not on the other devices on this load path"
+    labels = tuple(names_in(cast.workers))
+    labels_text = listed(labels) if len(labels) <= MOST_NAMES else some(labels)
+    opening = f"adapter · {labels_text} · the file's values rounded through {dtype}"
+    ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"
+    return Finding(
+        kind=kinds.DTYPE_ON_THE_WAY,
+        severity="error" if is_partial else "note",
+        message=f"{opening} in {counted(len(first_tensors), 'tensor')} {ending}",
+        general=f"{opening} {ending}",
+        workers=labels,
+        tensors=tuple(tensor.name for tensor in first_tensors),
+        load_paths=tuple(cast.by_load_path),
+    )
+
+
+def _stored_in_other_dtypes(
+    tensors: Iterable[TensorComparison], default_dtypes: Mapping[tuple[str, str], str]
+) -> dict[tuple[str, str], dict[str, list[TensorComparison]]]:
+    """Group tensors whose dtype differs from the default load path's: by both dtypes, then by load path."""
+    by_dtypes: dict[tuple[str, str], dict[str, list[TensorComparison]]] = {}
+    for tensor in tensors:
+        default_dtype = default_dtypes.get((tensor.name, main_path(tensor.load_path)))
+        # an empty dtype: nothing was recorded of the tensor on this path
+        if default_dtype is not None and tensor.dtype not in ("", default_dtype):
+            by_load_path = by_dtypes.setdefault((tensor.dtype, default_dtype), {})
+            by_load_path.setdefault(tensor.load_path, []).append(tensor)
+    return by_dtypes
+
+
+def _report_storage(dtype: str, default_dtype: str, by_load_path: Mapping[str, list[TensorComparison]]) -> Finding:
+    first_tensors = next(iter(by_load_path.values()))
+    ending = f"stored in {dtype} on {', '.join(by_load_path)}, and in {default_dtype} by default"
+    return Finding(
+        kind=kinds.DTYPE_ON_THE_WAY,
+        severity="note",
+        message=f"adapter · {counted(len(first_tensors), 'tensor')} {ending}",
+        general=f"adapter · tensors {ending}",
+        workers=first_tensors[0].workers,
+        tensors=tuple(tensor.name for tensor in first_tensors),
+        load_paths=tuple(by_load_path),
+    )
 
 
 def _devices(load_paths: Iterable[LoadPath]) -> list[str]:
+    """Return the options `torch_device=…` of load paths that set one, in alphabetical order."""
     return sorted({f"torch_device={path.torch_device}" for path in load_paths if path.torch_device})
 
 
 def _names(load_paths: Iterable[LoadPath]) -> str:
+    """Return the names of load paths in the order of their declaration."""
     chosen = set(load_paths)
     return ", ".join(load_path.value for load_path in LoadPath if load_path in chosen)
 
 
 def _index(worker: str) -> int | None:
+    """Return the number of a worker's device; None where it has none."""
     label = label_of(worker)
     return None if label is None else label.index
 
