@@ -273,7 +273,7 @@ def _stored_in_other_dtypes(
     by_dtypes: dict[tuple[str, str], dict[str, list[TensorComparison]]] = {}
     for tensor in tensors:
         default_dtype = default_dtypes.get((tensor.name, main_path(tensor.load_path)))
-        # an empty dtype: nothing was recorded of the tensor on this path
+        # a record without a dtype shows no other one
         if default_dtype is not None and tensor.dtype not in ("", default_dtype):
             by_load_path = by_dtypes.setdefault((tensor.dtype, default_dtype), {})
             by_load_path.setdefault(tensor.load_path, []).append(tensor)

@@ -1,4 +1,4 @@
-"""What agreement cannot be claimed over: nothing compared, no numbers, skipped checks, what no finding explains."""
+"""Tensors over which no agreement can be claimed: nothing compared, no numbers, skipped checks, no known cause."""
 
 from __future__ import annotations
 
@@ -29,133 +29,171 @@ _MOST_REASONS = 3
 _MOST_CAPTURES = 4
 _ABSENT = frozenset({"skipped", "blocked"})
 _LOST = dict.fromkeys(("missing", "unexpected"), "an alternative load path has other tensors than the files")
+"""Why a tensor was not compared, by status, where its row has no reason."""
 _ALONE = "there is one worker, and neither a file nor an exact value to compare it with"
 
 
-def find_nothing_compared(evidence: ComparisonEvidence) -> Iterable[Finding]:
+def find_nothing_compared(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report a comparison without a compared tensor, and captures that have none in common with any other.
 
     Lost workers are a finding already.
     """
-    compared, tensors = evidence.workers, evidence.tensors
-    whole = [p for p in compared if p.info.status == "ok"]
-    if len(whole) < len(compared) and not whole:
+    whole_workers = [worker for worker in evidence.workers if worker.info.status == "ok"]
+    if evidence.workers and not whole_workers:
         return
-    if tensors and not coverage(tensor for tensor in tensors if not _is_lost(tensor)):
-        reasons = dict.fromkeys(
-            row.reason or _LOST.get(row.status, _ALONE) for tensor in tensors for row in tensor.outcomes
-        )
-        yield Finding(
-            kind=kinds.NOTHING_COMPARED,
-            severity="error",
-            message=f"nothing was compared: {'; '.join(list(reasons)[:_MOST_REASONS])}",
-            workers=tuple(dict.fromkeys(p.label for p in compared)),
-            next="choose other --stages, or give another device to compare with",
-        )
+    if evidence.tensors and not coverage(tensor for tensor in evidence.tensors if not _is_lost(tensor)):
+        yield _report_no_comparison(evidence)
         return
-    by_capture = gathered((id(p.capture), p) for p in whole)
-    comparable = functools.cache(lambda table: frozenset(_keys(table)))
-    joined = functools.cache(lambda parts: frozenset[Key]().union(*parts))
-    tables = (tables_of(p.records for p in members) for members in by_capture.values())
-    keys = [joined(frozenset(map(comparable, some))) for some in tables]
-    of_captures = Counter(keys)  # most captures of a fleet have the same
-    count: Counter[Key] = Counter()
-    for found, captures in of_captures.items():
-        for key in found:
-            count[key] += captures
+    captures = list(gathered((id(worker.capture), worker) for worker in whole_workers).values())
+    if len(captures) > 1:
+        yield from _captures_without_common_tensors(captures)
+
+
+def _report_no_comparison(evidence: ComparisonEvidence) -> Finding:
+    """Report that no tensor was compared at all, with the first reasons."""
+    reasons = dict.fromkeys(
+        row.reason or _LOST.get(row.status, _ALONE) for tensor in evidence.tensors for row in tensor.outcomes
+    )
+    return Finding(
+        kind=kinds.NOTHING_COMPARED,
+        severity="error",
+        message=f"nothing was compared: {'; '.join(list(reasons)[:_MOST_REASONS])}",
+        workers=tuple(dict.fromkeys(worker.label for worker in evidence.workers)),
+        next="choose other --stages, or give another device to compare with",
+    )
+
+
+def _captures_without_common_tensors(captures: Sequence[Sequence[ComparedWorker]]) -> Iterator[Finding]:
+    """Report captures of which no tensor was recorded by another capture, too.
+
+    Parameters
+    ----------
+    captures : sequence of sequence of ComparedWorker
+        The workers of each capture that ended well; two captures or more.
+    """
+    keys = _comparable_keys(captures)
+    captures_per_key: Counter[Key] = Counter()
+    for capture_keys, captures_with_these in Counter(keys).items():  # most captures of a fleet have the same keys
+        for key in capture_keys:
+            captures_per_key[key] += captures_with_these
     apart = [
-        (members, found)
-        for members, found in zip(by_capture.values(), keys, strict=True)
-        if len(keys) > 1 and all(count[key] == 1 for key in found)
+        (workers, capture_keys)
+        for workers, capture_keys in zip(captures, keys, strict=True)
+        if all(captures_per_key[key] == 1 for key in capture_keys)
     ]
-    if apart and len(apart) == len(keys):
-        texts = [f"{_names(members)} {_stages(found)}" for members, found in apart]
-        yield _finding(
-            f"the {len(keys)} captures have no tensor in common: {some(texts, _MOST_CAPTURES)}",
-            [p for members, _ in apart for p in members],
+    if len(apart) == len(captures):
+        descriptions = [f"{_names(workers)} {_stages(capture_keys)}" for workers, capture_keys in apart]
+        yield _report_apart(
+            f"the {len(captures)} captures have no tensor in common: {some(descriptions, _MOST_CAPTURES)}",
+            [worker for workers, _ in apart for worker in workers],
         )
         return
-    for members, found in apart:
-        verb = "has" if len(members) == 1 else "have"
-        message = f"{_names(members)} {verb} no tensor in common with the other captures: {_stages(found)}"
-        yield _finding(message, members)
+    for workers, capture_keys in apart:
+        verb = "has" if len(workers) == 1 else "have"
+        message = f"{_names(workers)} {verb} no tensor in common with the other captures: {_stages(capture_keys)}"
+        yield _report_apart(message, workers)
+
+
+def _comparable_keys(captures: Sequence[Sequence[ComparedWorker]]) -> list[frozenset[Key]]:
+    """Return, for each capture, the keys of its tensors that could be compared with another capture."""
+    # the captures of a fleet share most tables: each table, and each set of tables, is gone through once
+    keys_of_table = functools.cache(lambda table: frozenset(_keys(table)))
+    join = functools.cache(lambda key_sets: frozenset[Key]().union(*key_sets))
+    tables = (tables_of(worker.records for worker in workers) for workers in captures)
+    return [join(frozenset(map(keys_of_table, capture_tables))) for capture_tables in tables]
 
 
 def _is_lost(tensor: TensorComparison) -> bool:
-    """Return whether nothing of a tensor was compared though it may be in no error: on an alternative load path."""
+    """Return whether a tensor was compared on no worker, on an alternative load path, where that may be no error."""
     return is_alternative(tensor.load_path) and all(row.status in _ABSENT | _LOST.keys() for row in tensor.outcomes)
 
 
-def _finding(message: str, workers: Iterable[ComparedWorker]) -> Finding:
+def _report_apart(message: str, workers: Iterable[ComparedWorker]) -> Finding:
     return Finding(
         kind=kinds.NOTHING_COMPARED,
         severity="error",
         message=message,
-        workers=tuple(dict.fromkeys(p.label for p in workers)),
+        workers=tuple(dict.fromkeys(worker.label for worker in workers)),
         next="capture again with the base, the adapter and the --stages of the others",
     )
 
 
 def _names(workers: Iterable[ComparedWorker]) -> str:
-    return some([p.label for p in workers])
+    return some([worker.label for worker in workers])
 
 
 def _stages(keys: Iterable[Key]) -> str:
-    return f"({some(sorted({key[0] for key in keys})) or 'no stage'})"
+    """Return the stages of some keys, in parentheses."""
+    stages = some(sorted({stage for stage, _, _ in keys}))
+    return f"({stages or 'no stage'})"
 
 
 def _keys(table: Mapping[Key, TensorRecord]) -> Iterator[Key]:
-    """Yield what could be compared with another capture.
+    """Yield the keys of tensors that could be compared with another capture.
 
-    Facts and copies between devices have other names on every host: of these it is the stage.
+    Facts and copies between devices have other names on every host: their stage alone stands for them.
     """
     for key, record in table.items():
-        if record.status not in _ABSENT and key[1] != WHOLE_MODEL:
-            own = record.rule == Rule.LIMIT or key[0] == standard.TRANSFER
-            yield (key[0], "", "") if own else key
+        stage, layer, _ = key
+        if record.status in _ABSENT or layer == WHOLE_MODEL:
+            continue
+        is_named_by_host = record.rule == Rule.LIMIT or stage == standard.TRANSFER
+        yield (stage, "", "") if is_named_by_host else key
 
 
 _MOST_DETAILS = 5
 
 
-def find_unexplained(evidence: ComparisonEvidence) -> Iterable[Finding]:
+def find_unexplained(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report tensors that are outside, missing or unexpected on workers for which no finding names them.
 
     An error names them, or on an alternative load path a warning: what all devices alike make of a file is software.
     Of a copy over several hops it names the devices of the hop that is to blame.
     """
-    errors = _named(finding for finding in evidence.findings if finding.severity == "error")
-    all_named = _named(finding for finding in evidence.findings if finding.severity in ("error", "warning"))
+    for stage, workers_by_tensor in _unexplained_by_stage(evidence).items():
+        names = [name for name, workers in workers_by_tensor.items() if workers]
+        affected = tuple(dict.fromkeys(worker for workers in workers_by_tensor.values() for worker in workers))
+        if not names:
+            continue
+        yield Finding(
+            kind=kinds.UNEXPLAINED,
+            severity="error",
+            message=f"{stage} · {some(list(affected))} · {counted(len(names), 'tensor')} with a mismatch of no "
+            "known cause",
+            workers=affected,
+            tensors=tuple(names),
+            detail=tuple(name.partition("::")[2] for name in names[:_MOST_DETAILS]),
+        )
+
+
+def _unexplained_by_stage(evidence: ComparisonEvidence) -> dict[str, dict[str, dict[str, None]]]:
+    """Return the workers that no finding names for a wrong tensor, by stage and by name of the tensor."""
+    named_by_errors = _workers_named(finding for finding in evidence.findings if finding.severity == "error")
+    named_by_all = _workers_named(finding for finding in evidence.findings if finding.severity in ("error", "warning"))
     by_stage: dict[str, dict[str, dict[str, None]]] = {}
     for tensor in evidence.tensors:
-        named = (all_named if is_alternative(tensor.load_path) else errors).get(tensor.name, frozenset())
-        for row in tensor.outcomes if tensor.is_wrong else ():
-            if row.status in BAD and "" not in named and not (named and tensor.stage == standard.TRANSFER):
-                left = [worker for worker in row.workers if worker not in named]
-                by_stage.setdefault(tensor.stage, {}).setdefault(tensor.name, {}).update(dict.fromkeys(left))
-    for stage, of_stage in by_stage.items():
-        names = [name for name, workers in of_stage.items() if workers]
-        affected = tuple(dict.fromkeys(worker for workers in of_stage.values() for worker in workers))
-        if names:
-            yield Finding(
-                kind=kinds.UNEXPLAINED,
-                severity="error",
-                message=f"{stage} · {some(list(affected))} · {counted(len(names), 'tensor')} with a mismatch of no "
-                "known cause",
-                workers=affected,
-                tensors=tuple(names),
-                detail=tuple(name.partition("::")[2] for name in names[:_MOST_DETAILS]),
-            )
+        if not tensor.is_wrong:
+            continue
+        named_by = named_by_all if is_alternative(tensor.load_path) else named_by_errors
+        named_workers = named_by.get(tensor.name, frozenset())
+        names_another_hop = bool(named_workers) and tensor.stage == standard.TRANSFER
+        if "" in named_workers or names_another_hop:
+            continue
+        for row in tensor.outcomes:
+            if row.status in BAD:
+                unnamed = [worker for worker in row.workers if worker not in named_workers]
+                by_stage.setdefault(tensor.stage, {}).setdefault(tensor.name, {}).update(dict.fromkeys(unnamed))
+    return by_stage
 
 
-def _named(findings: Iterable[Finding]) -> dict[str, frozenset[str]]:
-    """Return the workers that findings name by tensor; an empty name stands for all of them."""
-    found: dict[str, frozenset[str]] = {}
+def _workers_named(findings: Iterable[Finding]) -> dict[str, frozenset[str]]:
+    """Return the workers that findings name, by tensor; an empty name stands for all workers."""
+    by_tensor: dict[str, frozenset[str]] = {}
     for finding in findings:
         workers = frozenset(finding.workers) or frozenset({""})
         for tensor in finding.tensors:
-            found[tensor] = found.get(tensor, frozenset()) | workers
-    return found
+            by_tensor[tensor] = by_tensor.get(tensor, frozenset()) | workers
+    return by_tensor
 
 
 _MOST = 3
@@ -167,99 +205,127 @@ def find_not_finite(evidence: ComparisonEvidence) -> Iterator[Finding]:
 
     Where the file has none and the others of a tensor were compared, it is a note: an output may rule words out by −∞.
     """
-    compared, tensors = evidence.workers, evidence.tensors
-    yield from _overflow(compared)
-    in_files, in_part = _in_files(compared), _in_part(compared)
-    where = "; ".join(f"in the {file}: {some(places, _MOST)}" for file, places in in_files.items())
-    unknown = [(t, outcome.workers) for t in tensors for outcome in t.outcomes if outcome.reason == NOT_FINITE]
-    if unknown:
-        count = Counter(stage for stage, _ in dict.fromkeys((t.stage, t.name) for t, _ in unknown))
-        first = unknown[0][0]
-        what = listed([f"{counted(number, 'tensor')} of {stage}" for stage, number in count.items()])
-        message = f"nothing was compared in {what}: {NOT_FINITE}, first in {first.tensor} of {first.layer}"
-        yield Finding(
-            kind=kinds.NOTHING_COMPARED,
-            severity="error",
-            message=f"{message}; {where}" if where else message,
-            workers=tuple(in_order_of(compared, dict.fromkeys(name for _, names in unknown for name in names))),
-            tensors=tuple(dict.fromkeys(t.name for t, _ in unknown)),
-            detail=in_part,
-            next=_NEXT if where else None,
-        )
-    elif where or in_part:
-        message = f"values are NaN or infinite {where}" if where else f"NaN or infinite in float64 too: {in_part[0]}"
+    yield from _overflow(evidence.workers)
+    in_files = _values_in_files(evidence.workers)
+    detail = _values_beside_others(evidence.workers)
+    files_text = "; ".join(f"in the {file}: {some(values, _MOST)}" for file, values in in_files.items())
+    without_number = [
+        (tensor, row.workers) for tensor in evidence.tensors for row in tensor.outcomes if row.reason == NOT_FINITE
+    ]
+    if without_number:
+        yield _report_without_number(evidence.workers, without_number, files_text, detail)
+    elif files_text or detail:
+        message = f"NaN or infinite in float64 too: {detail[0]}" if detail else ""
+        if files_text:
+            message = f"values are NaN or infinite {files_text}"
         yield Finding(
             kind=kinds.NON_FINITE_VALUES,
-            severity="warning" if where else "note",
+            severity="warning" if files_text else "note",
             message=message,
-            workers=tuple(dict.fromkeys(p.label for p in compared)),
-            detail=in_part,
-            next=_NEXT if where else None,
+            workers=tuple(dict.fromkeys(worker.label for worker in evidence.workers)),
+            detail=detail,
+            next=_NEXT if files_text else None,
         )
+
+
+def _report_without_number(
+    compared: Sequence[ComparedWorker],
+    rows: Sequence[tuple[TensorComparison, Workers]],
+    files_text: str,
+    detail: tuple[str, ...],
+) -> Finding:
+    """Report tensors in which nothing was compared, since no exact value is a number.
+
+    Parameters
+    ----------
+    rows : sequence of tuple
+        Tensors, each with workers that have no number to compare with; one or more.
+    files_text : str
+        The values of the files that are no numbers either; empty where there are none.
+    detail : tuple of str
+        Lines of detail.
+    """
+    tensor_counts = Counter(stage for stage, _ in dict.fromkeys((tensor.stage, tensor.name) for tensor, _ in rows))
+    tensors = listed([f"{counted(count, 'tensor')} of {stage}" for stage, count in tensor_counts.items()])
+    first = rows[0][0]
+    message = f"nothing was compared in {tensors}: {NOT_FINITE}, first in {first.tensor} of {first.layer}"
+    labels = dict.fromkeys(label for _, workers in rows for label in workers)
+    return Finding(
+        kind=kinds.NOTHING_COMPARED,
+        severity="error",
+        message=f"{message}; {files_text}" if files_text else message,
+        workers=tuple(in_order_of(compared, labels)),
+        tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in rows)),
+        detail=detail,
+        next=_NEXT if files_text else None,
+    )
 
 
 def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
-    """Report outputs that are NaN or infinite and finite in float64, where nothing that is wrong explains it.
+    """Report outputs that are NaN or infinite and finite in float64, where no wrong tensor explains it.
 
     Blocks are compared on equal inputs, and one whose passes on the CPU overflow too is not.
     """
-    overflows: dict[
-        tuple[str, str], dict[str, None]
-    ] = {}  # workers by dtype and first block, empty where none is known
+    # workers by dtype and first block, which is empty where none is known
+    overflows: dict[tuple[str, str], dict[str, None]] = {}
     outputs: dict[str, None] = {}
-    for p in compared:
-        records = [record for record in p.records.stage(standard.FORWARD).values() if not record.load_path]
-        lost = [
-            record
-            for record in records
-            if record.tensor.endswith(END_TO_END)
-            and (seen := record.measure) is not None
-            and not math.isfinite(float(seen.max_abs))
-            and seen.not_finite < seen.elements
-        ]
-        if lost and not any(record.status == "outside" for record in p.records.values()):
-            beyond = [record for record in records if OVERFLOWS in (record.reason or "")]
-            first = min(beyond, key=lambda record: record.order).layer if beyond else ""
-            overflows.setdefault((lost[0].dtype, first), {})[p.label] = None
-            outputs |= dict.fromkeys(tensor_name(*record.key) for record in lost)
-    for (dtype, first), labels in overflows.items():
-        text = f"outputs are NaN or infinite in {dtype}, and finite in float64"
-        where = f", first in {first}" if first else ""
+    for worker in compared:
+        forward = worker.records.stage(standard.FORWARD).values()
+        records = [record for record in forward if not record.load_path]
+        overflowed = [record for record in records if _is_overflow(record)]
+        if not overflowed or any(record.status == "outside" for record in worker.records.values()):
+            continue
+        blocks = [record for record in records if OVERFLOWS in (record.reason or "")]
+        first_block = min(blocks, key=lambda record: record.order).layer if blocks else ""
+        overflows.setdefault((overflowed[0].dtype, first_block), {})[worker.label] = None
+        outputs |= dict.fromkeys(tensor_name(*record.key) for record in overflowed)
+    for (dtype, first_block), labels in overflows.items():
+        statement = f"outputs are NaN or infinite in {dtype}, and finite in float64"
+        where = f", first in {first_block}" if first_block else ""
         yield Finding(
             kind=kinds.NON_FINITE_VALUES,
             severity="error",
-            message=f"forward · {some(list(labels))} · {text}{where}",
-            general=f"forward · {text}",
+            message=f"forward · {some(list(labels))} · {statement}{where}",
+            general=f"forward · {statement}",
             workers=tuple(labels),
             tensors=tuple(outputs),
             next="use bfloat16, which has the range of float32, or float32" if dtype == "float16" else None,
         )
 
 
-def _in_files(compared: Sequence[ComparedWorker]) -> dict[str, list[str]]:
-    """Return what of the files is NaN or infinite, by file."""
-    found: dict[str, dict[str, None]] = {}
+def _is_overflow(record: TensorRecord) -> bool:
+    """Return whether an output of the whole model is NaN or infinite in places where float64 has a number."""
+    measure = record.measure
+    if measure is None or not record.tensor.endswith(END_TO_END):
+        return False
+    return not math.isfinite(float(measure.max_abs)) and measure.not_finite < measure.elements
+
+
+def _values_in_files(compared: Sequence[ComparedWorker]) -> dict[str, list[str]]:
+    """Return descriptions of the values in the files that are NaN or infinite, by file."""
+    by_file: dict[str, dict[str, None]] = {}
     for record in _records(compared):
         if record.not_finite:
             file = "adapter's file" if record.stage == standard.ADAPTER else "base's files"
             values = f"{record.not_finite} of {counted(math.prod(record.shape), 'value')}"
-            found.setdefault(file, {})[f"{values} of {record.tensor} of {record.layer}"] = None
-    return {file: list(places) for file, places in found.items()}
+            by_file.setdefault(file, {})[f"{values} of {record.tensor} of {record.layer}"] = None
+    return {file: list(values) for file, values in by_file.items()}
 
 
-def _in_part(compared: Sequence[ComparedWorker]) -> tuple[str, ...]:
+def _values_beside_others(compared: Sequence[ComparedWorker]) -> tuple[str, ...]:
     """Return the tensors that have values without a number beside others, a line per stage."""
     by_stage: dict[str, dict[str, None]] = {}
     for record in _records(compared):
-        seen = record.measure
-        if seen is not None and 0 < seen.not_finite < seen.elements:
-            place = f"{seen.not_finite} of {seen.elements} values of {record.tensor} of {record.layer}"
-            by_stage.setdefault(record.stage, {})[place] = None
-    return tuple(f"{stage} · not compared: {some(list(places), _MOST)}" for stage, places in by_stage.items())
+        measure = record.measure
+        if measure is not None and 0 < measure.not_finite < measure.elements:
+            values = f"{measure.not_finite} of {measure.elements} values of {record.tensor} of {record.layer}"
+            by_stage.setdefault(record.stage, {})[values] = None
+    return tuple(f"{stage} · not compared: {some(list(values), _MOST)}" for stage, values in by_stage.items())
 
 
 def _records(compared: Sequence[ComparedWorker]) -> Iterator[TensorRecord]:
-    for table in tables_of(p.records for p in compared):
+    """Yield the records of all workers; records that workers share come once."""
+    for table in tables_of(worker.records for worker in compared):
         yield from table.values()
 
 
@@ -268,32 +334,24 @@ _UNUSED = "these inputs do not reach it, or the model reads its weight itself, w
 
 @dataclass(slots=True)
 class _Skipped:
-    """Tensors that were skipped for the same reason: name to layer, and the workers that skipped them."""
+    """Tensors that were skipped for one reason: the layer of each by its name, and the workers that skipped them."""
 
     workers: list[Workers] = field(default_factory=list)
     layers: dict[str, str] = field(default_factory=dict)
 
 
 def find_skipped(evidence: ComparisonEvidence) -> Iterator[Finding]:
-    """Report what was skipped, by stage and reason."""
+    """Report the tensors and checks that were skipped, by stage and reason."""
     facts = {tensor.name for tensor in evidence.tensors if tensor.rule == Rule.LIMIT}
-    by_reason: dict[tuple[str, str], _Skipped] = {}
-    reported = _reasons_reported(evidence.tensors)
-    for tensor in evidence.tensors:
-        for row in tensor.outcomes:
-            if row.status == "skipped" and (tensor.stage, row.reason) not in reported:
-                skipped = by_reason.setdefault((tensor.stage, row.reason or "no reason given"), _Skipped())
-                skipped.workers.append(row.workers)
-                skipped.layers[tensor.name] = tensor.layer
-    for (stage, reason), skipped in by_reason.items():
+    for (stage, reason), skipped in _skipped_by_reason(evidence.tensors).items():
         labels = in_order_of(evidence.workers, names_in(skipped.workers))
         names = tuple(skipped.layers)
-        what = counted(len(names), "check" if facts.issuperset(names) else "tensor")
+        noun = "check" if facts.issuperset(names) else "tensor"
         layers = list(dict.fromkeys(skipped.layers.values()))
         yield Finding(
             kind=kinds.SKIPPED,
             severity="note",
-            message=f"{stage} · {what} skipped on {some(labels)}: {reason}",
+            message=f"{stage} · {counted(len(names), noun)} skipped on {some(labels)}: {reason}",
             general=f"{stage} · skipped on {some(labels)}: {reason}",
             workers=tuple(labels),
             tensors=names,
@@ -301,10 +359,24 @@ def find_skipped(evidence: ComparisonEvidence) -> Iterator[Finding]:
         )
 
 
-def _reasons_reported(tensors: Iterable[TensorComparison]) -> set[tuple[str, str | None]]:
-    """Return the reasons, by stage, that are findings already.
+def _skipped_by_reason(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], _Skipped]:
+    """Group skipped tensors by stage and reason, without those whose reason is a finding already."""
+    by_reason: dict[tuple[str, str], _Skipped] = {}
+    reported = _reasons_reported(tensors)
+    for tensor in tensors:
+        for row in tensor.outcomes:
+            if row.status == "skipped" and (tensor.stage, row.reason) not in reported:
+                skipped = by_reason.setdefault((tensor.stage, row.reason or "no reason given"), _Skipped())
+                skipped.workers.append(row.workers)
+                skipped.layers[tensor.name] = tensor.layer
+    return by_reason
 
-    They are of what has no number to compare with, and of what is missing because a stage did not run.
+
+def _reasons_reported(tensors: Iterable[TensorComparison]) -> set[tuple[str, str | None]]:
+    """Return the reasons, each with its stage, that are findings already.
+
+    `find_not_finite` reports tensors that have no number to compare with; tensors that are missing because a stage did
+    not run are mismatches.
     """
     missing = {(tensor.stage, row.reason) for tensor in tensors for row in tensor.outcomes if row.status == "missing"}
     return missing | {(stage, NOT_FINITE) for stage in SPECS}
