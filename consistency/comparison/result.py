@@ -82,6 +82,13 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
         return None if found is None else found.of((worker,))
 
 
+def rows_of(tensors: Iterable[TensorComparison]) -> Iterator[tuple[TensorComparison, Outcome]]:
+    """Yield every row of some tensors, each with its tensor."""
+    for tensor in tensors:
+        for row in tensor.outcomes:
+            yield tensor, row
+
+
 class WorkerSummary(WorkerFacts, frozen=True, kw_only=True):
     """A worker as a report describes it; `device` identifies its device, whatever number that has today."""
 

@@ -1,8 +1,9 @@
-"""Rows that one cause explains -> one finding: *all 128 lora_B tensors on cuda:1 and cuda:3*, not 256 of them."""
+"""One finding for all rows that one cause explains: *all 128 lora_B tensors on cuda:1 and cuda:3*, not 256 of them."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from consistency.comparison.findings.next_command import compare_with_source, ru
 from consistency.comparison.judge import NO_RECORD
 from consistency.comparison.layers import block_of
 from consistency.comparison.outcomes import Workers, gathered, names_in
-from consistency.comparison.result import Consequence, Finding, Outcome, TensorComparison
+from consistency.comparison.result import Consequence, Finding, Outcome, TensorComparison, rows_of
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -37,20 +38,20 @@ from consistency.numerics.words import Word
 _MOST_DETAILS = 5
 _MOST_SENTENCES = 3
 NO_COUNTERPART = frozenset({words.MISSING, words.UNEXPECTED})
-"""Words of tensors that nothing was stored of."""
+"""Words of tensors that only one side has: the file or the model."""
 
 _COMPUTED = (Rule.BOUND, Rule.RELATIVE, Rule.BLOCK, Rule.USER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hit:
-    """One tensor that is wrong on workers that saw the same: their row on the first load path where it is, and all."""
+    """One tensor that is wrong on workers with the same rows of it on all load paths."""
 
-    row: Outcome
+    row: Outcome  # on the load path `home`
     workers: Workers
-    home: str
-    wrong: Set[str]
-    taken: Set[str]
+    home: str  # the first load path on which the tensor is wrong, the default ones first
+    wrong: Set[str]  # all load paths on which it is wrong
+    taken: Set[str]  # all load paths on which it was checked
 
     @property
     def word(self) -> Word:
@@ -59,7 +60,7 @@ class _Hit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cause:
-    """What the tensors of a group have in common."""
+    """The properties that the tensors of a group have in common."""
 
     stage: str
     word: Word
@@ -72,17 +73,18 @@ class _Group:
     """Tensors that one cause explains, each with one of its rows, and on which load paths and workers."""
 
     tensors: list[TensorComparison] = field(default_factory=list)
-    samples: list[Outcome] = field(default_factory=list)
-    places: dict[tuple[str, str], None] = field(default_factory=dict)
-    _taken: set[tuple[str, Workers]] = field(default_factory=set)
+    samples: list[Outcome] = field(default_factory=list)  # a row of each tensor
+    places: dict[tuple[str, str], None] = field(default_factory=dict)  # load paths, each with a worker
+    # load paths, each with a set of workers, that `places` has already: many tensors are wrong on the same ones
+    _added: set[tuple[str, Workers]] = field(default_factory=set)
 
     def add(self, tensor: TensorComparison, hits: Sequence[_Hit]) -> None:
         self.tensors.append(tensor)
         self.samples.append(hits[0].row)
         for hit in hits:
             for load_path in sorted(hit.wrong):
-                if (load_path, hit.workers) not in self._taken:
-                    self._taken.add((load_path, hit.workers))
+                if (load_path, hit.workers) not in self._added:
+                    self._added.add((load_path, hit.workers))
                     self.places.update({(load_path, worker): None for worker in hit.workers})
 
     @property
@@ -93,13 +95,29 @@ class _Group:
     def load_paths(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(load_path for load_path, _ in self.places))
 
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(tensor.name for tensor in self.tensors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Explanation:
+    """The reasons for the mismatches of a cause, as far as they are known."""
+
+    is_software: bool
+    own_files: str  # that the workers hold the bytes of their own files; empty where they do not
+    renaming: str  # how names of the file and of the model differ; empty where this explains nothing
+    why: str  # all reasons in one clause; empty where none is known
+
 
 _ByLoadPath = Mapping[str, TensorComparison]
+_Totals = Mapping[tuple[str, str], Counter[str]]
+"""Number of tensors of each name, by stage and load path."""
 _Split = Callable[[tuple[tuple[Workers, ...], ...], tuple[Workers, ...]], list[tuple[Workers, tuple[int, ...]]]]
 
 
 _NO_LAYERS = frozenset({SETTINGS_LAYER, WHOLE_MODEL})
-"""What stands for no tensor of the model."""
+"""Names in place of a layer that stand for no tensor of the model."""
 
 
 def find_causes(evidence: ComparisonEvidence) -> Iterable[Finding]:
@@ -128,84 +146,149 @@ def causes_of(
         The same for a stage whose file is not what the model wants: to run it again would show the same.
     """
     # `find_device_use` reports these
-    tensors = [t for t in tensors if not any(row.word == words.TOUCHED for row in t.outcomes)]
-    wrong = _by_name(tensors)
-    groups = _grouped(wrong, many=len({t.load_path for t in tensors if not is_alternative(t.load_path)}) > 1)
+    tensors = [tensor for tensor in tensors if not any(row.word == words.TOUCHED for row in tensor.outcomes)]
+    wrong = _wrong_by_name(tensors)
+    default_paths = {tensor.load_path for tensor in tensors if not is_alternative(tensor.load_path)}
+    groups = _grouped(wrong, many=len(default_paths) > 1)
     totals = _totals(tensors)
-    follows = _consequences(groups)
-    renamed = {cause.workers: text for cause, group in groups.items() if (text := _renamed(cause, group, groups))}
+    consequences = _consequences(groups)
+    renamings = _renamings(groups)
+    reported_elsewhere = set(itertools.chain.from_iterable(consequences.values()))
     for cause, group in groups.items():
-        if any(cause in caused for caused in follows.values()):
+        if cause in reported_elsewhere:
             continue
-        load_paths = group.load_paths
-        same = [wrong[t.name][path] for t in group.tensors for path in load_paths if path in wrong[t.name]]
-        software = is_software(same, cause.workers)
-        caused = [(other, groups[other]) for other in follows.get(cause, ())]
+        explanation = _explain(cause, group, tensors, wrong, renamings)
         opening = f"{cause.stage} · {some(cause.workers)} · "
-        differ = _of_files(group, cause.workers)
-        reasons = [_why(cause, group, same, software=software), differ, _deeper(cause, group, tensors), _strict(group)]
-        new_names = renamed.get(cause.workers) if cause.word in NO_COUNTERPART else None
-        file = compare_file(cause.stage) if _is_of_the_file(cause, group) else None
-        why = ": ".join(filter(None, [*reasons, new_names if cause.word == words.UNEXPECTED else None]))
-        ending = f"{cause.verdict.where}: {why}" if why else cause.verdict.where
-        what = _what(cause, group, totals)
+        ending = cause.verdict.where
+        if explanation.why:
+            ending = f"{ending}: {explanation.why}"
+        difference = _describe_difference(cause, group, totals)
+        caused = [(follow_up, groups[follow_up]) for follow_up in consequences.get(cause, ())]
+        caused_names = itertools.chain.from_iterable(members.tensor_names for _, members in caused)
         yield Finding(
             kind=cause.word,
-            severity="warning" if software else "error",
-            message=f"{opening}{what}{ending}",
+            severity="warning" if explanation.is_software else "error",
+            message=f"{opening}{difference}{ending}",
             general=f"{opening}{_in_general(cause, group)}{ending}",
             workers=cause.workers,
-            tensors=tuple(dict.fromkeys(t.name for one in (group, *(of for _, of in caused)) for t in one.tensors)),
-            cause=why or None,
-            consequences=tuple(
-                Consequence(
-                    stage=other.stage,
-                    message=f"{other.stage} · {some(other.workers)} · {_what(other, of, totals)}",
-                    workers=other.workers,
-                    tensors=tuple(dict.fromkeys(t.name for t in of.tensors)),
-                )
-                for other, of in caused
-            ),
-            detail=tuple(
-                _described(t, row, what) for t, row in zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
-            )
-            + (("results of each are judged by its own files",) if differ else ()),
-            next=_RENAME if new_names else file or next_step(cause.workers) or (_WHICH_FILE if differ else None),
-            load_paths=load_paths,
+            tensors=tuple(dict.fromkeys([*group.tensor_names, *caused_names])),
+            cause=explanation.why or None,
+            consequences=tuple(_consequence(follow_up, members, totals) for follow_up, members in caused),
+            detail=_detail(group, difference, explanation),
+            next=_next_step(cause, group, explanation, next_step, compare_file),
+            load_paths=group.load_paths,
         )
 
 
-def _of_files(group: _Group, workers: Sequence[str]) -> str:
-    """State that workers hold the bytes of their own files, which are not those of the reference worker's."""
+def _explain(
+    cause: _Cause,
+    group: _Group,
+    tensors: Sequence[TensorComparison],
+    wrong: Mapping[str, _ByLoadPath],
+    renamings: Mapping[tuple[str, ...], str],
+) -> _Explanation:
+    """Return all that explains the mismatches of a cause."""
+    on_load_paths = list(_on_load_paths(group, wrong))
+    software = is_software(on_load_paths, cause.workers)
+    own_files = _about_own_files(group, cause.workers)
+    renaming = renamings.get(cause.workers, "") if cause.word in NO_COUNTERPART else ""
+    reasons = [
+        _load_path_reason(cause, group, on_load_paths, software=software),
+        own_files,
+        _about_depth(cause, group, tensors),
+        _about_strict_tolerance(group),
+    ]
+    # the names that the model lacks are reported once: with the names that the file has instead
+    if cause.word == words.UNEXPECTED:
+        reasons.append(renaming)
+    why = ": ".join(filter(None, reasons))
+    return _Explanation(is_software=software, own_files=own_files, renaming=renaming, why=why)
+
+
+def _on_load_paths(group: _Group, wrong: Mapping[str, _ByLoadPath]) -> Iterator[TensorComparison]:
+    """Yield the tensors of a group on each load path on which one of them is wrong."""
+    load_paths = group.load_paths
+    for tensor in group.tensors:
+        by_load_path = wrong[tensor.name]
+        for load_path in load_paths:
+            if load_path in by_load_path:
+                yield by_load_path[load_path]
+
+
+def _consequence(cause: _Cause, group: _Group, totals: _Totals) -> Consequence:
+    """Return a cause that follows from another one, to be stated with that."""
+    return Consequence(
+        stage=cause.stage,
+        message=f"{cause.stage} · {some(cause.workers)} · {_describe_difference(cause, group, totals)}",
+        workers=cause.workers,
+        tensors=group.tensor_names,
+    )
+
+
+def _detail(group: _Group, difference: str, explanation: _Explanation) -> tuple[str, ...]:
+    """Return a line for each of the first tensors of a group."""
+    pairs = zip(group.tensors[:_MOST_DETAILS], group.samples, strict=False)
+    lines = [_described(tensor, row, difference) for tensor, row in pairs]
+    if explanation.own_files:
+        lines.append("results of each are judged by its own files")
+    return tuple(lines)
+
+
+def _next_step(
+    cause: _Cause,
+    group: _Group,
+    explanation: _Explanation,
+    next_step: Callable[[Sequence[str]], str | None],
+    compare_file: Callable[[str], str | None],
+) -> str | None:
+    """Return what to type or to do next; None where there is no advice."""
+    if explanation.renaming:
+        return _RENAME
+    command = compare_file(cause.stage) if _is_of_the_file(cause, group) else None
+    command = command or next_step(cause.workers)
+    if command:
+        return command
+    return _WHICH_FILE if explanation.own_files else None
+
+
+def _about_own_files(group: _Group, workers: Sequence[str]) -> str:
+    """State that workers hold the bytes of their own files, which are not those of the reference worker's.
+
+    The files that fewer workers have are the odd ones; of as many on both sides, neither is.
+    """
     if not all(row.own_file is True for row in group.samples):
         return ""
-    others = {w for t in group.tensors for row in t.outcomes if row.status == "equal" for w in row.workers} - {*workers}
-    if len(others) < len(workers):
-        return f"the files differ, and those of {some(sorted(others))} are the odd ones"
-    return "the files differ" if len(others) > len(workers) else "the files differ, and nothing tells which is right"
+    right = names_in(row.workers for _, row in rows_of(group.tensors) if row.status == "equal")
+    unaffected = set(right) - {*workers}
+    if len(unaffected) < len(workers):
+        return f"the files differ, and those of {some(sorted(unaffected))} are the odd ones"
+    if len(unaffected) > len(workers):
+        return "the files differ"
+    return "the files differ, and nothing tells which is right"
 
 
-def _by_name(tensors: Sequence[TensorComparison]) -> dict[str, dict[str, TensorComparison]]:
-    """Return the tensors that are wrong anywhere, by name and load path."""
-    found: dict[str, dict[str, TensorComparison]] = {tensor.name: {} for tensor in tensors if tensor.is_wrong}
+def _wrong_by_name(tensors: Sequence[TensorComparison]) -> dict[str, dict[str, TensorComparison]]:
+    """Return the tensors that are wrong anywhere, by name and load path; the load paths where they are right too."""
+    by_name: dict[str, dict[str, TensorComparison]] = {tensor.name: {} for tensor in tensors if tensor.is_wrong}
     for tensor in tensors:
-        if tensor.name in found:
-            found[tensor.name][tensor.load_path] = tensor
-    return found
+        if tensor.name in by_name:
+            by_name[tensor.name][tensor.load_path] = tensor
+    return by_name
 
 
 def _grouped(wrong: Mapping[str, _ByLoadPath], *, many: bool) -> dict[_Cause, _Group]:
+    """Group wrong tensors by cause; `many` as in `judge_load_paths`."""
     groups: dict[_Cause, _Group] = {}
     split, join = functools.cache(_split), functools.cache(_join)  # each found once for many tensors
     for by_load_path in wrong.values():
-        same: dict[tuple[str, Word, Verdict], list[_Hit]] = {}
+        hits_by_verdict: dict[tuple[str, Word, Verdict], list[_Hit]] = {}
         for hit in _hits(by_load_path, split):
             stage = by_load_path[hit.home].stage
             verdict = judge_load_paths(hit.word, hit.wrong, hit.taken, stage=stage, many=many)
-            same.setdefault((hit.home, hit.word, verdict), []).append(hit)
-        for (home, word, verdict), hits in same.items():
+            hits_by_verdict.setdefault((hit.home, hit.word, verdict), []).append(hit)
+        for (home, word, verdict), hits in hits_by_verdict.items():
             tensor = by_load_path[home]
-            order = tuple(one.workers for one in _in_order(by_load_path))
+            order = tuple(comparison.workers for comparison in _in_order(by_load_path))
             workers = join(tuple(hit.workers for hit in hits), order)
             cause = _Cause(stage=tensor.stage, word=word, verdict=verdict, workers=workers)
             groups.setdefault(cause, _Group()).add(tensor, hits)
@@ -216,25 +299,35 @@ def _split(paths: tuple[tuple[Workers, ...], ...], order: tuple[Workers, ...]) -
     """Return sets of workers, in order, and which set of each load path they are in: -1 where in none.
 
     A CPU is never in a set with another device: it takes other load paths.
+
+    Parameters
+    ----------
+    paths : tuple of tuple of tuple of str
+        For each load path, the sets of workers with one row.
+    order : tuple of tuple of str
+        For each load path, all workers in order.
     """
-    places: dict[str, list[int]] = {}
+    numbers_by_worker: dict[str, list[int]] = {}
     for path, sets in enumerate(paths):
         for number, workers in enumerate(sets):
             for worker in workers:
-                places.setdefault(worker, [-1] * len(paths))[path] = number
-    alike = gathered(((is_cpu(worker), tuple(places[worker])), worker) for worker in _ranks(order))
-    return [(tuple(workers), at) for (_, at), workers in alike.items()]
+                numbers_by_worker.setdefault(worker, [-1] * len(paths))[path] = number
+    workers_by_numbers = gathered(
+        ((is_cpu(worker), tuple(numbers_by_worker[worker])), worker) for worker in _ranks(order)
+    )
+    return [(tuple(workers), numbers) for (_, numbers), workers in workers_by_numbers.items()]
 
 
 def _join(sets: tuple[Workers, ...], order: tuple[Workers, ...]) -> Workers:
     """Return the workers of several sets, in order."""
     if len(sets) == 1:
         return sets[0]
-    return tuple(sorted((worker for workers in sets for worker in workers), key=_ranks(order).__getitem__))
+    return tuple(sorted(itertools.chain.from_iterable(sets), key=_ranks(order).__getitem__))
 
 
 def _ranks(order: Iterable[Workers]) -> dict[str, int]:
-    names = dict.fromkeys(worker for workers in order for worker in workers)
+    """Return the place of each worker in the order of the comparison."""
+    names = dict.fromkeys(itertools.chain.from_iterable(order))
     return {worker: rank for rank, worker in enumerate(names)}
 
 
@@ -244,15 +337,15 @@ def _in_order(by_load_path: _ByLoadPath) -> list[TensorComparison]:
 
 
 def _hits(by_load_path: _ByLoadPath, split: _Split) -> Iterator[_Hit]:
-    """Yield where one tensor is wrong, by workers that saw the same of it on all load paths."""
+    """Yield where one tensor is wrong, by workers that have the same rows of it on all load paths."""
     tensors = _in_order(by_load_path)
     paths = [tensor.load_path for tensor in tensors]
     sets = tuple(tuple(outcome.workers for outcome in tensor.outcomes) for tensor in tensors)
-    for workers, places in split(sets, tuple(tensor.workers for tensor in tensors)):
+    for workers, numbers in split(sets, tuple(tensor.workers for tensor in tensors)):
         rows = {
-            path: tensor.outcomes[place]
-            for path, tensor, place in zip(paths, tensors, places, strict=True)
-            if place >= 0
+            path: tensor.outcomes[number]
+            for path, tensor, number in zip(paths, tensors, numbers, strict=True)
+            if number >= 0
         }
         wrong, taken = load_paths_taken(workers[0], rows)
         if wrong:
@@ -270,33 +363,45 @@ def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counte
 
 
 def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]:
-    """Return what was computed with wrong bytes, on every worker and load path, by the first cause of these.
+    """Return the causes that follow from another one, by that.
 
-    And choices in a block of which a result is wrong that is not of a module that holds the chooser: all results were
-    computed with the reference's choices.
+    Results that were computed with wrong bytes, on every worker and load path, follow from the first cause of these
+    bytes. Choices follow from a wrong result in their block, if its module does not hold the chooser: all results
+    were computed with the reference's choices.
     """
+    consequences: dict[_Cause, list[_Cause]] = {}
     moved = {cause: group for cause, group in groups.items() if cause.stage in MOVES_WEIGHTS}
-    every = {place for group in moved.values() for place in group.places}
-    found: dict[_Cause, list[_Cause]] = {}
+    moved_places = set(itertools.chain.from_iterable(group.places for group in moved.values()))
     for cause, group in groups.items():
-        if cause.stage in COMPUTES_WITH_WEIGHTS and every.issuperset(group.places):
-            first = next(c for c, of in moved.items() if not of.places.keys().isdisjoint(group.places))
-            found.setdefault(first, []).append(cause)
-    caused = {cause for of in found.values() for cause in of}
+        if cause.stage in COMPUTES_WITH_WEIGHTS and moved_places.issuperset(group.places):
+            first = next(c for c, of_bytes in moved.items() if not of_bytes.places.keys().isdisjoint(group.places))
+            consequences.setdefault(first, []).append(cause)
+    explained = set(itertools.chain.from_iterable(consequences.values()))
     for cause, group in groups.items():
-        if cause.word == words.DECISION_FLIPPED and cause not in caused:
-            others = [
-                c for c in groups if (c.stage, c.workers) == (cause.stage, cause.workers) and c.word != cause.word
-            ]
-            of = [next((c for c in others if _leads_to(groups[c], tensor)), None) for tensor in group.tensors]
-            if of[0] is not None and None not in of:
-                found.setdefault(of[0], []).append(cause)
-    return found
+        if cause.word == words.DECISION_FLIPPED and cause not in explained:
+            result = _cause_of_choices(cause, group, groups)
+            if result is not None:
+                consequences.setdefault(result, []).append(cause)
+    return consequences
 
 
-def _leads_to(group: _Group, chosen: TensorComparison) -> bool:
-    block, chooser = block_of(chosen.layer), f"{chosen.layer}."
-    return any(block_of(t.layer) == block and not chooser.startswith(f"{t.layer}.") for t in group.tensors)
+def _cause_of_choices(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> _Cause | None:
+    """Return the cause of wrong results that explains the first choice; None where not every choice has one."""
+    candidates = [
+        candidate
+        for candidate in groups
+        if candidate.stage == cause.stage and candidate.workers == cause.workers and candidate.word != cause.word
+    ]
+    results = [next((c for c in candidates if _leads_to(groups[c], tensor)), None) for tensor in group.tensors]
+    return None if None in results else results[0]
+
+
+def _leads_to(group: _Group, choice: TensorComparison) -> bool:
+    """Return whether a group has a result in the block of a choice, of a module that does not hold the chooser."""
+    block, chooser = block_of(choice.layer), f"{choice.layer}."
+    return any(
+        block_of(tensor.layer) == block and not chooser.startswith(f"{tensor.layer}.") for tensor in group.tensors
+    )
 
 
 def _is_of_the_file(cause: _Cause, group: _Group) -> bool:
@@ -305,65 +410,107 @@ def _is_of_the_file(cause: _Cause, group: _Group) -> bool:
     return cause.word in NO_COUNTERPART and cause.stage in MOVES_WEIGHTS and everywhere
 
 
-def _deeper(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -> str:
+def _about_depth(cause: _Cause, group: _Group, tensors: Sequence[TensorComparison]) -> str:
     """State that an adapter is for a deeper base, where all that has no counterpart is in layers past its last."""
     if cause.word != words.UNEXPECTED or cause.stage != standard.ADAPTER:
         return ""
-    wrong = {tensor.name for tensor in group.tensors}
-    beyond = [_depth(tensor) for tensor in group.tensors]
-    there = [_depth(tensor) for tensor in tensors if tensor.stage == standard.ADAPTER and tensor.name not in wrong]
-    if None in beyond or not (last := max((one for one in there if one is not None), default=-1) + 1) > 0:
+    unexpected = {tensor.name for tensor in group.tensors}
+    adapter = [tensor for tensor in tensors if tensor.stage == standard.ADAPTER]
+    base_depth = max(_layer_numbers(tensor for tensor in adapter if tensor.name not in unexpected), default=-1) + 1
+    numbers = list(_layer_numbers(group.tensors))
+    all_have_numbers = len(numbers) == len(group.tensors)
+    if not all_have_numbers or base_depth == 0 or min(numbers) < base_depth:
         return ""
-    deepest = [one for one in beyond if one is not None]
-    return f"the adapter is for {max(deepest) + 1} layers, the base has {last}" if min(deepest) >= last else ""
+    return f"the adapter is for {max(numbers) + 1} layers, the base has {base_depth}"
 
 
 _WHICH_FILE = "compare sha256sum of both files with where they came from; consistency diff A B names what differs"
 _RENAME = "rename the keys in the file, or save the adapter again from the model that PEFT made"
 
 
-def _renamed(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> str:
+def _renamings(groups: Mapping[_Cause, _Group]) -> dict[tuple[str, ...], str]:
+    """Return how names of the file and of the model differ, by the workers, where this explains unexpected names."""
+    renamings = {}
+    for cause, group in groups.items():
+        renaming = _renaming(cause, group, groups)
+        if renaming:
+            renamings[cause.workers] = renaming
+    return renamings
+
+
+def _renaming(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> str:
     """State the part of their paths by which names in the file differ from all those that the model lacks."""
-    lacking = groups.get(replace(cause, word=words.MISSING))
-    has, lacks = ({f"{t.layer}.{t.tensor}" for t in of.tensors} if of else set() for of in (group, lacking))
-    if cause.word != words.UNEXPECTED or not lacks or len(has) != len(lacks):
+    missing = groups.get(replace(cause, word=words.MISSING))
+    if cause.word != words.UNEXPECTED or missing is None:
         return ""
-    own = min(has).split(".")
-    wanted = max((name.split(".") for name in sorted(lacks)), key=lambda parts: _alike(own[::-1], parts[::-1]))
-    end = _alike(own[::-1], wanted[::-1])
-    begin = _alike(own[: len(own) - end], wanted[: len(wanted) - end])
-    begin -= begin == len(own) - end > 0  # a part that the file's names lack is told by the one before it
-    old, new = ("".join(f"{part}." for part in parts[begin : len(parts) - end]) for parts in (own, wanted))
-    if not old or {name.replace(old, new, 1) for name in has} != lacks:
+    file_names = {f"{tensor.layer}.{tensor.tensor}" for tensor in group.tensors}
+    model_names = {f"{tensor.layer}.{tensor.tensor}" for tensor in missing.tensors}
+    if len(file_names) != len(model_names):
         return ""
-    old = old.removesuffix("base_model.model.") or old  # which begins all names in the file, and is left out here
-    return f"the file has {old!r} where the model has {new!r}" if new else f"but for {old!r} they are those missing"
+    file_part, model_part = _differing_parts(file_names, model_names)
+    if not file_part or {name.replace(file_part, model_part, 1) for name in file_names} != model_names:
+        return ""
+    # which begins all names in the file, and is left out here
+    file_part = file_part.removesuffix("base_model.model.") or file_part
+    if not model_part:
+        return f"but for {file_part!r} they are those missing"
+    return f"the file has {file_part!r} where the model has {model_part!r}"
 
 
-def _alike(one: Sequence[str], other: Sequence[str]) -> int:
+def _differing_parts(file_names: Iterable[str], model_names: Iterable[str]) -> tuple[str, str]:
+    """Return the middle by which a name of the file differs from the name of the model with the most alike ending.
+
+    For `model.layers.0.q.lora_A` and `model.h.0.q.lora_A` these are `layers.` and `h.`.
+    """
+    file_name = min(file_names).split(".")
+    model_name = max(
+        (name.split(".") for name in sorted(model_names)),
+        key=lambda name: _common_length(file_name[::-1], name[::-1]),
+    )
+    end = _common_length(file_name[::-1], model_name[::-1])
+    begin = _common_length(file_name[: len(file_name) - end], model_name[: len(model_name) - end])
+    # a part that the file's names lack is told by the one before it
+    if begin == len(file_name) - end and begin > 0:
+        begin -= 1
+    file_part = "".join(f"{part}." for part in file_name[begin : len(file_name) - end])
+    model_part = "".join(f"{part}." for part in model_name[begin : len(model_name) - end])
+    return file_part, model_part
+
+
+def _common_length(first: Sequence[str], second: Sequence[str]) -> int:
     """Return how many parts are the same at the beginning."""
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    for length, (part, counterpart) in enumerate(zip(first, second, strict=False)):
+        if part != counterpart:
+            return length
+    return min(len(first), len(second))
 
 
-def _strict(group: _Group) -> str:
+def _about_strict_tolerance(group: _Group) -> str:
     """State that a user's tolerance asks for more than the dtype can hold, where it fails what is correctly rounded."""
-    pairs = [pair for pair in zip(group.tensors, group.samples, strict=True) if pair[1].mismatched == 0]
-    if group.rule != Rule.USER or not pairs:
+    pairs = zip(group.tensors, group.samples, strict=True)
+    correctly_rounded = [tensor for tensor, row in pairs if row.mismatched == 0]
+    if group.rule != Rule.USER or not correctly_rounded:
         return ""
-    return f"{len(pairs)} of them hold {CORRECTLY_ROUNDED}{pairs[0][0].dtype}"
+    return f"{len(correctly_rounded)} of them hold {CORRECTLY_ROUNDED}{correctly_rounded[0].dtype}"
 
 
-def _depth(tensor: TensorComparison) -> int | None:
-    """Return the number of a layer: `3` of `model.layers.3.self_attn.q_proj`."""
-    return next((int(part) for part in tensor.layer.split(".") if part.isdecimal()), None)
+def _layer_numbers(tensors: Iterable[TensorComparison]) -> Iterator[int]:
+    """Yield the number of the layer of each tensor that has one: `3` of `model.layers.3.self_attn.q_proj`."""
+    for tensor in tensors:
+        number = next((int(part) for part in tensor.layer.split(".") if part.isdecimal()), None)
+        if number is not None:
+            yield number
 
 
-def _described(tensor: TensorComparison, row: Outcome, what: str) -> str:
+def _described(tensor: TensorComparison, row: Outcome, difference: str) -> str:
     """Describe a tensor, without a reason that the finding gives already."""
-    return describe(tensor, msgspec.structs.replace(row, reason=None) if row.reason and row.reason in what else row)
+    is_stated = bool(row.reason) and str(row.reason) in difference
+    if is_stated:
+        row = msgspec.structs.replace(row, reason=None)
+    return describe(tensor, row)
 
 
-def _what(cause: _Cause, group: _Group, totals: Mapping[tuple[str, str], Counter[str]]) -> str:
+def _describe_difference(cause: _Cause, group: _Group, totals: _Totals) -> str:
     """Name the difference and the tensors; of facts, the workers' own sentences, which are more exact."""
     if group.rule == Rule.LIMIT:
         reasons = list(dict.fromkeys(row.reason for row in group.samples if row.reason))
@@ -372,11 +519,12 @@ def _what(cause: _Cause, group: _Group, totals: Mapping[tuple[str, str], Counter
         if reasons:
             return "; ".join(reasons)
     total = totals.get((cause.stage, group.tensors[0].load_path), Counter())
-    text = words.about(cause.word, _how_many(group, total), computed=group.rule in _COMPUTED)
+    difference = words.about(cause.word, _how_many(group, total), computed=group.rule in _COMPUTED)
     if cause.word == words.MISSING:
-        why = {row.reason for row in group.samples} - {None, NO_RECORD}
-        text += f": {why.pop()}" if len(why) == 1 else ""
-    return text
+        reasons_missing = {row.reason for row in group.samples} - {None, NO_RECORD}
+        if len(reasons_missing) == 1:
+            return f"{difference}: {reasons_missing.pop()}"
+    return difference
 
 
 def _in_general(cause: _Cause, group: _Group) -> str:
@@ -389,29 +537,35 @@ def _in_general(cause: _Cause, group: _Group) -> str:
 
 
 def _how_many(group: _Group, totals: Counter[str]) -> str:
+    """Name the tensors of a group, and how many there are: `128 of 256 lora_B tensors`."""
     first, count = group.tensors[0], len(group.tensors)
     if count == 1:
         return f"{first.tensor} of {first.layer}"
-    if len({t.tensor for t in group.tensors}) > 1:
-        return f"{sum(t.layer not in _NO_LAYERS for t in group.tensors) or count} of {totals.total() or count} tensors"
+    if len({tensor.tensor for tensor in group.tensors}) > 1:
+        in_layers = sum(tensor.layer not in _NO_LAYERS for tensor in group.tensors)
+        return f"{in_layers or count} of {totals.total() or count} tensors"
     if group.rule == Rule.LIMIT:
         return f"{first.tensor} of {count} of {totals[first.tensor]} layers"
     return f"{count} of {totals[first.tensor]} {first.tensor} tensors"
 
 
-def _why(cause: _Cause, group: _Group, same: Sequence[TensorComparison], *, software: bool) -> str:
+def _load_path_reason(
+    cause: _Cause, group: _Group, on_load_paths: Sequence[TensorComparison], *, software: bool
+) -> str:
+    """Return the reason that the load paths show; empty where they show none."""
     if group.rule == Rule.LIMIT:  # no bytes that could have taken a load path
         return ""
-    why = copies(cause.word, cause.workers, _right(same, cause.workers)) if cause.verdict.hops else cause.verdict.why
-    why += ", identical on every device, so no device is at fault" if software else ""
-    return why
+    reason = cause.verdict.why
+    if cause.verdict.hops:
+        reason = copies(cause.word, cause.workers, _unaffected_workers(on_load_paths, cause.workers))
+    return f"{reason}, identical on every device, so no device is at fault" if software else reason
 
 
-def _right(same: Sequence[TensorComparison], workers: Sequence[str]) -> list[str]:
+def _unaffected_workers(tensors: Sequence[TensorComparison], affected: Sequence[str]) -> list[str]:
     """Return the workers that received the same tensors on the same load paths, all of them right."""
-    outcomes = [outcome for tensor in same for outcome in tensor.outcomes]
-    hurt = {*workers, *names_in(one.workers for one in outcomes if one.status != "equal")}
-    return [worker for worker in names_in(one.workers for one in outcomes) if worker not in hurt]
+    outcomes = [outcome for _, outcome in rows_of(tensors)]
+    hurt = {*affected, *names_in(outcome.workers for outcome in outcomes if outcome.status != "equal")}
+    return [worker for worker in names_in(outcome.workers for outcome in outcomes) if worker not in hurt]
 
 
 FINDERS = (Finder(name="causes", phase=Phase.CAUSES, position=1, find=find_causes),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -234,10 +235,10 @@ def _casts(
         cast_rows = [row for row in tensor.outcomes if row.cast]
         if not cast_rows:
             continue
-        cast_workers = tuple(worker for row in cast_rows for worker in row.workers)
+        cast_workers = tuple(itertools.chain.from_iterable(row.workers for row in cast_rows))
         bases = {base_dtypes.get(worker) for worker in cast_workers}
-        exact_rows = [row for row in tensor.outcomes if not row.cast and row.status == "equal"]
-        is_partial = any(base_dtypes.get(worker) in bases for row in exact_rows for worker in row.workers)
+        exact = names_in(row.workers for row in tensor.outcomes if not row.cast and row.status == "equal")
+        is_partial = any(base_dtypes.get(worker) in bases for worker in exact)
         key = (cast_rows[0].cast, cast_workers if is_partial else ())
         cast = casts.setdefault(key, _Cast())
         cast.workers += [row.workers for row in cast_rows]

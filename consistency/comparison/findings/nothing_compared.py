@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.records import Key, tables_of
-from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
+from consistency.comparison.result import BAD, Finding, TensorComparison, rows_of, tensor_name
 from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.numerics.rules import Rule
 
@@ -51,9 +52,7 @@ def find_nothing_compared(evidence: ComparisonEvidence) -> Iterator[Finding]:
 
 def _report_no_comparison(evidence: ComparisonEvidence) -> Finding:
     """Report that no tensor was compared at all, with the first reasons."""
-    reasons = dict.fromkeys(
-        row.reason or _LOST.get(row.status, _ALONE) for tensor in evidence.tensors for row in tensor.outcomes
-    )
+    reasons = dict.fromkeys(row.reason or _LOST.get(row.status, _ALONE) for _, row in rows_of(evidence.tensors))
     return Finding(
         kind=kinds.NOTHING_COMPARED,
         severity="error",
@@ -85,7 +84,7 @@ def _captures_without_common_tensors(captures: Sequence[Sequence[ComparedWorker]
         descriptions = [f"{_names(workers)} {_stages(capture_keys)}" for workers, capture_keys in apart]
         yield _report_apart(
             f"the {len(captures)} captures have no tensor in common: {some(descriptions, _MOST_CAPTURES)}",
-            [worker for workers, _ in apart for worker in workers],
+            itertools.chain.from_iterable(captures),
         )
         return
     for workers, capture_keys in apart:
@@ -152,7 +151,7 @@ def find_unexplained(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """
     for stage, workers_by_tensor in _unexplained_by_stage(evidence).items():
         names = [name for name, workers in workers_by_tensor.items() if workers]
-        affected = tuple(dict.fromkeys(worker for workers in workers_by_tensor.values() for worker in workers))
+        affected = tuple(dict.fromkeys(itertools.chain.from_iterable(workers_by_tensor.values())))
         if not names:
             continue
         yield Finding(
@@ -209,9 +208,7 @@ def find_not_finite(evidence: ComparisonEvidence) -> Iterator[Finding]:
     in_files = _values_in_files(evidence.workers)
     detail = _values_beside_others(evidence.workers)
     files_text = "; ".join(f"in the {file}: {some(values, _MOST)}" for file, values in in_files.items())
-    without_number = [
-        (tensor, row.workers) for tensor in evidence.tensors for row in tensor.outcomes if row.reason == NOT_FINITE
-    ]
+    without_number = [(tensor, row.workers) for tensor, row in rows_of(evidence.tensors) if row.reason == NOT_FINITE]
     if without_number:
         yield _report_without_number(evidence.workers, without_number, files_text, detail)
     elif files_text or detail:
@@ -249,7 +246,7 @@ def _report_without_number(
     tensors = listed([f"{counted(count, 'tensor')} of {stage}" for stage, count in tensor_counts.items()])
     first = rows[0][0]
     message = f"nothing was compared in {tensors}: {NOT_FINITE}, first in {first.tensor} of {first.layer}"
-    labels = dict.fromkeys(label for _, workers in rows for label in workers)
+    labels = names_in(workers for _, workers in rows)
     return Finding(
         kind=kinds.NOTHING_COMPARED,
         severity="error",
@@ -363,12 +360,11 @@ def _skipped_by_reason(tensors: Sequence[TensorComparison]) -> dict[tuple[str, s
     """Group skipped tensors by stage and reason, without those whose reason is a finding already."""
     by_reason: dict[tuple[str, str], _Skipped] = {}
     reported = _reasons_reported(tensors)
-    for tensor in tensors:
-        for row in tensor.outcomes:
-            if row.status == "skipped" and (tensor.stage, row.reason) not in reported:
-                skipped = by_reason.setdefault((tensor.stage, row.reason or "no reason given"), _Skipped())
-                skipped.workers.append(row.workers)
-                skipped.layers[tensor.name] = tensor.layer
+    for tensor, row in rows_of(tensors):
+        if row.status == "skipped" and (tensor.stage, row.reason) not in reported:
+            skipped = by_reason.setdefault((tensor.stage, row.reason or "no reason given"), _Skipped())
+            skipped.workers.append(row.workers)
+            skipped.layers[tensor.name] = tensor.layer
     return by_reason
 
 
@@ -378,7 +374,7 @@ def _reasons_reported(tensors: Iterable[TensorComparison]) -> set[tuple[str, str
     `find_not_finite` reports tensors that have no number to compare with; tensors that are missing because a stage did
     not run are mismatches.
     """
-    missing = {(tensor.stage, row.reason) for tensor in tensors for row in tensor.outcomes if row.status == "missing"}
+    missing = {(tensor.stage, row.reason) for tensor, row in rows_of(tensors) if row.status == "missing"}
     return missing | {(stage, NOT_FINITE) for stage in SPECS}
 
 
