@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,12 @@ from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.repeats import AS_DEPLOYED, without_version
 from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.records import Key, Records, StageTable, tables_of
-from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, tensor_name
+from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, rows_of, tensor_name
 from consistency.comparison.site_groups import SiteGroups
 from consistency.comparison.workers import ComparedWorker
 
 _Bits = tuple[str | None, ...]
+"""Digests of some tensors on one worker, None where it recorded none."""
 _DigestOf = Callable[[TensorRecord], str | None]
 
 _RECORDED: _DigestOf = operator.attrgetter("digest")
@@ -38,56 +39,97 @@ _PROMISED_IN_GROUP: _DigestOf = operator.attrgetter("digest_in_group")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Disagreement:
+    """Tensors of one stage in which workers differ bitwise though equal bits are expected of them."""
+
+    workers: Sequence[ComparedWorker]
+    stage: str
+    keys: Sequence[Key]
+    digest_of: _DigestOf  # returns the digest that these workers are expected to agree in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Sides:
     """The workers that differ from the majority, and those that agree with it."""
 
     odd: tuple[str, ...]
-    others: tuple[str, ...]
+    majority: tuple[str, ...]
 
 
-def find_same_program(evidence: ComparisonEvidence) -> Iterable[Finding]:
-    """Devices of one model that run one program on the same bytes are expected to agree bitwise."""
+def find_same_program(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report devices of one model that ran one program on the same bytes, and differ bitwise."""
     for members in _programs(evidence.workers, evidence.tensors):
-        recorded = tables_of(m.records for m in members)
-        keys = list(dict.fromkeys(key for table in recorded for key, one in table.items() if one.rule != "bitwise"))
-        is_pinned = all(p.case.is_pinned for p in members)
-        severity: Severity = "error" if is_pinned else "note"
-        suffix = "" if is_pinned else AS_DEPLOYED
+        is_pinned = all(member.case.is_pinned for member in members)
         facts: Facts = {}
-        for stage in dict.fromkeys(key[0] for key in keys):
-            tables = tables_of(Records({stage: m.records.stage(stage)}) for m in members)
-            of_stage = [key for key in keys if key[0] == stage]
-            differing = [key for key in of_stage if not _agree(tables, key, _PROMISED)]
-            unordered = [key for key in of_stage if key not in differing and not _agree(tables, key, _RECORDED)]
-            accused = [(members, differing, _PROMISED)] if differing else []
-            for ranks in _groups_of(members) if unordered else ():
-                of_ranks = tables_of(Records({stage: m.records.stage(stage)}) for m in ranks)
-                in_group = [key for key in unordered if not _agree(of_ranks, key, _PROMISED_IN_GROUP)]
-                if in_group:
-                    accused.append((ranks, in_group, _PROMISED_IN_GROUP))
-                    unordered = [key for key in unordered if key not in in_group]
+        for stage, keys in _computed_keys_by_stage(members).items():
+            disagreements, unordered = _disagreements(members, stage, keys)
             if unordered:
-                yield _unordered(members, stage, unordered, tables)
-            for workers, of_workers, digest_of in accused:
-                sides = _sides(workers, stage, of_workers, digest_of)
+                yield _report_unordered(members, stage, unordered)
+            for disagreement in disagreements:
+                sides = _sides(disagreement)
                 if sides is None:
-                    yield _all_of(workers, stage, of_workers, severity, suffix)
+                    yield _report_all(disagreement, is_pinned=is_pinned)
                 else:
+                    # gathered only where there is something to tell apart: a fleet has thousands of workers
                     facts = facts or facts_of(members, evidence.groups)
-                    yield _odd_ones(sides, facts, stage, of_workers, severity, suffix)
+                    yield _report_odd_ones(disagreement, sides, facts, is_pinned=is_pinned)
 
 
 def _programs(
     compared: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]
 ) -> Iterable[Sequence[ComparedWorker]]:
-    """Return the workers that computed the same, where there are several."""
-    carried = [t for t in tensors if t.stage in MOVES_WEIGHTS and not is_alternative(t.load_path)]
-    off = names_in(outcome.workers for t in carried for outcome in t.outcomes if outcome.status in BAD)
-    found: dict[tuple[Any, ...], list[ComparedWorker]] = {}
-    for p in compared:
-        if p.program is not None and p.label not in off and p.info.status == "ok":
-            found.setdefault((*p.program, p.info.inputs_digest, p.case.dtype, encode_json(p.info.config)), []).append(p)
-    return [members for members in found.values() if len(members) > 1]
+    """Return the workers that computed the same, where there are several.
+
+    A worker whose weights are wrong is left out: it ran the program on other bytes.
+    """
+    weights = (tensor for tensor in tensors if tensor.stage in MOVES_WEIGHTS and not is_alternative(tensor.load_path))
+    with_wrong_weights = names_in(row.workers for _, row in rows_of(weights) if row.status in BAD)
+    by_program: dict[tuple[Any, ...], list[ComparedWorker]] = {}
+    for worker in compared:
+        if worker.program is None or worker.label in with_wrong_weights or worker.info.status != "ok":
+            continue
+        program = (*worker.program, worker.info.inputs_digest, worker.case.dtype, encode_json(worker.info.config))
+        by_program.setdefault(program, []).append(worker)
+    return [members for members in by_program.values() if len(members) > 1]
+
+
+def _computed_keys_by_stage(members: Sequence[ComparedWorker]) -> dict[str, list[Key]]:
+    """Return the keys of the tensors that workers computed, by stage; bytes that were only moved are left out."""
+    keys: dict[Key, None] = {}
+    for table in tables_of(member.records for member in members):
+        keys.update(dict.fromkeys(key for key, record in table.items() if record.rule != "bitwise"))
+    return gathered((key[0], key) for key in keys)
+
+
+def _disagreements(
+    members: Sequence[ComparedWorker], stage: str, keys: Sequence[Key]
+) -> tuple[list[_Disagreement], list[Key]]:
+    """Return the disagreements of one stage, and the tensors that differ where no equal bits are expected.
+
+    The latter come after an operation without a deterministic version. Among ranks of one group, which share each sum
+    over ranks, equal bits are expected of some of them nevertheless.
+    """
+    tables = _tables_of_stage(members, stage)
+    differing = [key for key in keys if not _agree(tables, key, _PROMISED)]
+    promised = frozenset(differing)
+    unordered = [key for key in keys if key not in promised and not _agree(tables, key, _RECORDED)]
+    disagreements = []
+    if differing:
+        disagreements.append(_Disagreement(workers=members, stage=stage, keys=differing, digest_of=_PROMISED))
+    if not unordered:
+        return disagreements, unordered
+    for ranks in _groups_of(members):
+        tables_of_ranks = _tables_of_stage(ranks, stage)
+        in_group = [key for key in unordered if not _agree(tables_of_ranks, key, _PROMISED_IN_GROUP)]
+        if in_group:
+            disagreements.append(_Disagreement(workers=ranks, stage=stage, keys=in_group, digest_of=_PROMISED_IN_GROUP))
+            unordered = [key for key in unordered if key not in in_group]
+    return disagreements, unordered
+
+
+def _tables_of_stage(members: Sequence[ComparedWorker], stage: str) -> list[StageTable]:
+    """Return the different tables of one stage."""
+    return tables_of(Records({stage: member.records.stage(stage)}) for member in members)
 
 
 def _groups_of(members: Sequence[ComparedWorker]) -> Iterable[Sequence[ComparedWorker]]:
@@ -102,99 +144,129 @@ def _agree(tables: Sequence[Mapping[Key, TensorRecord]], key: Key, digest_of: _D
     return len(digests - {None}) <= 1
 
 
-def _sides(
-    members: Sequence[ComparedWorker], stage: str, differing: Sequence[Key], digest_of: _DigestOf
-) -> _Sides | None:
-    """Return the minority and the majority; None where no majority agrees.
+def _sides(disagreement: _Disagreement) -> _Sides | None:
+    """Return the minority and the majority; None where no majority agrees."""
+    keys, digest_of = disagreement.keys, disagreement.digest_of
+
+    @functools.cache  # workers that recorded the same share a table
+    def bits_of(table: StageTable) -> _Bits:
+        return tuple(digest_of(table[key]) if key in table else None for key in keys)
+
+    bits_of_workers = []
+    for worker in disagreement.workers:
+        bits = bits_of(worker.records.stage(disagreement.stage))
+        if any(digest is not None for digest in bits):
+            bits_of_workers.append((worker, bits))
+    majority = _majority_bits(bits_of_workers)
+    if majority is None:
+        return None
+    different_bits = dict.fromkeys(bits for _, bits in bits_of_workers)
+    odd_bits = {bits for bits in different_bits if _contradict(bits, majority)}
+    # bits with gaps may each agree with the majority, and still not with one another
+    compatible_bits = [bits for bits in different_bits if bits not in odd_bits]
+    digests_by_key = [set(digests) - {None} for digests in zip(*compatible_bits, strict=True)]
+    if not odd_bits or any(len(digests) > 1 for digests in digests_by_key):
+        return None
+    odd = dict.fromkeys(worker.label for worker, bits in bits_of_workers if bits in odd_bits)
+    agreeing = dict.fromkeys(
+        worker.label for worker, bits in bits_of_workers if worker.label not in odd and bits == majority
+    )
+    return _Sides(odd=tuple(odd), majority=tuple(agreeing))
+
+
+def _majority_bits(bits_of_workers: Sequence[tuple[ComparedWorker, _Bits]]) -> _Bits | None:
+    """Return the bits that more than half of the devices have; None where there are no such bits.
 
     Each device has one vote, whatever its load paths, variants and captures, and none if these differ from each other.
     """
-
-    @functools.cache  # workers that saw the same share a table
-    def bits_of(table: StageTable) -> _Bits:
-        return tuple(digest_of(table[key]) if key in table else None for key in differing)
-
-    every = ((member, bits_of(member.records.stage(stage))) for member in members)
-    of_member = [(member, bits) for member, bits in every if {*bits} != {None}]
-    known = dict.fromkeys(bits for _, bits in of_member)
-    of_device = gathered(dict.fromkeys((member.device.partition("@")[0], bits) for member, bits in of_member))
-    votes = Counter(found[0] for found in of_device.values() if len(found) == 1)
-    usual, count = max(votes.items(), key=lambda pair: pair[1], default=((), 0))
-    if 2 * count <= len(of_device):
-        return None
-    # what was not recorded is not known to differ
-    odd_bits = {bits for bits in known if any(a != b and None not in (a, b) for a, b in zip(bits, usual, strict=True))}
-    left = [set(at_key) - {None} for at_key in zip(*(bits for bits in known if bits not in odd_bits), strict=True)]
-    if not odd_bits or any(len(digests) > 1 for digests in left):
-        return None
-    odd = dict.fromkeys(member.label for member, bits in of_member if bits in odd_bits)
-    others = dict.fromkeys(member.label for member, bits in of_member if member.label not in odd and bits == usual)
-    return _Sides(odd=tuple(odd), others=tuple(others))
+    bits_by_device = gathered(
+        dict.fromkeys((worker.device.partition("@")[0], bits) for worker, bits in bits_of_workers)
+    )
+    votes = Counter(bits_of_device[0] for bits_of_device in bits_by_device.values() if len(bits_of_device) == 1)
+    majority, count = max(votes.items(), key=lambda pair: pair[1], default=((), 0))
+    return majority if 2 * count > len(bits_by_device) else None
 
 
-def _all_of(
-    members: Sequence[ComparedWorker], stage: str, differing: Sequence[Key], severity: Severity, suffix: str
-) -> Finding:
-    labels = tuple(dict.fromkeys(p.label for p in members))
-    text = f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
+def _contradict(bits: _Bits, majority: _Bits) -> bool:
+    """Return whether two digests of one tensor differ; one that was not recorded is not known to differ."""
+    pairs = zip(bits, majority, strict=True)
+    return any(digest != expected and None not in (digest, expected) for digest, expected in pairs)
+
+
+def _report_all(disagreement: _Disagreement, *, is_pinned: bool) -> Finding:
+    """Report devices that differ, without a majority that could name a side."""
+    keys = disagreement.keys
+    labels, opening = _same_type(disagreement.workers, disagreement.stage)
     return Finding(
         kind=kinds.SAME_DEVICE_TYPE,
-        severity=severity,
-        message=f"{text} in {counted(len(differing), 'tensor')}{suffix}",
-        general=text,
+        severity=_severity(is_pinned),
+        message=f"{opening} in {counted(len(keys), 'tensor')}{_suffix(is_pinned)}",
+        general=opening,
         workers=labels,
-        tensors=tuple(tensor_name(*key) for key in differing),
-        detail=(f"first: {tensor_name(*differing[0])}",),
+        tensors=tuple(tensor_name(*key) for key in keys),
+        detail=(f"first: {tensor_name(*keys[0])}",),
     )
 
 
-def _unordered(
-    members: Sequence[ComparedWorker],
-    stage: str,
-    differing: Sequence[Key],
-    tables: Sequence[Mapping[Key, TensorRecord]],
-) -> Finding:
-    """Note what differs after an operation that need not give the same bits twice."""
-    names = dict.fromkeys(
-        name for key in differing for table in tables if key in table for name in table[key].nondeterministic
-    )
-    labels = tuple(dict.fromkeys(p.label for p in members))
-    text = f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
-    why = without_version(names)
+def _report_unordered(members: Sequence[ComparedWorker], stage: str, keys: Sequence[Key]) -> Finding:
+    """Note tensors that differ after an operation that need not give the same bits twice."""
+    operations: dict[str, None] = {}
+    tables = _tables_of_stage(members, stage)
+    for key in keys:
+        for table in tables:
+            if key in table:
+                operations.update(dict.fromkeys(table[key].nondeterministic))
+    labels, opening = _same_type(members, stage)
+    reason = without_version(operations)
     return Finding(
         kind=kinds.SAME_DEVICE_TYPE,
         severity="note",
-        message=f"{text} in {counted(len(differing), 'tensor')}{why}",
-        general=f"{text}{why}",
+        message=f"{opening} in {counted(len(keys), 'tensor')}{reason}",
+        general=f"{opening}{reason}",
         workers=labels,
-        tensors=tuple(tensor_name(*key) for key in differing),
-        detail=(f"first: {tensor_name(*differing[0])}",),
+        tensors=tuple(tensor_name(*key) for key in keys),
+        detail=(f"first: {tensor_name(*keys[0])}",),
     )
 
 
-def _odd_ones(
-    sides: _Sides, facts: Facts, stage: str, differing: Sequence[Key], severity: Severity, suffix: str
-) -> Finding:
-    found = in_common(facts, sides.odd, sides.others)
-    who = f"{stage} · {some(sides.odd)} {'differs' if len(sides.odd) == 1 else 'differ'} bitwise"
-    others = f"{len(sides.others):,} {'other' if len(sides.others) == 1 else 'others'}"
+def _same_type(members: Sequence[ComparedWorker], stage: str) -> tuple[tuple[str, ...], str]:
+    """Return the names of the workers, and the beginning of a finding about all of them."""
+    labels = tuple(dict.fromkeys(member.label for member in members))
+    return labels, f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
+
+
+def _report_odd_ones(disagreement: _Disagreement, sides: _Sides, facts: Facts, *, is_pinned: bool) -> Finding:
+    """Report the workers that differ from a majority, and the facts that they have in common."""
+    stage, keys = disagreement.stage, disagreement.keys
+    shared_facts = in_common(facts, sides.odd, sides.majority)
+    verb = "differs" if len(sides.odd) == 1 else "differ"
+    opening = f"{stage} · {some(sides.odd)} {verb} bitwise"
+    noun = "other" if len(sides.majority) == 1 else "others"
+    majority = f"{len(sides.majority):,} {noun}"
     same = "of the same device type with the same software"
+    ending = f"{clause(shared_facts, sides.odd)}{_suffix(is_pinned)}"
     return Finding(
         kind=kinds.SAME_DEVICE_TYPE,
-        severity=severity,
-        message=(
-            f"{who} in {counted(len(differing), 'tensor')} from {others} {same}, which agree"
-            f"{clause(found, sides.odd)}{suffix}"
-        ),
-        general=f"{who} from the majority {same}",
+        severity=_severity(is_pinned),
+        message=f"{opening} in {counted(len(keys), 'tensor')} from {majority} {same}, which agree{ending}",
+        general=f"{opening} from the majority {same}",
         workers=sides.odd,
-        tensors=tuple(tensor_name(*key) for key in differing),
+        tensors=tuple(tensor_name(*key) for key in keys),
         detail=(
-            f"first: {tensor_name(*differing[0])}",
-            f"the others, which agree bitwise in {stage}: {some(sides.others)}",
-            *lines(found),
+            f"first: {tensor_name(*keys[0])}",
+            f"the others, which agree bitwise in {stage}: {some(sides.majority)}",
+            *lines(shared_facts),
         ),
     )
+
+
+def _severity(is_pinned: bool) -> Severity:
+    """Return how bad different bits are: a profile that is not pinned promises no equal ones."""
+    return "error" if is_pinned else "note"
+
+
+def _suffix(is_pinned: bool) -> str:
+    return "" if is_pinned else AS_DEPLOYED
 
 
 _HOST, _PCI = "host", "PCI address"
@@ -208,20 +280,19 @@ _MOST_LINES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InCommon:
-    """A value that all odd ones have."""
+    """A fact that all odd workers have in common."""
 
     fact: str  # name and value: `driver 580.95`
-    # having, unknown, others: how many others have it too, of how many it is not recorded, and how many there are
-    having: int
-    unknown: int
-    others: int
+    having: int  # number of other workers that have the same value
+    unknown: int  # number of other workers without a recorded value
+    others: int  # number of other workers
 
     @property
     def line(self) -> str:
-        """Return it with its counts."""
-        known = self.others - self.unknown
+        """Return the fact with its counts."""
+        recorded = self.others - self.unknown
         not_recorded = f"; not recorded of {self.unknown:,}" if self.unknown else ""
-        return f"in common: {self.fact}, as {self.having or 'none'} of {known:,} others{not_recorded}"
+        return f"in common: {self.fact}, as {self.having or 'none'} of {recorded:,} others{not_recorded}"
 
 
 Facts = Mapping[str, Mapping[str, str]]
@@ -231,54 +302,67 @@ Facts = Mapping[str, Mapping[str, str]]
 def facts_of(workers: Iterable[ComparedWorker], groups: SiteGroups) -> dict[str, dict[str, str]]:
     """Return what is known of each worker that could tell it from others of its model; the site's groups first."""
     workers = list(workers)
-    names = {name for worker in workers for name in _variables(worker) or ()}
-    found: dict[str, dict[str, str]] = {}
+    variable_names: set[str] = set()
     for worker in workers:
-        site = dict(groups.of(worker.capture) or {})
-        recorded = {name: value for name, value in _recorded(worker).items() if name not in site}
+        variable_names.update(_variables(worker) or ())
+    facts: dict[str, dict[str, str]] = {}
+    for worker in workers:
+        site_values = dict(groups.of(worker.capture) or {})
+        recorded = {name: value for name, value in _recorded(worker).items() if name not in site_values}
         variables = _variables(worker)
+        # of a worker that recorded its variables, one that is not among them was not set
         if variables is not None:
-            recorded |= {f"variable {name}": str(variables.get(name, "not set")) for name in sorted(names)}
-        found.setdefault(worker.label, site | recorded)
-    return found
+            recorded |= {f"variable {name}": str(variables.get(name, "not set")) for name in sorted(variable_names)}
+        facts.setdefault(worker.label, site_values | recorded)
+    return facts
 
 
-def in_common(facts: Facts, odd: Sequence[str], others: Collection[str]) -> list[InCommon]:
-    """Return the values that all odd ones have and (almost) none of the others, those that none has first."""
-    found = []
+def in_common(facts: Facts, odd: Sequence[str], majority: Collection[str]) -> list[InCommon]:
+    """Return the facts that all odd workers and (almost) none of the majority have, those that none has first.
+
+    Parameters
+    ----------
+    facts : mapping
+        Facts of all these workers.
+    odd, majority : names of workers
+        One odd worker or more.
+    """
+    shared_facts = []
     for name, value in facts[odd[0]].items():
         if any(facts[worker].get(name) != value for worker in odd):
             continue
-        values = Counter(facts[worker].get(name) for worker in others)
+        values = Counter(facts[worker].get(name) for worker in majority)
         unknown = values.pop(None, 0)
         having = values.get(value, 0)
-        # what differs from device to device anyway tells nothing of one of them
-        tells = len(odd) > 1 or (name not in _PLACES and max(values.values(), default=0) > 1)
-        if tells and having < len(odd) and unknown < len(others):
-            found.append(InCommon(fact=f"{name} {value}", having=having, unknown=unknown, others=len(others)))
-    return sorted(found, key=lambda one: one.having)
+        # a fact that differs from device to device anyway tells nothing of one of them
+        is_telling = len(odd) > 1 or (name not in _PLACES and max(values.values(), default=0) > 1)
+        if is_telling and having < len(odd) and unknown < len(majority):
+            shared_facts.append(InCommon(fact=f"{name} {value}", having=having, unknown=unknown, others=len(majority)))
+    return sorted(shared_facts, key=lambda shared: shared.having)
 
 
-def clause(found: Sequence[InCommon], odd: Sequence[str]) -> str:
-    """Return what follows in the sentence of a finding; empty where nothing is in common."""
-    if not found:
+def clause(shared_facts: Sequence[InCommon], odd: Sequence[str]) -> str:
+    """Return the end of the sentence of a finding, which states the facts; empty where nothing is in common."""
+    if not shared_facts:
         return ""
-    who = "it has" if len(odd) == 1 else "all of them have"
-    alone = [one for one in found if not one.having][:_MOST_NAMED]
-    if not alone:
-        first = found[0]
-        too = "1 other has it too" if first.having == 1 else f"{first.having} others have it too"
-        return f"; {who} {first.fact}, and {too}"
-    known = " is known to have" if any(one.unknown for one in alone) else " has"
-    return f"; {who} {listed([one.fact for one in alone])}, and no other{known}"
+    subject = "it has" if len(odd) == 1 else "all of them have"
+    exclusive = [shared for shared in shared_facts if not shared.having][:_MOST_NAMED]
+    if not exclusive:
+        first = shared_facts[0]
+        sharing = "1 other has it too" if first.having == 1 else f"{first.having} others have it too"
+        return f"; {subject} {first.fact}, and {sharing}"
+    verb = "is known to have" if any(shared.unknown for shared in exclusive) else "has"
+    return f"; {subject} {listed([shared.fact for shared in exclusive])}, and no other {verb}"
 
 
-def lines(found: Sequence[InCommon]) -> tuple[str, ...]:
-    """Return the lines of detail."""
-    return tuple(one.line for one in found[:_MOST_LINES]) or ("no recorded fact sets them apart",)
+def lines(shared_facts: Sequence[InCommon]) -> tuple[str, ...]:
+    """Return the lines of detail that state the facts."""
+    if not shared_facts:
+        return ("no recorded fact sets them apart",)
+    return tuple(shared.line for shared in shared_facts[:_MOST_LINES])
 
 
-def find_unknown_hosts(evidence: ComparisonEvidence) -> Iterable[Finding]:
+def find_unknown_hosts(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report a file of groups that names no host of the comparison."""
     compared, groups = evidence.workers, evidence.groups
     if groups.hosts and compared and all(groups.of(worker.capture) is None for worker in compared):
@@ -291,19 +375,19 @@ def find_unknown_hosts(evidence: ComparisonEvidence) -> Iterable[Finding]:
 
 
 def _variables(worker: ComparedWorker) -> Mapping[str, object] | None:
-    """Return the environment variables that were recorded; those that are not in it were not set."""
-    found = worker.info.environment.get("variables")
-    return found if isinstance(found, dict) else None
+    """Return the environment variables that were set, by name; None where the worker did not record them."""
+    variables = worker.info.environment.get("variables")
+    return variables if isinstance(variables, dict) else None
 
 
 def _recorded(worker: ComparedWorker) -> dict[str, str]:
     """Return the facts that a capture has of a worker; those that decide its program are equal within a model."""
     manifest, info = worker.capture.manifest, worker.info
-    found: dict[str, object] = {_HOST: manifest.host, "driver": info.driver, _PCI: info.pci_bus_id}
-    host = manifest.host_facts
-    gpu = None if host is None else host.gpu(info.name.partition("@")[0])
+    facts: dict[str, object] = {_HOST: manifest.host, "driver": info.driver, _PCI: info.pci_bus_id}
+    host_facts = manifest.host_facts
+    gpu = None if host_facts is None else host_facts.gpu(info.name.partition("@")[0])
     if gpu is not None:
-        found |= {
+        facts |= {
             "driver": info.driver or gpu.driver,
             _PCI: info.pci_bus_id or gpu.pci_bus_id,
             "VBIOS": gpu.vbios,
@@ -313,13 +397,17 @@ def _recorded(worker: ComparedWorker) -> dict[str, str]:
             "PCIe lanes": gpu.link.get("width"),
             "NVLinks": gpu.nvlinks,
         }
-    if host is not None:
-        found |= {"kernel": host.kernel, "IOMMU": host.iommu, "IOMMU options": " ".join(host.iommu_options) or "none"}
-    found["consistency"] = manifest.tool
+    if host_facts is not None:
+        facts |= {
+            "kernel": host_facts.kernel,
+            "IOMMU": host_facts.iommu,
+            "IOMMU options": " ".join(host_facts.iommu_options) or "none",
+        }
+    facts["consistency"] = manifest.tool
     for name, value in info.environment.items():
         if name not in _IDENTITY and isinstance(value, (str, int, float)):
-            found.setdefault(name, value)
-    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+            facts.setdefault(name, value)
+    return {name: str(value) for name, value in facts.items() if value not in (None, "")}
 
 
 FINDERS = (
