@@ -1,10 +1,12 @@
-"""What a user has to know of the adapter and the base besides whether devices agree: no effect, quantized weights."""
+"""Findings about adapter and base that hold even where all devices agree: no effect, quantized weights."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from consistency.capture.names import (
     ADAPTER_OFF,
@@ -28,115 +30,155 @@ from consistency.comparison.result import Finding
 from consistency.comparison.workers import ComparedWorker
 
 
-def find_no_effect(evidence: ComparisonEvidence) -> Iterable[Finding]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outputs:
+    """The outputs of the whole model on one worker, each with the adapter on and off."""
+
+    are_equal: bool  # whether all of them are bitwise equal with the adapter on and off
+    count: int
+
+
+def find_no_effect(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report an adapter that changes nothing on any worker of its capture, with the cause where it is known."""
-    with_adapter = (p for p in evidence.workers if p.case.adapter is not None and p.info.status == "ok")
-    by_capture = gathered((id(p.capture), p) for p in with_adapter)
-    outputs_of = functools.cache(_outputs)  # workers that saw the same share a table
-    for workers in by_capture.values():
-        tables = [p.records.stage(standard.FORWARD) for p in workers if not p.case.only]
-        outputs = [equal for table in tables if (equal := outputs_of(table)) is not None]
-        if any(not equal for equal, _ in outputs):
+    with_adapter = (
+        worker for worker in evidence.workers if worker.case.adapter is not None and worker.info.status == "ok"
+    )
+    outputs_of = functools.cache(_outputs)  # workers that recorded the same share a table
+    for workers in gathered((id(worker.capture), worker) for worker in with_adapter).values():
+        tables = [worker.records.stage(standard.FORWARD) for worker in workers if not worker.case.only]
+        outputs = [table_outputs for table_outputs in map(outputs_of, tables) if table_outputs is not None]
+        if any(not table_outputs.are_equal for table_outputs in outputs):
             continue
-        cause = next((text for p in workers if (text := _cause(p))), "")
-        alike = ""
-        if outputs and any(_acts_on_all_tokens(p) for p in workers):
-            number = max(number for _, number in outputs)
-            alike = f"{counted(number, 'output')} with and without it {'is' if number == 1 else 'are'} bitwise equal"
-        if not cause and not alike:
-            continue
-        labels = tuple(dict.fromkeys(p.label for p in workers))
-        opening = f"adapter · {some(labels)} · the adapter changes nothing"
-        unused = [] if cause else list(dict.fromkeys(layer for p in workers for layer in _adding(p)))
-        why = f"the deltas are not zero, so the model leaves out {some(unused)}" if unused else ""
-        texts = [text for text in (cause, alike, why) if text]
-        yield Finding(
-            kind=kinds.NO_EFFECT,
-            severity="warning",
-            message=f"{opening}: {'; '.join(texts)}",
-            general=opening,
-            workers=labels,
-            cause=cause or why or None,
-            detail=(f"adapter {workers[0].case.adapter}",),
-            next="look in the model's code for what reads the weight of these layers itself, and have it call them"
-            if unused
-            else "check that this is the trained adapter, and that the model calls its layers",
-        )
+        cause = next(filter(None, map(_cause, workers)), "")
+        equal_outputs = _about_equal_outputs(outputs, workers)
+        if cause or equal_outputs:
+            yield _report_no_effect(workers, cause, equal_outputs)
 
 
-def _outputs(table: StageTable) -> tuple[bool, int] | None:
-    """Return whether all outputs are bitwise equal with the adapter on and off, and how many there are.
+def _report_no_effect(workers: Sequence[ComparedWorker], cause: str, equal_outputs: str) -> Finding:
+    """Report an adapter without effect.
+
+    Parameters
+    ----------
+    workers : sequence of ComparedWorker
+        All workers of one capture.
+    cause, equal_outputs : str
+        Why the adapter can change nothing, and that outputs are equal with and without it; one may be empty.
+    """
+    labels = tuple(dict.fromkeys(worker.label for worker in workers))
+    opening = f"adapter · {some(labels)} · the adapter changes nothing"
+    unused_layers: list[str] = []
+    if not cause:
+        unused_layers = list(dict.fromkeys(itertools.chain.from_iterable(map(_layers_with_delta, workers))))
+    unused = f"the deltas are not zero, so the model leaves out {some(unused_layers)}" if unused_layers else ""
+    advice = "check that this is the trained adapter, and that the model calls its layers"
+    if unused_layers:
+        advice = "look in the model's code for what reads the weight of these layers itself, and have it call them"
+    statements = filter(None, (cause, equal_outputs, unused))
+    return Finding(
+        kind=kinds.NO_EFFECT,
+        severity="warning",
+        message=f"{opening}: {'; '.join(statements)}",
+        general=opening,
+        workers=labels,
+        cause=cause or unused or None,
+        detail=(f"adapter {workers[0].case.adapter}",),
+        next=advice,
+    )
+
+
+def _outputs(table: StageTable) -> _Outputs | None:
+    """Compare the outputs of the whole model with the adapter on with those with it off.
 
     None where that shows nothing: it did not run in both modes, or in part, or its values are not finite.
     """
-    pairs = [
-        (record, off)
-        for (stage, layer, tensor), record in table.items()
-        if tensor == f"{ADAPTER_ON}.{END_TO_END}" and record.digest is not None
-        if (off := table.get((stage, layer, f"{ADAPTER_OFF}.{END_TO_END}"))) is not None and off.digest is not None
-    ]
-    finite = all(on.measure is None or math.isfinite(float(on.measure.max_abs)) for on, _ in pairs)
-    if not pairs or not finite:
+    pairs = []
+    for (stage, layer, tensor), on in table.items():
+        if tensor != f"{ADAPTER_ON}.{END_TO_END}" or on.digest is None:
+            continue
+        off = table.get((stage, layer, f"{ADAPTER_OFF}.{END_TO_END}"))
+        if off is not None and off.digest is not None:
+            pairs.append((on, off))
+    are_finite = all(on.measure is None or math.isfinite(float(on.measure.max_abs)) for on, _ in pairs)
+    if not pairs or not are_finite:
         return None
-    return all(on.digest == off.digest for on, off in pairs), len(pairs)
+    return _Outputs(are_equal=all(on.digest == off.digest for on, off in pairs), count=len(pairs))
 
 
-def _cause(p: ComparedWorker) -> str:
-    """Return why the adapter can change nothing, where its file, its settings or its deltas show it."""
-    settings = p.records.get((standard.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
+def _about_equal_outputs(outputs: Sequence[_Outputs], workers: Sequence[ComparedWorker]) -> str:
+    """State that outputs are equal with and without the adapter; empty where that shows nothing."""
+    if not outputs or not any(map(_acts_on_all_tokens, workers)):
+        return ""
+    count = max(table_outputs.count for table_outputs in outputs)
+    verb = "is" if count == 1 else "are"
+    return f"{counted(count, 'output')} with and without it {verb} bitwise equal"
+
+
+def _cause(worker: ComparedWorker) -> str:
+    """Return why the adapter can change nothing, where its file, its settings or its deltas show it; else empty."""
+    settings = worker.records.get((standard.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
     if settings is None or settings.status == "outside":  # an error of its own: the adapter is not active
         return ""
     match settings.effect:
         case "no-layer":
             return "no layer of the base is adapted"
-        case "zero-scaling" | "zero-weights":
-            return f"{settings.evidence.get('zero')} {'is' if settings.effect == 'zero-scaling' else 'are'} zero"
+        case "zero-scaling":
+            return f"{settings.evidence.get('zero')} is zero"
+        case "zero-weights":
+            return f"{settings.evidence.get('zero')} are zero"
         case "layers":
-            deltas = [r for (_, _, tensor), r in p.records.stage(standard.MERGED).items() if tensor == DELTA]
-            if deltas and not p.case.only and all(record.effect == "zero-delta" for record in deltas):
+            merged = worker.records.stage(standard.MERGED)
+            deltas = [record for (_, _, tensor), record in merged.items() if tensor == DELTA]
+            # a case that checks only some layers says nothing of the deltas of the others
+            if deltas and not worker.case.only and all(record.effect == "zero-delta" for record in deltas):
                 return f"{len(deltas)} of {len(deltas)} deltas are zero"
     return ""
 
 
-def _adding(p: ComparedWorker) -> Iterator[str]:
-    """Yield the layers that a merge adds something to."""
-    for (_, layer, tensor), record in p.records.stage(standard.MERGED).items():
+def _layers_with_delta(worker: ComparedWorker) -> Iterator[str]:
+    """Yield the layers whose weight a merge changes."""
+    for (_, layer, tensor), record in worker.records.stage(standard.MERGED).items():
         if tensor == DELTA and record.measure is not None and not record.effect:
             yield layer
 
 
-def _acts_on_all_tokens(p: ComparedWorker) -> bool:
+def _acts_on_all_tokens(worker: ComparedWorker) -> bool:
     """Return whether equal outputs show something: the inputs may lack the tokens that an adapter is for."""
-    settings = p.records.get((standard.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
+    settings = worker.records.get((standard.ADAPTER, SETTINGS_LAYER, RANK_AND_SCALING))
     return settings is not None and settings.status != "outside" and settings.effect != "some-tokens"
 
 
-def find_quantized(evidence: ComparisonEvidence) -> Iterable[Finding]:
+def find_quantized(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report the error of requantizing, and weights that a pass leaves in another form."""
     yield from _requantized(evidence.workers)
     yield from _repacked(evidence.workers)
 
 
 def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
-    """Compare the error of requantizing with half a step and with what the adapter adds."""
-    merged = _having(compared, standard.MERGED, lambda one: "error_in_steps_max" in one.evidence)
-    if not merged:
+    """Compare the error of requantizing with half a step and with the delta that the adapter adds."""
+    records_by_worker = _records_by_worker(
+        compared, standard.MERGED, lambda record: "error_in_steps_max" in record.evidence
+    )
+    if not records_by_worker:
         return
-    records = [record for found in merged.values() for record in found]
+    records = list(itertools.chain.from_iterable(records_by_worker.values()))
     steps = max(float(record.evidence["error_in_steps_max"]) for record in records)
     rms = max(float(record.evidence["error_in_steps_rms"]) for record in records)
-    shares = [share for record in records if (share := _share(record)) is not None]
+    ratios = [ratio for ratio in map(_error_over_delta, records) if ratio is not None]
     beside = ""
-    if shares:
-        beside = f"; that is {min(shares):.2g} to {max(shares):.2g} times the RMS of what the adapter adds"
-    weights = counted(max(len({record.layer for record in found}) for found in merged.values()), "weight")
-    opening = f"merged · {some(list(merged))} · merging quantizes {weights} again"
+    if ratios:
+        beside = f"; that is {min(ratios):.2g} to {max(ratios):.2g} times the RMS of what the adapter adds"
+    # a weight has several records, and workers may have recorded different weights
+    weight_counts = (len({record.layer for record in recorded}) for recorded in records_by_worker.values())
+    weights = counted(max(weight_counts), "weight")
+    labels = tuple(records_by_worker)
+    opening = f"merged · {some(labels)} · merging quantizes {weights} again"
     yield Finding(
         kind=kinds.REQUANTIZED,
         severity="note",
         message=f"{opening}: error at most {steps:.2f} steps, RMS {rms:.2f} steps{beside}",
         general=opening,
-        workers=tuple(merged),
+        workers=labels,
         detail=(
             "a step is the distance of two neighbouring levels; rounding to the nearest makes up to half of one",
             "to keep all of the adapter, leave it unmerged, or dequantize the base, merge into that, and keep 16 bits",
@@ -144,35 +186,45 @@ def _requantized(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     )
 
 
-def _having(
-    compared: Sequence[ComparedWorker], stage: Stage, wanted: Callable[[TensorRecord], bool]
+def _records_by_worker(
+    compared: Sequence[ComparedWorker], stage: Stage, is_wanted: Callable[[TensorRecord], bool]
 ) -> dict[str, list[TensorRecord]]:
-    """Return the wanted records of a stage by worker, without workers that have none.
+    """Return the wanted records of a stage by worker, without workers that have none."""
 
-    Workers that saw the same share a table, and so the records.
-    """
-    of_table = functools.cache(lambda table: [one for one in table.values() if wanted(one)])
-    return {p.label: found for p in compared if (found := of_table(p.records.stage(stage)))}
+    @functools.cache  # workers that recorded the same share a table, and so the list of its records
+    def records_of(table: StageTable) -> list[TensorRecord]:
+        return [record for record in table.values() if is_wanted(record)]
+
+    records_by_worker = {}
+    for worker in compared:
+        records = records_of(worker.records.stage(stage))
+        if records:
+            records_by_worker[worker.label] = records
+    return records_by_worker
 
 
-def _share(record: TensorRecord) -> float | None:
-    """Return error over delta, None where the adapter adds nothing."""
+def _error_over_delta(record: TensorRecord) -> float | None:
+    """Return the RMS of the error over the RMS of the delta, None where the adapter adds nothing."""
     error, delta = float(record.evidence["error_rms"]), float(record.evidence["delta_rms"])
     return error / delta if delta else None
 
 
 def _repacked(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
-    found = _having(compared, standard.BASE, lambda one: one.tensor == AFTER_A_PASS and one.status != "equal")
-    if not found:
+    """Report quantized weights that a forward pass leaves in a form that dequantizes to other values."""
+    records_by_worker = _records_by_worker(
+        compared, standard.BASE, lambda record: record.tensor == AFTER_A_PASS and record.status != "equal"
+    )
+    if not records_by_worker:
         return
-    first = next(iter(found.values()))[0]
-    opening = f"base · {some(list(found))} · a forward pass rewrites quantized weights"
+    labels = tuple(records_by_worker)
+    first = records_by_worker[labels[0]][0]
+    opening = f"base · {some(labels)} · a forward pass rewrites quantized weights"
     yield Finding(
         kind=kinds.REPACKED_WEIGHTS,
         severity="warning",
         message=f"{opening}, and the library then dequantizes other values: {first.evidence.get('read')}",
         general=opening,
-        workers=tuple(found),
+        workers=labels,
         detail=(
             f"seen at {first.layer}: {first.evidence.get('how')}",
             "here every stage starts from the weights as they were loaded",
