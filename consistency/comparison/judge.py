@@ -1,9 +1,14 @@
-"""Judge one tensor on one worker: what it recorded, and what the reference worker recorded, make a row."""
+"""Judge one tensor on one worker: its record, and the reference worker's record of the tensor, make a row.
+
+In all functions here `record` is the worker's and `expected` the reference worker's; a tensor may lack either.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,83 +36,93 @@ if TYPE_CHECKING:
 
 _ABSENT = frozenset({"missing", "unexpected", "skipped", "blocked"})
 FILE, FLOAT64, PAYLOAD = "file", "float64", "payload"
+"""What a row is compared with, where it is no other worker."""
+
+_MOST_BLOCKS = 64
 
 NOT_FINITE = "every value is NaN or infinite in float64 too"
-"""The reason to skip a tensor that has no value to compare with."""
+"""The reason of a skipped tensor without any number to compare with."""
 
 NO_RECORD = "missing on this worker"
-"""The reason of a tensor that a worker left out without one."""
+"""The reason of a missing tensor for which the worker recorded no reason."""
 
 
-def judge(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcome:
+def judge(worker: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcome:
     """Judge what a worker recorded of a tensor, or why it recorded nothing."""
-    record, expected = subject.records.get(key), reference.records.get(key)
+    record, expected = worker.records.get(key), reference.records.get(key)
     if record is None:
-        return _unseen(subject, reference, key)
+        return _unseen(worker, reference, key)
     if record.status in _ABSENT:
-        return _absent(subject, reference, record, expected)
+        return _absent(worker, reference, record, expected)
     if record.rule == Rule.RELATIVE and record.measure is not None and record.dtype not in UNIT_ROUNDOFF:
-        return _skipped(subject, record, f"the rounding of {record.dtype or 'a dtype without a name'} is not known")
+        return _skipped(worker, record, f"the rounding of {record.dtype or 'a dtype without a name'} is not known")
     match Rule(record.rule):
         case Rule.BITWISE if record.stage == standard.TRANSFER:
-            return _sent(subject, record)
+            return _sent(worker, record)
         case Rule.BITWISE:
-            return _moved(subject, reference, record, expected)
+            return _moved(worker, reference, record, expected)
         case Rule.RELATIVE:
-            return _relative(subject, reference, record, expected)
+            return _relative(worker, reference, record, expected)
         case Rule.BLOCK:
-            return _block(subject, reference, record, expected)
+            return _block(worker, reference, record, expected)
         case Rule.BOUND | Rule.USER:
             if record.measure is not None and _is_unknown(record.measure):
-                return _skipped(subject, record, NOT_FINITE)
-            return _measured(subject, record, record.measure, status=_status(record), reference=FLOAT64)
+                return _skipped(worker, record, NOT_FINITE)
+            return _measured(worker, record, record.measure, status=_status(record), reference=FLOAT64)
         case Rule.PEER:
-            return _peer(subject, reference, record, expected)
+            return _peer(worker, reference, record, expected)
         case Rule.LIMIT:
-            return _as_recorded(subject, record)
+            return _as_recorded(worker, record)
 
 
-def _unseen(subject: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcome:
-    if subject.info.status != "ok":
-        reason = f"the worker was lost before it: {subject.info.reason}"
-        return Outcome(workers=(subject.label,), reference=None, status="blocked", reason=reason)
-    failed = subject.failures.get(key[0])
-    if failed is not None:
-        return Outcome(workers=(subject.label,), reference=None, status="blocked", reason=failed)
-    apart = subject.apart.get(key[0])
-    if apart is not None:
-        return Outcome(workers=(subject.label,), reference=None, status="skipped", reason=apart)
+def _unseen(worker: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcome:
+    """Judge a tensor of which a worker has no record: the worker was lost, the stage failed, or nothing excuses it."""
+    stage = key[0]
+    if worker.info.status != "ok":
+        return _not_judged(worker, "blocked", f"the worker was lost before it: {worker.info.reason}")
+    failure = worker.failures.get(stage)
+    if failure is not None:
+        return _not_judged(worker, "blocked", failure)
+    no_group = worker.apart.get(stage)
+    if no_group is not None:
+        return _not_judged(worker, "skipped", no_group)
     return Outcome(
-        workers=(subject.label,),
+        workers=(worker.label,),
         reference=reference.label,
         status="missing",
         word=words.MISSING,
-        reason=_why_not_run(subject, key) or NO_RECORD,
+        reason=_why_not_run(worker, key) or NO_RECORD,
     )
 
 
-def _why_not_run(subject: ComparedWorker, key: Key) -> str | None:
+def _not_judged(worker: ComparedWorker, status: Status, reason: str) -> Outcome:
+    """Return the row of a tensor that was compared with nothing, without any field of a record."""
+    return Outcome(workers=(worker.label,), reference=None, status=status, reason=reason)
+
+
+def _why_not_run(worker: ComparedWorker, key: Key) -> str | None:
     """Return why a stage, or the mode of it that a tensor is named after, did not run as a whole on a worker."""
     stage, _, mode = key
     names = dict.fromkeys((mode, SPECS[Stage(stage)].whole))
-    rows = (subject.records.get((stage, WHOLE_MODEL, name)) for name in names)
-    return next((row.reason for row in rows if row is not None and row.status == "skipped"), None)
+    records = (worker.records.get((stage, WHOLE_MODEL, name)) for name in names)
+    return next((record.reason for record in records if record is not None and record.status == "skipped"), None)
 
 
 def _absent(
-    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+    worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
 ) -> Outcome:
     """Judge a tensor that a worker could not make or check.
 
     No reason excuses it where the reference worker could, except that there is no such kernel here. Facts concern one
     worker alone; that the adapter can be loaded is expected of all.
     """
-    made_there = expected is not None and expected.status not in _ABSENT
-    expected_here = (record.rule != Rule.LIMIT or record.layer == SETTINGS_LAYER) and not record.unsupported
-    if not (record.status == "skipped" and made_there and expected_here):
-        return _as_recorded(subject, record)
+    reference_has_it = expected is not None and expected.status not in _ABSENT
+    concerns_all = record.rule != Rule.LIMIT or record.layer == SETTINGS_LAYER
+    is_excused = not reference_has_it or not concerns_all or record.unsupported
+    if record.status != "skipped" or is_excused:
+        return _as_recorded(worker, record)
     return _row(
-        subject,
+        worker,
         record,
         reference=reference.label,
         status="missing",
@@ -116,14 +131,14 @@ def _absent(
     )
 
 
-def _as_recorded(subject: ComparedWorker, record: TensorRecord) -> Outcome:
+def _as_recorded(worker: ComparedWorker, record: TensorRecord) -> Outcome:
     """Return a worker's own judgement, such as of a fact that has a limit: nobody else can check it."""
-    beyond = record.limit_ratio is not None and not passes(float(record.limit_ratio))
+    is_beyond_limit = record.limit_ratio is not None and not passes(float(record.limit_ratio))
     return _row(
-        subject,
+        worker,
         record,
         reference=record.reference,
-        status="outside" if beyond else _status(record),
+        status="outside" if is_beyond_limit else _status(record),
         ratio=record.limit_ratio,
         word=record.word,
         reason=record.reason,
@@ -131,154 +146,195 @@ def _as_recorded(subject: ComparedWorker, record: TensorRecord) -> Outcome:
 
 
 def _moved(
-    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+    worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
 ) -> Outcome:
     """Judge bytes that were only moved: the file of the reference worker's capture defines them."""
-    right = record.reference_digest
+    right_digest = record.reference_digest
     # where a load path casts, each worker is compared with its own cast; `find_casts` compares the casts
-    casts = record.cast or (expected is not None and expected.cast)
-    if expected is not None and expected.reference_digest is not None and not casts:
-        right = expected.reference_digest
-    if record.digest == right and record.status == "outside" and record.reference_digest not in (None, right):
+    is_cast = record.cast or (expected is not None and expected.cast)
+    if expected is not None and expected.reference_digest is not None and not is_cast:
+        right_digest = expected.reference_digest
+    has_right_bytes = record.digest == right_digest
+    differs_from_own_file = record.status == "outside" and record.reference_digest not in (None, right_digest)
+    if has_right_bytes and differs_from_own_file:
         # its bytes differ from its own file and equal another capture's file: bytes of an earlier run
         return _measured(
-            subject,
+            worker,
             record,
             record.measure,
             status="outside",
             reference=FILE,
             word=words.STALE,
-            more={"holds": f"the bytes of {reference.label}'s file, not those of its own"},
+            evidence={"holds": f"the bytes of {reference.label}'s file, not those of its own"},
         )
-    if record.digest == right and right is not None:  # a capture made elsewhere may lack both: no agreement
-        return _equal(subject, record, reference=FILE)
-    if record.reference_digest == right:
-        return _measured(subject, record, record.measure, status="outside", reference=FILE)
+    if has_right_bytes and right_digest is not None:  # a capture made elsewhere may lack both: no agreement
+        return _equal(worker, record, reference=FILE)
+    if record.reference_digest == right_digest:
+        return _measured(worker, record, record.measure, status="outside", reference=FILE)
     assert expected is not None  # the two captures were made from files that differ
-    found = _difference(subject, record, reference, expected, expected.reference_blob)
+    return _moved_from_other_file(worker, reference, record, expected)
+
+
+def _moved_from_other_file(
+    worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord
+) -> Outcome:
+    """Judge bytes that differ from the reference worker's file, where the worker's own file differs from that, too."""
+    difference = _difference(worker, record, reference, expected, expected.reference_blob)
     own_file = record.digest == record.reference_digest
     if own_file and "converted" in record.evidence:  # each worker computed it from its file by its own kernels
         return _measured(
-            subject,
+            worker,
             record,
-            found.measure,
+            difference.measure,
             status="outside",
             reference=reference.label,
             word=words.RECOMPUTED,
-            more=found.evidence,
+            evidence=difference.evidence,
         )
-    more: dict[str, Any] = {"own_file": "matches its own file" if own_file else "does not match its own file either"}
-    if found.measure is None and found.word is None:
-        more["blocks"] = _differing_blocks(record.blocks, expected.blocks)
+    evidence = {
+        **difference.evidence,
+        "own_file": "matches its own file" if own_file else "does not match its own file either",
+    }
+    # neither tensor was stored: the digests of their blocks still tell where they differ
+    if difference.measure is None and difference.word is None:
+        evidence["blocks"] = _differing_blocks(record.blocks, expected.blocks)
     row = _measured(
-        subject,
+        worker,
         record,
-        found.measure,
+        difference.measure,
         status="outside",
         reference=reference.label,
-        word=found.word or words.DIFFERS,
-        more={**found.evidence, **more},
+        word=difference.word or words.DIFFERS,
+        evidence=evidence,
     )
-    return msgspec.structs.replace(row, own_file=own_file, unread=found.unread)
+    return msgspec.structs.replace(row, own_file=own_file, unread=difference.unread)
 
 
-def _sent(subject: ComparedWorker, record: TensorRecord) -> Outcome:
+def _sent(worker: ComparedWorker, record: TensorRecord) -> Outcome:
     """Judge copies between devices: the worker made the payload itself, so no other worker is involved."""
     if record.status == "equal" and is_as_sent(record):
-        return _equal(subject, record, reference=PAYLOAD)
-    return _measured(subject, record, record.measure, status="outside", reference=PAYLOAD)
+        return _equal(worker, record, reference=PAYLOAD)
+    return _measured(worker, record, record.measure, status="outside", reference=PAYLOAD)
 
 
 def is_as_sent(record: TensorRecord) -> bool:
-    """Return whether copies delivered what was sent; the amount differs from level to level."""
+    """Return whether copies delivered the bytes that were sent; their amount differs from level to level."""
     return record.digest is not None and record.digest == record.reference_digest
 
 
 def _relative(
-    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+    worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
 ) -> Outcome:
-    """Judge an error against float64 by what rounding makes in the same tensor and dtype.
+    """Judge an error against float64 by the error that rounding makes in the same tensor and dtype.
 
-    What a CPU has measured of that is replaced by what the reference worker has: a fault of its own must not excuse it.
     A table of the base that is within tolerance and bitwise equal to the reference worker's is `equal`. Where the
     tolerance is as large as the values of the tensor, passing means nothing: `skipped`.
     """
-    found = record.measure
-    if found is None:
-        return _equal(subject, record, reference=FLOAT64)
-    rounding, reason = record.rounding, None
-    own_products = record.stage != standard.BASE and (subject.products or reference.products)
-    own_step = SPECS[
-        Stage(record.stage)
-    ].own_noise  # at a step of a training, at this worker's own parameters before it
-    # where workers multiply in several precisions, the record has what rounding makes in this worker's
-    if (
-        not own_products
-        and not own_step
-        and (rounding is None or subject.is_cpu)
-        and reference.is_cpu
-        and expected is not None
-    ):
-        rounding = expected.rounding if expected.dtype == record.dtype else None
+    measure = record.measure
+    if measure is None:
+        return _equal(worker, record, reference=FLOAT64)
+    rounding = _rounding_for(worker, reference, record, expected)
     if rounding is None:
-        reason = record.reason or "the error that rounding makes in this dtype is unknown: no CPU took part"
-    elif record.dtype == "float16" and not math.isfinite(rounding.largest):  # the range of the others suffices
-        reason = "the CPU's own values overflow float16 (largest value 65504): there is no error to compare with"
-    if rounding is None or reason is not None:
-        return Outcome(workers=(subject.label,), reference=None, status="skipped", reason=reason)
-    if _is_unknown(found):
-        return _skipped(subject, record, NOT_FINITE)
-    share, allowed, judged = judge_relative(found, record.dtype, rounding)
-    status: Status = judged
-    diagnosis = record.word or (words.ACCUMULATION_ORDER if status == "within" else None)
-    if status == "outside" and diagnosis in (None, words.ACCUMULATION_ORDER):
-        diagnosis = words.DIFFERS if math.isfinite(float(found.max_abs)) else words.NON_FINITE
-    truth = FLOAT64
-    if record.stage == "base" and status == "within" and expected is not None and record.digest == expected.digest:
-        status, truth, diagnosis = "equal", reference.label, None
-    if status == "within" and 0 < float(found.magnitude) <= allowed:  # where all is zero, zeros are right
-        row = _measured(subject, record, found, status="skipped", reference=truth)
-        reason = _idle(record.dtype, rounding, float(found.magnitude))
+        unknown = "the error that rounding makes in this dtype is unknown: no CPU took part"
+        return _not_judged(worker, "skipped", record.reason or unknown)
+    if record.dtype == "float16" and not math.isfinite(rounding.largest):  # the range of the others suffices
+        overflow = "the CPU's own values overflow float16 (largest value 65504): there is no error to compare with"
+        return _not_judged(worker, "skipped", overflow)
+    if _is_unknown(measure):
+        return _skipped(worker, record, NOT_FINITE)
+    error_ratio, allowed, status = judge_relative(measure, record.dtype, rounding)
+    has_reference_bits = expected is not None and record.digest == expected.digest
+    if record.stage == "base" and status == "within" and has_reference_bits:
+        row = _measured(worker, record, measure, status="equal", reference=reference.label)
+    elif status == "within" and 0 < float(measure.magnitude) <= allowed:  # where all is zero, zeros are right
+        row = _measured(worker, record, measure, status="skipped", reference=FLOAT64)
+        reason = _why_too_wide(record.dtype, rounding, float(measure.magnitude))
         return msgspec.structs.replace(row, word=None, reason=reason)
-    row = _measured(subject, record, found, status=status, reference=truth, word=diagnosis)
-    return msgspec.structs.replace(row, ratio=Real(share), allowed=Real(allowed))
+    else:
+        word = _word_of_rounding(record, measure, status)
+        row = _measured(worker, record, measure, status=status, reference=FLOAT64, word=word)
+    return msgspec.structs.replace(row, ratio=Real(error_ratio), allowed=Real(allowed))
 
 
-def _is_unknown(found: Measure) -> bool:
+def _rounding_for(
+    worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+) -> RoundingError | None:
+    """Return the rounding error to judge a tensor by; None where it is not known.
+
+    The error that a CPU measured is replaced by the reference worker's: a fault of its own must not excuse it.
+    """
+    # where workers multiply in several precisions, the record has the rounding error of this worker's products
+    has_own_products = record.stage != standard.BASE and (worker.products or reference.products)
+    # at a step of a training, at this worker's own parameters before it
+    has_own_noise = SPECS[Stage(record.stage)].own_noise
+    if has_own_products or has_own_noise:
+        return record.rounding
+    needs_reference = record.rounding is None or worker.is_cpu
+    if not needs_reference or not reference.is_cpu or expected is None:
+        return record.rounding
+    return expected.rounding if expected.dtype == record.dtype else None
+
+
+def _word_of_rounding(record: TensorRecord, measure: Measure, status: Status) -> Word | None:
+    """Return the kind of difference of a tensor that was judged by the error that rounding makes."""
+    if status == "within":
+        return record.word or words.ACCUMULATION_ORDER
+    is_unnamed = record.word in (None, words.ACCUMULATION_ORDER)
+    if status == "outside" and is_unnamed:
+        return words.DIFFERS if math.isfinite(float(measure.max_abs)) else words.NON_FINITE
+    return record.word
+
+
+def _is_unknown(measure: Measure) -> bool:
     """Return whether a tensor has no exact value that is a number, and its own are the same NaN and infinities."""
-    return found.elements == found.not_finite > 0 and float(found.max_abs) == 0
+    return measure.elements == measure.not_finite > 0 and float(measure.max_abs) == 0
 
 
 def _block(
-    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+    worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
 ) -> Outcome:
     """Return what a worker judged by rounding errors, as it or another worker of its capture measured them.
 
     Where they are more than twice those that the reference worker measured, they are no yardstick: passes with noise on
     a CPU whose kernels are wrong would excuse these. The ratio is as much larger then.
     """
-    found, own = record.measure, record.rounding
-    if found is not None and _is_unknown(found):
-        return _skipped(subject, record, NOT_FINITE)
-    known = None if expected is None or expected.dtype != record.dtype else expected.rounding
-    if not (subject.is_cpu and reference.is_cpu) or subject.products or reference.products:
-        known = None
-    if subject.info.environment.get("dtype") != reference.info.environment.get("dtype"):
-        known = None  # bases in two dtypes, whose rounding reaches the adapter's gradients in a third
+    measure = record.measure
+    if measure is not None and _is_unknown(measure):
+        return _skipped(worker, record, NOT_FINITE)
+    excess = _excess(record.rounding, _rounding_on_reference(worker, reference, record, expected))
     status, word = _status(record), None
-    if found is not None and found.ratio is not None and own is not None and known is not None:
-        excess = ratio(float(own.largest), LEAST_FACTOR * float(known.largest))
-        if excess > 1 and passes(float(found.ratio)):
-            share = float(found.ratio) * excess
-            allowed = None if found.allowed is None else Real(found.allowed / excess)
-            found = msgspec.structs.replace(found, ratio=Real(share), allowed=allowed)
-            if not passes(share):
-                status, word = "outside", words.DIFFERS
-    row = _measured(subject, record, found, status=status, reference=FLOAT64, word=word)
+    if excess > 1 and measure is not None and measure.ratio is not None and passes(float(measure.ratio)):
+        error_ratio = float(measure.ratio) * excess
+        allowed = None if measure.allowed is None else Real(measure.allowed / excess)
+        measure = msgspec.structs.replace(measure, ratio=Real(error_ratio), allowed=allowed)
+        if not passes(error_ratio):
+            status, word = "outside", words.DIFFERS
+    row = _measured(worker, record, measure, status=status, reference=FLOAT64, word=word)
     return row if record.reason is None else msgspec.structs.replace(row, reason=record.reason)
 
 
-def _idle(dtype: str, rounding: RoundingError, magnitude: float) -> str:
+def _excess(rounding: RoundingError | None, reference_rounding: RoundingError | None) -> float:
+    """Return a rounding error over twice the reference worker's; 0 where either is not known."""
+    if rounding is None or reference_rounding is None:
+        return 0.0
+    return ratio(float(rounding.largest), LEAST_FACTOR * float(reference_rounding.largest))
+
+
+def _rounding_on_reference(
+    worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+) -> RoundingError | None:
+    """Return the rounding error that a reference CPU measured; None where another CPU's cannot be compared with it."""
+    if expected is None or expected.dtype != record.dtype:
+        return None
+    if not (worker.is_cpu and reference.is_cpu) or worker.products or reference.products:
+        return None
+    # bases in two dtypes, whose rounding reaches the adapter's gradients in a third
+    if worker.info.environment.get("dtype") != reference.info.environment.get("dtype"):
+        return None
+    return expected.rounding
+
+
+def _why_too_wide(dtype: str, rounding: RoundingError, magnitude: float) -> str:
     """Return why a tolerance would let a tensor of zeros pass, without figures of one tensor: equal reasons group."""
     if LEAST_FACTOR * rounding.largest + UNIT_ROUNDOFF[dtype] * magnitude < magnitude:  # the factor makes it so wide
         return "too few values to measure the rounding error: so wide a tolerance would let a tensor of zeros pass"
@@ -286,81 +342,95 @@ def _idle(dtype: str, rounding: RoundingError, magnitude: float) -> str:
 
 
 def _peer(
-    subject: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
+    worker: ComparedWorker, reference: ComparedWorker, record: TensorRecord, expected: TensorRecord | None
 ) -> Outcome:
     """Judge by the reference worker alone: no exact value is known."""
     if record.status == "outside":  # the worker itself found it wrong
-        return _measured(subject, record, record.measure, status="outside", reference=None)
+        return _measured(worker, record, record.measure, status="outside", reference=None)
     if expected is None or expected.digest is None:
         return _measured(
-            subject,
+            worker,
             record,
             None,
             status="outside",
             reference=reference.label,
             word=record.word or words.UNEXPECTED,
-            more={"reference": "has no such tensor"},
+            evidence={"reference": "has no such tensor"},
         )
     if record.digest == expected.digest:
-        return _equal(subject, record, reference=reference.label)
-    # what is made once when weights are loaded, and no matter of rounding: both devices read the same file
-    exact = record.dtype.startswith(("uint", "int", "bool")) or (record.stage in MOVES_WEIGHTS and not record.buffer)
-    if not exact:
-        different = "bitwise different from the reference worker"
-        return _skipped(
-            subject,
-            record,
-            f"{different}, and not compared with float64: {record.reason}"
-            if record.reason
-            else f"computed on the device and {different}, with no float64 value to compare with",
-        )
+        return _equal(worker, record, reference=reference.label)
+    # a tensor that is made once when weights are loaded, and no matter of rounding: both devices read the same file
+    is_made_while_loading = record.stage in MOVES_WEIGHTS and not record.buffer
+    is_exact = record.dtype.startswith(("uint", "int", "bool")) or is_made_while_loading
+    if not is_exact:
+        return _skipped(worker, record, _why_not_compared(record))
     if record.layer == SETTINGS_LAYER:
-        settings = {"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")}
         return _measured(
-            subject, record, None, status="outside", reference=reference.label, word=words.SETTINGS, more=settings
+            worker,
+            record,
+            None,
+            status="outside",
+            reference=reference.label,
+            word=words.SETTINGS,
+            evidence={"got": record.evidence.get("values"), "wanted": expected.evidence.get("values")},
         )
-    found = _difference(subject, record, reference, expected, expected.blob)
+    difference = _difference(worker, record, reference, expected, expected.blob)
     row = _measured(
-        subject,
+        worker,
         record,
-        found.measure,
+        difference.measure,
         status="outside",
         reference=reference.label,
-        word=record.word or found.word or words.DIFFERS,
-        more=found.evidence,
+        word=record.word or difference.word or words.DIFFERS,
+        evidence=difference.evidence,
     )
-    return msgspec.structs.replace(row, unread=found.unread)
+    return msgspec.structs.replace(row, unread=difference.unread)
+
+
+def _why_not_compared(record: TensorRecord) -> str:
+    """Return why bits that differ from the reference worker's show nothing."""
+    different = "bitwise different from the reference worker"
+    if record.reason:
+        return f"{different}, and not compared with float64: {record.reason}"
+    return f"computed on the device and {different}, with no float64 value to compare with"
 
 
 def _difference(
-    subject: ComparedWorker, record: TensorRecord, reference: ComparedWorker, expected: TensorRecord, blob: str | None
+    worker: ComparedWorker, record: TensorRecord, reference: ComparedWorker, expected: TensorRecord, blob: str | None
 ) -> StoredDifference:
-    """Compare a tensor with one of the reference worker's capture; where either was not stored, their structure."""
-    found = compare_stored((subject.capture, record.blob), (reference.capture, blob))
-    if found.word is not None:
-        return found
-    got: object = list(record.shape)
-    wanted: object = list(expected.shape)
-    word = words.SHAPE
-    if got == wanted:
-        word, got, wanted = words.DTYPE, record.dtype, expected.dtype
-    if got == wanted:
-        return found
-    evidence = {**found.evidence, "got": got, "wanted": wanted}
-    return StoredDifference(word=word, evidence=evidence, unread=found.unread)
+    """Compare a tensor with one of the reference worker's capture; where either was not stored, their structure.
+
+    Parameters
+    ----------
+    blob : str or None
+        Name of the stored tensor in the reference worker's capture: that of its file, or of the worker's own result.
+    """
+    difference = compare_stored((worker.capture, record.blob), (reference.capture, blob))
+    if difference.word is not None:
+        return difference
+    if record.shape != expected.shape:
+        word = words.SHAPE
+        structure: dict[str, Any] = {"got": list(record.shape), "wanted": list(expected.shape)}
+    elif record.dtype != expected.dtype:
+        word, structure = words.DTYPE, {"got": record.dtype, "wanted": expected.dtype}
+    else:
+        return difference
+    return StoredDifference(word=word, evidence={**difference.evidence, **structure}, unread=difference.unread)
 
 
 def _differing_blocks(actual: str, expected: str) -> list[int]:
-    a, e = unpack_blocks(actual), unpack_blocks(expected)
-    longer = max(len(a), len(e))
-    return [i for i in range(longer) if i >= len(a) or i >= len(e) or a[i] != e[i]][:64]
+    """Return the numbers of the first blocks whose digests differ, or that only one of two tensors has."""
+    pairs = itertools.zip_longest(unpack_blocks(actual), unpack_blocks(expected))
+    differing = (number for number, (digest, expected_digest) in enumerate(pairs) if digest != expected_digest)
+    return list(itertools.islice(differing, _MOST_BLOCKS))
 
 
 def _row(
-    subject: ComparedWorker, record: TensorRecord, *, reference: str | None, status: Status, **fields: Any
+    worker: ComparedWorker, record: TensorRecord, *, reference: str | None, status: Status, **fields: Any
 ) -> Outcome:
+    """Return a row with the fields of a record that every row has; `fields` may replace its evidence."""
     return Outcome(
-        workers=(subject.label,),
+        workers=(worker.label,),
         reference=reference,
         status=status,
         cast=record.cast,
@@ -369,53 +439,64 @@ def _row(
     )
 
 
-def _skipped(subject: ComparedWorker, record: TensorRecord, reason: str) -> Outcome:
-    return _row(subject, record, reference=None, status="skipped", reason=reason)
+def _skipped(worker: ComparedWorker, record: TensorRecord, reason: str) -> Outcome:
+    return _row(worker, record, reference=None, status="skipped", reason=reason)
 
 
-def _equal(subject: ComparedWorker, record: TensorRecord, *, reference: str) -> Outcome:
+def _equal(worker: ComparedWorker, record: TensorRecord, *, reference: str) -> Outcome:
     return _row(
-        subject,
+        worker,
         record,
         reference=reference,
         status="equal",
         elements=math.prod(record.shape),
         **NO_DIFFERENCE,
-        repeated=_repeated(subject, record),
+        repeated=_repeated(worker, record),
     )
 
 
 def _measured(
-    subject: ComparedWorker,
+    worker: ComparedWorker,
     record: TensorRecord,
-    found: Measure | None,
+    measure: Measure | None,
     *,
     status: Status,
     reference: str | None,
     word: Word | None = None,
-    more: dict[str, Any] | None = None,
+    evidence: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    worst = found.evidence() if found is not None and status == "outside" else {}
+    """Return a row with its measure, where there is one.
+
+    Parameters
+    ----------
+    word : Word or None
+        The kind of difference; None for the one that the record has.
+    evidence : mapping or None
+        Evidence besides that of the record. The worst element of a row that is `outside` is added.
+    """
+    worst_element = measure.evidence() if measure is not None and status == "outside" else {}
     row = _row(
-        subject,
+        worker,
         record,
         reference=reference,
         status=status,
         elements=math.prod(record.shape),
         word=word or record.word,
-        evidence={**record.evidence, **(more or {}), **worst},
-        repeated=_repeated(subject, record),
+        evidence={**record.evidence, **(evidence or {}), **worst_element},
+        repeated=_repeated(worker, record),
     )
-    return row if found is None else row.with_measure(found)
+    return row if measure is None else row.with_measure(measure)
 
 
-def _repeated(subject: ComparedWorker, record: TensorRecord) -> bool | None:
-    if record.key in subject.changes:
+def _repeated(worker: ComparedWorker, record: TensorRecord) -> bool | None:
+    """Return whether all repeats gave the same bits; None where there was no repeat."""
+    if record.key in worker.changes:
         return False
     return all(digest == record.digest for digest in record.repeats) if record.repeats else None
 
 
 def _status(record: TensorRecord) -> Status:
+    """Return the status that a worker recorded, unless its own figures contradict it."""
     # `measured`: only a comparison with other workers could decide, and no rule above made one
     if record.status == "measured":
         return "skipped"
@@ -427,32 +508,34 @@ def _status(record: TensorRecord) -> Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDifference:
-    """How two stored tensors differ."""
+    """The difference of two stored tensors."""
 
-    # none where either was not stored or could not be read, or where their structure differs
+    # None where either was not stored or could not be read, or where their structure differs
     measure: Measure | None = None
-    word: Word | None = None  # none where nothing was compared
+    word: Word | None = None  # None where nothing was compared
     evidence: dict[str, Any] = field(default_factory=dict)
     unread: bool = False  # one of them was stored and cannot be read
 
 
 def compare_stored(actual: tuple[Capture, str | None], expected: tuple[Capture, str | None]) -> StoredDifference:
     """Measure and name the difference of two stored tensors, each given by its capture and its name there."""
-    if actual[1] is None or expected[1] is None:
+    (actual_capture, actual_name), (expected_capture, expected_name) = actual, expected
+    if actual_name is None or expected_name is None:
         return StoredDifference()
     from consistency.numerics.diagnosis_moved import diagnose_moved, diagnose_structure
     from consistency.numerics.distance import measure
 
     try:
-        a, e = read_stored(actual[0], actual[1]), read_stored(expected[0], expected[1])
+        actual_tensor = read_stored(actual_capture, actual_name)
+        expected_tensor = read_stored(expected_capture, expected_name)
     except CaptureError as error:
         return StoredDifference(evidence={"kept": error.what}, unread=True)
-    structure = diagnose_structure(a, e)
+    structure = diagnose_structure(actual_tensor, expected_tensor)
     if structure is not None:
         return StoredDifference(word=structure.word, evidence=structure.evidence)
-    found = measure(a, e)
-    diagnosis = diagnose_moved(a, e, found)
-    return StoredDifference(measure=found, word=diagnosis.word, evidence=diagnosis.evidence)
+    difference = measure(actual_tensor, expected_tensor)
+    diagnosis = diagnose_moved(actual_tensor, expected_tensor, difference)
+    return StoredDifference(measure=difference, word=diagnosis.word, evidence=diagnosis.evidence)
 
 
 def read_stored(capture: Capture, name: str) -> torch.Tensor:
