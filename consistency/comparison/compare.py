@@ -1,4 +1,4 @@
-"""Captures -> Comparison: align the workers tensor by tensor, judge every row, and collect the findings.
+"""Make a comparison of captures: align the workers tensor by tensor, judge every row, and collect the findings.
 
 The same code compares the workers of one run, captures from ten hosts, and captures from different days.
 """
@@ -6,7 +6,8 @@ The same code compares the workers of one run, captures from ten hosts, and capt
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from consistency.capture.folder import Capture, capture_name
 from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END
@@ -31,6 +32,7 @@ from consistency.comparison.result import (
     Source,
     TensorComparison,
     WorkerSummary,
+    rows_of,
     verdict_of,
 )
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
@@ -38,6 +40,7 @@ from consistency.comparison.stage_cohorts import Members
 from consistency.comparison.workers import ComparedWorker, choose_reference, gather, load_paths_of, on_load_path
 from consistency.devices.backend import FUSED_ATTENTION, OWN_CHOICE
 from consistency.devices.backends import backend_of
+from consistency.devices.host.facts import HostFacts
 from consistency.errors import UsageError
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
@@ -64,24 +67,25 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
         raise UsageError("no capture to compare", wanted="one folder or more")
     workers = gather(captures)
     reference = choose_reference(workers)
-    tensors: list[TensorComparison] = []
     load_paths = load_paths_of(workers)
-    for load_path in load_paths if reference is not None else ():
-        assert reference is not None
-        tensors += _compare_load_path(load_path, *on_load_path(workers, reference, load_path))
-    first = captures[0].manifest.case
-    damage = (*unread, *(text for capture in captures for text in capture.damage))
-    hosts = tuple(facts for capture in captures if (facts := capture.manifest.host_facts) is not None)
+    tensors: list[TensorComparison] = []
+    if reference is not None:
+        for load_path in load_paths:
+            tensors += _compare_load_path(load_path, *on_load_path(workers, reference, load_path))
+    cases = [capture.manifest.case for capture in captures]
+    first_case = cases[0]
+    damage = (*unread, *itertools.chain.from_iterable(capture.damage for capture in captures))
+    hosts = tuple(_hosts(captures))
     evidence = ComparisonEvidence(
         workers=workers, reference=reference, tensors=tensors, hosts=hosts, damage=damage, groups=groups
     )
     findings = collect(evidence)
     return Comparison(
-        case=first.name,
-        base=first.base,
-        adapter=first.adapter,
-        dtype=_dtype(first.dtype, reference),
-        level=first.level,
+        case=first_case.name,
+        base=first_case.base,
+        adapter=first_case.adapter,
+        dtype=_dtype(first_case.dtype, reference),
+        level=first_case.level,
         load_paths=load_paths,
         verdict=verdict_of(findings, incomplete=bool(damage) or _is_incomplete(workers, tensors, findings)),
         reference=None if reference is None else reference.label,
@@ -89,41 +93,48 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
         architectures=_architectures(workers),
         tensors=tuple(tensors),
         findings=findings,
-        first_divergence=_first(tensors, _bad),
-        first_bitwise_difference=_first(tensors, functools.partial(_other_bits, reference)),
-        tolerances=tuple(dict.fromkeys(one for capture in captures for one in capture.manifest.case.tolerance)),
-        not_checked=(
-            *first.not_checked(),
-            *_load_paths_not_checked(first, load_paths),
-            *_not_run(tensors),
-            *_not_attended(workers, tensors),
-            *_not_soaked(workers),
-        ),
-        checked_elsewhere=first.checked_elsewhere,
-        profile=" and ".join(dict.fromkeys(capture.manifest.case.profile for capture in captures)),
-        settings=tuple(dict.fromkeys(str(one) for capture in captures for one in capture.manifest.case.settings)),
-        simulated=any(p.info.simulated for p in workers),
+        first_divergence=_first_divergences(tensors, _workers_with_mismatch),
+        first_bitwise_difference=_first_divergences(tensors, functools.partial(_workers_with_other_bits, reference)),
+        tolerances=tuple(dict.fromkeys(itertools.chain.from_iterable(case.tolerance for case in cases))),
+        not_checked=tuple(_not_checked(first_case, load_paths, workers, tensors)),
+        checked_elsewhere=first_case.checked_elsewhere,
+        profile=" and ".join(dict.fromkeys(case.profile for case in cases)),
+        settings=tuple(dict.fromkeys(map(str, itertools.chain.from_iterable(case.settings for case in cases)))),
+        simulated=any(worker.info.simulated for worker in workers),
         hosts=hosts,
         versions=_versions(workers),
-        planted=tuple(f"{p.info.planted} in {p.label}" for p in workers if p.info.planted is not None),
-        sources=tuple(map(_source, captures)),
-        merging=mergings(
-            workers, wrong=any(t.stage in (*MOVES_WEIGHTS, standard.MERGED) and t.is_wrong for t in tensors)
+        planted=tuple(
+            f"{worker.info.planted} in {worker.label}" for worker in workers if worker.info.planted is not None
         ),
+        sources=tuple(map(_source, captures)),
+        merging=mergings(workers, wrong=_has_wrong_weight(tensors)),
     )
+
+
+def _hosts(captures: Sequence[Capture]) -> Iterator[HostFacts]:
+    """Yield the facts of hosts of the captures that have them."""
+    for capture in captures:
+        if capture.manifest.host_facts is not None:
+            yield capture.manifest.host_facts
+
+
+def _has_wrong_weight(tensors: Sequence[TensorComparison]) -> bool:
+    """Return whether a weight is wrong, of the base, of the adapter, or merged: no advice on merging is given then."""
+    return any(tensor.stage in (*MOVES_WEIGHTS, standard.MERGED) and tensor.is_wrong for tensor in tensors)
 
 
 def _versions(workers: Sequence[ComparedWorker]) -> dict[str, str]:
     """Return the versions of the workers; several are joined, in the order of the workers."""
-    found: dict[str, dict[str, None]] = {}
+    versions_by_name: dict[str, dict[str, None]] = {}
     for name in VERSIONS:
         for worker in workers:
             if worker.info.environment.get(name) is not None:
-                found.setdefault(name, {})[str(worker.info.environment[name])] = None
-    return {name: ", ".join(versions) for name, versions in found.items()}
+                versions_by_name.setdefault(name, {})[str(worker.info.environment[name])] = None
+    return {name: ", ".join(versions) for name, versions in versions_by_name.items()}
 
 
 def _source(capture: Capture) -> Source:
+    """Describe where a capture came from."""
     manifest = capture.manifest
     return Source(
         name=capture_name(capture.folder),
@@ -134,142 +145,200 @@ def _source(capture: Capture) -> Source:
     )
 
 
-def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterable[str]:
+def _not_checked(
+    case: Case,
+    load_paths: Sequence[str],
+    workers: Sequence[ComparedWorker],
+    tensors: Sequence[TensorComparison],
+) -> Iterator[str]:
+    """Name the parts of a case that were left out, by its options or by what workers could do."""
+    yield from case.not_checked()
+    yield from _load_paths_not_checked(case, load_paths)
+    yield from _modes_without_blocks(tensors)
+    yield from _unused_attention(workers, tensors)
+    yield from _stages_not_soaked(workers)
+
+
+def _load_paths_not_checked(case: Case, taken: Sequence[str]) -> Iterator[str]:
     """Name the alternative paths that were not checked, where there is an adapter to load."""
     if case.adapter is None or standard.ADAPTER not in case.stages:
         return
-    left = [f"+{side}" for side in SIDES if side not in {load_path.partition("+")[2] for load_path in taken}]
-    if left:
-        yield "the adapter's alternative load paths" if len(left) == len(SIDES) else f"the load paths {' '.join(left)}"
+    sides_taken = {load_path.partition("+")[2] for load_path in taken}
+    not_taken = [f"+{side}" for side in SIDES if side not in sides_taken]
+    if len(not_taken) == len(SIDES):
+        yield "the adapter's alternative load paths"
+    elif not_taken:
+        yield f"the load paths {' '.join(not_taken)}"
 
 
-def _not_run(tensors: Sequence[TensorComparison]) -> Iterable[str]:
+def _modes_without_blocks(tensors: Sequence[TensorComparison]) -> Iterator[str]:
     """Name the modes in which the blocks of a large model were not compared."""
-    ends = (t for t in tensors if t.stage == standard.FORWARD and t.tensor.endswith(END_TO_END))
-    left = {t.tensor.partition(".")[0]: None for t in ends for row in t.outcomes if BY_BLOCKS in row.evidence}
-    if left:
-        yield f"the model's blocks with {' and '.join(left)}"
+    outputs = (tensor for tensor in tensors if tensor.stage == standard.FORWARD and tensor.tensor.endswith(END_TO_END))
+    modes = {tensor.tensor.partition(".")[0]: None for tensor, row in rows_of(outputs) if BY_BLOCKS in row.evidence}
+    if modes:
+        yield f"the model's blocks with {' and '.join(modes)}"
 
 
-def _not_attended(workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterable[str]:
+def _unused_attention(workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison]) -> Iterator[str]:
     """Name the kernels of attention that users run, where accelerators computed it by the formula alone."""
-    names = {worker.label: worker.info.name.partition("@")[0] for worker in workers if not worker.is_cpu}
-    of_model = [tensor for tensor in tensors if tensor.stage == standard.FORWARD]
-    fused = (name in names and ATTENTION in row.evidence for tensor in of_model for name, row in tensor.by_worker())
-    if not names or not of_model or any(fused):
+    accelerators = [worker for worker in workers if not worker.is_cpu]
+    forward = [tensor for tensor in tensors if tensor.stage == standard.FORWARD]
+    if not accelerators or not forward or _ran_fused_attention(accelerators, forward):
         return
-    name = next(iter(names.values()))
-    in_force = [worker.info.in_force for worker in workers if not worker.is_cpu]
-    if any(found.get(f"sdpa_{kernel}") is True for found in in_force for kernel in FUSED_ATTENTION):
+    device = accelerators[0].info.name.partition("@")[0]
+    device_type = device.partition(":")[0]
+    if any(_may_fuse_attention(worker) for worker in accelerators):
         yield "fused kernels of attention (torch chose none)"
-    elif backend_of(name.partition(":")[0]).variant(OWN_CHOICE) is not None:
-        yield f"fused kernels of attention ({name}@{OWN_CHOICE} runs those that torch chooses)"
+    elif backend_of(device_type).variant(OWN_CHOICE) is not None:
+        yield f"fused kernels of attention ({device}@{OWN_CHOICE} runs those that torch chooses)"
 
 
-def _not_soaked(workers: Sequence[ComparedWorker]) -> Iterable[str]:
+def _ran_fused_attention(accelerators: Sequence[ComparedWorker], forward: Sequence[TensorComparison]) -> bool:
+    """Return whether an accelerator recorded a fused kernel of attention."""
+    labels = {worker.label for worker in accelerators}
+    return any(ATTENTION in row.evidence and not labels.isdisjoint(row.workers) for _, row in rows_of(forward))
+
+
+def _may_fuse_attention(worker: ComparedWorker) -> bool:
+    """Return whether torch was free to choose a fused kernel of attention on a worker."""
+    return any(worker.info.in_force.get(f"sdpa_{kernel}") is True for kernel in FUSED_ATTENTION)
+
+
+def _stages_not_soaked(workers: Sequence[ComparedWorker]) -> Iterator[str]:
     """Name the stages that no soak repeated."""
     soaks = [worker.info.soak for worker in workers if worker.info.soak is not None]
-    left = {stage.stage: None for soak in soaks for stage in soak.stages if stage.reason is not None}
-    if left:
-        yield f"{', '.join(left)} during the soak"
+    stages = itertools.chain.from_iterable(soak.stages for soak in soaks)
+    not_soaked = {stage.stage: None for stage in stages if stage.reason is not None}
+    if not_soaked:
+        yield f"{', '.join(not_soaked)} during the soak"
 
 
-def _dtype(asked: str, reference: ComparedWorker | None) -> str:
+def _dtype(requested: str, reference: ComparedWorker | None) -> str:
     """Return the dtype that the base was loaded in: as requested, or as the reference worker found in the files."""
-    found = None if reference is None else reference.info.environment.get("dtype")
-    return str(found) if asked == "auto" and found else asked
+    dtype_in_files = None if reference is None else reference.info.environment.get("dtype")
+    return str(dtype_in_files) if requested == "auto" and dtype_in_files else requested
 
 
 def _compare_load_path(
     load_path: str, members: Sequence[ComparedWorker], reference: ComparedWorker
-) -> Iterable[TensorComparison]:
+) -> Iterator[TensorComparison]:
+    """Yield every tensor that workers recorded on a load path, judged, by stage and in the model's order."""
     order: dict[Key, int] = {}
+    # the reference worker's order comes first, where workers disagree
     for table in tables_of(member.records for member in (reference, *members)):
         for key, record in table.items():
             order.setdefault(key, record.order)
     stage_of = functools.cache(Members(members, reference).stage)
-    for key in sorted(order, key=lambda k: (stage_order(k[0]), order[k])):
-        stage = stage_of(key[0])
-        record = stage.first_record(key)
-        outcomes, together_with = stage.outcomes(key, expected=record.rule != Rule.LIMIT)
+    for key in sorted(order, key=lambda key: (stage_order(key[0]), order[key])):
+        stage, layer, tensor = key
+        stage_members = stage_of(stage)
+        record = stage_members.first_record(key)
+        outcomes, workers = stage_members.outcomes(key, expected=record.rule != Rule.LIMIT)
         if not outcomes:
             continue
         if any(words.of_device(outcome.word) for outcome in outcomes):
             outcomes = accuse_devices(outcomes, members)
         yield TensorComparison(
-            stage=key[0],
+            stage=stage,
             load_path=load_path,
-            layer=key[1],
-            tensor=key[2],
+            layer=layer,
+            tensor=tensor,
             shape=record.shape,
             dtype=record.dtype,
             rule=record.rule,
-            classes=stage.classes(key),
+            classes=stage_members.classes(key),
             outcomes=outcomes,
-            workers=together_with,
+            workers=workers,
         )
 
 
 def _is_incomplete(
     workers: Sequence[ComparedWorker], tensors: Sequence[TensorComparison], findings: Sequence[Finding]
 ) -> bool:
-    lost = any(worker.info.status != "ok" for worker in workers)
-    lost = lost or any(finding.kind == kinds.NOTHING_COMPARED for finding in findings)
-    return lost or not tensors or any(row.status == "blocked" for tensor in tensors for row in tensor.outcomes)
+    """Return whether a part was not compared: agreement cannot be claimed then."""
+    if not tensors or any(worker.info.status != "ok" for worker in workers):
+        return True
+    if any(finding.kind == kinds.NOTHING_COMPARED for finding in findings):
+        return True
+    return any(row.status == "blocked" for _, row in rows_of(tensors))
 
 
-def _bad(tensor: TensorComparison) -> Iterable[Workers]:
+def _workers_with_mismatch(tensor: TensorComparison) -> Iterable[Workers]:
     return (outcome.workers for outcome in tensor.outcomes if outcome.status in BAD)
 
 
-def _other_bits(reference: ComparedWorker | None, tensor: TensorComparison) -> Iterable[Workers]:
+def _workers_with_other_bits(reference: ComparedWorker | None, tensor: TensorComparison) -> Iterable[Workers]:
     """Return the workers that differ bitwise from the reference worker, by class."""
     if reference is None or not tensor.classes or reference.label not in tensor.classes[0]:
         return ()
     return tensor.classes[1:]
 
 
-def _first(
-    tensors: Sequence[TensorComparison], leave: Callable[[TensorComparison], Iterable[Workers]]
+def _first_divergences(
+    tensors: Sequence[TensorComparison], diverging: Callable[[TensorComparison], Iterable[Workers]]
 ) -> tuple[Divergence, ...]:
     """Return, per worker and load path, the first tensor at which it diverges.
 
     Alternative paths are left out for a worker that diverges on a default one.
+
+    Parameters
+    ----------
+    tensors : sequence of TensorComparison
+        In the order of the comparison.
+    diverging : callable
+        Given a tensor, the sets of workers that diverge at it.
     """
-    found: dict[tuple[str, str], tuple[TensorComparison, Status]] = {}
-    done: set[tuple[Workers, str]] = set()  # the same workers diverge at many tensors
-    for tensor in tensors:
-        leaving = [workers for workers in leave(tensor) if (workers, tensor.load_path) not in done]
-        if not leaving:
-            continue
-        done.update((workers, tensor.load_path) for workers in leaving)
-        names = {name for workers in leaving for name in workers if (name, tensor.load_path) not in found}
-        for name, outcome in tensor.by_worker() if names else ():
-            if name in names:
-                found[name, tensor.load_path] = tensor, outcome.status
-    on_default = {worker for worker, load_path in found if not is_alternative(load_path)}
-    same: dict[tuple[str, str, Status], tuple[TensorComparison, list[str]]] = {}
-    for (worker, load_path), (tensor, of_worker) in found.items():
-        if not is_alternative(load_path) or worker not in on_default:
-            same.setdefault((load_path, tensor.name, of_worker), (tensor, []))[1].append(worker)
+    first_tensors = _first_tensors(tensors, diverging)
+    diverges_on_default = {worker for worker, load_path in first_tensors if not is_alternative(load_path)}
+    tensors_with_workers: dict[tuple[str, str, Status], tuple[TensorComparison, list[str]]] = {}
+    for (worker, load_path), (tensor, status) in first_tensors.items():
+        if not is_alternative(load_path) or worker not in diverges_on_default:
+            key = (load_path, tensor.name, status)
+            tensors_with_workers.setdefault(key, (tensor, []))[1].append(worker)
     return tuple(
         Divergence(
-            workers=tuple(names),
+            workers=tuple(labels),
             load_path=tensor.load_path,
             stage=tensor.stage,
             layer=tensor.layer,
             tensor=tensor.tensor,
-            status=of_workers,
+            status=status,
         )
-        for (_, _, of_workers), (tensor, names) in same.items()
+        for (_, _, status), (tensor, labels) in tensors_with_workers.items()
     )
 
 
+def _first_tensors(
+    tensors: Sequence[TensorComparison], diverging: Callable[[TensorComparison], Iterable[Workers]]
+) -> dict[tuple[str, str], tuple[TensorComparison, Status]]:
+    """Return the first tensor at which each worker diverges on each load path, with its status there."""
+    first_tensors: dict[tuple[str, str], tuple[TensorComparison, Status]] = {}
+    done: set[tuple[Workers, str]] = set()  # the same workers diverge at many tensors
+    for tensor in tensors:
+        load_path = tensor.load_path
+        new_sets = [workers for workers in diverging(tensor) if (workers, load_path) not in done]
+        if not new_sets:
+            continue
+        done.update((workers, load_path) for workers in new_sets)
+        labels = {label for label in itertools.chain.from_iterable(new_sets) if (label, load_path) not in first_tensors}
+        if not labels:
+            continue
+        for label, outcome in tensor.by_worker():
+            if label in labels:
+                first_tensors[label, load_path] = tensor, outcome.status
+    return first_tensors
+
+
 def _architectures(workers: Sequence[ComparedWorker]) -> tuple[ArchitectureGroup, ...]:
-    groups = gathered(dict.fromkeys((p.info.architecture, p.label) for p in workers))
-    return tuple(ArchitectureGroup(name=name, workers=tuple(labels)) for name, labels in groups.items())
+    """Return the architectures of the workers, in the order of the workers."""
+    labels_by_architecture = gathered(dict.fromkeys((worker.info.architecture, worker.label) for worker in workers))
+    return tuple(
+        ArchitectureGroup(name=architecture, workers=tuple(labels))
+        for architecture, labels in labels_by_architecture.items()
+    )
 
 
 def _summary(worker: ComparedWorker) -> WorkerSummary:
+    """Return the fields of a worker that a report has, under its name in the comparison."""
     facts = {name: getattr(worker.info, name) for name in WorkerFacts.__struct_fields__}
     return WorkerSummary(**{**facts, "name": worker.label}, host=worker.capture.manifest.host, device=worker.device)
