@@ -1,4 +1,4 @@
-"""What a comparison says of each worker, its verdict and worst error/tolerance, and what it compared by stage."""
+"""Summaries of a comparison: verdict and worst error/tolerance of each worker, and the workers compared by stage."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from consistency.comparison.result import BAD, Comparison, Finding, TensorCompar
 
 def verdicts(workers: Iterable[WorkerSummary], findings: Iterable[Finding]) -> dict[str, Verdict]:
     """Return a verdict by the name of each worker, on all load paths: `inconsistent` where an error names it."""
-    named = {name for finding in findings if finding.severity == "error" for name in finding.workers}
-    found: dict[str, Verdict] = {}
+    named_by_errors = names_in(finding.workers for finding in findings if finding.severity == "error")
+    verdict_by_worker: dict[str, Verdict] = {}
+    # a worker has a summary per load path: lost on one of them, it is incomplete
     for worker in workers:
         if worker.status != "ok":
-            found[worker.name] = "incomplete"
-        elif worker.name not in found:
-            found[worker.name] = "inconsistent" if worker.name in named else "consistent"
-    return found
+            verdict_by_worker[worker.name] = "incomplete"
+        elif worker.name not in verdict_by_worker:
+            verdict_by_worker[worker.name] = "inconsistent" if worker.name in named_by_errors else "consistent"
+    return verdict_by_worker
 
 
 def worst_ratios(comparison: Comparison) -> dict[str, float]:
@@ -28,14 +29,15 @@ def worst_ratios(comparison: Comparison) -> dict[str, float]:
 
     A worker without such a tensor has no entry.
     """
-    of_sets: dict[Workers, float] = {}
+    # many tensors have the same sets of workers, so the worst of each set comes first
+    worst_by_set: dict[Workers, float] = {}
     for _, workers, ratio in _ratios(comparison):
-        of_sets[workers] = worse(ratio, of_sets.get(workers))
-    found: dict[str, float] = {}
-    for workers, ratio in of_sets.items():
+        worst_by_set[workers] = worse(ratio, worst_by_set.get(workers))
+    worst_by_worker: dict[str, float] = {}
+    for workers, ratio in worst_by_set.items():
         for worker in workers:
-            found[worker] = worse(ratio, found.get(worker))
-    return found
+            worst_by_worker[worker] = worse(ratio, worst_by_worker.get(worker))
+    return worst_by_worker
 
 
 def worst_error(comparison: Comparison) -> tuple[float, str] | None:
@@ -43,8 +45,14 @@ def worst_error(comparison: Comparison) -> tuple[float, str] | None:
 
     It is a number of the table: the worst cell of that stage shows the same figure.
     """
-    found = ((ratio, stage) for stage, _, ratio in _ratios(comparison))
-    return max(found, key=lambda one: math.inf if math.isnan(one[0]) else one[0], default=None)
+    ratios = ((ratio, stage) for stage, _, ratio in _ratios(comparison))
+    return max(ratios, key=_by_ratio, default=None)
+
+
+def _by_ratio(pair: tuple[float, str]) -> float:
+    """Return the ratio to order by: NaN is larger than any number."""
+    ratio = pair[0]
+    return math.inf if math.isnan(ratio) else ratio
 
 
 def _ratios(comparison: Comparison) -> Iterator[tuple[str, Workers, float]]:
@@ -70,7 +78,7 @@ def is_larger(ratio: float, other: float) -> bool:
 
 
 def worse(ratio: float, known: float | None) -> float:
-    """Return the larger of two ratios; NaN is larger than any number."""
+    """Return the larger of two ratios; NaN is larger than any number, and any ratio is larger than None."""
     return ratio if known is None or is_larger(ratio, known) else known
 
 
@@ -79,22 +87,25 @@ _NOT_JUDGED = frozenset({"skipped", "blocked"})
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """What was compared in one stage."""
+    """The workers that were compared in one stage."""
 
-    # those of which a tensor was compared with something outside the worker itself: a file, an exact value, a limit, or
-    # another worker, which then counts too
+    # workers with a tensor that was compared with something outside the worker itself: a file, an exact value, a limit,
+    # or another worker, which then counts too
     workers: dict[str, None] = field(default_factory=dict)
-    wrong: dict[str, None] = field(default_factory=dict)  # those with a mismatch
+    wrong: dict[str, None] = field(default_factory=dict)  # workers with a mismatch
 
 
 def coverage(tensors: Iterable[TensorComparison]) -> dict[str, Coverage]:
-    """Return what was compared, by stage in the order of the tensors; a stage without any such tensor is not there."""
-    taken: dict[str, tuple[list[Workers], list[Workers]]] = {}
+    """Return the workers that were compared, by stage in the order of the tensors.
+
+    A stage in which nothing was compared is left out.
+    """
+    sets_by_stage: dict[str, tuple[list[Workers], list[Workers]]] = {}
     for tensor in tensors:
         judged = [outcome for outcome in tensor.outcomes if outcome.status not in _NOT_JUDGED]
-        if all(one.workers == (one.reference,) for one in judged):  # a worker that is its own reference alone
+        if all(outcome.workers == (outcome.reference,) for outcome in judged):  # a worker compared with itself alone
             continue
-        every, wrong = taken.setdefault(tensor.stage, ([], []))
-        every += (outcome.workers for outcome in judged)
+        compared, wrong = sets_by_stage.setdefault(tensor.stage, ([], []))
+        compared += (outcome.workers for outcome in judged)
         wrong += (outcome.workers for outcome in judged if outcome.status in BAD)
-    return {stage: Coverage(names_in(every), names_in(wrong)) for stage, (every, wrong) in taken.items()}
+    return {stage: Coverage(names_in(compared), names_in(wrong)) for stage, (compared, wrong) in sets_by_stage.items()}

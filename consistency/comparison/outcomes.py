@@ -1,7 +1,8 @@
-"""What a comparison says of a tensor on the workers that agree in it."""
+"""Outcomes: how a comparison judged one tensor on workers that are alike in it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -15,11 +16,12 @@ from consistency.numerics.words import Word
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped", "blocked"]
 
 LEAST_BAD_FIRST: tuple[Status, ...] = ("skipped", "equal", "within", "blocked", "unexpected", "missing", "outside")
-"""What stands for several is the last of these: a worker that skipped a tensor hides no figure of another."""
+"""The last of these stands for several statuses: a worker that skipped a tensor hides no figure of another."""
 
 Workers = tuple[str, ...]
 """Names of workers, in the order of the comparison. Equal ones are one object, so to look one up is quick."""
 
+# fields that a measure and an outcome have in common
 _MEASURED = (
     "elements",
     "mismatched",
@@ -45,7 +47,7 @@ NO_DIFFERENCE: dict[str, Any] = {
 
 
 class Graded:
-    """What has a status, and error/tolerance where there is one."""
+    """A record with a status, and with error/tolerance where there is one."""
 
     __slots__ = ()
     if TYPE_CHECKING:  # fields of the records
@@ -55,7 +57,7 @@ class Graded:
 
     @property
     def share(self) -> float | None:
-        """Return error/tolerance, but None of what is equal, or the exact value correctly rounded.
+        """Return error/tolerance; None for a tensor that is equal, or the exact value correctly rounded.
 
         One rounding to a half type may use up the whole tolerance, and nothing is closer to the exact value.
         """
@@ -66,31 +68,33 @@ class Graded:
     @property
     def badness(self) -> tuple[int, float]:
         """Order by status, then by error/tolerance; NaN is worse than any number."""
-        share = self.share or 0.0
-        return (LEAST_BAD_FIRST.index(self.status), math.inf if math.isnan(share) else share)
+        ratio = self.share or 0.0
+        if math.isnan(ratio):
+            ratio = math.inf
+        return LEAST_BAD_FIRST.index(self.status), ratio
 
 
 class Judgement(Graded, msgspec.Struct, frozen=True, kw_only=True, gc=False):  # many of them, and no cycles
-    """What is said of one tensor on one device.
+    """The judgement of one tensor on one device.
 
     Attributes
     ----------
     reference : str or None
-        `file`, `float64`, the name of another worker, or None where there is nothing to compare with.
+        What the tensor was compared with: `file`, `float64`, the name of another worker, or None for nothing.
     elements, mismatched : int or None
         None where nothing was measured.
     max_abs, mean_abs, max_rel, rms : float or None
-        Of the difference from the reference, in the tensor's own unit.
+        Figures of the difference from the reference, in the tensor's own unit.
     max_ulp : int or None
-        In units in the last place of the dtype.
+        The largest difference in units in the last place of the dtype.
     ratio : float or None
-        Worst difference over what is allowed; None for a bitwise rule.
+        The worst difference over its tolerance; None for a bitwise rule.
     allowed : float or None
-        What is allowed for the element of that difference, in the tensor's own unit.
+        The tolerance for the element of that difference, in the tensor's own unit.
     evidence : dict
         Data behind the diagnosis; for a difference in bits, both values and both bit patterns.
     reason : str or None
-        Why it was skipped or blocked.
+        Why the tensor was skipped or blocked.
     repeated : bool or None
         Whether repeat runs on the same device were bitwise equal; None where there was one run.
     cast, name_in_file : str
@@ -124,13 +128,13 @@ class Judgement(Graded, msgspec.Struct, frozen=True, kw_only=True, gc=False):  #
 
 
 class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
-    """One tensor on the workers of which the same is true, in the order of the comparison; at least one."""
+    """The judgement of one tensor on all workers for which it is the same: one or more, in order."""
 
     workers: Workers
 
-    def with_measure(self, found: Measure) -> Outcome:
-        """Return this outcome with what was measured."""
-        return msgspec.structs.replace(self, **{name: getattr(found, name) for name in _MEASURED})
+    def with_measure(self, measure: Measure) -> Outcome:
+        """Return this outcome with the figures of a measure."""
+        return msgspec.structs.replace(self, **{name: getattr(measure, name) for name in _MEASURED})
 
     def of(self, workers: Workers) -> Outcome:
         """Return this outcome for other workers."""
@@ -138,7 +142,7 @@ class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
 
 
 def worst_of(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return what stands for several outcomes: the first of the worst."""
+    """Return the outcome that stands for several: the worst, and the first of those that are as bad."""
     return max(outcomes, key=lambda outcome: outcome.badness)
 
 
@@ -148,12 +152,16 @@ V = TypeVar("V")
 
 def gathered(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Return the values of each key, both in the order in which they came."""
-    found: dict[K, list[V]] = {}
+    values_by_key: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        values_by_key.setdefault(key, []).append(value)
+    return values_by_key
 
 
 def names_in(sets: Iterable[tuple[str, ...]]) -> dict[str, None]:
-    """Return the workers of many sets, each once; a set that is met again costs nothing, since equal ones are one."""
-    return {name: None for workers in {id(some): some for some in sets}.values() for name in workers}
+    """Return the workers of many sets, each once, in order.
+
+    A set that is met again costs nothing: equal sets are one object, so the identity tells them apart.
+    """
+    distinct_sets = {id(workers): workers for workers in sets}
+    return dict.fromkeys(itertools.chain.from_iterable(distinct_sets.values()))

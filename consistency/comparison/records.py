@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
@@ -13,10 +14,14 @@ Key = tuple[str, str, str]
 T = TypeVar("T")
 
 _Part = tuple[TensorRecord, ...]
+"""The records in one file of a capture; workers whose files hold the same bytes have one object."""
 
 
 class StageTable(dict[Key, TensorRecord]):
-    """The records of a stage: one object for all workers that wrote the same, and known as that, not by its content."""
+    """The records of a stage: one object for all workers that wrote the same.
+
+    It is hashed and compared by its identity, not by its content, so this takes no time for a large table.
+    """
 
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
@@ -26,7 +31,7 @@ class StageTable(dict[Key, TensorRecord]):
 
 
 NOTHING = StageTable()
-"""The records of a stage that a worker has none of; one object, so that workers without any are alike."""
+"""The table of a stage without records; one object, so that workers without any are alike."""
 
 
 class Records(Mapping[Key, TensorRecord]):
@@ -73,7 +78,7 @@ class Records(Mapping[Key, TensorRecord]):
 
 def tables_of(records: Iterable[Records]) -> list[StageTable]:
     """Return the different tables of many workers, in the order of the first worker of each."""
-    return list(dict.fromkeys(table for one in records for table in one.stages.values()))
+    return list(dict.fromkeys(itertools.chain.from_iterable(of_worker.stages.values() for of_worker in records)))
 
 
 class RecordTables:
@@ -81,38 +86,42 @@ class RecordTables:
 
     def __init__(self) -> None:
         self._keys: dict[Key, Key] = {}  # one tuple per tensor for all workers
-        self._parts: dict[int, tuple[_Part, dict[str, dict[str, StageTable]]]] = {}  # with the part, which keeps its id
+        # by the identity of a part, which is kept here so that no other object gets the same one
+        self._parts: dict[int, tuple[_Part, dict[str, dict[str, StageTable]]]] = {}
         self._joined: dict[tuple[StageTable, ...], StageTable] = {}
 
     def of(self, parts: Iterable[_Part]) -> dict[str, Records]:
-        """Return the records of a worker by load path; its own is empty."""
-        found: dict[str, dict[str, list[StageTable]]] = {"": {}}
+        """Return the records of a worker by load path; the load path that it was started for is an empty name."""
+        tables_by_path: dict[str, dict[str, list[StageTable]]] = {"": {}}
         for part in parts:
             for load_path, stages in self._tables(part).items():
-                of_path = found.setdefault(load_path, {})
+                tables_by_stage = tables_by_path.setdefault(load_path, {})
                 for stage, table in stages.items():
-                    of_path.setdefault(stage, []).append(table)
+                    tables_by_stage.setdefault(stage, []).append(table)
         return {
-            load_path: Records({stage: self._join(tables) for stage, tables in stages.items()})
-            for load_path, stages in found.items()
+            load_path: Records({stage: self._join(tables) for stage, tables in tables_by_stage.items()})
+            for load_path, tables_by_stage in tables_by_path.items()
         }
 
     def _tables(self, part: _Part) -> dict[str, dict[str, StageTable]]:
-        known = self._parts.get(id(part))
-        if known is not None:
-            return known[1]
-        found: dict[str, dict[str, StageTable]] = {}
+        """Return the tables of one part by load path and stage, made once however many workers have the part."""
+        cached = self._parts.get(id(part))
+        if cached is not None:
+            return cached[1]
+        tables: dict[str, dict[str, StageTable]] = {}
         for record in part:
-            stages = found.setdefault(record.load_path, {})
-            stages.setdefault(record.stage, StageTable())[self._keys.setdefault(record.key, record.key)] = record
-        self._parts[id(part)] = part, found
-        return found
+            key = self._keys.setdefault(record.key, record.key)
+            tables_by_stage = tables.setdefault(record.load_path, {})
+            tables_by_stage.setdefault(record.stage, StageTable())[key] = record
+        self._parts[id(part)] = part, tables
+        return tables
 
     def _join(self, tables: list[StageTable]) -> StageTable:
         """Return the table of a stage that was recorded in several parts."""
         if len(tables) == 1:
             return tables[0]
-        name = tuple(tables)
-        if name not in self._joined:
-            self._joined[name] = StageTable((key, record) for table in tables for key, record in table.items())
-        return self._joined[name]
+        same_tables = tuple(tables)
+        if same_tables not in self._joined:
+            items = itertools.chain.from_iterable(table.items() for table in tables)
+            self._joined[same_tables] = StageTable(items)
+        return self._joined[same_tables]
