@@ -14,7 +14,7 @@ Key = tuple[str, str, str]
 T = TypeVar("T")
 
 _Part = tuple[TensorRecord, ...]
-"""The records in one file of a capture; workers whose files hold the same bytes have one object."""
+"""Some records of a worker in order, all of one stage; workers that wrote the same bytes share the object."""
 
 
 class StageTable(dict[Key, TensorRecord]):

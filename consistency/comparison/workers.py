@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,11 +30,13 @@ class ComparedWorker:
     label: str
     capture: Capture
     info: WorkerInfo
-    records: Records  # by stage, layer and tensor, in the model's order
-    sides: dict[str, Records] = field(default_factory=dict)  # the same by alternative load path
-    # what changed during the worker's soak, by stage, layer and tensor
+    records: Records  # its records on its own load path, in the model's order
+    sides: dict[str, Records] = field(default_factory=dict)  # its records on alternative load paths
+    # tensors that changed during the worker's soak, by stage, layer and tensor
     changes: dict[Key, ChangedTensor] = field(default_factory=dict)
-    merging: MergeEffect | None = None  # what merging does to the outputs, where this worker measured it
+    merging: MergeEffect | None = (
+        None  # the effect of merging on the outputs; None where this worker did not measure it
+    )
 
     @property
     def load_path(self) -> str:
@@ -56,7 +59,10 @@ class ComparedWorker:
 
     @property
     def program(self) -> tuple[str, str, str] | None:
-        """Return what decides the bits of a computed tensor; workers with the same program are expected to agree."""
+        """Return the architecture, model and kernels that decide the bits of a computed tensor.
+
+        Workers with the same program are expected to agree; None where the kernels are not known.
+        """
         if not self.info.kernel_key:
             return None
         return (self.info.architecture, self.info.model, self.info.kernel_key)
@@ -64,12 +70,13 @@ class ComparedWorker:
     @property
     def products(self) -> dict[str, str]:
         """Return how float32 products may be computed, by kind of product, where not in float32."""
-        found = self.info.environment.get("products")
-        names = ("matmul", "convolution")
-        return {name: str(found[name]) for name in names if name in found} if isinstance(found, dict) else {}
+        recorded = self.info.environment.get("products")
+        if not isinstance(recorded, dict):
+            return {}
+        return {name: str(recorded[name]) for name in ("matmul", "convolution") if name in recorded}
 
     def kind(self) -> bytes:
-        """Return everything that `judge` may use of a worker other than its record and its stored tensors.
+        """Return, encoded, all properties of a worker that `judge` may use, besides its record and its stored tensors.
 
         Of two workers of one kind with equal records only one is judged.
         """
@@ -93,15 +100,18 @@ class ComparedWorker:
 
     @property
     def failures(self) -> dict[str, str]:
-        """Return why a stage has no further rows, by stage: it failed, or needs what one left changed."""
-        rows = (self.records.get((stage, WHOLE_MODEL, spec.whole)) for stage, spec in SPECS.items())
-        return {row.stage: row.reason or "" for row in rows if row is not None and RAISED in row.evidence}
+        """Return why a stage has no further rows, by stage: it failed, or it needs a state that another one changed."""
+        records = (self.records.get((stage, WHOLE_MODEL, spec.whole)) for stage, spec in SPECS.items())
+        failed = (record for record in records if record is not None and RAISED in record.evidence)
+        return {record.stage: record.reason or "" for record in failed}
 
     @property
     def apart(self) -> dict[str, str]:
-        """Return why a worker is in no group, by the stage that takes one: of what a group does, it has no rows."""
-        rows = (self.records.get((stage, WHOLE_MODEL, spec.whole)) for stage, spec in SPECS.items() if spec.together)
-        return {row.stage: row.reason or "" for row in rows if row is not None and row.status == "skipped"}
+        """Return why a worker is in no group, by the stage that takes one: it has no rows of that stage."""
+        stages = [(stage, spec) for stage, spec in SPECS.items() if spec.together]
+        records = (self.records.get((stage, WHOLE_MODEL, spec.whole)) for stage, spec in stages)
+        skipped = (record for record in records if record is not None and record.status == "skipped")
+        return {record.stage: record.reason or "" for record in skipped}
 
     @property
     def path_unavailable(self) -> bool:
@@ -111,11 +121,11 @@ class ComparedWorker:
 
     @property
     def is_engine(self) -> bool:
-        """Return whether it stands for the outputs of an inference engine, and not for a device."""
+        """Return whether the worker stands for the outputs of an inference engine, and not for a device."""
         return self.info.engine is not None
 
     def expects_stage(self, stage: str) -> bool:
-        """Return whether this worker's own case requested what it has no record of in a stage."""
+        """Return whether this worker's own case requested a stage, so that a missing record is a mismatch."""
         return not self.is_engine and stage in self.case.stages and not self.case.only and not self.path_unavailable
 
 
@@ -126,35 +136,38 @@ def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
     suites = [folder.parent.parent if folder.parent.name == CASES else folder for folder in folders]
     labels = _labels(suites if len(set(suites)) == len(set(folders)) else folders)
     tables = RecordTables()
-    seen = Counter((worker.info.name, worker.info.load_path) for capture in captures for worker in capture.workers)
-    prefixed = any(count > 1 for count in seen.values())
-    return tuple(
-        _worker(f"{label}:{worker.info.name}" if prefixed else worker.info.name, capture, worker, tables)
-        for label, capture in zip(labels, captures, strict=True)
-        for worker in capture.workers
-    )
+    workers = itertools.chain.from_iterable(capture.workers for capture in captures)
+    counts = Counter((worker.info.name, worker.info.load_path) for worker in workers)
+    needs_prefix = any(count > 1 for count in counts.values())
+    compared = []
+    for label, capture in zip(labels, captures, strict=True):
+        for worker in capture.workers:
+            name = f"{label}:{worker.info.name}" if needs_prefix else worker.info.name
+            compared.append(_compared_worker(name, capture, worker, tables))
+    return tuple(compared)
 
 
-def _worker(label: str, capture: Capture, worker: WorkerCapture, tables: RecordTables) -> ComparedWorker:
-    by_load_path = tables.of(worker.of_tensors)
-    own = by_load_path.pop("")
+def _compared_worker(label: str, capture: Capture, worker: WorkerCapture, tables: RecordTables) -> ComparedWorker:
+    records_by_load_path = tables.of(worker.of_tensors)
+    own_records = records_by_load_path.pop("")
     soak = worker.info.soak
     changes = {} if soak is None else {change.key: change for change in soak.changes}
     return ComparedWorker(
         label=label,
         capture=capture,
         info=worker.info,
-        records=own,
-        sides=by_load_path,
+        records=own_records,
+        sides=records_by_load_path,
         changes=changes,
         merging=worker.merging,
     )
 
 
 def load_paths_of(workers: Sequence[ComparedWorker]) -> tuple[str, ...]:
-    """Return the load paths that were taken: those that workers were started for, then the alternative ones."""
-    mains = dict.fromkeys(p.load_path for p in workers)
-    return (*mains, *dict.fromkeys(side for p in workers for side in p.sides))
+    """Return the load paths that were taken: the ones workers were started for, then alternative ones."""
+    mains = dict.fromkeys(worker.load_path for worker in workers)
+    sides = dict.fromkeys(itertools.chain.from_iterable(worker.sides for worker in workers))
+    return (*mains, *sides)
 
 
 def on_load_path(
@@ -167,28 +180,49 @@ def on_load_path(
     file. A worker that was lost before an alternative path that others of its capture took is expected there.
     """
     if not is_alternative(load_path):
-        members = [p for p in workers if p.load_path == load_path]
+        members = [worker for worker in workers if worker.load_path == load_path]
         if not any(member is reference for member in members):
             members.insert(0, reference)
         return members, reference
-    took = [p.capture for p in workers if load_path in p.sides]
-    here: ComparedWorker | None = None
-    members = []
-    for p in workers:
-        view = p.on(load_path)
-        is_lost = view is None and p.info.status != "ok" and p.load_path == main_path(load_path)
-        if is_lost and any(p.capture is one for one in took):
-            view = replace(p, info=msgspec.structs.replace(p.info, load_path=load_path), records=Records({}), sides={})
-        if view is not None:
-            members.append(view)
-            here = view if p is reference else here
-    if here is None:
-        option = load_path.removeprefix(main_path(load_path))
-        elsewhere = next((side for side in reference.sides if side.removeprefix(main_path(side)) == option), None)
-        here = None if elsewhere is None else reference.on(elsewhere)
-        if here is not None:
-            members.insert(0, here)
-    return members, here or next((m for m in members if m.records and not m.path_unavailable), members[0])
+    members, own_reference = _on_alternative_path(workers, reference, load_path)
+    if own_reference is None:
+        own_reference = _reference_elsewhere(reference, load_path)
+        if own_reference is not None:
+            members.insert(0, own_reference)
+    if own_reference is None:
+        usable = (member for member in members if member.records and not member.path_unavailable)
+        own_reference = next(usable, members[0])
+    return members, own_reference
+
+
+def _on_alternative_path(
+    workers: Sequence[ComparedWorker], reference: ComparedWorker, load_path: str
+) -> tuple[list[ComparedWorker], ComparedWorker | None]:
+    """Return the workers on an alternative path, and the reference worker there; None where it did not take it."""
+    captures = [worker.capture for worker in workers if load_path in worker.sides]
+    members: list[ComparedWorker] = []
+    reference_there: ComparedWorker | None = None
+    for worker in workers:
+        member = worker.on(load_path)
+        is_lost = member is None and worker.info.status != "ok" and worker.load_path == main_path(load_path)
+        # what others of its capture took was to come for a lost worker too: it has no records there
+        if is_lost and any(worker.capture is capture for capture in captures):
+            info = msgspec.structs.replace(worker.info, load_path=load_path)
+            member = replace(worker, info=info, records=Records({}), sides={})
+        if member is not None:
+            members.append(member)
+            if worker is reference:
+                reference_there = member
+    return members, reference_there
+
+
+def _reference_elsewhere(reference: ComparedWorker, load_path: str) -> ComparedWorker | None:
+    """Return the reference worker on a path with the same option, but other visible devices; None where it has none."""
+    option = load_path.removeprefix(main_path(load_path))
+    for side in reference.sides:
+        if side.removeprefix(main_path(side)) == option:
+            return reference.on(side)
+    return None
 
 
 def in_order_of(workers: Sequence[ComparedWorker], names: Container[str]) -> list[str]:
@@ -198,25 +232,25 @@ def in_order_of(workers: Sequence[ComparedWorker], names: Container[str]) -> lis
 
 def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None:
     """Return the first capture's plain CPU, else its first CPU, else its first worker with records."""
-    useful = [p for p in workers if p.records and not p.is_engine]
+    useful = [worker for worker in workers if worker.records and not worker.is_engine]
     if not useful:
         return None
-    ended_well = [p for p in useful if p.info.status == "ok"] or useful
-    first = [p for p in ended_well if p.capture is ended_well[0].capture]
-    plain = [p for p in first if p.info.name == "cpu"]
-    cpus = [p for p in first if p.is_cpu]
-    return (plain or cpus or first)[0]
+    ended_well = [worker for worker in useful if worker.info.status == "ok"] or useful
+    of_first_capture = [worker for worker in ended_well if worker.capture is ended_well[0].capture]
+    plain_cpus = [worker for worker in of_first_capture if worker.info.name == "cpu"]
+    cpus = [worker for worker in of_first_capture if worker.is_cpu]
+    return (plain_cpus or cpus or of_first_capture)[0]
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
     """Return the shortest path endings that are distinct; the same folder twice gets a number."""
-    for depth in range(1, max(len(f.parts) for f in folders) + 1):
-        labels = ["/".join(f.parts[-depth:]) for f in folders]
+    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
+        labels = ["/".join(folder.parts[-depth:]) for folder in folders]
         if len(set(labels)) == len(set(folders)):
             break
-    again: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     numbered = []
     for label in labels:
-        again[label] += 1
-        numbered.append(label if again[label] == 1 else f"{label}#{again[label]}")
+        counts[label] += 1
+        numbered.append(label if counts[label] == 1 else f"{label}#{counts[label]}")
     return numbered
