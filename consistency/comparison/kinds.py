@@ -22,10 +22,10 @@ WORST_FIRST: tuple[SuiteVerdict, ...] = ("incomplete", "inconsistent", "unchecke
 EXIT_STATUS: Mapping[SuiteVerdict, int] = {"consistent": 0, "inconsistent": 1, "unchecked": 2, "incomplete": 3}
 
 FindingKind = NewType("FindingKind", str)
-"""What a finding is about, where it is not a difference of tensors; `known` has all kinds of findings."""
+"""The subject of a finding that is no difference of tensors; `known` returns all kinds of findings."""
 
 _DECLARED: dict[str, bool] = {}
-"""Whether it reports a part that could not be checked, by kind."""
+"""By kind: whether such a finding reports a part that could not be checked."""
 
 
 def declare(name: str, *, unseen: bool = False) -> FindingKind:
@@ -46,7 +46,7 @@ def declared() -> tuple[FindingKind, ...]:
 
 
 def known() -> frozenset[str]:
-    """Return every kind of findings that is known here: words of a diagnosis too, and what plug-ins add."""
+    """Return every kind of findings that is known here, with the words of a diagnosis and the kinds of plug-ins."""
     return frozenset({*words.declared(), *declared(), *AdapterFlaw, *plugins.kinds()})
 
 
@@ -55,7 +55,7 @@ def is_unseen(kind: str) -> bool:
     return _DECLARED.get(kind, False)
 
 
-# workers and what they did not do
+# workers, and stages that are not complete
 LOST_WORKER = declare("lost-worker", unseen=True)
 FAILED_WORKER = declare("failed-worker", unseen=True)
 FAILED_STAGE = declare("failed-stage")

@@ -1,8 +1,9 @@
-"""The tolerance report: per layer and architecture, the worst difference and what was allowed."""
+"""The tolerance report: per layer and architecture, the worst difference and its tolerance."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,14 +25,14 @@ class LayerCell(Graded, msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Attributes
     ----------
     status : str
-        The worst.
+        The worst status of a worker.
     max_abs, allowed, ratio : float or None
-        The worst difference from the reference, what is allowed of it, both in the tensor's own unit, and the one over
-        the other. Where each element has its own tolerance, the worst difference is the one of the largest ratio, which
-        need not be the largest one. Of a bitwise rule `allowed` is 0, and there is no ratio. NaN is worse than any
-        number; None where nothing was measured.
+        The worst difference from the reference and its tolerance, both in the tensor's own unit, and the difference
+        over the tolerance. Where each element has its own tolerance, the worst difference is the one with the largest
+        ratio, which need not be the largest difference. For a bitwise rule `allowed` is 0, and there is no ratio. NaN
+        is worse than any number; None where nothing was measured.
     max_ulp : int or None
-        In units in the last place of the dtype.
+        The largest difference in units in the last place of the dtype.
     classes : tuple of tuple of str
         Workers of this architecture whose bits agree.
     """
@@ -61,7 +62,7 @@ class LayerComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_equal(self) -> bool:
-        """Whether every device that was compared is bitwise equal to what it should be."""
+        """Whether every device that was compared is bitwise equal to its reference."""
         return all(cell.status in ("equal", "skipped") for cell in self.architectures.values())
 
     @property
@@ -71,26 +72,34 @@ class LayerComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFilter:
-    """Which part of the tolerance report is asked for; what is empty excludes nothing."""
+    """A choice of a part of the tolerance report; an empty field excludes nothing."""
 
     stages: tuple[str, ...] = ()
     pattern: str = ""  # shell pattern of a layer, or of layer and tensor
     architecture: str = ""  # part of the name of an architecture, in upper or lower case
 
     def chosen(self, layers: Iterable[LayerComparison]) -> Iterator[LayerComparison]:
-        """Yield what matches, with the architectures that match."""
+        """Yield the tensors that match, with the architectures that match."""
+        for layer in layers:
+            if not self._matches(layer):
+                continue
+            part_of_name = self.architecture.casefold()
+            cells = {name: cell for name, cell in layer.architectures.items() if part_of_name in name.casefold()}
+            if not cells:
+                continue
+            if len(cells) == len(layer.architectures):
+                yield layer
+            else:
+                yield msgspec.structs.replace(layer, architectures=cells)
+
+    def _matches(self, layer: LayerComparison) -> bool:
+        """Return whether stage and name of a tensor match."""
         from fnmatch import fnmatchcase
 
-        wanted = self.architecture.casefold()
-        for one in layers:
-            if self.stages and one.stage not in self.stages:
-                continue
-            names = (one.layer, f"{one.layer}.{one.tensor}")
-            if self.pattern and not any(fnmatchcase(name, self.pattern) for name in names):
-                continue
-            cells = {name: cell for name, cell in one.architectures.items() if wanted in name.casefold()}
-            if cells:
-                yield one if len(cells) == len(one.architectures) else msgspec.structs.replace(one, architectures=cells)
+        if self.stages and layer.stage not in self.stages:
+            return False
+        names = (layer.layer, f"{layer.layer}.{layer.tensor}")
+        return not self.pattern or any(fnmatchcase(name, self.pattern) for name in names)
 
 
 def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
@@ -99,7 +108,8 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
     Copies between devices and facts about a process have no tolerance of a layer, and are left out.
     """
     members = ByArchitecture(comparison)
-    equal: dict[tuple[object, ...], dict[str, LayerCell]] = {}  # what is equal everywhere is so in most layers
+    # most tensors are equal everywhere, and the cells of one are those of the others: they are made once
+    equal: dict[tuple[object, ...], dict[str, LayerCell]] = {}
     for tensor in comparison.tensors:
         if tensor.stage == standard.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.outcomes:
             continue
@@ -122,14 +132,14 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
 
 
 def worst_by_architecture(layers: Iterable[LayerComparison]) -> dict[tuple[str, str], LayerComparison]:
-    """Return the worst tensor by architecture and stage: of several that are as bad, the first."""
-    found: dict[tuple[str, str], LayerComparison] = {}
-    for one in layers:
-        for name, cell in one.architectures.items():
-            known = found.get((name, one.stage))
-            if known is None or cell.badness > known.architectures[name].badness:
-                found[name, one.stage] = one
-    return found
+    """Return the worst tensor by architecture and stage; the first, where several are as bad."""
+    worst: dict[tuple[str, str], LayerComparison] = {}
+    for layer in layers:
+        for name, cell in layer.architectures.items():
+            key = (name, layer.stage)
+            if key not in worst or cell.badness > worst[key].architectures[name].badness:
+                worst[key] = layer
+    return worst
 
 
 def block_of(layer: str) -> str:
@@ -138,8 +148,10 @@ def block_of(layer: str) -> str:
     `model.layers.3.self_attn.q_proj` is in `model.layers.3`.
     """
     parts = layer.split(".")
-    place = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    return layer if place is None else ".".join(parts[: place + 1])
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[: i + 1])
+    return layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,19 +165,21 @@ class Block:
 
     @property
     def worst(self) -> LayerComparison:
-        return max(self.members, key=lambda one: one.badness)
+        return max(self.members, key=lambda layer: layer.badness)
 
     def worst_by_architecture(self) -> Mapping[str, LayerComparison]:
         """Return the worst tensor of each architecture: `worst` where no other is worse there."""
-        return {name: one for (name, _), one in worst_by_architecture((self.worst, *self.members)).items()}
+        # `worst` comes first, so that it is preferred to others that are as bad
+        worst = worst_by_architecture((self.worst, *self.members))
+        return {name: layer for (name, _), layer in worst.items()}
 
 
 def blocks_of(layers: Iterable[LayerComparison]) -> list[Block]:
     """Fold layers by stage, load path and block, each in the place of its first layer."""
-    found = gathered(((one.stage, one.load_path, block_of(one.layer)), one) for one in layers)
+    layers_by_block = gathered(((layer.stage, layer.load_path, block_of(layer.layer)), layer) for layer in layers)
     return [
         Block(stage=stage, load_path=load_path, name=name, members=tuple(members))
-        for (stage, load_path, name), members in found.items()
+        for (stage, load_path, name), members in layers_by_block.items()
     ]
 
 
@@ -174,39 +188,64 @@ class ByArchitecture:
 
     def __init__(self, comparison: Comparison) -> None:
         self.architectures = tuple(dict.fromkeys([*(group.name for group in comparison.architectures), ""]))
-        self.of = {name: group.name for group in comparison.architectures for name in group.workers}
-        self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in comparison.workers))}
+        self.of: dict[str, str] = {}  # architecture by worker
+        for group in comparison.architectures:
+            self.of.update(dict.fromkeys(group.workers, group.name))
+        names = dict.fromkeys(worker.name for worker in comparison.workers)
+        self._ranks = {name: rank for rank, name in enumerate(names)}
+        # many tensors have the same sets of workers
         self.split, self.join = functools.cache(self._split), functools.cache(self._join)
 
     def _split(self, workers: Workers) -> dict[str, Workers]:
-        """Return the workers of each architecture; those of none are under an empty name."""
-        found = gathered((self.of.get(name, ""), name) for name in workers)
-        return {name: tuple(some) for name, some in found.items()}
+        """Return the workers of each architecture; workers without one are under an empty name."""
+        by_architecture = gathered((self.of.get(worker, ""), worker) for worker in workers)
+        return {architecture: tuple(members) for architecture, members in by_architecture.items()}
 
     def _join(self, sets: tuple[Workers, ...]) -> Workers:
         """Return the workers of several sets, in the order of the comparison."""
         if len(sets) == 1:
             return sets[0]
-        every = (worker for some in sets for worker in some)
-        return tuple(sorted(every, key=lambda worker: self._places.get(worker, len(self._places))))
+        workers = itertools.chain.from_iterable(sets)
+        return tuple(sorted(workers, key=lambda worker: self._ranks.get(worker, len(self._ranks))))
 
 
 def cells_of(tensor: TensorComparison, members: ByArchitecture) -> dict[str, LayerCell]:
-    """Return what each architecture saw of a tensor; workers of none are under an empty name."""
-    rows = gathered((name, (row, some)) for row in tensor.outcomes for name, some in members.split(row.workers).items())
-    classes = gathered((name, some) for alike in tensor.classes for name, some in members.split(alike).items())
-    order = (name for name in members.architectures if name in rows)
-    return {name: _cell(tensor, rows[name], classes.get(name, ()), members) for name in order}
+    """Return the cell of each architecture for a tensor; workers without one are under an empty name."""
+    rows: dict[str, list[tuple[Outcome, Workers]]] = {}
+    for row in tensor.outcomes:
+        for architecture, workers in members.split(row.workers).items():
+            rows.setdefault(architecture, []).append((row, workers))
+    classes: dict[str, list[Workers]] = {}
+    for equal_workers in tensor.classes:
+        for architecture, workers in members.split(equal_workers).items():
+            classes.setdefault(architecture, []).append(workers)
+    return {
+        architecture: _cell(tensor, rows[architecture], classes.get(architecture, ()), members)
+        for architecture in members.architectures
+        if architecture in rows
+    }
 
 
 def _cell(
-    tensor: TensorComparison, found: Sequence[tuple[Outcome, Workers]], classes: Sequence[Workers], by: ByArchitecture
+    tensor: TensorComparison,
+    rows_with_workers: Sequence[tuple[Outcome, Workers]],
+    classes: Sequence[Workers],
+    members: ByArchitecture,
 ) -> LayerCell:
-    rows = [row for row, _ in found]
+    """Return the cell of one architecture.
+
+    Parameters
+    ----------
+    rows_with_workers : sequence of tuple
+        Rows of the tensor, each with its workers of the architecture.
+    classes : sequence of tuple of str
+        Workers of the architecture whose bits agree.
+    """
+    rows = [row for row, _ in rows_with_workers]
     worst = max(rows, key=lambda row: row.badness)
     difference, allowed = _worst_bits(rows) if tensor.rule in _EXACT else difference_of(tensor.rule, worst)
     return LayerCell(
-        workers=by.join(tuple(workers for _, workers in found)),
+        workers=members.join(tuple(workers for _, workers in rows_with_workers)),
         status=worst.status,
         max_abs=difference,
         allowed=allowed,
@@ -217,7 +256,7 @@ def _cell(
 
 
 def difference_of(rule: str, row: Outcome) -> tuple[Real | None, Real | None]:
-    """Return the difference of the worst element of a row with a tolerance, and what is allowed of it."""
+    """Return the difference of the worst element of a row with a tolerance, and the tolerance of that element."""
     if row.allowed is None or row.ratio is None:
         return row.max_abs, None
     if rule == Rule.RELATIVE or not row.allowed:  # one tolerance for all elements; nothing is allowed
@@ -226,5 +265,7 @@ def difference_of(rule: str, row: Outcome) -> tuple[Real | None, Real | None]:
 
 
 def _worst_bits(rows: Sequence[Outcome]) -> tuple[Real | None, Real | None]:
-    found = [row.max_abs for row in rows if row.max_abs is not None]
-    return max(found, key=lambda value: math.inf if math.isnan(value) else float(value), default=None), Real(0.0)
+    """Return the largest difference of rows in which every bit should be equal, and their tolerance: 0."""
+    differences = [row.max_abs for row in rows if row.max_abs is not None]
+    largest = max(differences, key=lambda value: math.inf if math.isnan(value) else float(value), default=None)
+    return largest, Real(0.0)

@@ -1,12 +1,12 @@
-"""What to do about merging, from what it does to the outputs: a fact of the case, and no finding.
+"""Advice on merging, from the effect that it has on the outputs: a fact of the case, and no finding.
 
 Everything is compared with another figure of the same case, and with nothing else:
 
 * Rounding W + dW once moves the outputs by `must`. PEFT rounds twice at most, the delta and the sum, so a merge that
   moves them by more than twice that loses something else.
-* Computing in the dtype moves the outputs by `unmerged_error`, merged or not. What is smaller makes no difference.
-* A float32 merge rounds too, by less: the figures of another dtype shrink with its unit roundoff. What it moves the
-  outputs by can also be a delta of lower precision, at worst one in bfloat16: `BF16_DELTA` of what the adapter does.
+* Computing in the dtype moves the outputs by `unmerged_error`, merged or not. A smaller effect makes no difference.
+* A float32 merge rounds too, by less: the figures of another dtype shrink with its unit roundoff. It can also move the
+  outputs because its delta is of lower precision, at worst one in bfloat16: by `BF16_DELTA` of the adapter's effect.
   Where even that does not explain it, the merged model is another function. The same holds where merging in float64
   moves the outputs by more than float32 could.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -31,7 +31,7 @@ _TWO_ROUNDINGS = 2
 
 
 class Advice(enum.StrEnum):
-    """What follows from the figures."""
+    """Advice that follows from the figures of a merge."""
 
     MERGE = "merge"
     KEEP_FLOAT32 = "keep-float32"
@@ -41,8 +41,11 @@ class Advice(enum.StrEnum):
     UNKNOWN = ""
 
 
+_ADVICE_TO_MERGE = (Advice.MERGE, Advice.KEEP_FLOAT32, Advice.MERGE_IN_FLOAT32)
+
+
 class Merging(MergeEffect, frozen=True, kw_only=True):
-    """What merging does to the outputs, by the reference worker of a capture.
+    """The effect of merging on the outputs, as the reference worker of a capture measured it.
 
     Attributes
     ----------
@@ -59,28 +62,41 @@ class Merging(MergeEffect, frozen=True, kw_only=True):
 
 
 def mergings(workers: Iterable[ComparedWorker], *, wrong: bool = False) -> tuple[Merging, ...]:
-    """Return what merging does, of each capture whose worker measured it; where a weight is wrong, none is advised."""
-    found = (judged(worker.label, worker.merging) for worker in workers if worker.merging is not None)
-    unsafe = (Advice.MERGE, Advice.KEEP_FLOAT32, Advice.MERGE_IN_FLOAT32) if wrong else ()
-    return tuple(msgspec.structs.replace(one, advice="") if one.advice in unsafe else one for one in found)
+    """Return the effect of merging for each capture whose worker measured it.
+
+    Where a weight is `wrong`, no merge is advised.
+    """
+    results = []
+    for worker in workers:
+        if worker.merging is None:
+            continue
+        merging = judged(worker.label, worker.merging)
+        if wrong and merging.advice in _ADVICE_TO_MERGE:
+            merging = msgspec.structs.replace(merging, advice="")
+        results.append(merging)
+    return tuple(results)
 
 
 def judged(worker: str, effect: MergeEffect) -> Merging:
-    """Return the figures of a worker with what follows from them."""
+    """Return the figures of a worker with the ratio and the advice that follow from them."""
     fields = msgspec.structs.asdict(effect)
     return Merging(worker=worker, ratio=_ratio(effect), advice=_advice(effect), **fields)
 
 
 def unexplained_change(effect: MergeEffect) -> Real | None:
-    """Return what a merge without rounding moves the outputs by, where that is more than rounding explains."""
-    limit = _of_float32(effect, effect.unmerged_error)
+    """Return the change of the outputs by a merge in float64 or float32, if it is more than rounding explains.
+
+    None where rounding explains it, or it was not measured.
+    """
+    limit = _scaled_to_float32(effect, effect.unmerged_error)
     in_float32 = effect.moved if effect.dtype == "float32" else effect.float32
+    # "not <=" and not ">", so that NaN is unexplained
     if effect.exact is not None and not float(effect.exact) <= limit:
         return effect.exact
-    if in_float32 is not None and effect.adapter is not None:
-        limit = max(limit, BF16_DELTA * float(effect.adapter))
-        return None if float(in_float32) <= limit else in_float32
-    return None
+    if in_float32 is None or effect.adapter is None:
+        return None
+    limit = max(limit, BF16_DELTA * float(effect.adapter))
+    return None if float(in_float32) <= limit else in_float32
 
 
 def rounding_dominates(effect: MergeEffect) -> bool:
@@ -89,15 +105,19 @@ def rounding_dominates(effect: MergeEffect) -> bool:
 
 
 def _ratio(effect: MergeEffect) -> Real | None:
+    """Return the change of the outputs over the change that rounding alone makes; None where there is no change."""
     if effect.moved is None or effect.must is None or float(effect.moved) == 0:
         return None
-    return Real(float(effect.moved) / float(effect.must)) if float(effect.must) else Real(math.inf)
+    if float(effect.must) == 0:
+        return Real(math.inf)
+    return Real(float(effect.moved) / float(effect.must))
 
 
 def _advice(effect: MergeEffect) -> Advice:
-    if not all(map(math.isfinite, _numbers((effect.computed, effect.merged_error, effect.moved)))):
-        unmerged = _numbers((effect.unmerged_error,))
-        return Advice.NOT_FINITE if all(map(math.isfinite, unmerged)) else Advice.UNKNOWN
+    """Return the advice that the figures give; the module's docstring derives it."""
+    if not _are_finite(effect.computed, effect.merged_error, effect.moved):
+        # where the unmerged model overflows too, merging is not to blame
+        return Advice.NOT_FINITE if _are_finite(effect.unmerged_error) else Advice.UNKNOWN
     if effect.moved is None or effect.must is None or effect.unmerged_error is None:
         return Advice.UNKNOWN
     moved, must, computing = float(effect.moved), float(effect.must), float(effect.unmerged_error)
@@ -105,13 +125,16 @@ def _advice(effect: MergeEffect) -> Advice:
         return Advice.DO_NOT_MERGE
     if moved > max(_TWO_ROUNDINGS * must, computing):
         return Advice.MERGE_IN_FLOAT32
-    return Advice.KEEP_FLOAT32 if moved > computing or rounding_dominates(effect) else Advice.MERGE
+    if moved > computing or rounding_dominates(effect):
+        return Advice.KEEP_FLOAT32
+    return Advice.MERGE
 
 
-def _of_float32(effect: MergeEffect, figure: Real | None) -> float:
-    """Return what a figure of rounding in the dtype would be in float32."""
+def _scaled_to_float32(effect: MergeEffect, figure: Real | None) -> float:
+    """Return the figure that rounding in float32 would give, from one of rounding in the dtype."""
     return float(figure or 0.0) * UNIT_ROUNDOFF["float32"] / UNIT_ROUNDOFF.get(effect.dtype, UNIT_ROUNDOFF["float32"])
 
 
-def _numbers(figures: Sequence[Real | None]) -> list[float]:
-    return [float(figure) for figure in figures if figure is not None]
+def _are_finite(*figures: Real | None) -> bool:
+    """Return whether all figures that were measured are finite."""
+    return all(math.isfinite(float(figure)) for figure in figures if figure is not None)

@@ -1,7 +1,8 @@
-"""The result of a comparison, as values: outcomes, classes of agreement, findings. No torch here."""
+"""The result of a comparison as records: outcomes, classes of agreement, findings. No torch here."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -36,9 +37,9 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
     classes : tuple of tuple of str
         Workers whose bits agree, the class of the reference worker first.
     outcomes : tuple of Outcome
-        In the order of their first workers; every worker is in one.
+        The judged rows, in the order of their first workers; every worker is in one.
     workers : tuple of str
-        Of all outcomes, in the order of the comparison.
+        The workers of all outcomes, in the order of the comparison.
     """
 
     stage: str
@@ -54,8 +55,8 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not self.workers:
-            every = tuple(worker for outcome in self.outcomes for worker in outcome.workers)
-            msgspec.structs.force_setattr(self, "workers", every)
+            workers = tuple(itertools.chain.from_iterable(outcome.workers for outcome in self.outcomes))
+            msgspec.structs.force_setattr(self, "workers", workers)
 
     @property
     def name(self) -> str:
@@ -73,13 +74,17 @@ class TensorComparison(msgspec.Struct, frozen=True, kw_only=True):
         return any(row.status in BAD for row in self.outcomes)
 
     def by_worker(self) -> Iterator[tuple[str, Outcome]]:
-        """Yield each worker with what is said of it; the workers of an outcome follow each other."""
-        return ((worker, outcome) for outcome in self.outcomes for worker in outcome.workers)
+        """Yield each worker with its outcome; the workers of an outcome follow each other."""
+        for outcome in self.outcomes:
+            for worker in outcome.workers:
+                yield worker, outcome
 
     def outcome(self, worker: str) -> Outcome | None:
-        """Return what is said of one worker."""
-        found = next((outcome for outcome in self.outcomes if worker in outcome.workers), None)
-        return None if found is None else found.of((worker,))
+        """Return the outcome of one worker alone; None where it has none."""
+        for outcome in self.outcomes:
+            if worker in outcome.workers:
+                return outcome.of((worker,))
+        return None
 
 
 def rows_of(tensors: Iterable[TensorComparison]) -> Iterator[tuple[TensorComparison, Outcome]]:
@@ -104,7 +109,7 @@ class ArchitectureGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Consequence(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong in another stage because of a finding: no finding of its own."""
+    """Mismatches in another stage that follow from a finding, and are no finding of their own."""
 
     stage: str
     message: str
@@ -118,25 +123,25 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     kind : str
-        Word of the diagnosis, or another kind: `lost-worker`, `not-repeatable`, `same-device-type`, `inputs`, …
+        The word of the diagnosis, or another kind: `lost-worker`, `not-repeatable`, `same-device-type`, `inputs`, …
     severity : str
         Only an `error` makes the verdict inconsistent.
     message : str
         One sentence.
     tensors : tuple of str
-        `stage::layer.tensor`; those of its consequences come last.
+        Names `stage::layer.tensor`; the tensors of its consequences come last.
     cause : str or None
         Why it is so, where that is known; the message states it too.
     consequences : tuple of Consequence
-        What is wrong because of it.
+        Mismatches in other stages that follow from it.
     detail : tuple of str
-        Such as the worst element, the signal, the stack.
+        Lines such as the worst element, the signal, the stack.
     next : str or None
         The next command or action.
     state : str or None
-        Digest of the bits concerned; different bits are a different finding.
+        The digest of the bits concerned; different bits are a different finding.
     accepted : str or None
-        Where a baseline accepts it: its original severity, when, and why.
+        Where a baseline accepts the finding: its original severity, when, and why.
     load_paths : tuple of str
         The load paths with mismatches.
     general : str or None
@@ -159,13 +164,13 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Return the stages of its tensors."""
+        """Return the stages of the tensors of the finding."""
         return tuple(dict.fromkeys(name.partition("::")[0] for name in self.tensors))
 
     @property
     def evidence(self) -> tuple[str, ...]:
-        """Return its details, and what it leads to, a line each."""
-        return (*self.detail, *(f"leads to: {one.message}" for one in self.consequences))
+        """Return the details and the consequences of the finding, a line each."""
+        return (*self.detail, *(f"leads to: {consequence.message}" for consequence in self.consequences))
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,42 +195,42 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComparisonFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a comparison of captures found, but for the tensors: what it and `report.json` both state.
+    """The result of a comparison of captures but for the tensors: the fields that `report.json` has too.
 
     Attributes
     ----------
     first_divergence : tuple of Divergence
         The first mismatch of each worker.
     first_bitwise_difference : tuple of Divergence
-        Where each worker first differs bitwise from the reference worker, within tolerance or not.
+        The first tensor of each worker that differs bitwise from the reference worker's, within tolerance or not.
     not_checked : tuple of str
-        What the level and the options excluded.
+        The parts that the level and the options excluded.
     checked_elsewhere : dict of str to str
-        The case of the same suite that has a stage in place of this one, by stage: what `not_checked` says in words.
+        By stage, the case of the same suite that has it in place of this one; `not_checked` states this in words.
     tolerances : tuple of Override
-        The user's, which replace derived bounds where they match.
+        The user's tolerances, which replace derived bounds where they match.
     profile : str
         `pinned` or `deployed`; several of compared captures are joined by `and`.
     settings : tuple of str
-        `NAME=VALUE` of each setting that the user chose on top of it.
+        `NAME=VALUE` of each setting that the user chose on top of the profile.
     captures : tuple of str
         Folders that were compared, where they are not beside the report.
     hosts : tuple of HostFacts
-        One per capture that records its own.
+        The facts of one host per capture that records them.
     created : str or None
         When the comparison was made: ISO 8601, UTC. None where it is not known.
     host, command : str, tuple of str
-        Where it was made, and by which command line, word by word.
+        The host on which the comparison was made, and the command line word by word.
     elapsed_s : float or None
-        How long that took, captures included where the same command made them.
+        The time that the comparison took, captures included where the same command made them.
     versions : dict of str to str
-        Of Python and the libraries that decide results; those of different workers are joined by `, `.
+        The versions of Python and of the libraries that decide results; several are joined by `, `.
     planted : tuple of str
         Faults that were planted on purpose, as `FAULT in WORKER`.
     sources : tuple of Source
         The captures, in order.
     merging : tuple of Merging
-        What merging the adapter does to the outputs, by capture: a fact that no verdict depends on.
+        The effect of merging the adapter on the outputs, by capture: a fact that no verdict depends on.
     """
 
     case: str
@@ -260,18 +265,20 @@ class ComparisonFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(ComparisonFacts, frozen=True, kw_only=True):
-    """Everything that a comparison of captures found."""
+    """The result of a comparison of captures."""
 
     tensors: tuple[TensorComparison, ...]
 
     def __repr__(self) -> str:
-        """Return verdict, first error and its first tensor in one line: what a failed assertion shows."""
+        """Return verdict, first error and its first tensor in one line, which a failed assertion shows."""
         errors = [finding for finding in self.findings if finding.severity == "error"]
-        # pytest cuts the middle out of what is longer than 240 characters, so the tensor stands first
-        tensors = [", ".join(finding.tensors[:1]) for finding in errors[:1]]
-        more = f"and {len(errors) - 1} more" if len(errors) > 1 else ""
-        parts = [self.verdict, *tensors, *(finding.message for finding in errors[:1]), more]
-        return f"<Comparison {self.case}: {'; '.join(part for part in parts if part)}>"
+        parts: list[str] = [self.verdict]
+        if errors:
+            # pytest cuts the middle out of a line of more than 240 characters, so the tensor stands first
+            parts += [*errors[0].tensors[:1], errors[0].message]
+        if len(errors) > 1:
+            parts.append(f"and {len(errors) - 1} more")
+        return f"<Comparison {self.case}: {'; '.join(filter(None, parts))}>"
 
     @property
     def exit_status(self) -> int:
@@ -287,10 +294,13 @@ def with_provenance(comparison: Comparison, elapsed_s: float | None = None) -> C
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings in report order: different software first, as it may explain the rest, then by severity."""
-    return tuple(
-        sorted(findings, key=lambda f: (f.kind != kinds.ENVIRONMENT or f.severity == "note", _WEIGHT[f.severity]))
-    )
+    """Return findings in report order: different software first, as it may explain the others, then by severity."""
+    return tuple(sorted(findings, key=_place_in_report))
+
+
+def _place_in_report(finding: Finding) -> tuple[bool, int]:
+    is_of_software = finding.kind == kinds.ENVIRONMENT and finding.severity != "note"
+    return not is_of_software, _WEIGHT[finding.severity]
 
 
 def with_unwritten(comparison: Comparison, texts: Iterable[str]) -> Comparison:
@@ -307,10 +317,11 @@ def with_findings(comparison: Comparison, findings: Iterable[Finding]) -> Compar
 
 
 def verdict_of(findings: Iterable[Finding], *, incomplete: bool = False) -> Verdict:
-    """Return the verdict of findings; `incomplete` where part could not be checked, regardless of them."""
+    """Return the verdict of findings; `incomplete` where part could not be checked, whatever they are."""
     if incomplete:
         return "incomplete"
-    return "inconsistent" if any(finding.severity == "error" for finding in findings) else "consistent"
+    has_error = any(finding.severity == "error" for finding in findings)
+    return "inconsistent" if has_error else "consistent"
 
 
 def tensor_name(stage: str, layer: str, tensor: str) -> str:

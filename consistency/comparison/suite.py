@@ -1,14 +1,16 @@
-"""The result of a suite, as values: what is kept of each case, and the findings that cases have in common.
+"""The result of a suite as records: a short result of each case, and the findings that cases have in common.
 
-A `Comparison` holds a row per tensor and worker. A suite of a hundred cases keeps of each one what a line and a finding
-need; the rest is in the case's own report.
+A `Comparison` holds a row per tensor and worker. A suite of a hundred cases keeps only the fields that a line and a
+finding need; all others are in the case's own report.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,7 +24,7 @@ from consistency.comparison.result import Finding, Severity, Status, WorkerSumma
 from consistency.numerics.real import Real
 
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-_NUMBER_OF: dict[SuiteVerdict, tuple[str, str]] = {
+_PREDICATES: dict[SuiteVerdict, tuple[str, str]] = {
     "incomplete": ("is incomplete", "are incomplete"),
     "inconsistent": ("is inconsistent", "are inconsistent"),
     "unchecked": ("could not be checked", "could not be checked"),
@@ -48,7 +50,7 @@ class CaseStage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a suite keeps of a case."""
+    """The short result of a case, as a suite keeps it."""
 
     name: str
     folder: str  # of the case's report and captures, relative to the folder of the suite: `cases/NAME`
@@ -91,38 +93,38 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         elapsed_s: float = 0.0,
     ) -> CaseResult:
         """Return the result of a case whose input cannot be used."""
-        text = str(error)
+        message = str(error)
         return cls(
             name=name,
             folder=folder,
             verdict="unchecked",
-            headline=(text.splitlines() or ["no message"])[0],
+            headline=(message.splitlines() or ["no message"])[0],
             base=base,
             adapter=adapter,
             dtype=dtype,
-            error=text,
+            error=message,
             elapsed_s=elapsed_s,
         )
 
 
 class SuiteFinding(Finding, frozen=True, kw_only=True):
-    """A finding that one or more cases have; details, tensors and what to do next are those of the first."""
+    """A finding that one or more cases have, with details, tensors and next step of the first case."""
 
     cases: tuple[str, ...]  # names of the cases
     numbers: tuple[int, ...]  # number of the finding in the report of each of them; 0 where it has no report
 
 
 class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a suite found.
+    """The result of a suite.
 
     Attributes
     ----------
     name : str
-        Of the suite.
+        The name of the suite.
     created : str
-        When it ended: ISO 8601, UTC.
+        When the suite ended: ISO 8601, UTC.
     host, command : str, tuple of str
-        Where it ran, and the command line word by word; empty where it is not known.
+        The host on which it ran, and the command line word by word; empty where it is not known.
     unwritten : tuple of str
         Files of the suite that cannot be written, and why.
     """
@@ -153,34 +155,38 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def simulated(self) -> bool:
-        return any(worker.simulated for case in self.cases for worker in case.workers)
+        return any(any(worker.simulated for worker in case.workers) for case in self.cases)
 
     @property
     def planted(self) -> tuple[str, ...]:
         """Return the faults that were planted on purpose, a text for each."""
-        found = (f.message for case in self.cases for f in case.findings if f.kind == kinds.PLANTED)
-        return tuple(dict.fromkeys(text.removesuffix(" on purpose") for text in found))
+        findings = itertools.chain.from_iterable(case.findings for case in self.cases)
+        messages = (finding.message for finding in findings if finding.kind == kinds.PLANTED)
+        return tuple(dict.fromkeys(message.removesuffix(" on purpose") for message in messages))
 
     @property
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries; where cases differ they are joined, in the order of the cases."""
-        found: dict[str, dict[str, None]] = {}
+        versions_by_name: dict[str, dict[str, None]] = {}
         for case in self.cases:
-            for name, text in case.versions.items():
-                found.setdefault(name, {}).update(dict.fromkeys(text.split(", ")))
-        return {name: ", ".join(versions) for name, versions in found.items()}
+            for name, joined_versions in case.versions.items():
+                versions_by_name.setdefault(name, {}).update(dict.fromkeys(joined_versions.split(", ")))
+        return {name: ", ".join(versions) for name, versions in versions_by_name.items()}
 
     @property
     def workers(self) -> tuple[str, ...]:
         """Return the names of all workers."""
-        return tuple(dict.fromkeys(worker.name for case in self.cases for worker in case.workers))
+        workers = itertools.chain.from_iterable(case.workers for case in self.cases)
+        return tuple(dict.fromkeys(worker.name for worker in workers))
 
     @property
     def not_checked(self) -> tuple[str, ...]:
-        """Return what was left out in any case, but for the stages that were left to a case which has them."""
-        texts = dict.fromkeys(text for case in self.cases for text in case.not_checked)
-        had = {in_other_case(stage.stage, case.name) for case in self.cases for stage in case.stages}
-        return tuple(text for text in texts if text not in had)
+        """Return the parts that any case left out, but for stages that were left to a case which has them."""
+        had_by_others: set[str] = set()
+        for case in self.cases:
+            had_by_others.update(in_other_case(stage.stage, case.name) for stage in case.stages)
+        parts = dict.fromkeys(itertools.chain.from_iterable(case.not_checked for case in self.cases))
+        return tuple(part for part in parts if part not in had_by_others)
 
     @property
     def sentence(self) -> str:
@@ -190,13 +196,15 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
         if not counts:
             return "no case was checked"
         if set(counts) == {"consistent"}:
-            every = {1: "the case is", 2: "both cases are"}.get(total, f"all {total} cases are")
-            return f"{every} consistent"
-        texts: list[str] = []
+            all_cases = {1: "the case is", 2: "both cases are"}.get(total, f"all {total} cases are")
+            return f"{all_cases} consistent"
+        clauses: list[str] = []
         for verdict, number in counts.items():
-            of_all = f" of {counted(total, 'case')}" if not texts else ""
-            texts.append(f"{number}{of_all} {_NUMBER_OF[verdict][number > 1]}")
-        return listed(texts)
+            # the first clause states the total: `2 of 5 cases are incomplete and 3 are consistent`
+            of_all = f" of {counted(total, 'case')}" if not clauses else ""
+            singular, plural = _PREDICATES[verdict]
+            clauses.append(f"{number}{of_all} {plural if number > 1 else singular}")
+        return listed(clauses)
 
 
 def worst_first(cases: Sequence[CaseResult]) -> list[CaseResult]:
@@ -210,29 +218,54 @@ def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
     A cause is the same where kind, severity, workers and the general message are: *cuda:1 · zeros in lora_B tensors*
     is one finding, and not 57, where 57 of 100 cases have it.
     """
-    same: dict[object, list[tuple[str, int, Finding]]] = {}
+    occurrences: dict[object, list[_Occurrence]] = {}
     for case in cases:
-        seen: Counter[object] = Counter()
-        numbered = [(0, finding) for finding in _of_error(case)] + list(enumerate(case.findings, start=1))
-        for number, finding in numbered:
-            key = (finding.kind, finding.severity, finding.workers, finding.general or finding.message)
-            seen[key] += 1  # two findings of one case stay two, however alike they are in general
-            same.setdefault((key, seen[key]), []).append((case.name, number, finding))
-    found = []
-    for members in same.values():
-        names = tuple(name for name, _, _ in members)
-        first = members[0][2]
-        where = f"{len(names)} of {len(cases)} cases" if len(names) > 1 else f"case {names[0]}"
-        is_same = all(finding.message == first.message for _, _, finding in members)
-        message = first.message if is_same else first.general or first.message
-        fields = msgspec.structs.asdict(first) | {"message": f"{where} · {message}", "general": None}
-        found.append(SuiteFinding(**fields, cases=names, numbers=tuple(number for _, number, _ in members)))
-    # what was not checked at all comes after what was found: --fail-fast leaves out most cases
-    return tuple(sorted(found, key=lambda f: (_SEVERITIES.index(f.severity), f.kind == kinds.UNCHECKED, -len(f.cases))))
+        times: Counter[object] = Counter()
+        for number, finding in _numbered_findings(case):
+            cause = (finding.kind, finding.severity, finding.workers, finding.general or finding.message)
+            times[cause] += 1  # two findings of one case stay two, however alike they are in general
+            occurrence = _Occurrence(case=case.name, number=number, finding=finding)
+            occurrences.setdefault((cause, times[cause]), []).append(occurrence)
+    findings = [_common_finding(members, len(cases)) for members in occurrences.values()]
+    return tuple(sorted(findings, key=_place_in_report))
 
 
-def _of_error(case: CaseResult) -> tuple[Finding, ...]:
-    if case.error is None:
-        return ()
-    message, detail = f"could not be checked: {case.headline}", tuple(case.error.splitlines()[1:])
-    return (Finding(kind=kinds.UNCHECKED, severity="error", message=message, detail=detail),)
+class _Occurrence(NamedTuple):
+    """A finding in one case, and its number in the report of the case; 0 where the case has no report."""
+
+    case: str
+    number: int
+    finding: Finding
+
+
+def _numbered_findings(case: CaseResult) -> Iterator[tuple[int, Finding]]:
+    """Yield the findings of a case with their numbers; first, with the number 0, the one that it was not checked."""
+    if case.error is not None:
+        yield (
+            0,
+            Finding(
+                kind=kinds.UNCHECKED,
+                severity="error",
+                message=f"could not be checked: {case.headline}",
+                detail=tuple(case.error.splitlines()[1:]),
+            ),
+        )
+    yield from enumerate(case.findings, start=1)
+
+
+def _common_finding(occurrences: Sequence[_Occurrence], case_count: int) -> SuiteFinding:
+    """Return one finding for those of several cases that have their cause in common."""
+    names = tuple(occurrence.case for occurrence in occurrences)
+    first = occurrences[0].finding
+    where = f"{len(names)} of {case_count} cases" if len(names) > 1 else f"case {names[0]}"
+    message = first.message
+    if any(occurrence.finding.message != first.message for occurrence in occurrences):
+        message = first.general or first.message
+    fields = msgspec.structs.asdict(first) | {"message": f"{where} · {message}", "general": None}
+    return SuiteFinding(**fields, cases=names, numbers=tuple(occurrence.number for occurrence in occurrences))
+
+
+def _place_in_report(finding: SuiteFinding) -> tuple[int, bool, int]:
+    # cases that were not checked at all come after mismatches: --fail-fast leaves out most cases
+    is_unchecked = finding.kind == kinds.UNCHECKED
+    return _SEVERITIES.index(finding.severity), is_unchecked, -len(finding.cases)
