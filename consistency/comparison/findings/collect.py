@@ -1,4 +1,4 @@
-"""Evidence -> findings: every finder is called in its place, and what they report is put into the order of a report.
+"""Make the findings of a comparison: call every finder in its place, and put the findings into the order of a report.
 
 Nobody lists the finders. A module of this folder declares its own in `FINDERS`, and a plug-in names those that it adds:
 one whose module is deleted is not there, and the others report what they did before.
@@ -17,7 +17,7 @@ from consistency import plugins
 from consistency.comparison import findings, kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder
-from consistency.comparison.result import Finding, TensorComparison, in_order
+from consistency.comparison.result import Finding, TensorComparison, in_order, rows_of
 from consistency.numerics import words
 
 T = TypeVar("T")
@@ -36,10 +36,11 @@ def collect(evidence: ComparisonEvidence) -> tuple[Finding, ...]:
     for entry in entries:
         unclaimed = entry.without_own(evidence, unclaimed)
     collected: list[Finding] = []
-    for _, of_phase in itertools.groupby(entries, key=lambda entry: entry.finder.phase):
-        known = replace(evidence, unclaimed=unclaimed, findings=tuple(collected))
-        for entry in of_phase:
-            collected += entry.find(known)
+    for _, phase_entries in itertools.groupby(entries, key=lambda entry: entry.finder.phase):
+        # a finder reads the findings of earlier phases, and none of its own phase
+        phase_evidence = replace(evidence, unclaimed=unclaimed, findings=tuple(collected))
+        for entry in phase_entries:
+            collected += entry.find(phase_evidence)
     return in_order(collected)
 
 
@@ -48,22 +49,31 @@ class _Entry:
     """A finder, and where it comes from."""
 
     finder: Finder
-    is_own: bool
+    is_own: bool  # whether this distribution declares it, so that its errors are raised
 
     def find(self, evidence: ComparisonEvidence) -> tuple[Finding, ...]:
-        # in order: what is no finding, or has an unknown severity, fails here, and not where all are put into order
-        return self._attempt(lambda: _of_known_kinds(in_order(self.finder.find(evidence)), evidence), ())
+        def find() -> tuple[Finding, ...]:
+            # put in order here, so that an object that is no finding, or has an unknown severity, fails in its finder
+            findings_in_order = in_order(self.finder.find(evidence))
+            _check_kinds(findings_in_order, evidence)
+            return findings_in_order
+
+        return self._attempt(find, ())
 
     def without_own(
         self, evidence: ComparisonEvidence, tensors: Sequence[TensorComparison]
     ) -> Sequence[TensorComparison]:
+        """Return tensors without the rows that this finder reports alone."""
         without_own = self.finder.without_own
         if without_own is None:
             return tensors
         return self._attempt(lambda: without_own(evidence, tensors), tensors)
 
     def _attempt(self, call: Callable[[], T], instead: T) -> T:
-        """Return what a call returns; one of another distribution may raise anything, and costs itself alone."""
+        """Return the result of a call of the finder.
+
+        A finder of another distribution may raise anything, and costs its own findings alone: `instead` is returned.
+        """
         try:
             return call()
         except Exception as error:
@@ -73,33 +83,33 @@ class _Entry:
             return instead
 
 
-def _of_known_kinds(found: tuple[Finding, ...], evidence: ComparisonEvidence) -> tuple[Finding, ...]:
-    """Return findings, whose kinds have to be declared; a word that a capture brings is its own.
+def _check_kinds(reported: tuple[Finding, ...], evidence: ComparisonEvidence) -> None:
+    """Check that the kinds of findings are declared; a kind may also be a word of a row in the capture.
 
     Raises
     ------
     ValueError
         A kind is not declared.
     """
-    unknown = {str(finding.kind) for finding in found}.difference(kinds.declared(), words.declared())
+    unknown = {str(finding.kind) for finding in reported}.difference(kinds.declared(), words.declared())
+    # all rows are gone through only where it is needed
     if unknown:
-        rows = [row for tensor in evidence.tensors for row in tensor.outcomes]
-        unknown -= kinds.known() | {str(row.word or row.status) for row in rows}
+        unknown -= kinds.known() | {str(row.word or row.status) for _, row in rows_of(evidence.tensors)}
     if unknown:
         raise ValueError(f"no kind of findings is declared as {', '.join(sorted(unknown))}")
-    return found
 
 
 def in_their_order() -> list[_Entry]:
     """Return all finders in the order in which they are called.
 
-    Of those with one place, this package's come first.
+    Of finders with one place, those of this package come first.
     """
     entries = [_Entry(finder=finder, is_own=True) for finder in of_this_package()]
     for reference, finder in plugins.offered("finders"):
         if isinstance(finder, Finder):
             entries.append(_Entry(finder=finder, is_own=plugins.is_own(reference)))
             continue
+        # this distribution's own mistake is raised, another one's is noted
         error = TypeError(f"not a {Finder.__module__}.Finder, but {type(finder).__name__}")
         if plugins.is_own(reference):
             raise error

@@ -1,4 +1,4 @@
-"""What the finders of a comparison read: its workers, the judged tensors, and the hosts."""
+"""The input of the finders of a comparison: its workers, the judged tensors, and the hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from consistency.devices.host.facts import HostFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonEvidence:
-    """All that a comparison knows before its findings are made.
+    """Everything that finders may read.
 
     Attributes
     ----------
@@ -24,13 +24,13 @@ class ComparisonEvidence:
     tensors : sequence of TensorComparison
         Every tensor on every load path, with its judged rows.
     unclaimed : sequence of TensorComparison
-        The same without the rows that a finder reports alone (`Finder.without_own`): what the causes explain.
+        The tensors without the rows that a finder reports alone (`Finder.without_own`): the causes explain these.
     hosts : sequence of HostFacts
-        One per capture that has them.
+        The facts of one host per capture that has them.
     damage : sequence of str
         Why captures, or parts of them, could not be read.
     groups : SiteGroups
-        What the site groups its hosts by.
+        The groups of hosts that the site declares.
     findings : sequence of Finding
         The findings of earlier phases.
     """

@@ -16,28 +16,28 @@ from consistency.comparison.result import Finding, TensorComparison
 
 
 class Phase(enum.IntEnum):
-    """What a finder asks about, in the order of a report."""
+    """The subjects of finders, in the order of a report."""
 
     COMPLETENESS = enum.auto()
     """Captures, workers and stages that are not whole, and values that cannot be compared."""
     CONDITIONS = enum.auto()
-    """What workers need to have in common, so that their numbers can be compared."""
+    """Conditions that workers need to have in common, so that their numbers can be compared."""
     DEVICES = enum.auto()
-    """What devices do by themselves: digests, repeats, copies to each other."""
+    """Results of devices by themselves: digests, repeats, copies to each other."""
     CAUSES = enum.auto()
-    """What explains the tensors that are wrong."""
+    """Causes of the tensors that are wrong."""
     STAGES = enum.auto()
-    """What else the rows of single stages and load paths show."""
+    """Other facts that the rows of single stages and load paths show."""
     AGREEMENT = enum.auto()
     """Bits that should be equal: from repeat to repeat, and from device to device of one model."""
     HOSTS = enum.auto()
     """Problems of machines, and settings that are not in force."""
     MODEL = enum.auto()
-    """What a user has to know of the base and the adapter, whatever the devices do."""
+    """Facts of the base and the adapter that hold whatever the devices do."""
     REMARKS = enum.auto()
-    """What limits the whole comparison: tolerances of the user, planted faults, skipped checks."""
+    """Limits of the whole comparison: tolerances of the user, planted faults, skipped checks."""
     REMAINDER = enum.auto()
-    """What no finding of an earlier phase explains."""
+    """Mismatches that no finding of an earlier phase explains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Finder:
     Attributes
     ----------
     name : str
-        What it finds, in a word or two.
+        The subject of its findings, in a word or two.
     phase : Phase
         When it is called. It may read the findings of earlier phases.
     position : int or None
@@ -68,4 +68,5 @@ class Finder:
 
     @property
     def place(self) -> tuple[Phase, float]:
+        """Return the key that finders are sorted by."""
         return self.phase, math.inf if self.position is None else self.position

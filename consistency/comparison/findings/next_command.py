@@ -1,4 +1,4 @@
-"""What a finding tells a user to type next."""
+"""The command that a finding tells a user to type next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REPEAT = " --repeat 2"
 
 
 def run_and_repeat(evidence: ComparisonEvidence, workers: Sequence[str]) -> str | None:
-    """Return a command that checks these workers again, and repeats itself; captures from elsewhere have none."""
+    """Return a command that checks these workers again, and repeats itself; None for captures from elsewhere."""
     reference = evidence.reference
     if reference is None or any(worker.capture is not reference.capture for worker in evidence.workers):
         return None
@@ -35,7 +35,7 @@ def run_again(evidence: ComparisonEvidence, workers: Sequence[str]) -> str | Non
 
 
 def compare_with_source(evidence: ComparisonEvidence, stage: str) -> str | None:
-    """Return what compares the base, or the adapter, with the folder that it was copied from."""
+    """Return the command that compares the base, or the adapter, with the folder that it was copied from."""
     if evidence.reference is None:
         return None
     case = evidence.reference.case
@@ -46,7 +46,14 @@ def compare_with_source(evidence: ComparisonEvidence, stage: str) -> str | None:
 
 
 def _options(case: Case) -> Iterator[str]:
-    """Yield the options of a case that are not the default."""
+    """Yield the options of a case that are not the default, each with its value."""
+    yield from _options_of_model(case)
+    yield from _options_of_stages(case)
+    yield from _options_of_checks(case)
+
+
+def _options_of_model(case: Case) -> Iterator[str]:
+    """Yield the options that name base and adapters, and the conditions in which they run."""
     builtin = None if case.adapters else builtin_name(case.base, case.adapter)
     yield from _option("--base", f"builtin:{builtin}" if builtin else case.base)
     if case.adapters:
@@ -58,6 +65,10 @@ def _options(case: Case) -> Iterator[str]:
     if not case.is_pinned:
         yield from _option("--profile", case.profile)
     yield from _option("--set", *map(str, case.settings))
+
+
+def _options_of_stages(case: Case) -> Iterator[str]:
+    """Yield the options that choose the stages, and how they are run."""
     if case.level != Level.STANDARD:
         yield from _option("--level", case.level)
     if set(case.stages) != set(requested(case.level, case)):
@@ -70,6 +81,10 @@ def _options(case: Case) -> Iterator[str]:
         yield from _option("--repeat", str(case.repeat))
     if case.steps:
         yield from _option("--steps", str(case.steps))
+
+
+def _options_of_checks(case: Case) -> Iterator[str]:
+    """Yield the options of inputs, loading and tolerances."""
     if case.inputs:
         yield from _option("--inputs", case.inputs)
     if case.load_paths:

@@ -1,4 +1,4 @@
-"""Results that change between repeats on one device: what a soak found, and operations without a fixed order."""
+"""Results that change between repeats on one device, in a soak or a repeat run, and what may excuse them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from consistency.comparison.workers import ComparedWorker
 from consistency.numerics import words
 
 AS_DEPLOYED = "; the profile deployed promises no equal bits"
-"""What a finding of different bits adds where the profile of a worker promises nothing else."""
+"""End of a finding about different bits where the profile of a worker promises no equal ones."""
 
 _MOST_DETAILS = 3
 
@@ -36,48 +36,52 @@ _READINGS = {
     "fastest_clock_mhz": "to {} MHz",
     "throttle_reasons": "throttled: {}",
 }
-"""How readings are shown; the others, which are counters, by their names."""
+"""How readings are shown; counters are shown by their names."""
 
 
-def find_soak(evidence: ComparisonEvidence) -> Iterable[Finding]:
-    """Report what the soak of each worker found."""
+def find_soak(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report the results that changed, and the memory that grew, during the soak of each worker."""
     for worker in evidence.workers:
         soak = worker.info.soak
         if soak is None:
             continue
-        changed = [stage for stage in soak.stages if stage.changed is not None]
-        for stage in changed:
-            yield _changed(worker, soak, stage, changed, next_step=_soak_again(evidence, worker, soak))
+        changed_stages = [stage for stage in soak.stages if stage.changed is not None]
+        for stage in changed_stages:
+            yield _report_change(worker, soak, stage, changed_stages, next_step=_soak_again(evidence, worker, soak))
         yield from _growth(worker, soak)
 
 
-def _changed(
+def _report_change(
     worker: ComparedWorker,
     soak: Soak,
     stage: SoakedStage,
-    changed: Sequence[SoakedStage],
+    changed_stages: Sequence[SoakedStage],
     *,
     next_step: str | None,
 ) -> Finding:
+    """Report the tensors of one stage that changed between repeats."""
     assert stage.changed is not None
+    # in the order of the model, so the first one is nearest to the cause
     changes = [change for change in soak.changes if change.stage == stage.stage]
     operations = [ran_before([worker], worker.load_path, change.key) for change in changes]
-    unordered = bool(operations) and all(operations)
-    deployed = not worker.case.is_pinned and stage.stage not in MOVES_WEIGHTS  # moved bytes are the same every time
-    why = without_version(dict.fromkeys(chain.from_iterable(operations))) if unordered else ""
-    why += AS_DEPLOYED if deployed else ""
-    opening = f"{stage.stage} · {worker.label} · "
-    what = _what(stage, changes)
+    is_unordered = bool(operations) and all(operations)
+    is_deployed = not worker.case.is_pinned and stage.stage not in MOVES_WEIGHTS  # moved bytes are the same every time
+    excuse = ""
+    if is_unordered:
+        excuse = without_version(dict.fromkeys(chain.from_iterable(operations)))
+    if is_deployed:
+        excuse += AS_DEPLOYED
+    cause = next((changed for changed in changed_stages if _explains(changed, stage)), None)
     ending = _course(stage.changed, soak.begun, changes)
-    cause = next((c for c in changed if _explains(c, stage)), None)
-    ending += f": caused by the changed bytes of {cause.stage}" if cause is not None else ""
-    ending += why
-    # in the order of the model, so the first one is nearest to the cause
+    if cause is not None:
+        ending += f": caused by the changed bytes of {cause.stage}"
+    repeats = f"{stage.changed.count} of {counted(soak.begun, 'repeat')}"
+    opening = f"{stage.stage} · {worker.label} · "
     return Finding(
         kind=kinds.NOT_REPEATABLE,
-        severity="note" if unordered or deployed else "error",
-        message=f"{opening}{what} in {stage.changed.count} of {counted(soak.begun, 'repeat')}{ending}",
-        general=f"{opening}tensors changed in some repeats of the soak{why}",
+        severity="note" if is_unordered or is_deployed else "error",
+        message=f"{opening}{_describe_changes(stage, changes)} in {repeats}{ending}{excuse}",
+        general=f"{opening}tensors changed in some repeats of the soak{excuse}",
         workers=(worker.label,),
         tensors=tuple(tensor_name(*change.key) for change in changes),
         detail=tuple(_detail(stage.changed, changes, soak)),
@@ -94,16 +98,21 @@ def _soak_again(evidence: ComparisonEvidence, worker: ComparedWorker, soak: Soak
     return f"{command} --for {duration_text(soak.asked_s)}{load}"
 
 
-def _what(stage: SoakedStage, changes: Sequence[ChangedTensor]) -> str:
+def _describe_changes(stage: SoakedStage, changes: Sequence[ChangedTensor]) -> str:
+    """Name the tensors that changed, and their difference where it has a name."""
+    # a soak keeps only some of the changed tensors
     count = max(stage.changed_tensors, len(changes))
-    first = changes[0] if changes else None
-    names = f"{first.tensor} of {first.layer}" if first is not None and count == 1 else counted(count, "tensor")
-    word = None if first is None else first.word
-    return f"{names} changed" if word in (None, words.DIFFERS) else words.about(word, names) if word else ""
+    if not changes:
+        return f"{counted(count, 'tensor')} changed"
+    first = changes[0]
+    names = f"{first.tensor} of {first.layer}" if count == 1 else counted(count, "tensor")
+    if first.word is None or first.word == words.DIFFERS:
+        return f"{names} changed"
+    return words.about(first.word, names) if first.word else ""
 
 
 def _course(changed: Occurrences, repeats: int, changes: Sequence[ChangedTensor]) -> str:
-    """State whether it is permanent, and whether the wrong bits are the same each time."""
+    """State whether the change is permanent, and whether the wrong bits are the same each time."""
     if changed.count == repeats and all(change.values == 1 and not change.returned for change in changes):
         return ": all repeats agree with each other, but not with the first run"
     if not any(change.returned for change in changes):
@@ -111,26 +120,32 @@ def _course(changed: Occurrences, repeats: int, changes: Sequence[ChangedTensor]
         return f", from repeat {first} on"
     if changed.count == 1:
         return ", right again afterwards"
-    same = all(change.values == 1 for change in changes)
-    return f", {'the same' if same else 'different'} wrong bits each time, and right in between"
+    if all(change.values == 1 for change in changes):
+        return ", the same wrong bits each time, and right in between"
+    return ", different wrong bits each time, and right in between"
 
 
 def _explains(cause: SoakedStage, stage: SoakedStage) -> bool:
-    """Return whether changed weights explain what was computed with them: they changed no later, and as often."""
+    """Return whether changed weights explain the results computed with them: they changed no later, and as often."""
     if cause.stage not in MOVES_WEIGHTS or stage.stage not in COMPUTES_WITH_WEIGHTS:
         return False
-    a, b = cause.changed, stage.changed
-    if a is None or b is None or not a.numbers or not b.numbers:
+    weights, results = cause.changed, stage.changed
+    if weights is None or results is None or not weights.numbers or not results.numbers:
         return False
-    return a.count >= b.count and a.numbers[0] <= b.numbers[0]
+    return weights.count >= results.count and weights.numbers[0] <= results.numbers[0]
 
 
-def _detail(changed: Occurrences, changes: Sequence[ChangedTensor], soak: Soak) -> Iterable[str]:
+def _detail(changed: Occurrences, changes: Sequence[ChangedTensor], soak: Soak) -> Iterator[str]:
+    """Yield when a stage changed, its first tensors, and the readings of the device at the first change."""
     numbers = ", ".join(map(str, changed.numbers))
-    rest = and_more(changed.count - MOST_NUMBERS)
-    more = f", {rest}" if rest else ""
-    span = "" if changed.count == 1 else f" to {changed.last_at}"
-    yield f"in repeat{'s' if changed.count > 1 else ''} {numbers}{more}: {changed.first_at}{span}"
+    # only the first numbers are kept
+    not_kept = and_more(changed.count - MOST_NUMBERS)
+    if not_kept:
+        numbers += f", {not_kept}"
+    if changed.count > 1:
+        yield f"in repeats {numbers}: {changed.first_at} to {changed.last_at}"
+    else:
+        yield f"in repeat {numbers}: {changed.first_at}"
     yield from (describe_change(change) for change in changes[:_MOST_DETAILS])
     condition = changes[0].condition if changes else None
     if condition is not None and condition.readings:
@@ -140,30 +155,32 @@ def _detail(changed: Occurrences, changes: Sequence[ChangedTensor], soak: Soak) 
 
 
 def readings_text(condition: Condition) -> str:
-    """Write what a device reported of itself in one line; counters without a count are left out."""
-    texts = []
+    """Write the readings that a device gave of itself in one line; counters without a count are left out."""
+    readings = []
     for name, value in condition.readings.items():
-        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
-        if name in _READINGS and shown != "":
-            texts.append(_READINGS[name].format(shown))
-        elif name not in _READINGS and not name.endswith(("_w", "_percent")) and value:
-            texts.append(f"{name}: {shown}")
-    return ", ".join(texts)
+        value_text = ", ".join(map(str, value)) if isinstance(value, list) else value
+        is_counter = name not in _READINGS and not name.endswith(("_w", "_percent"))
+        if name in _READINGS and value_text != "":
+            readings.append(_READINGS[name].format(value_text))
+        elif is_counter and value:
+            readings.append(f"{name}: {value_text}")
+    return ", ".join(readings)
 
 
-def _growth(worker: ComparedWorker, soak: Soak) -> Iterable[Finding]:
+def _growth(worker: ComparedWorker, soak: Soak) -> Iterator[Finding]:
     """Report memory that grew in every quarter of the time, and by more than is allowed altogether."""
-    told = soak.memory_bytes
-    steps = list(pairwise(told))
-    grown = told[-1] - told[0] if told else 0
-    if len(steps) < 2 or grown <= soak.memory_allowed_bytes or not all(b > a for a, b in steps):
+    measured = soak.memory_bytes
+    steps = list(pairwise(measured))
+    grown = measured[-1] - measured[0] if measured else 0
+    grew_in_every_step = all(after > before for before, after in steps)
+    if len(steps) < 2 or grown <= soak.memory_allowed_bytes or not grew_in_every_step:
         return
     yield Finding(
         kind=kinds.MEMORY_GROWTH,
         severity="warning",
         message=(
             f"soak · {worker.label} · memory grew by {size(grown)} over {counted(soak.repeats, 'repeat')}: "
-            f"{listed([size(value) for value in told])}; {size(soak.memory_allowed_bytes)} are allowed"
+            f"{listed([size(value) for value in measured])}; {size(soak.memory_allowed_bytes)} are allowed"
         ),
         general=f"soak · {worker.label} · memory grew over the repeats",
         workers=(worker.label,),
@@ -182,16 +199,17 @@ def without_version(operations: Iterable[str]) -> str:
     return f": {', and '.join(reasons)}"
 
 
-def ran_before(itself: Sequence[ComparedWorker], load_path: str, key: Key) -> tuple[str, ...]:
+def ran_before(workers: Sequence[ComparedWorker], load_path: str, key: Key) -> tuple[str, ...]:
     """Return the operations without a deterministic version that ran before a device recorded a tensor.
 
     Parameters
     ----------
-    itself : sequence of ComparedWorker
+    workers : sequence of ComparedWorker
         The workers of the device; the reference worker stands on load paths that it did not take, as its first one.
     """
-    views = (view for worker in itself if (view := worker.on(load_path)) is not None)
-    record = next(views, itself[0]).records.get(key)
+    on_load_path = (worker.on(load_path) for worker in workers)
+    recording_worker = next((worker for worker in on_load_path if worker is not None), workers[0])
+    record = recording_worker.records.get(key)
     return () if record is None else record.nondeterministic
 
 
@@ -200,32 +218,34 @@ def find_not_repeatable(evidence: ComparisonEvidence) -> Iterator[Finding]:
     as_deployed = {worker.label for worker in evidence.workers if not worker.case.is_pinned}
     workers_by_tensors: dict[tuple[str, tuple[str, ...], str], list[str]] = {}
     for (label, stage, operations), names in _changed_on_repeat(evidence).items():
-        why = without_version(operations) if operations else ""
+        excuse = without_version(operations) if operations else ""
         if label in as_deployed and stage not in MOVES_WEIGHTS:  # bytes that were moved are the same every time
-            why += AS_DEPLOYED
-        workers_by_tensors.setdefault((stage, tuple(names), why), []).append(label)
-    for (stage, names_of_all, why), labels in workers_by_tensors.items():
+            excuse += AS_DEPLOYED
+        workers_by_tensors.setdefault((stage, tuple(names), excuse), []).append(label)
+    for (stage, tensors, excuse), labels in workers_by_tensors.items():
         opening = f"{stage} · {some(labels)}"
-        what = f"{counted(len(names_of_all), 'tensor')} changed bitwise on a repeat run on the same device"
+        change = "changed bitwise on a repeat run on the same device"
         yield Finding(
             kind=kinds.NOT_REPEATABLE,
-            severity="note" if why else "error",
-            message=f"{opening} · {what}{why}",
-            general=f"{opening} · tensors changed bitwise on a repeat run on the same device",
+            severity="note" if excuse else "error",
+            message=f"{opening} · {counted(len(tensors), 'tensor')} {change}{excuse}",
+            general=f"{opening} · tensors {change}",
             workers=tuple(labels),
-            tensors=tuple(dict.fromkeys(names_of_all)),
+            tensors=tuple(dict.fromkeys(tensors)),
         )
 
 
 def _changed_on_repeat(evidence: ComparisonEvidence) -> dict[tuple[str, str, tuple[str, ...]], list[str]]:
     """Return the tensors that changed, by worker, stage, and operations without a fixed order that ran before."""
-    of_soaks = {(worker.label, tensor_name(*key)) for worker in evidence.workers for key in worker.changes}
+    reported_by_soaks: set[tuple[str, str]] = set()  # `find_soak` reports these
+    for worker in evidence.workers:
+        reported_by_soaks.update((worker.label, tensor_name(*key)) for key in worker.changes)
     workers = gathered((worker.label, worker) for worker in evidence.workers)
     changed: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for tensor in evidence.tensors:
         key = (tensor.stage, tensor.layer, tensor.tensor)
         for label in _workers_that_changed(tensor):
-            if (label, tensor.name) not in of_soaks:  # `find_soak` reports these
+            if (label, tensor.name) not in reported_by_soaks:
                 operations = ran_before(workers[label], tensor.load_path, key)
                 changed.setdefault((label, tensor.stage, operations), []).append(tensor.name)
     return changed
