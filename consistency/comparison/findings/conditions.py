@@ -1,9 +1,11 @@
-"""What workers ran with: software and inputs that differ between them, and settings that are not in force."""
+"""Conditions of workers: software and inputs that differ between them, and settings that are not in force."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
+from consistency.capture.records import WorkerInfo
 from consistency.capture.wording import some
 from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
@@ -25,12 +27,13 @@ def find_other_software(evidence: ComparisonEvidence) -> Iterator[Finding]:
             if name in facts:
                 labels_by_value.setdefault(str(facts[name]), []).append(worker.label)
         if len(labels_by_value) > 1:
-            text = "; ".join(f"{value}: {some(labels)}" for value, labels in labels_by_value.items())
-            yield Finding(kind=kinds.ENVIRONMENT, severity="warning", message=f"{name} differs between workers: {text}")
+            values = "; ".join(f"{value}: {some(labels)}" for value, labels in labels_by_value.items())
+            message = f"{name} differs between workers: {values}"
+            yield Finding(kind=kinds.ENVIRONMENT, severity="warning", message=message)
 
 
 def find_other_inputs(evidence: ComparisonEvidence) -> Iterator[Finding]:
-    """Report workers whose model got other inputs than that of the first."""
+    """Report workers whose model got other inputs than the first worker's."""
     labels_by_digest = gathered(
         (worker.info.inputs_digest, worker.label)
         for worker in evidence.workers
@@ -38,12 +41,12 @@ def find_other_inputs(evidence: ComparisonEvidence) -> Iterator[Finding]:
     )
     if len(labels_by_digest) < 2:
         return
-    first, *others = labels_by_digest.values()
-    workers = tuple(label for labels in others for label in labels)
+    first_labels, *different_labels = labels_by_digest.values()
+    workers = tuple(itertools.chain.from_iterable(different_labels))
     yield Finding(
         kind=kinds.INPUTS,
         severity="error",
-        message=f"forward · {some(workers)} had different inputs than {some(first)}: outputs cannot be compared",
+        message=f"forward · {some(workers)} had different inputs than {some(first_labels)}: outputs cannot be compared",
         workers=workers,
         next="give the same --inputs, --level, base and tokenizer to every capture",
     )
@@ -51,26 +54,34 @@ def find_other_inputs(evidence: ComparisonEvidence) -> Iterator[Finding]:
 
 def find_settings(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report settings that changed during a run, and those that a device refused."""
-    labels_by_setting: dict[tuple[FindingKind, str, str | None], list[str]] = {}
+    labels_by_problem: dict[tuple[FindingKind, str, str | None], list[str]] = {}
     for worker in evidence.workers:
-        info = worker.info
-        for change in info.changes:
-            text = f"{change.setting} changed to {change.in_force} during {change.stage}"
-            asked = None if change.asked is None and change.setting not in info.asked else str(change.asked)
-            labels_by_setting.setdefault((kinds.SETTING_CHANGED, text, asked), []).append(worker.label)
-        for name, value in info.asked.items():
-            if name in info.in_force and info.in_force[name] != value:
-                text = f"{name} is {info.in_force[name]}"
-                key = (kinds.SETTING_REFUSED, text, str(value))
-                labels_by_setting.setdefault(key, []).append(worker.label)
-    for (kind, text, asked), labels in labels_by_setting.items():
-        wanted = "the profile leaves it" if asked is None else f"{asked} was requested"
+        for problem in (*_changed_settings(worker.info), *_refused_settings(worker.info)):
+            labels_by_problem.setdefault(problem, []).append(worker.label)
+    for (kind, statement, requested), labels in labels_by_problem.items():
+        request = "the profile leaves it" if requested is None else f"{requested} was requested"
         yield Finding(
             kind=kind,
-            severity="note" if asked is None else "warning",
-            message=f"{text} on {some(labels)}; {wanted}",
+            severity="note" if requested is None else "warning",
+            message=f"{statement} on {some(labels)}; {request}",
             workers=tuple(labels),
         )
+
+
+def _changed_settings(info: WorkerInfo) -> Iterator[tuple[FindingKind, str, str | None]]:
+    """Yield the settings that changed, each with the requested value; None where the profile requests none."""
+    for change in info.changes:
+        is_requested = change.asked is not None or change.setting in info.asked
+        requested = str(change.asked) if is_requested else None
+        statement = f"{change.setting} changed to {change.in_force} during {change.stage}"
+        yield kinds.SETTING_CHANGED, statement, requested
+
+
+def _refused_settings(info: WorkerInfo) -> Iterator[tuple[FindingKind, str, str]]:
+    """Yield the settings that are not in force, each with the requested value."""
+    for name, value in info.asked.items():
+        if name in info.in_force and info.in_force[name] != value:
+            yield kinds.SETTING_REFUSED, f"{name} is {info.in_force[name]}", str(value)
 
 
 def _profile_and_settings(worker: ComparedWorker) -> str:

@@ -1,4 +1,4 @@
-"""One line of detail per tensor: what differs, where, and by how much."""
+"""One line of detail per tensor: its difference, the place of its worst element, and its size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVIDENCE = {
     "also": "could also be {}",
     "unit": "counted in {}: torch has no such dtype",
 }
-"""How other evidence is shown, by its name."""
+"""Formats of further evidence, by its name."""
 
 _OF_A_PEAK = {
     "layers": "peak is {}× the layer's weight",
@@ -28,10 +28,10 @@ _OF_A_PEAK = {
     "kept_bytes": "{} bytes still allocated at the end",
     "kept_allowed_bytes": "{} allowed",
 }
-"""The same of memory, whose names mean something else elsewhere."""
+"""Formats of the evidence of memory, whose names mean something else in other stages."""
 
 CORRECTLY_ROUNDED = "the exact values correctly rounded: the tolerance is below one rounding of "
-"""What a user's tolerance fails, and no device could compute better; a dtype follows."""
+"""Description of values that a user's tolerance fails though no device could compute better; a dtype follows."""
 
 
 def describe(tensor: TensorComparison, row: Outcome) -> str:
@@ -39,56 +39,97 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
 
     Evidence may come from a stranger's capture: it is shown as it is, and nothing relies on it.
     """
-    evidence = row.evidence
-    place = f"{tensor.layer}.{tensor.tensor}" + (f"{list(row.worst_index)}" if row.worst_index is not None else "")
-    parts = [place, row.reason or ""]
-    if "tolerance" in evidence and row.mismatched == 0:
-        parts.append(CORRECTLY_ROUNDED + tensor.dtype)
-    parts += _element(evidence, row.worst_index, f"{row.reference} has" if row.own_file else "wanted")
-    if row.mismatched:
-        parts.append(f"{row.mismatched} of {row.elements} elements")
-    if row.ratio is not None:
-        # a tolerance may be for some architectures only: what judged this row is in its own evidence
-        allowed = "the limit" if tensor.rule == Rule.LIMIT else "tolerance"
-        allowed = "the user tolerance" if "tolerance" in evidence else allowed
-        parts.append(f"{_number(row.ratio)}× {allowed}")
-    parts.append(str(evidence.get("kept", "")))
-    names = {"got": "got", "wanted": f"{row.reference} has" if row.own_file else "wanted", "holds": "holds"}
-    parts += [f"{text} {_counted(evidence[name])}" for name, text in names.items() if name in evidence]
-    parts.append(str(evidence.get("own_file", "")))
-    if evidence.get("ratio") is not None:
-        of = f"{evidence['of']} is " if "of" in evidence else ""
-        parts.append(f"{of}{_number(evidence['ratio'])}× the reference")
-    shown = _OF_A_PEAK | _EVIDENCE if tensor.stage == standard.MEMORY else _EVIDENCE
-    parts += [text.format(_number(evidence[k])) for k, text in shown.items() if evidence.get(k) is not None]
-    blocks = evidence.get("blocks")
-    if blocks and isinstance(blocks, list) and row.worst_index is None:
-        parts.append(f"blocks {blocks[:8]} of 256 KiB")
-    if evidence.get("inactive"):
-        parts.append(f"inactive: {_listed(evidence['inactive'])}")
+    expected_verb = f"{row.reference} has" if row.own_file else "wanted"
+    is_correctly_rounded = "tolerance" in row.evidence and row.mismatched == 0
+    parts = [
+        _element_name(tensor.layer, tensor.tensor, row.worst_index),
+        row.reason or "",
+        CORRECTLY_ROUNDED + tensor.dtype if is_correctly_rounded else "",
+        *_element(row.evidence, row.worst_index, expected_verb),
+        *_figures(tensor, row),
+        *_values(row.evidence, expected_verb),
+        *_other_evidence(tensor, row),
+    ]
     return " · ".join(part for part in parts if part)
 
 
 def describe_change(change: ChangedTensor) -> str:
     """Describe one tensor that changed during a soak in one line, as `describe` does."""
-    evidence, found = change.evidence, change.measure
-    index = None if found is None else found.worst_index
-    parts = [f"{change.layer}.{change.tensor}" + (f"{list(index)}" if index is not None else "")]
-    parts += _element(evidence, index, "wanted")
-    if found is not None:
-        parts.append(f"{found.mismatched} of {found.elements} elements")
+    measure = change.measure
+    index = None if measure is None else measure.worst_index
+    parts = [_element_name(change.layer, change.tensor, index)]
+    parts += _element(change.evidence, index, "wanted")
+    if measure is not None:
+        parts.append(f"{measure.mismatched} of {measure.elements} elements")
     parts.append(f"in {change.occurrences.count} repeats" if change.occurrences.count > 1 else "in one repeat")
     return " · ".join(parts)
 
 
-def _element(evidence: Mapping[str, Any], index: Sequence[int] | None, wanted: str) -> Iterator[str]:
-    """Yield both values of the worst element with their bit patterns, and the bits that differ."""
+def _element_name(layer: str, tensor: str, index: Sequence[int] | None) -> str:
+    """Return the name of a tensor, with the index of one element where that is known: `layer.tensor[1, 2]`."""
+    return f"{layer}.{tensor}" if index is None else f"{layer}.{tensor}{list(index)}"
+
+
+def _element(evidence: Mapping[str, Any], index: Sequence[int] | None, expected_verb: str) -> Iterator[str]:
+    """Yield both values of the worst element with their bit patterns, and the bits that differ.
+
+    Parameters
+    ----------
+    index : sequence of int or None
+        Index of the worst element; None where it is not known.
+    expected_verb : str
+        The words before the expected value: `wanted`, or `cpu has` where neither is known to be right.
+    """
     if index is not None and "actual" in evidence:
-        got = f"got {_number(evidence['actual'])} ({evidence.get('actual_bits')})"
-        yield f"{got}, {wanted} {_number(evidence.get('expected'))} ({evidence.get('expected_bits')})"
+        actual = f"{_number(evidence['actual'])} ({evidence.get('actual_bits')})"
+        expected = f"{_number(evidence.get('expected'))} ({evidence.get('expected_bits')})"
+        yield f"got {actual}, {expected_verb} {expected}"
     if "bits" in evidence:
+        bits = f"bit {_joined(evidence['bits'])}"
         fields = evidence.get("fields")
-        yield f"bit {_listed(evidence['bits'])}" + (f" ({_listed(fields)})" if fields else "")
+        yield f"{bits} ({_joined(fields)})" if fields else bits
+
+
+def _figures(tensor: TensorComparison, row: Outcome) -> Iterator[str]:
+    """Yield how many elements are wrong, and the worst difference in units of its tolerance."""
+    if row.mismatched:
+        yield f"{row.mismatched} of {row.elements} elements"
+    if row.ratio is None:
+        return
+    # a tolerance may be for some architectures only: what judged this row is in its own evidence
+    if "tolerance" in row.evidence:
+        allowed = "the user tolerance"
+    elif tensor.rule == Rule.LIMIT:
+        allowed = "the limit"
+    else:
+        allowed = "tolerance"
+    yield f"{_number(row.ratio)}× {allowed}"
+
+
+def _values(evidence: Mapping[str, Any], expected_verb: str) -> Iterator[str]:
+    """Yield settings or structures that a tensor has and should have, and notes about its stored bytes."""
+    yield str(evidence.get("kept", ""))
+    for name, verb in (("got", "got"), ("wanted", expected_verb), ("holds", "holds")):
+        if name in evidence:
+            yield f"{verb} {_counted(evidence[name])}"
+    yield str(evidence.get("own_file", ""))
+
+
+def _other_evidence(tensor: TensorComparison, row: Outcome) -> Iterator[str]:
+    """Yield further evidence of the diagnosis."""
+    evidence = row.evidence
+    if evidence.get("ratio") is not None:
+        subject = f"{evidence['of']} is " if "of" in evidence else ""
+        yield f"{subject}{_number(evidence['ratio'])}× the reference"
+    formats = _OF_A_PEAK | _EVIDENCE if tensor.stage == standard.MEMORY else _EVIDENCE
+    for name, text_format in formats.items():
+        if evidence.get(name) is not None:
+            yield text_format.format(_number(evidence[name]))
+    blocks = evidence.get("blocks")
+    if blocks and isinstance(blocks, list) and row.worst_index is None:
+        yield f"blocks {blocks[:8]} of 256 KiB"
+    if evidence.get("inactive"):
+        yield f"inactive: {_joined(evidence['inactive'])}"
 
 
 def _number(value: Any) -> str:
@@ -96,11 +137,11 @@ def _number(value: Any) -> str:
 
 
 def _counted(value: Any) -> str:
-    """Write the settings of layers, each with the number that have it."""
+    """Write the settings of layers, each with the number of layers that have it."""
     if not isinstance(value, dict) or not all(isinstance(layers, int) for layers in value.values()):
         return str(value)
-    return ", ".join(f"{text} in {counted(layers, 'layer')}" for text, layers in value.items())
+    return ", ".join(f"{setting} in {counted(layers, 'layer')}" for setting, layers in value.items())
 
 
-def _listed(value: Any) -> str:
+def _joined(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

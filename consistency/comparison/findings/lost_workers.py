@@ -27,13 +27,13 @@ _AFTER_LOSS = (
     (EXCEEDED_TIMEOUT, "give it more time with --timeout, or look at the stack above for what it waits for"),
     (SILENT, "look at the stack above for what it waits for, and at the device's log (dmesg)"),
 )
-"""What a reason has in it, and what to do then."""
+"""Parts of reasons, each with the advice for workers that were lost for it; the first that fits is given."""
 
 
 def find_damage(evidence: ComparisonEvidence) -> Iterator[Finding]:
-    """Report what of captures could not be read."""
-    for text in evidence.damage:
-        yield Finding(kind=kinds.DAMAGED_CAPTURE, severity="error", message=text)
+    """Report the captures, and parts of them, that could not be read."""
+    for message in evidence.damage:
+        yield Finding(kind=kinds.DAMAGED_CAPTURE, severity="error", message=message)
 
 
 def find_lost_workers(evidence: ComparisonEvidence) -> Iterator[Finding]:
@@ -45,7 +45,8 @@ def find_lost_workers(evidence: ComparisonEvidence) -> Iterator[Finding]:
     )
     for (status, reason, stack), workers in gathered(ends).items():
         noun = "worker" if len(workers) == 1 else "workers"
-        opening = f"{noun} {some(list(map(_label_and_load_path, workers)))} {_verb(status, len(workers))}"
+        names = some(list(map(_label_and_load_path, workers)))
+        opening = f"{noun} {names} {_verb(status, len(workers))}"
         yield Finding(
             kind=kinds.LOST_WORKER if status == "lost" else kinds.FAILED_WORKER,
             severity="error",
@@ -65,16 +66,17 @@ def _verb(status: str, count: int) -> str:
 
 
 def _after_loss(reason: str) -> str | None:
-    for text, advice in _AFTER_LOSS:
-        if text in reason:
+    """Return what to do after a worker was lost; None where its reason gives no hint."""
+    for part_of_reason, advice in _AFTER_LOSS:
+        if part_of_reason in reason:
             return advice
     return None
 
 
 def _innermost_frames(stack: str) -> list[str]:
-    """Return the innermost frames of a stack: the last of a traceback, the first of what `faulthandler` writes.
+    """Return the innermost frames of a stack: the last of a traceback, the first ones that `faulthandler` writes.
 
-    It writes every thread, the main one last; which one took its signal says nothing.
+    `faulthandler` writes every thread, the main one last; which thread took the signal says nothing.
     """
     if _INNERMOST_FIRST in stack:
         return stack.strip().rpartition("\n\n")[2].splitlines()[:_FRAMES]
@@ -91,6 +93,7 @@ def _cards(workers: Sequence[ComparedWorker]) -> Iterator[str]:
 
 
 def _label_and_load_path(worker: ComparedWorker) -> str:
+    """Return the name of a worker, with its load path where that is not the usual one."""
     return worker.label if worker.load_path == "isolated" else f"{worker.label} ({worker.load_path})"
 
 

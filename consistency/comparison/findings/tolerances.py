@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 from consistency.capture.wording import counted
 from consistency.case.tolerance import Override
@@ -16,83 +17,95 @@ from consistency.comparison.workers import ComparedWorker
 from consistency.numerics.rules import Rule
 
 
-def find_tolerances(evidence: ComparisonEvidence) -> Iterable[Finding]:
+def find_tolerances(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report how many tensors each tolerance judged, and captures with different tolerances."""
     compared = evidence.workers
-    yield from _others(compared)
+    yield from _different_tolerances(compared)
     yield from _applied(compared)
-    for override in dict.fromkeys(o for p in compared for o in p.case.tolerance):
-        yield from _idle(override, [p for p in compared if override in p.case.tolerance])
+    overrides = dict.fromkeys(itertools.chain.from_iterable(worker.case.tolerance for worker in compared))
+    for override in overrides:
+        yield from _idle(override, [worker for worker in compared if override in worker.case.tolerance])
 
 
-def _applied(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    judged: dict[str, dict[str, None]] = {}
-    workers: dict[str, dict[str, None]] = {}
-    by_table: dict[StageTable, set[str]] = {}
-    for table in tables_of(p.records for p in compared):
-        texts = by_table[table] = set()
+def _applied(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+    """Report for each tolerance the tensors that it judged."""
+    tensors_by_tolerance: dict[str, dict[str, None]] = {}
+    tolerances_by_table: dict[StageTable, set[str]] = {}
+    for table in tables_of(worker.records for worker in compared):
+        tolerances = tolerances_by_table[table] = set()
         for key, record in table.items():
             if record.rule == Rule.USER:
-                texts.add(text := record.tolerance or "not named")
-                judged.setdefault(text, {})[tensor_name(*key)] = None
-    for p in compared:
-        for text in {text for table in p.records.stages.values() for text in by_table[table]}:
-            workers.setdefault(text, {})[p.label] = None
-    for text, names in judged.items():
+                tolerance = record.tolerance or "not named"
+                tolerances.add(tolerance)
+                tensors_by_tolerance.setdefault(tolerance, {})[tensor_name(*key)] = None
+    workers_by_tolerance: dict[str, dict[str, None]] = {}
+    for worker in compared:
+        for table in worker.records.stages.values():
+            for tolerance in tolerances_by_table[table]:
+                workers_by_tolerance.setdefault(tolerance, {})[worker.label] = None
+    for tolerance, names in tensors_by_tolerance.items():
         yield Finding(
             kind=kinds.TOLERANCE,
             severity="note",
-            message=f"tolerance {text}: {counted(len(names), 'tensor')} judged by it instead of the derived bound",
-            general=f"tolerance {text}: tensors judged by it instead of the derived bound",
-            workers=tuple(workers[text]),
+            message=f"tolerance {tolerance}: {counted(len(names), 'tensor')} judged by it instead of the derived bound",
+            general=f"tolerance {tolerance}: tensors judged by it instead of the derived bound",
+            workers=tuple(workers_by_tolerance[tolerance]),
             tensors=tuple(names),
         )
 
 
-def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Report a tolerance that judged nothing, so that a misspelt pattern is seen; a lost worker proves nothing."""
-    if not any(p.info.status == "ok" for p in compared):
+def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+    """Report a tolerance that judged nothing, so that a misspelt pattern is seen; a lost worker proves nothing.
+
+    Parameters
+    ----------
+    compared : sequence of ComparedWorker
+        Workers whose case has the tolerance.
+    """
+    if not any(worker.info.status == "ok" for worker in compared):
         return
-    matched: dict[str, str] = {}
-    there = [p for p in compared if override.is_for(p.info.architecture)]
-    for table in tables_of(p.records for p in there):
+    concerned = [worker for worker in compared if override.is_for(worker.info.architecture)]
+    rules: dict[str, str] = {}  # of the tensors that the pattern matches, by name
+    for table in tables_of(worker.records for worker in concerned):
         for key, record in table.items():
             if override.matches(stage=record.stage, layer=record.layer, dtype=record.dtype):
                 if record.tolerance == str(override):
                     return
-                matched[tensor_name(*key)] = record.rule
-    if not there:
-        names = ", ".join(dict.fromkeys(p.info.architecture for p in compared))
-        why = f"matched no architecture that was checked: {names}"
-    elif not matched:
-        why = "matched no tensor that was checked"
-    elif Rule.USER in matched.values():
-        why = f"judged no tensor: a later one wins where it matches ({counted(len(matched), 'tensor')})"
+                rules[tensor_name(*key)] = record.rule
+    if not concerned:
+        names = ", ".join(dict.fromkeys(worker.info.architecture for worker in compared))
+        reason = f"matched no architecture that was checked: {names}"
+    elif not rules:
+        reason = "matched no tensor that was checked"
+    elif Rule.USER in rules.values():
+        reason = f"judged no tensor: a later one wins where it matches ({counted(len(rules), 'tensor')})"
     else:
-        why = f"judged no tensor: no float64 value is known where it matches ({counted(len(matched), 'tensor')})"
+        reason = f"judged no tensor: no float64 value is known where it matches ({counted(len(rules), 'tensor')})"
     yield Finding(
         kind=kinds.TOLERANCE,
         severity="note",
-        message=f"tolerance {override}: {why}",
-        workers=tuple(dict.fromkeys(p.label for p in compared)),
-        tensors=tuple(matched),
+        message=f"tolerance {override}: {reason}",
+        workers=tuple(dict.fromkeys(worker.label for worker in compared)),
+        tensors=tuple(rules),
     )
 
 
-def _others(compared: Sequence[ComparedWorker]) -> Iterable[Finding]:
-    """Report captures made with different tolerances: every row is judged by those of its own capture."""
-    by_tolerance = gathered((p.case.tolerance, p.label) for p in compared)
-    if len(by_tolerance) > 1:
-        text = "; ".join(
-            f"{', '.join(dict.fromkeys(labels))}: {' and '.join(map(str, tolerance)) or 'none'}"
-            for tolerance, labels in by_tolerance.items()
-        )
-        yield Finding(
-            kind=kinds.TOLERANCE,
-            severity="note",
-            message=f"the captures were made with different tolerances, and each row is judged by its own: {text}",
-            workers=tuple(dict.fromkeys(p.label for p in compared)),
-        )
+def _different_tolerances(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
+    """Report captures made with different tolerances: every row is judged by its own capture's."""
+    labels_by_tolerances = gathered((worker.case.tolerance, worker.label) for worker in compared)
+    if len(labels_by_tolerances) < 2:
+        return
+    descriptions = []
+    for tolerances, labels in labels_by_tolerances.items():
+        names = " and ".join(map(str, tolerances)) or "none"
+        descriptions.append(f"{', '.join(dict.fromkeys(labels))}: {names}")
+    yield Finding(
+        kind=kinds.TOLERANCE,
+        severity="note",
+        message="the captures were made with different tolerances, and each row is judged by its own: "
+        + "; ".join(descriptions),
+        workers=tuple(dict.fromkeys(worker.label for worker in compared)),
+    )
 
 
 FINDERS = (Finder(name="tolerances", phase=Phase.REMARKS, position=1, find=find_tolerances),)
