@@ -1,7 +1,8 @@
-"""Problems of hosts -> findings, such as counters that rose and reboots; and what to fix first on a machine."""
+"""Findings about problems of hosts, such as counters that rose and reboots; and advice on what to fix first."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,10 +14,10 @@ from consistency.capture.wording import counted, some
 from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.findings.transfers import Matrix, Pair, arrow, boot, matrices
+from consistency.comparison.findings.transfers import Cell, Matrix, Pair, arrow, boot, matrices
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import Comparison, Finding
-from consistency.devices.host.facts import Gpu, HostFacts
+from consistency.devices.host.facts import Gpu, HostFacts, Link
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.nvml import ECC_UNCORRECTED, REMAP_FAILED, REMAP_PENDING
 from consistency.devices.vendors import PLATFORMS, own_test
@@ -36,7 +37,7 @@ def host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = ()) ->
     Parameters
     ----------
     hosts : sequence of HostFacts
-        One per capture.
+        The facts of one host per capture.
     workers : sequence of str
         Names of all workers.
     """
@@ -55,56 +56,67 @@ def host_problems(hosts: Sequence[HostFacts], *, workers: Sequence[str] = ()) ->
 
 
 def _without_accelerators(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    same: dict[tuple[str, str, bool], list[HostFacts]] = {}
+    """Report hosts on which the CPU alone was checked, though torch is built for accelerators."""
+    same_hosts: dict[tuple[str, str, bool], list[HostFacts]] = {}
     for host_facts in hosts:
         if host_facts.auto is not None and host_facts.auto.build:
             key = (host_facts.auto.build, host_facts.auto.reason, bool(host_facts.unused_cards))
-            same.setdefault(key, []).append(host_facts)
-    for (build, reason, has_cards), found in same.items():
-        platform, names = PLATFORMS[build], list(dict.fromkeys(host_facts.host for host_facts in found))
-        cards = [f"{host_facts.host}: {card}" for host_facts in found for card in host_facts.unused_cards]
-        what = f"torch is built for {platform.name} and finds no device"
+            same_hosts.setdefault(key, []).append(host_facts)
+    for (build, reason, has_cards), members in same_hosts.items():
+        platform = PLATFORMS[build]
+        names = dict.fromkeys(host_facts.host for host_facts in members)
+        cards = list(_unused_cards(members))
+        problem = f"torch is built for {platform.name} and finds no device"
+        hint = f"; {platform.hidden_by} in the environment says that none is meant" if platform.hidden_by else ""
+        advice = f"install or repair the driver{hint}"
         if has_cards:
-            what += f", although there {'is' if len(cards) == 1 else 'are'} {counted(len(cards), 'card')} for it"
-        meant = f"; {platform.hidden_by} in the environment says that none is meant" if platform.hidden_by else ""
+            verb = "is" if len(cards) == 1 else "are"
+            problem += f", although there {verb} {counted(len(cards), 'card')} for it"
+            advice = "install or repair its driver; a container has to be given its devices"
         yield Finding(
             kind=kinds.UNUSED_CARD if has_cards else kinds.NO_ACCELERATOR,
             severity="warning",
-            message=f"{some(names)}: {what} ({reason}): the CPU alone was checked",
+            message=f"{some(list(names))}: {problem} ({reason}): the CPU alone was checked",
             detail=tuple(cards[:_MOST_LINES]),
-            next=(
-                "install or repair its driver; a container has to be given its devices"
-                if has_cards
-                else f"install or repair the driver{meant}"
-            ),
+            next=advice,
         )
 
 
+def _unused_cards(hosts: Sequence[HostFacts]) -> Iterator[str]:
+    """Yield the cards that torch does not see, each with its host."""
+    for host_facts in hosts:
+        for card in host_facts.unused_cards:
+            yield f"{host_facts.host}: {card}"
+
+
 def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[Finding]:
+    """Report the counters of a GPU that rose during the run."""
     if not gpu.after:
         return
-    lost = [name for name in gpu.after if any(word in name for word in _WORRYING)]
-    of_memory = any("ecc" in name or "row" in name for name in gpu.after)
-    risen = ", ".join(f"{name} from {gpu.counters.get(name, 0)} to {value}" for name, value in gpu.after.items())
+    lost_data = any(any(word in name for word in _WORRYING) for name in gpu.after)
+    is_of_memory = any("ecc" in name or "row" in name for name in gpu.after)
+    counters = ", ".join(f"{name} from {gpu.counters.get(name, 0)} to {value}" for name, value in gpu.after.items())
+    card = f"{gpu.name} ({gpu.uuid or gpu.pci_bus_id})"
     yield Finding(
-        kind=kinds.ECC if of_memory else kinds.BUS_ERRORS,
-        severity="error" if lost else "warning",
-        message=f"{host_facts.host}: {gpu.name} ({gpu.uuid or gpu.pci_bus_id}): counters rose during the run: {risen}",
+        kind=kinds.ECC if is_of_memory else kinds.BUS_ERRORS,
+        severity="error" if lost_data else "warning",
+        message=f"{host_facts.host}: {card}: counters rose during the run: {counters}",
         workers=tuple(name for name in workers if name == gpu.name or name.endswith(f":{gpu.name}")),
         next=f"test {gpu.name}: {own_test(gpu.vendor)}",
     )
 
 
 def _reboots(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+    """Report hosts that were rebooted between captures."""
     by_host = gathered((host_facts.host, host_facts) for host_facts in hosts)
-    for host, found in by_host.items():
-        boots = dict.fromkeys(host_facts.boot_id for host_facts in found if host_facts.boot_id is not None)
+    for host, members in by_host.items():
+        boots = dict.fromkeys(host_facts.boot_id for host_facts in members if host_facts.boot_id is not None)
         if len(boots) > 1:
             yield Finding(
                 kind=kinds.REBOOTED,
                 severity="note",
                 message=f"{host} was rebooted between these captures: a reboot may have fixed what differs",
-                detail=tuple(f"boot {boot}" for boot in boots),
+                detail=tuple(f"boot {boot_id}" for boot_id in boots),
             )
 
 
@@ -115,6 +127,7 @@ _SLOW = 4
 same time, which has been seen to halve the speed."""
 
 _FEW_PAIRS = 3  # a median of fewer means nothing
+_MOST_SLOW_PAIRS = 4
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +140,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 
 def advise(comparison: Comparison) -> tuple[Advice, ...]:
     """Return what to fix, present faults before risks."""
-    found = [
+    advice = [
         Advice(
             what=finding.message,
             fix=finding.next,
@@ -137,12 +150,13 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
         if finding.severity != "note"
     ]
     for host_facts in comparison.hosts:
-        found += _of_host(host_facts, comparison)
+        advice += _advice_for_host(host_facts, comparison)
+    # the speeds of simulated devices say nothing of links
     if not comparison.simulated:
         for matrix in matrices(comparison.tensors):
-            found += _slow(matrix, _kinds(comparison.hosts))
-    unique = {(advice.what, advice.fix): advice for advice in found}
-    return tuple(sorted(unique.values(), key=lambda advice: not advice.urgent))
+            advice += _slow_pairs(matrix, _link_kinds(comparison.hosts))
+    unique = {(entry.what, entry.fix): entry for entry in advice}
+    return tuple(sorted(unique.values(), key=lambda entry: not entry.urgent))
 
 
 def about(host_facts: HostFacts) -> Iterator[str]:
@@ -151,63 +165,57 @@ def about(host_facts: HostFacts) -> Iterator[str]:
     options = f" ({' '.join(host_facts.iommu_options)})" if host_facts.iommu_options else ""
     yield f"IOMMU: {host_facts.iommu or 'unknown'}{options}"
     for gpu in host_facts.gpus:
-        yield f"{gpu.name}: {', '.join(_facts(gpu))}"
+        yield f"{gpu.name}: {', '.join(_gpu_facts(gpu))}"
     for link in host_facts.links:
-        parts = [
-            text
-            for text in (link.nvlink and "NVLink", link.topology, link.ancestor and f"below {link.ancestor}")
-            if text
-        ]
-        if link.peer is not None:
-            parts.append(f"peer access {link.peer}")
-        yield f"{link.a} and {link.b}: {', '.join(parts) or 'unknown'}"
+        yield f"{link.a} and {link.b}: {', '.join(_link_facts(link)) or 'unknown'}"
     if host_facts.log:
         lines = counted(len(host_facts.log), "line")
         yield f"kernel log: {lines} of {LOGGED} since boot, the last: {host_facts.log[-1]}"
-    for name, why in host_facts.unread.items():
-        yield f"{name}: {why}"
+    for name, reason in host_facts.unread.items():
+        yield f"{name}: {reason}"
 
 
 def as_table(comparison: Comparison) -> dict[str, Any]:
     """Return what `doctor --json` prints."""
     return {
         "verdict": comparison.verdict,
-        "workers": [{"name": w.name, "status": w.status, "reason": w.reason} for w in comparison.workers],
-        "copies": [
-            {
-                "capture": matrix.home,
-                "source": source,
-                "destination": destination,
-                "verdict": "wrong" if cell.own else "fine" if cell.is_fine else "not tried",
-                "wrong": cell.own,
-                "gb_per_s": cell.gb_per_s,
-            }
-            for matrix in matrices(comparison.tensors)
-            for (source, destination), cell in matrix.cells.items()
+        "workers": [
+            {"name": worker.name, "status": worker.status, "reason": worker.reason} for worker in comparison.workers
         ],
+        "copies": list(_copies(comparison)),
         "findings": comparison.findings,
         "hosts": comparison.hosts,
         "fix": advise(comparison),
     }
 
 
-def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
+def _copies(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    """Yield the result of the copies of each pair of devices."""
+    for matrix in matrices(comparison.tensors):
+        for (source, destination), cell in matrix.cells.items():
+            yield {
+                "capture": matrix.home,
+                "source": source,
+                "destination": destination,
+                "verdict": _verdict_on_copies(cell),
+                "wrong": cell.own,
+                "gb_per_s": cell.gb_per_s,
+            }
+
+
+def _verdict_on_copies(cell: Cell) -> str:
+    if cell.own:
+        return "wrong"
+    return "fine" if cell.is_fine else "not tried"
+
+
+def _advice_for_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
+    """Yield faults and risks of a host that are no findings of this run."""
     for gpu in host_facts.gpus:
-        if gpu.counters.get(REMAP_FAILED):
-            yield Advice(what=f"{gpu.name} has bad memory rows and no spare rows left", fix="replace it")
-        elif gpu.counters.get(REMAP_PENDING):
-            yield Advice(what=f"{gpu.name} waits for a reset to remap bad memory rows", fix="reset it")
-        lost = gpu.counters.get(ECC_UNCORRECTED, 0)
-        if lost and not gpu.after:  # a counter that rose during the run is a finding
-            what = f"{gpu.name} has lost data {lost} times since boot (uncorrected ECC errors)"
-            yield Advice(what=what, fix=f"test it: {own_test(gpu.vendor)}")
-        if gpu.lanes_lost is not None:
-            has, supported = gpu.lanes_lost
-            what = f"{gpu.name} has {has} PCIe lanes; it and its slot support {supported}"
-            yield Advice(what=what, fix="reseat it, and check its riser", urgent=False)
+        yield from _advice_for_gpu(gpu)
     if host_facts.log and not host_facts.new_log:
-        what = f"the kernel logged {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"
-        yield Advice(what=what, fix=f"check them: {host_facts.log[-1]}", urgent=False)
+        problem = f"the kernel logged {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"
+        yield Advice(what=problem, fix=f"check them: {host_facts.log[-1]}", urgent=False)
     translated = [gpu.name for gpu in host_facts.gpus if gpu.is_translated]
     if len(host_facts.gpus) > 1 and translated and comparison.verdict == "consistent":
         yield Advice(
@@ -217,37 +225,75 @@ def _of_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[Advice]:
         )
 
 
-def _kinds(hosts: Sequence[HostFacts]) -> dict[Pair, str]:
-    """Return how two devices are connected, by their names; nothing where hosts have such names connected otherwise."""
-    found: dict[Pair, set[str | None]] = {}
-    for link in (link for host_facts in hosts for link in host_facts.links):
+def _advice_for_gpu(gpu: Gpu) -> Iterator[Advice]:
+    """Yield faults and risks that the counters and the link of a GPU show."""
+    if gpu.counters.get(REMAP_FAILED):
+        yield Advice(what=f"{gpu.name} has bad memory rows and no spare rows left", fix="replace it")
+    elif gpu.counters.get(REMAP_PENDING):
+        yield Advice(what=f"{gpu.name} waits for a reset to remap bad memory rows", fix="reset it")
+    uncorrected = gpu.counters.get(ECC_UNCORRECTED, 0)
+    if uncorrected and not gpu.after:  # a counter that rose during the run is a finding
+        problem = f"{gpu.name} has lost data {uncorrected} times since boot (uncorrected ECC errors)"
+        yield Advice(what=problem, fix=f"test it: {own_test(gpu.vendor)}")
+    if gpu.lanes_lost is not None:
+        lanes, supported = gpu.lanes_lost
+        problem = f"{gpu.name} has {lanes} PCIe lanes; it and its slot support {supported}"
+        yield Advice(what=problem, fix="reseat it, and check its riser", urgent=False)
+
+
+def _link_kinds(hosts: Sequence[HostFacts]) -> dict[Pair, str]:
+    """Return how two devices are connected, by their names.
+
+    A pair is left out where hosts connect devices of these names in different ways.
+    """
+    kinds_by_pair: dict[Pair, set[str | None]] = {}
+    for link in itertools.chain.from_iterable(host_facts.links for host_facts in hosts):
         for pair in ((link.a, link.b), (link.b, link.a)):
-            found.setdefault(pair, set()).add(link.kind)
-    return {pair: kind for pair, kinds in found.items() if len(kinds) == 1 for kind in kinds if kind is not None}
+            kinds_by_pair.setdefault(pair, set()).add(link.kind)
+    kind_by_pair = {}
+    for pair, link_kinds in kinds_by_pair.items():
+        if len(link_kinds) == 1:
+            (kind,) = link_kinds
+            if kind is not None:
+                kind_by_pair[pair] = kind
+    return kind_by_pair
 
 
-def _slow(matrix: Matrix, kinds: Mapping[Pair, str]) -> Iterator[Advice]:
+def _slow_pairs(matrix: Matrix, link_kinds: Mapping[Pair, str]) -> Iterator[Advice]:
     """Name pairs that are slow beside those of their kind: some boxes join only some of their GPUs by NVLink."""
-    of_kind: dict[str, dict[Pair, float]] = {}
+    speeds_by_kind: dict[str, dict[Pair, float]] = {}
     for pair, cell in matrix.cells.items():
         if cell.gb_per_s is not None and pair[0] != pair[1]:
-            kind = HOST if HOST in pair else kinds.get(pair, "")
-            of_kind.setdefault(kind, {})[pair] = cell.gb_per_s
-    for speeds in of_kind.values():
+            kind = HOST if HOST in pair else link_kinds.get(pair, "")
+            speeds_by_kind.setdefault(kind, {})[pair] = cell.gb_per_s
+    for speeds in speeds_by_kind.values():
         if len(speeds) < _FEW_PAIRS:
             continue
         median = statistics.median(speeds.values())
         slow = [pair for pair, speed in speeds.items() if speed < median / _SLOW]
         if slow:
-            named = ", ".join(f"{arrow(pair)} {speeds[pair]:.3g} GB/s" for pair in slow[:4])
+            pairs = ", ".join(f"{arrow(pair)} {speeds[pair]:.3g} GB/s" for pair in slow[:_MOST_SLOW_PAIRS])
             yield Advice(
-                what=f"slow, the median of its kind is {median:.3g} GB/s: {named}",
+                what=f"slow, the median of its kind is {median:.3g} GB/s: {pairs}",
                 fix="check its link: width, speed, and its path in nvidia-smi topo -m",
                 urgent=False,
             )
 
 
-def _facts(gpu: Gpu) -> Iterator[str]:
+def _link_facts(link: Link) -> Iterator[str]:
+    """Yield what is known of the link of two devices."""
+    if link.nvlink:
+        yield "NVLink"
+    if link.topology:
+        yield link.topology
+    if link.ancestor:
+        yield f"below {link.ancestor}"
+    if link.peer is not None:
+        yield f"peer access {link.peer}"
+
+
+def _gpu_facts(gpu: Gpu) -> Iterator[str]:
+    """Yield what is known of the place and the state of a GPU."""
     yield f"PCI {gpu.pci_bus_id}"
     if gpu.iommu_type is not None:
         yield f"IOMMU group {gpu.iommu_group} {gpu.iommu_type}"
@@ -257,12 +303,12 @@ def _facts(gpu: Gpu) -> Iterator[str]:
         yield f"NUMA node {gpu.numa_node}"
     if gpu.nvlinks is not None:
         yield f"{gpu.nvlinks} NVLinks up"
-    on = [f"{bridge}: {', '.join(controls)}" for bridge, controls in gpu.acs.items() if controls]
-    if on:
-        yield f"ACS on at {'; '.join(on)}"
-    raised = {name: value for name, value in gpu.counters.items() if value}
-    if raised:
-        yield ", ".join(f"{name} {value}" for name, value in raised.items())
+    active_controls = [f"{bridge}: {', '.join(controls)}" for bridge, controls in gpu.acs.items() if controls]
+    if active_controls:
+        yield f"ACS on at {'; '.join(active_controls)}"
+    counters = [f"{name} {value}" for name, value in gpu.counters.items() if value]
+    if counters:
+        yield ", ".join(counters)
     if gpu.driver is not None:
         yield f"driver {gpu.driver}"
 
