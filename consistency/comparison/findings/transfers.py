@@ -1,7 +1,8 @@
-"""Rows of the stage `transfer` -> a matrix of device pairs; a finding per kind of fault, with likely cause and fix."""
+"""Copies between devices: a matrix of device pairs, and a finding per kind of fault, with likely cause and fix."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from consistency.case import standard
 from consistency.comparison.findings.details import describe
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
-from consistency.comparison.outcomes import gathered
+from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
 from consistency.devices.host.facts import Gpu, HostFacts
 from consistency.devices.host.kernel_log import LOGGED
@@ -33,7 +34,7 @@ from consistency.numerics import words
 from consistency.numerics.words import Word
 
 Pair = tuple[str, str]
-"""Source and destination of copies."""
+"""Source and destination of copies, such as `("cuda:0", "host")`."""
 
 _MOST_NAMES, _MOST_LOG = 4, 5
 
@@ -49,52 +50,63 @@ class Reason:
 def reasons(
     host_facts: HostFacts | None, pairs: Sequence[Pair], *, no_peer_access: Sequence[Pair] = ()
 ) -> list[Reason]:
-    """Return what the facts of a host can explain of wrong copies between these pairs."""
-    found: list[Reason] = []
-    names = dict.fromkeys(name for pair in pairs for name in pair)
-    gpus = [gpu for name in names if host_facts and (gpu := host_facts.gpu(name))]
-    if host_facts is not None and any(HOST not in pair and pair[0] != pair[1] for pair in pairs):
-        found += [*_addresses(host_facts, gpus), *_redirected(gpus)]
+    """Return the facts of a host that can explain wrong copies between these pairs."""
+    gpus = [] if host_facts is None else list(_gpus_of(host_facts, pairs))
+    likely: list[Reason] = []
+    between_devices = any(HOST not in pair and pair[0] != pair[1] for pair in pairs)
+    if host_facts is not None and between_devices:
+        likely += [*_translated_addresses(host_facts, gpus), *_redirected_traffic(gpus)]
     if no_peer_access:
-        found.append(Reason(text=f"no peer access {listed([arrow(pair) for pair in no_peer_access[:_MOST_NAMES]])}"))
+        likely.append(Reason(text=f"no peer access {listed([arrow(pair) for pair in no_peer_access[:_MOST_NAMES]])}"))
     for gpu in gpus:
         if gpu.after:
-            risen = listed([f"{name} (now {value})" for name, value in gpu.after.items()])
-            found.append(Reason(text=f"{risen} rose on {gpu.name}", fix=f"have {gpu.name} tested"))
+            counters = listed([f"{name} (now {value})" for name, value in gpu.after.items()])
+            likely.append(Reason(text=f"{counters} rose on {gpu.name}", fix=f"have {gpu.name} tested"))
     if host_facts is not None and host_facts.log:
-        found.append(Reason(text=f"the kernel logged {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"))
-    return found
+        likely.append(Reason(text=f"the kernel logged {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"))
+    return likely
 
 
-def _addresses(host_facts: HostFacts, gpus: Sequence[Gpu]) -> Iterator[Reason]:
+def _gpus_of(host_facts: HostFacts, pairs: Sequence[Pair]) -> Iterator[Gpu]:
+    """Yield the facts of the GPUs in some pairs, as far as they are known."""
+    for name in dict.fromkeys(itertools.chain.from_iterable(pairs)):
+        gpu = host_facts.gpu(name)
+        if gpu is not None:
+            yield gpu
+
+
+def _translated_addresses(host_facts: HostFacts, gpus: Sequence[Gpu]) -> Iterator[Reason]:
     translated = [gpu for gpu in gpus if gpu.is_translated]
     if translated:
-        kinds = listed(sorted({gpu.iommu_type or "" for gpu in translated}))
-        given = " ".join(host_facts.iommu_options) or "no iommu=pt"
+        group_types = listed(sorted({gpu.iommu_type or "" for gpu in translated}))
+        options = " ".join(host_facts.iommu_options) or "no iommu=pt"
         yield Reason(
-            text=f"the IOMMU translates (group type {kinds}; {given})",
+            text=f"the IOMMU translates (group type {group_types}; {options})",
             fix="boot with iommu=pt on the kernel's command line, then: consistency doctor",
         )
 
 
-def _redirected(gpus: Sequence[Gpu]) -> Iterator[Reason]:
-    bridges = sorted({bridge for gpu in gpus for bridge, on in gpu.acs.items() if REDIRECTS & set(on)})
-    if bridges:
+def _redirected_traffic(gpus: Sequence[Gpu]) -> Iterator[Reason]:
+    redirecting: set[str] = set()
+    for gpu in gpus:
+        redirecting.update(bridge for bridge, controls in gpu.acs.items() if REDIRECTS & set(controls))
+    if redirecting:
+        bridges = listed(sorted(redirecting)[:_MOST_NAMES])
         yield Reason(
-            text=f"ACS redirects peer traffic through the root complex at {listed(bridges[:_MOST_NAMES])}",
+            text=f"ACS redirects peer traffic through the root complex at {bridges}",
             fix="disable ACS on the bridges above the GPUs (in the firmware, or with setpci), then: consistency doctor",
         )
 
 
 def _about(host_facts: HostFacts | None) -> Iterator[str]:
-    """Yield what else is known of a host, and what could not be read."""
+    """Yield the boot and the kernel log of a host, and the facts that could not be read."""
     if host_facts is None:
         return
     if host_facts.boot_id is not None:
         yield f"{boot(host_facts)}: a reboot may hide the fault; keep this capture and compare it with a later one"
     yield from (f"kernel: {line}" for line in host_facts.log[-_MOST_LOG:])
     if host_facts.unread:
-        yield "unknown: " + "; ".join(f"{name} ({why})" for name, why in host_facts.unread.items())
+        yield "unknown: " + "; ".join(f"{name} ({reason})" for name, reason in host_facts.unread.items())
 
 
 def boot(host_facts: HostFacts) -> str:
@@ -105,7 +117,10 @@ def boot(host_facts: HostFacts) -> str:
 
 def arrow(pair: Pair) -> str:
     """Return a pair for people: `cuda:0→cuda:1`, `within cuda:1`."""
-    return f"within {'the host' if pair[0] == HOST else pair[0]}" if pair[0] == pair[1] else f"{pair[0]}→{pair[1]}"
+    source, destination = pair
+    if source != destination:
+        return f"{source}→{destination}"
+    return "within the host" if source == HOST else f"within {source}"
 
 
 _STAGED = (HOST_STAGED, CHAIN)
@@ -126,10 +141,10 @@ _ONLY = {
 class Cell:
     """The copies of one ordered pair of devices, by kind."""
 
-    kinds: dict[str, None] = field(default_factory=dict)
+    kinds: dict[str, None] = field(default_factory=dict)  # every kind with a row
     tried: set[str] = field(default_factory=set)  # kinds with a result
-    skipped: dict[str, str] = field(default_factory=dict)  # kinds without one, and why
-    # by kind, the tensor and the rows of the workers with wrong bytes
+    skipped: dict[str, str] = field(default_factory=dict)  # kinds without a result, and why
+    # by kind, the rows of the workers with wrong bytes, each with its tensor
     wrong: dict[str, list[tuple[TensorComparison, Outcome]]] = field(default_factory=dict)
     # kinds that are wrong because one of their hops is: that pair is reported
     explained: set[str] = field(default_factory=set)
@@ -138,17 +153,18 @@ class Cell:
 
     @property
     def gb_per_s(self) -> float | None:
+        """Return the speed of direct copies."""
         return self.speeds.get(DIRECT)
 
     @property
     def own(self) -> list[str]:
         """Return the kinds that are wrong here and on none of their hops, the plainest first."""
         kinds = [kind for kind in self.wrong if kind not in self.explained]
-        return sorted(kinds, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
+        return sorted(kinds, key=_plainness)
 
     @property
     def plain(self) -> list[str]:
-        """Return the kinds of `own` that this pair's own worker reports, or all where it reports none."""
+        """Return the kinds of `own` that this pair's own worker reports, or all of `own` where it reports none."""
         return [kind for kind in self.own if kind not in (FILLING, READING)] or self.own
 
     @property
@@ -164,9 +180,17 @@ class Cell:
         return bool(self.tried) and not self.own
 
 
+def _plainness(kind: str) -> int:
+    """Return the place of a kind of copy in the order from the plainest on."""
+    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """All pairs of one machine; `home` names its capture where there are several, `places` begins with the host."""
+    """The copies between all pairs of one machine.
+
+    `home` names its capture where there are several; `places` are the host, first, and the devices.
+    """
 
     home: str
     places: tuple[str, ...]
@@ -179,25 +203,37 @@ class Matrix:
 
 def matrices(tensors: Iterable[TensorComparison]) -> list[Matrix]:
     """Gather the rows of the stage `transfer`, of all load paths, by machine and pair."""
-    homes: dict[str, dict[Pair, Cell]] = {}
-    vias: dict[tuple[str, Pair, str], str] = {}
+    cells_by_home: dict[str, dict[Pair, Cell]] = {}
+    vias: dict[tuple[str, Pair, str], str] = {}  # the device in between, by home, pair and kind of copy
     for tensor in tensors:
         pair = split_pair(tensor.layer) if tensor.stage == standard.TRANSFER else None
-        for worker, row in tensor.by_worker() if pair is not None else ():
-            assert pair is not None
+        if pair is None:
+            continue
+        for worker, row in tensor.by_worker():
             home = home_of(worker)
-            cell = homes.setdefault(home, {}).setdefault(pair, Cell())
-            _take(cell, tensor, row.of((worker,)))
+            cell = cells_by_home.setdefault(home, {}).setdefault(pair, Cell())
+            _add_row(cell, tensor, row.of((worker,)))
             via = row.evidence.get("via")
             if isinstance(via, str):
                 vias[home, pair, tensor.tensor] = via
-    for (home, (source, destination), kind), via in vias.items():
-        cells = homes[home]
-        hops = [cells.get(hop) for hop in ((source, via), (via, destination))]
-        if any(hop is not None and set(hop.wrong) - set(_STAGED) for hop in hops):
-            cells[source, destination].explained.add(kind)
-    places = {home: sorted({name for pair in cells for name in pair}, key=_by_number) for home, cells in homes.items()}
-    return [Matrix(home=home, places=tuple(places[home]), cells=cells) for home, cells in homes.items()]
+    # only once all cells are complete: a hop may come after the copy that takes it
+    for (home, pair, kind), via in vias.items():
+        cells = cells_by_home[home]
+        if _has_wrong_hop(cells, pair, via):
+            cells[pair].explained.add(kind)
+    return [Matrix(home=home, places=_places(cells), cells=cells) for home, cells in cells_by_home.items()]
+
+
+def _has_wrong_hop(cells: Mapping[Pair, Cell], pair: Pair, via: str) -> bool:
+    """Return whether a copy from device to device is wrong on the way of one through a third device or the host."""
+    source, destination = pair
+    hops = [cells.get(hop) for hop in ((source, via), (via, destination))]
+    return any(hop is not None and set(hop.wrong) - set(_STAGED) for hop in hops)
+
+
+def _places(cells: Iterable[Pair]) -> tuple[str, ...]:
+    """Return the names in some pairs, in order."""
+    return tuple(sorted(set(itertools.chain.from_iterable(cells)), key=_by_number))
 
 
 def home_of(worker: str) -> str:
@@ -206,16 +242,19 @@ def home_of(worker: str) -> str:
     return "" if label is None else label.capture
 
 
-def _take(cell: Cell, tensor: TensorComparison, row: Outcome) -> None:
+def _add_row(cell: Cell, tensor: TensorComparison, row: Outcome) -> None:
+    """Add the result of one kind of copy on one worker to the cell of its pair."""
     kind = tensor.tensor
     cell.kinds[kind] = None
-    if row.status in BAD:
+    is_wrong = row.status in BAD
+    if is_wrong:
         cell.wrong.setdefault(kind, []).append((tensor, row))
-    if row.status in BAD or row.status == "equal":
+    if is_wrong or row.status == "equal":
         cell.tried.add(kind)
     else:
         cell.skipped[kind] = row.reason or row.status
     speed = row.evidence.get("gb_per_s")
+    # evidence may come from a stranger's capture, and a bool is an int
     if isinstance(speed, int | float) and not isinstance(speed, bool):
         cell.speeds[kind] = max(float(speed), cell.speeds.get(kind, 0.0))
     cell.no_peer_access = cell.no_peer_access or row.evidence.get("peer_access") is False
@@ -233,65 +272,88 @@ def find_transfers(evidence: ComparisonEvidence) -> Iterator[Finding]:
     for matrix in matrices(evidence.tensors):
         by_word = gathered((matrix.cells[pair].word, pair) for pair in matrix.wrong)
         for word, pairs in by_word.items():
-            yield _finding(matrix, word, pairs, hosts.get(matrix.home))
+            yield _report(matrix, word, pairs, hosts.get(matrix.home))
 
 
-def _finding(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: HostFacts | None) -> Finding:
+def _report(matrix: Matrix, word: Word, pairs: Sequence[Pair], host_facts: HostFacts | None) -> Finding:
+    """Report the pairs of one machine whose copies are wrong in one way.
+
+    Parameters
+    ----------
+    word : Word
+        The kind of difference.
+    host_facts : HostFacts or None
+        The facts of the machine, None where they are not known.
+    """
     cells = matrix.cells
-    seen = [entry for pair in pairs for kind in cells[pair].plain for entry in cells[pair].wrong[kind]]
-    workers = tuple(sorted({worker for _, row in seen for worker in row.workers}, key=_by_number))
-    # a copy that is wrong because one of its hops is belongs to the finding of that hop
-    for pair, cell in cells.items():
-        for kind in cell.explained & set(cell.wrong):
-            via = cell.wrong[kind][0][1].evidence.get("via")
-            if (pair[0], via) in pairs or (via, pair[1]) in pairs:
-                seen += cell.wrong[kind]
-    why = reasons(host_facts, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
-    parts = [f"copies {_arrows(pairs)} {words.of_copies(word)}{_when(cells, pairs)}"]
-    parts += [*_fine(matrix, pairs), *(reason.text for reason in why)]
+    wrong_rows: list[tuple[TensorComparison, Outcome]] = []
+    for pair in pairs:
+        for kind in cells[pair].plain:
+            wrong_rows += cells[pair].wrong[kind]
+    # the workers of copies over these hops are not named: the hop is to blame
+    workers = tuple(sorted(names_in(row.workers for _, row in wrong_rows), key=_by_number))
+    wrong_rows += _rows_over(cells, pairs)
+    likely = reasons(host_facts, pairs, no_peer_access=[pair for pair in pairs if cells[pair].no_peer_access])
+    causes = [reason.text for reason in likely]
+    statement = f"copies {_arrows(pairs)} {words.of_copies(word)}{_only_when(cells, pairs)}"
+    clauses = [statement, *_fine_pairs(matrix, pairs), *causes]
+    fixes = [reason.fix for reason in likely if reason.fix]
+    default_fix = "run consistency doctor --out DIR before and after a reboot"
     return Finding(
         kind=word,
         severity="error",
-        message=f"{standard.TRANSFER} · {some(workers)} · {'; '.join(parts)}",
+        message=f"{standard.TRANSFER} · {some(workers)} · {'; '.join(clauses)}",
         workers=workers,
-        tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in seen)),
-        cause="; ".join(reason.text for reason in why) or None,
-        detail=(*(_describe(*entry) for entry in seen[:_MOST_DETAILS]), *_about(host_facts)),
-        next=next(
-            (reason.fix for reason in why if reason.fix), "run consistency doctor --out DIR before and after a reboot"
-        ),
+        tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in wrong_rows)),
+        cause="; ".join(causes) or None,
+        detail=(*(_describe(tensor, row) for tensor, row in wrong_rows[:_MOST_DETAILS]), *_about(host_facts)),
+        next=next(iter(fixes), default_fix),
     )
 
 
+def _rows_over(cells: Mapping[Pair, Cell], hops: Sequence[Pair]) -> Iterator[tuple[TensorComparison, Outcome]]:
+    """Yield the rows of copies that are wrong because one of these hops is: they belong to the finding of that hop."""
+    for (source, destination), cell in cells.items():
+        for kind in cell.explained & set(cell.wrong):
+            via = cell.wrong[kind][0][1].evidence.get("via")
+            if (source, via) in hops or (via, destination) in hops:
+                yield from cell.wrong[kind]
+
+
 def _arrows(pairs: Sequence[Pair]) -> str:
-    texts = [arrow(pair) for pair in pairs]
-    return listed(texts) if len(texts) <= _MOST_PAIRS else some(texts, _MOST_PAIRS)
+    names = [arrow(pair) for pair in pairs]
+    return listed(names) if len(names) <= _MOST_PAIRS else some(names, _MOST_PAIRS)
 
 
-def _when(cells: Mapping[Pair, Cell], pairs: Sequence[Pair]) -> str:
+def _only_when(cells: Mapping[Pair, Cell], pairs: Sequence[Pair]) -> str:
     """Name the kinds of copy that are wrong, where plain ones are not."""
-    kinds = [set(cells[pair].own) for pair in pairs]
-    if any(found - set(_ONLY) for found in kinds):
+    wrong_kinds = [set(cells[pair].own) for pair in pairs]
+    if any(kinds_of_pair - set(_ONLY) for kinds_of_pair in wrong_kinds):
         return ""
-    return ", but only " + listed([_ONLY[kind] for kind in _ONLY if any(kind in found for found in kinds)])
+    all_kinds = set[str]().union(*wrong_kinds)
+    return ", but only " + listed([condition for kind, condition in _ONLY.items() if kind in all_kinds])
 
 
-def _fine(matrix: Matrix, pairs: Sequence[Pair]) -> Iterator[str]:
-    """Name the pairs of the same kind that are fine: those between devices, from the same sources first."""
-    between = any(HOST not in pair for pair in pairs)
-    fine = [
-        pair
-        for pair, cell in matrix.cells.items()
-        if cell.is_fine and pair[0] != pair[1] and (HOST not in pair) == between
-    ]
-    fine.sort(key=lambda pair: pair[0] not in {source for source, _ in pairs})
+def _fine_pairs(matrix: Matrix, pairs: Sequence[Pair]) -> Iterator[str]:
+    """Name the pairs of the same kind that are fine: between devices, if these are; from the same sources first."""
+    between_devices = any(HOST not in pair for pair in pairs)
+    fine = []
+    for pair, cell in matrix.cells.items():
+        is_same_kind = (HOST not in pair) == between_devices
+        if cell.is_fine and pair[0] != pair[1] and is_same_kind:
+            fine.append(pair)
+    sources = {source for source, _ in pairs}
+    fine.sort(key=lambda pair: pair[0] not in sources)
     if len(fine) > _MOST_PAIRS:
         yield f"{arrow(fine[0])} and {len(fine) - 1} others are fine"
+    elif len(fine) == 1:
+        yield f"{_arrows(fine)} is fine"
     elif fine:
-        yield f"{_arrows(fine)} {'is' if len(fine) == 1 else 'are'} fine"
+        yield f"{_arrows(fine)} are fine"
 
 
 def _describe(tensor: TensorComparison, row: Outcome) -> str:
+    """Describe the wrong copies of one kind in one line."""
     parts = [describe(tensor, row)]
     if row.evidence.get("copy"):
         parts.append(f"first wrong: {row.evidence['copy']}")
