@@ -80,6 +80,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
         workers=workers, reference=reference, tensors=tensors, hosts=hosts, damage=damage, groups=groups
     )
     findings = collect(evidence)
+    reference_label = None if reference is None else reference.label
     return Comparison(
         case=first_case.name,
         base=first_case.base,
@@ -88,7 +89,7 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
         level=first_case.level,
         load_paths=load_paths,
         verdict=verdict_of(findings, incomplete=bool(damage) or _is_incomplete(workers, tensors, findings)),
-        reference=None if reference is None else reference.label,
+        reference=reference_label,
         workers=tuple(map(_summary, workers)),
         architectures=_architectures(workers),
         tensors=tuple(tensors),
@@ -151,7 +152,7 @@ def _not_checked(
     workers: Sequence[ComparedWorker],
     tensors: Sequence[TensorComparison],
 ) -> Iterator[str]:
-    """Name the parts of a case that were left out, by its options or by what workers could do."""
+    """Name the parts of a case that were left out: by its options, or because workers could not check them."""
     yield from case.not_checked()
     yield from _load_paths_not_checked(case, load_paths)
     yield from _modes_without_blocks(tensors)

@@ -76,7 +76,7 @@ def judge(worker: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcom
 
 
 def _unseen(worker: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcome:
-    """Judge a tensor of which a worker has no record: the worker was lost, the stage failed, or nothing excuses it."""
+    """Judge a tensor without a record: the worker was lost, the stage failed, or nothing excuses it."""
     stage = key[0]
     if worker.info.status != "ok":
         return _not_judged(worker, "blocked", f"the worker was lost before it: {worker.info.reason}")
@@ -101,7 +101,7 @@ def _not_judged(worker: ComparedWorker, status: Status, reason: str) -> Outcome:
 
 
 def _why_not_run(worker: ComparedWorker, key: Key) -> str | None:
-    """Return why a stage, or the mode of it that a tensor is named after, did not run as a whole on a worker."""
+    """Return why a stage did not run as a whole on a worker, or the mode of the stage that a tensor is named after."""
     stage, _, mode = key
     names = dict.fromkeys((mode, SPECS[Stage(stage)].whole))
     records = (worker.records.get((stage, WHOLE_MODEL, name)) for name in names)
@@ -134,11 +134,12 @@ def _absent(
 def _as_recorded(worker: ComparedWorker, record: TensorRecord) -> Outcome:
     """Return a worker's own judgement, such as of a fact that has a limit: nobody else can check it."""
     is_beyond_limit = record.limit_ratio is not None and not passes(float(record.limit_ratio))
+    status: Status = "outside" if is_beyond_limit else _status(record)
     return _row(
         worker,
         record,
         reference=record.reference,
-        status="outside" if is_beyond_limit else _status(record),
+        status=status,
         ratio=record.limit_ratio,
         word=record.word,
         reason=record.reason,
@@ -191,10 +192,8 @@ def _moved_from_other_file(
             word=words.RECOMPUTED,
             evidence=difference.evidence,
         )
-    evidence = {
-        **difference.evidence,
-        "own_file": "matches its own file" if own_file else "does not match its own file either",
-    }
+    about_own_file = "matches its own file" if own_file else "does not match its own file either"
+    evidence = {**difference.evidence, "own_file": about_own_file}
     # neither tensor was stored: the digests of their blocks still tell where they differ
     if difference.measure is None and difference.word is None:
         evidence["blocks"] = _differing_blocks(record.blocks, expected.blocks)

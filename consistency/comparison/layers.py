@@ -267,5 +267,9 @@ def difference_of(rule: str, row: Outcome) -> tuple[Real | None, Real | None]:
 def _worst_bits(rows: Sequence[Outcome]) -> tuple[Real | None, Real | None]:
     """Return the largest difference of rows in which every bit should be equal, and their tolerance: 0."""
     differences = [row.max_abs for row in rows if row.max_abs is not None]
-    largest = max(differences, key=lambda value: math.inf if math.isnan(value) else float(value), default=None)
-    return largest, Real(0.0)
+    return max(differences, key=_or_infinity, default=None), Real(0.0)
+
+
+def _or_infinity(value: Real) -> float:
+    """Return a value to order by: NaN is as large as infinity."""
+    return math.inf if math.isnan(value) else float(value)

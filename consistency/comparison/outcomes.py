@@ -128,7 +128,7 @@ class Judgement(Graded, msgspec.Struct, frozen=True, kw_only=True, gc=False):  #
 
 
 class Outcome(Judgement, frozen=True, kw_only=True, gc=False):
-    """The judgement of one tensor on all workers for which it is the same: one or more, in order."""
+    """The judgement of one tensor, and the workers that share it: one or more, in the order of the comparison."""
 
     workers: Workers
 

@@ -27,7 +27,7 @@ _OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
 
 @dataclass(slots=True, kw_only=True)
 class _Cohort:
-    """Workers with one table of records of a stage, of which any may be judged for all."""
+    """Workers with the same table of records of a stage, so that one is judged for all."""
 
     first: ComparedWorker
     table: StageTable
@@ -98,12 +98,12 @@ class StageMembers:
         self._workers: dict[tuple[tuple[int, ...], bool], Workers] = {}
 
     def first_record(self, key: Key) -> TensorRecord:
-        """Return the reference worker's record of a tensor, else that of the first worker that has one."""
+        """Return the reference worker's record of a tensor, else the record of the first worker that has one."""
         reference_record = self._members.reference.records.get(key)
         return reference_record or next(cohort.table[key] for cohort in self._cohorts if key in cohort.table)
 
     def outcomes(self, key: Key, *, expected: bool) -> tuple[tuple[Outcome, ...], Workers]:
-        """Judge what all workers recorded of a tensor; return the outcomes, and the workers of all of them.
+        """Judge the records that all workers have of a tensor; return the outcomes, and all workers with an outcome.
 
         A record is `expected` of every worker, unless it is a fact: the other workers have other devices.
         """
@@ -156,7 +156,7 @@ class StageMembers:
     def workers(
         self, numbers: tuple[int, ...], positions: Sequence[int] = (), *, reference_first: bool = False
     ) -> Workers:
-        """Return the names of all workers of these cohorts, and of those at `positions`."""
+        """Return the names of the workers of these cohorts, and of the workers at `positions`."""
         key = (numbers, reference_first)
         if not positions and key in self._workers:
             return self._workers[key]

@@ -203,7 +203,8 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True):
             # the first clause states the total: `2 of 5 cases are incomplete and 3 are consistent`
             of_all = f" of {counted(total, 'case')}" if not clauses else ""
             singular, plural = _PREDICATES[verdict]
-            clauses.append(f"{number}{of_all} {plural if number > 1 else singular}")
+            predicate = plural if number > 1 else singular
+            clauses.append(f"{number}{of_all} {predicate}")
         return listed(clauses)
 
 
@@ -254,7 +255,7 @@ def _numbered_findings(case: CaseResult) -> Iterator[tuple[int, Finding]]:
 
 
 def _common_finding(occurrences: Sequence[_Occurrence], case_count: int) -> SuiteFinding:
-    """Return one finding for those of several cases that have their cause in common."""
+    """Return one finding for the findings of several cases that have their cause in common."""
     names = tuple(occurrence.case for occurrence in occurrences)
     first = occurrences[0].finding
     where = f"{len(names)} of {case_count} cases" if len(names) > 1 else f"case {names[0]}"

@@ -133,8 +133,9 @@ def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
     """Return the workers of all captures under distinct names."""
     folders = [home_of(capture.folder) for capture in captures]
     # captures of one case in several suites are told apart by the suites, so that workers have one name in all cases
-    suites = [folder.parent.parent if folder.parent.name == CASES else folder for folder in folders]
-    labels = _labels(suites if len(set(suites)) == len(set(folders)) else folders)
+    suites = [_suite_of(folder) for folder in folders]
+    suites_are_distinct = len(set(suites)) == len(set(folders))
+    labels = _labels(suites) if suites_are_distinct else _labels(folders)
     tables = RecordTables()
     workers = itertools.chain.from_iterable(capture.workers for capture in captures)
     counts = Counter((worker.info.name, worker.info.load_path) for worker in workers)
@@ -145,6 +146,11 @@ def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
             name = f"{label}:{worker.info.name}" if needs_prefix else worker.info.name
             compared.append(_compared_worker(name, capture, worker, tables))
     return tuple(compared)
+
+
+def _suite_of(folder: Path) -> Path:
+    """Return the folder of the suite that a capture is part of, else the folder of the capture."""
+    return folder.parent.parent if folder.parent.name == CASES else folder
 
 
 def _compared_worker(label: str, capture: Capture, worker: WorkerCapture, tables: RecordTables) -> ComparedWorker:
@@ -252,5 +258,7 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     numbered = []
     for label in labels:
         counts[label] += 1
-        numbered.append(label if counts[label] == 1 else f"{label}#{counts[label]}")
+        if counts[label] > 1:
+            label = f"{label}#{counts[label]}"
+        numbered.append(label)
     return numbered

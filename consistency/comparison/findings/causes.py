@@ -30,7 +30,7 @@ from consistency.comparison.findings.next_command import compare_with_source, ru
 from consistency.comparison.judge import NO_RECORD
 from consistency.comparison.layers import block_of
 from consistency.comparison.outcomes import Workers, gathered, names_in
-from consistency.comparison.result import Consequence, Finding, Outcome, TensorComparison, rows_of
+from consistency.comparison.result import Consequence, Finding, Outcome, Severity, TensorComparison, rows_of
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
 from consistency.numerics.words import Word
@@ -45,7 +45,7 @@ _COMPUTED = (Rule.BOUND, Rule.RELATIVE, Rule.BLOCK, Rule.USER)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hit:
-    """One tensor that is wrong on workers with the same rows of it on all load paths."""
+    """A wrong tensor, on workers that share its row on every load path."""
 
     row: Outcome  # on the load path `home`
     workers: Workers
@@ -164,10 +164,11 @@ def causes_of(
             ending = f"{ending}: {explanation.why}"
         difference = _describe_difference(cause, group, totals)
         caused = [(follow_up, groups[follow_up]) for follow_up in consequences.get(cause, ())]
+        severity: Severity = "warning" if explanation.is_software else "error"
         caused_names = itertools.chain.from_iterable(members.tensor_names for _, members in caused)
         yield Finding(
             kind=cause.word,
-            severity="warning" if explanation.is_software else "error",
+            severity=severity,
             message=f"{opening}{difference}{ending}",
             general=f"{opening}{_in_general(cause, group)}{ending}",
             workers=cause.workers,
@@ -206,7 +207,7 @@ def _explain(
 
 
 def _on_load_paths(group: _Group, wrong: Mapping[str, _ByLoadPath]) -> Iterator[TensorComparison]:
-    """Yield the tensors of a group on each load path on which one of them is wrong."""
+    """Yield the tensors of a group on all its load paths."""
     load_paths = group.load_paths
     for tensor in group.tensors:
         by_load_path = wrong[tensor.name]
@@ -252,9 +253,9 @@ def _next_step(
 
 
 def _about_own_files(group: _Group, workers: Sequence[str]) -> str:
-    """State that workers hold the bytes of their own files, which are not those of the reference worker's.
+    """State that workers hold the bytes of their own files, and that these differ from the reference worker's file.
 
-    The files that fewer workers have are the odd ones; of as many on both sides, neither is.
+    The files that fewer workers have are the odd ones; where both sides have as many, neither is odd.
     """
     if not all(row.own_file is True for row in group.samples):
         return ""
@@ -296,8 +297,9 @@ def _grouped(wrong: Mapping[str, _ByLoadPath], *, many: bool) -> dict[_Cause, _G
 
 
 def _split(paths: tuple[tuple[Workers, ...], ...], order: tuple[Workers, ...]) -> list[tuple[Workers, tuple[int, ...]]]:
-    """Return sets of workers, in order, and which set of each load path they are in: -1 where in none.
+    """Split workers into sets that share their row of a tensor on every load path.
 
+    Each set comes with a number per load path: the index of the row that its workers share there, -1 for no row.
     A CPU is never in a set with another device: it takes other load paths.
 
     Parameters
@@ -337,7 +339,7 @@ def _in_order(by_load_path: _ByLoadPath) -> list[TensorComparison]:
 
 
 def _hits(by_load_path: _ByLoadPath, split: _Split) -> Iterator[_Hit]:
-    """Yield where one tensor is wrong, by workers that have the same rows of it on all load paths."""
+    """Yield the load paths on which one tensor is wrong, for each set of workers that share its row on every path."""
     tensors = _in_order(by_load_path)
     paths = [tensor.load_path for tensor in tensors]
     sets = tuple(tuple(outcome.workers for outcome in tensor.outcomes) for tensor in tensors)
@@ -439,7 +441,7 @@ def _renamings(groups: Mapping[_Cause, _Group]) -> dict[tuple[str, ...], str]:
 
 
 def _renaming(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> str:
-    """State the part of their paths by which names in the file differ from all those that the model lacks."""
+    """State the part in which all names in the file differ from the names that the model lacks; else return nothing."""
     missing = groups.get(replace(cause, word=words.MISSING))
     if cause.word != words.UNEXPECTED or missing is None:
         return ""
@@ -458,7 +460,9 @@ def _renaming(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> 
 
 
 def _differing_parts(file_names: Iterable[str], model_names: Iterable[str]) -> tuple[str, str]:
-    """Return the middle by which a name of the file differs from the name of the model with the most alike ending.
+    """Return the parts in the middle that differ between a name of the file and its counterpart in the model.
+
+    The counterpart is the name with the longest common ending.
 
     For `model.layers.0.q.lora_A` and `model.h.0.q.lora_A` these are `layers.` and `h.`.
     """
@@ -486,7 +490,7 @@ def _common_length(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _about_strict_tolerance(group: _Group) -> str:
-    """State that a user's tolerance asks for more than the dtype can hold, where it fails what is correctly rounded."""
+    """State that a user's tolerance is narrower than one rounding, where it fails values that are correctly rounded."""
     pairs = zip(group.tensors, group.samples, strict=True)
     correctly_rounded = [tensor for tensor, row in pairs if row.mismatched == 0]
     if group.rule != Rule.USER or not correctly_rounded:
@@ -562,7 +566,7 @@ def _load_path_reason(
 
 
 def _unaffected_workers(tensors: Sequence[TensorComparison], affected: Sequence[str]) -> list[str]:
-    """Return the workers that received the same tensors on the same load paths, all of them right."""
+    """Return the workers that received the same tensors on the same load paths, and every tensor right."""
     outcomes = [outcome for _, outcome in rows_of(tensors)]
     hurt = {*affected, *names_in(outcome.workers for outcome in outcomes if outcome.status != "equal")}
     return [worker for worker in names_in(outcome.workers for outcome in outcomes) if worker not in hurt]

@@ -12,7 +12,7 @@ from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.kinds import FindingKind
 from consistency.comparison.outcomes import gathered
-from consistency.comparison.result import Finding
+from consistency.comparison.result import Finding, Severity
 from consistency.comparison.workers import ComparedWorker
 
 _SOFTWARE = ("torch", "cuda", "hip", "cudnn", "transformers", "peft", "safetensors", "accelerate", "numpy", "python")
@@ -59,10 +59,14 @@ def find_settings(evidence: ComparisonEvidence) -> Iterator[Finding]:
         for problem in (*_changed_settings(worker.info), *_refused_settings(worker.info)):
             labels_by_problem.setdefault(problem, []).append(worker.label)
     for (kind, statement, requested), labels in labels_by_problem.items():
-        request = "the profile leaves it" if requested is None else f"{requested} was requested"
+        severity: Severity = "warning"
+        request = f"{requested} was requested"
+        if requested is None:
+            severity = "note"
+            request = "the profile leaves it"
         yield Finding(
             kind=kind,
-            severity="note" if requested is None else "warning",
+            severity=severity,
             message=f"{statement} on {some(labels)}; {request}",
             workers=tuple(labels),
         )

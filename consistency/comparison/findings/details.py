@@ -40,11 +40,11 @@ def describe(tensor: TensorComparison, row: Outcome) -> str:
     Evidence may come from a stranger's capture: it is shown as it is, and nothing relies on it.
     """
     expected_verb = f"{row.reference} has" if row.own_file else "wanted"
+    parts = [_element_name(tensor.layer, tensor.tensor, row.worst_index), row.reason or ""]
     is_correctly_rounded = "tolerance" in row.evidence and row.mismatched == 0
-    parts = [
-        _element_name(tensor.layer, tensor.tensor, row.worst_index),
-        row.reason or "",
-        CORRECTLY_ROUNDED + tensor.dtype if is_correctly_rounded else "",
+    if is_correctly_rounded:
+        parts.append(CORRECTLY_ROUNDED + tensor.dtype)
+    parts += [
         *_element(row.evidence, row.worst_index, expected_verb),
         *_figures(tensor, row),
         *_values(row.evidence, expected_verb),
@@ -61,7 +61,8 @@ def describe_change(change: ChangedTensor) -> str:
     parts += _element(change.evidence, index, "wanted")
     if measure is not None:
         parts.append(f"{measure.mismatched} of {measure.elements} elements")
-    parts.append(f"in {change.occurrences.count} repeats" if change.occurrences.count > 1 else "in one repeat")
+    repeats = change.occurrences.count
+    parts.append("in one repeat" if repeats <= 1 else f"in {repeats} repeats")
     return " · ".join(parts)
 
 
@@ -87,7 +88,9 @@ def _element(evidence: Mapping[str, Any], index: Sequence[int] | None, expected_
     if "bits" in evidence:
         bits = f"bit {_joined(evidence['bits'])}"
         fields = evidence.get("fields")
-        yield f"{bits} ({_joined(fields)})" if fields else bits
+        if fields:
+            bits += f" ({_joined(fields)})"
+        yield bits
 
 
 def _figures(tensor: TensorComparison, row: Outcome) -> Iterator[str]:
@@ -119,8 +122,10 @@ def _other_evidence(tensor: TensorComparison, row: Outcome) -> Iterator[str]:
     """Yield further evidence of the diagnosis."""
     evidence = row.evidence
     if evidence.get("ratio") is not None:
-        subject = f"{evidence['of']} is " if "of" in evidence else ""
-        yield f"{subject}{_number(evidence['ratio'])}× the reference"
+        statement = f"{_number(evidence['ratio'])}× the reference"
+        if "of" in evidence:
+            statement = f"{evidence['of']} is {statement}"
+        yield statement
     formats = _OF_A_PEAK | _EVIDENCE if tensor.stage == standard.MEMORY else _EVIDENCE
     for name, text_format in formats.items():
         if evidence.get(name) is not None:

@@ -1,4 +1,4 @@
-"""The declaration of a finder: what it is called, its place among the others, and its function.
+"""The declaration of a finder: its name, its place among the others, and its function.
 
 A module of this folder declares its finders in `FINDERS`, and is found. A plug-in names those of its own in
 `Plugin.finders`. Findings of one severity stand in a report in the order of their finders.
@@ -69,4 +69,5 @@ class Finder:
     @property
     def place(self) -> tuple[Phase, float]:
         """Return the key that finders are sorted by."""
-        return self.phase, math.inf if self.position is None else self.position
+        position = math.inf if self.position is None else self.position
+        return self.phase, position

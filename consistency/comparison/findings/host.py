@@ -16,7 +16,7 @@ from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.transfers import Cell, Matrix, Pair, arrow, boot, matrices
 from consistency.comparison.outcomes import gathered
-from consistency.comparison.result import Comparison, Finding
+from consistency.comparison.result import Comparison, Finding, Severity
 from consistency.devices.host.facts import Gpu, HostFacts, Link
 from consistency.devices.host.kernel_log import LOGGED
 from consistency.devices.host.nvml import ECC_UNCORRECTED, REMAP_FAILED, REMAP_PENDING
@@ -66,15 +66,18 @@ def _without_accelerators(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         platform = PLATFORMS[build]
         names = dict.fromkeys(host_facts.host for host_facts in members)
         cards = list(_unused_cards(members))
+        kind = kinds.NO_ACCELERATOR
         problem = f"torch is built for {platform.name} and finds no device"
-        hint = f"; {platform.hidden_by} in the environment says that none is meant" if platform.hidden_by else ""
-        advice = f"install or repair the driver{hint}"
+        advice = "install or repair the driver"
+        if platform.hidden_by:
+            advice += f"; {platform.hidden_by} in the environment says that none is meant"
         if has_cards:
+            kind = kinds.UNUSED_CARD
             verb = "is" if len(cards) == 1 else "are"
             problem += f", although there {verb} {counted(len(cards), 'card')} for it"
             advice = "install or repair its driver; a container has to be given its devices"
         yield Finding(
-            kind=kinds.UNUSED_CARD if has_cards else kinds.NO_ACCELERATOR,
+            kind=kind,
             severity="warning",
             message=f"{some(list(names))}: {problem} ({reason}): the CPU alone was checked",
             detail=tuple(cards[:_MOST_LINES]),
@@ -94,12 +97,14 @@ def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[
     if not gpu.after:
         return
     lost_data = any(any(word in name for word in _WORRYING) for name in gpu.after)
+    severity: Severity = "error" if lost_data else "warning"
     is_of_memory = any("ecc" in name or "row" in name for name in gpu.after)
+    kind = kinds.ECC if is_of_memory else kinds.BUS_ERRORS
     counters = ", ".join(f"{name} from {gpu.counters.get(name, 0)} to {value}" for name, value in gpu.after.items())
     card = f"{gpu.name} ({gpu.uuid or gpu.pci_bus_id})"
     yield Finding(
-        kind=kinds.ECC if is_of_memory else kinds.BUS_ERRORS,
-        severity="error" if lost_data else "warning",
+        kind=kind,
+        severity=severity,
         message=f"{host_facts.host}: {card}: counters rose during the run: {counters}",
         workers=tuple(name for name in workers if name == gpu.name or name.endswith(f":{gpu.name}")),
         next=f"test {gpu.name}: {own_test(gpu.vendor)}",
@@ -160,7 +165,7 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
 
 
 def about(host_facts: HostFacts) -> Iterator[str]:
-    """Yield what is known of a host, a line per kind of fact."""
+    """Yield the facts of a host, a line per kind of fact."""
     yield f"{host_facts.host}: kernel {host_facts.kernel}, {boot(host_facts)}"
     options = f" ({' '.join(host_facts.iommu_options)})" if host_facts.iommu_options else ""
     yield f"IOMMU: {host_facts.iommu or 'unknown'}{options}"
@@ -260,7 +265,7 @@ def _link_kinds(hosts: Sequence[HostFacts]) -> dict[Pair, str]:
 
 
 def _slow_pairs(matrix: Matrix, link_kinds: Mapping[Pair, str]) -> Iterator[Advice]:
-    """Name pairs that are slow beside those of their kind: some boxes join only some of their GPUs by NVLink."""
+    """Name pairs that are slow for their kind of link: some boxes join only some of their GPUs by NVLink."""
     speeds_by_kind: dict[str, dict[Pair, float]] = {}
     for pair, cell in matrix.cells.items():
         if cell.gb_per_s is not None and pair[0] != pair[1]:
@@ -281,7 +286,7 @@ def _slow_pairs(matrix: Matrix, link_kinds: Mapping[Pair, str]) -> Iterator[Advi
 
 
 def _link_facts(link: Link) -> Iterator[str]:
-    """Yield what is known of the link of two devices."""
+    """Yield the facts of the link between two devices, as far as they are known."""
     if link.nvlink:
         yield "NVLink"
     if link.topology:
@@ -293,7 +298,7 @@ def _link_facts(link: Link) -> Iterator[str]:
 
 
 def _gpu_facts(gpu: Gpu) -> Iterator[str]:
-    """Yield what is known of the place and the state of a GPU."""
+    """Yield the facts of the place and the state of a GPU, as far as they are known."""
     yield f"PCI {gpu.pci_bus_id}"
     if gpu.iommu_type is not None:
         yield f"IOMMU group {gpu.iommu_group} {gpu.iommu_type}"

@@ -13,7 +13,7 @@ from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.outcomes import Workers, names_in
-from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison
+from consistency.comparison.result import BAD, Finding, Outcome, Severity, TensorComparison
 from consistency.devices.backends import CPU
 from consistency.devices.spec import label_of
 from consistency.numerics import words
@@ -74,7 +74,9 @@ def judge_load_paths(
 
 def _on_named_paths(names: str, *, many: bool) -> Verdict:
     """Name the load paths with wrong bytes, where the comparison has several to choose from."""
-    return Verdict(where=f" on load path {names}" if many else "")
+    if not many:
+        return Verdict()
+    return Verdict(where=f" on load path {names}")
 
 
 def _on_every(checked: Set[LoadPath]) -> Verdict:
@@ -239,8 +241,8 @@ def _casts(
         bases = {base_dtypes.get(worker) for worker in cast_workers}
         exact = names_in(row.workers for row in tensor.outcomes if not row.cast and row.status == "equal")
         is_partial = any(base_dtypes.get(worker) in bases for worker in exact)
-        key = (cast_rows[0].cast, cast_workers if is_partial else ())
-        cast = casts.setdefault(key, _Cast())
+        partial_workers = cast_workers if is_partial else ()
+        cast = casts.setdefault((cast_rows[0].cast, partial_workers), _Cast())
         cast.workers += [row.workers for row in cast_rows]
         cast.by_load_path.setdefault(tensor.load_path, []).append(tensor)
     return casts
@@ -249,8 +251,10 @@ def _casts(
 def _report_cast(dtype: str, cast: _Cast, *, is_partial: bool) -> Finding:
     """Report one cast; `is_partial` where other devices on the load path hold the values of the file."""
     first_tensors = next(iter(cast.by_load_path.values()))
+    severity: Severity = "note"
     tail = "on every device: PEFT casts them to the dtype of the base while loading"
     if is_partial:
+        severity = "error"
         tail = "but not on the other devices on this load path"
     labels = tuple(names_in(cast.workers))
     labels_text = listed(labels) if len(labels) <= MOST_NAMES else some(labels)
@@ -258,7 +262,7 @@ def _report_cast(dtype: str, cast: _Cast, *, is_partial: bool) -> Finding:
     ending = f"with low_cpu_mem_usage=True ({', '.join(cast.by_load_path)}), {tail}"
     return Finding(
         kind=kinds.DTYPE_ON_THE_WAY,
-        severity="error" if is_partial else "note",
+        severity=severity,
         message=f"{opening} in {counted(len(first_tensors), 'tensor')} {ending}",
         general=f"{opening} {ending}",
         workers=labels,

@@ -44,18 +44,21 @@ def find_lost_workers(evidence: ComparisonEvidence) -> Iterator[Finding]:
         if worker.info.status != "ok"
     )
     for (status, reason, stack), workers in gathered(ends).items():
+        is_lost = status == "lost"
         noun = "worker" if len(workers) == 1 else "workers"
         names = some(list(map(_label_and_load_path, workers)))
         opening = f"{noun} {names} {_verb(status, len(workers))}"
+        kind = kinds.LOST_WORKER if is_lost else kinds.FAILED_WORKER
+        advice = _after_loss(reason or "") if is_lost else None
         yield Finding(
-            kind=kinds.LOST_WORKER if status == "lost" else kinds.FAILED_WORKER,
+            kind=kind,
             severity="error",
             message=f"{opening}: {reason}",
             general=f"{opening}: {(reason or '').partition(';')[0]}",
             workers=tuple(worker.label for worker in workers),
             cause=reason,
             detail=(*_cards(workers), *_innermost_frames(stack or "")),
-            next=_after_loss(reason or "") if status == "lost" else None,
+            next=advice,
         )
 
 

@@ -55,7 +55,8 @@ def _options(case: Case) -> Iterator[str]:
 def _options_of_model(case: Case) -> Iterator[str]:
     """Yield the options that name base and adapters, and the conditions in which they run."""
     builtin = None if case.adapters else builtin_name(case.base, case.adapter)
-    yield from _option("--base", f"builtin:{builtin}" if builtin else case.base)
+    base = f"builtin:{builtin}" if builtin else case.base
+    yield from _option("--base", base)
     if case.adapters:
         yield from _option("--adapter", *map(str, case.adapters))
     elif case.adapter and not builtin:

@@ -22,7 +22,7 @@ from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.records import Key, tables_of
-from consistency.comparison.result import BAD, Finding, TensorComparison, rows_of, tensor_name
+from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, rows_of, tensor_name
 from consistency.comparison.workers import ComparedWorker, in_order_of
 from consistency.numerics.rules import Rule
 
@@ -63,7 +63,7 @@ def _report_no_comparison(evidence: ComparisonEvidence) -> Finding:
 
 
 def _captures_without_common_tensors(captures: Sequence[Sequence[ComparedWorker]]) -> Iterator[Finding]:
-    """Report captures of which no tensor was recorded by another capture, too.
+    """Report captures that share no tensor with another capture.
 
     Parameters
     ----------
@@ -137,7 +137,10 @@ def _keys(table: Mapping[Key, TensorRecord]) -> Iterator[Key]:
         if record.status in _ABSENT or layer == WHOLE_MODEL:
             continue
         is_named_by_host = record.rule == Rule.LIMIT or stage == standard.TRANSFER
-        yield (stage, "", "") if is_named_by_host else key
+        if is_named_by_host:
+            yield stage, "", ""
+        else:
+            yield key
 
 
 _MOST_DETAILS = 5
@@ -212,16 +215,18 @@ def find_not_finite(evidence: ComparisonEvidence) -> Iterator[Finding]:
     if without_number:
         yield _report_without_number(evidence.workers, without_number, files_text, detail)
     elif files_text or detail:
-        message = f"NaN or infinite in float64 too: {detail[0]}" if detail else ""
-        if files_text:
-            message = f"values are NaN or infinite {files_text}"
+        severity: Severity = "warning"
+        message, advice = f"values are NaN or infinite {files_text}", _NEXT
+        if not files_text:
+            severity = "note"
+            message, advice = f"NaN or infinite in float64 too: {detail[0]}", ""
         yield Finding(
             kind=kinds.NON_FINITE_VALUES,
-            severity="warning" if files_text else "note",
+            severity=severity,
             message=message,
             workers=tuple(dict.fromkeys(worker.label for worker in evidence.workers)),
             detail=detail,
-            next=_NEXT if files_text else None,
+            next=advice or None,
         )
 
 
@@ -246,15 +251,19 @@ def _report_without_number(
     tensors = listed([f"{counted(count, 'tensor')} of {stage}" for stage, count in tensor_counts.items()])
     first = rows[0][0]
     message = f"nothing was compared in {tensors}: {NOT_FINITE}, first in {first.tensor} of {first.layer}"
+    advice = None
+    if files_text:
+        message += f"; {files_text}"
+        advice = _NEXT
     labels = names_in(workers for _, workers in rows)
     return Finding(
         kind=kinds.NOTHING_COMPARED,
         severity="error",
-        message=f"{message}; {files_text}" if files_text else message,
+        message=message,
         workers=tuple(in_order_of(compared, labels)),
         tensors=tuple(dict.fromkeys(tensor.name for tensor, _ in rows)),
         detail=detail,
-        next=_NEXT if files_text else None,
+        next=advice,
     )
 
 
@@ -279,6 +288,7 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     for (dtype, first_block), labels in overflows.items():
         statement = f"outputs are NaN or infinite in {dtype}, and finite in float64"
         where = f", first in {first_block}" if first_block else ""
+        advice = "use bfloat16, which has the range of float32, or float32" if dtype == "float16" else None
         yield Finding(
             kind=kinds.NON_FINITE_VALUES,
             severity="error",
@@ -286,7 +296,7 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
             general=f"forward · {statement}",
             workers=tuple(labels),
             tensors=tuple(outputs),
-            next="use bfloat16, which has the range of float32, or float32" if dtype == "float16" else None,
+            next=advice,
         )
 
 
@@ -345,6 +355,7 @@ def find_skipped(evidence: ComparisonEvidence) -> Iterator[Finding]:
         names = tuple(skipped.layers)
         noun = "check" if facts.issuperset(names) else "tensor"
         layers = list(dict.fromkeys(skipped.layers.values()))
+        detail = (f"of {some(layers)}: {_UNUSED}",) if reason == NO_OUTPUT else ()
         yield Finding(
             kind=kinds.SKIPPED,
             severity="note",
@@ -352,7 +363,7 @@ def find_skipped(evidence: ComparisonEvidence) -> Iterator[Finding]:
             general=f"{stage} · skipped on {some(labels)}: {reason}",
             workers=tuple(labels),
             tensors=names,
-            detail=(f"of {some(layers)}: {_UNUSED}",) if reason == NO_OUTPUT else (),
+            detail=detail,
         )
 
 

@@ -18,7 +18,7 @@ from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.findings.next_command import run_again
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import Key
-from consistency.comparison.result import BAD, Finding, TensorComparison, tensor_name
+from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, tensor_name
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics import words
 
@@ -75,11 +75,12 @@ def _report_change(
     ending = _course(stage.changed, soak.begun, changes)
     if cause is not None:
         ending += f": caused by the changed bytes of {cause.stage}"
+    severity: Severity = "note" if is_unordered or is_deployed else "error"
     repeats = f"{stage.changed.count} of {counted(soak.begun, 'repeat')}"
     opening = f"{stage.stage} · {worker.label} · "
     return Finding(
         kind=kinds.NOT_REPEATABLE,
-        severity="note" if is_unordered or is_deployed else "error",
+        severity=severity,
         message=f"{opening}{_describe_changes(stage, changes)} in {repeats}{ending}{excuse}",
         general=f"{opening}tensors changed in some repeats of the soak{excuse}",
         workers=(worker.label,),
@@ -223,11 +224,12 @@ def find_not_repeatable(evidence: ComparisonEvidence) -> Iterator[Finding]:
             excuse += AS_DEPLOYED
         workers_by_tensors.setdefault((stage, tuple(names), excuse), []).append(label)
     for (stage, tensors, excuse), labels in workers_by_tensors.items():
+        severity: Severity = "note" if excuse else "error"
         opening = f"{stage} · {some(labels)}"
         change = "changed bitwise on a repeat run on the same device"
         yield Finding(
             kind=kinds.NOT_REPEATABLE,
-            severity="note" if excuse else "error",
+            severity=severity,
             message=f"{opening} · {counted(len(tensors), 'tensor')} {change}{excuse}",
             general=f"{opening} · tensors {change}",
             workers=tuple(labels),

@@ -150,7 +150,8 @@ def _sides(disagreement: _Disagreement) -> _Sides | None:
 
     @functools.cache  # workers that recorded the same share a table
     def bits_of(table: StageTable) -> _Bits:
-        return tuple(digest_of(table[key]) if key in table else None for key in keys)
+        records = map(table.get, keys)
+        return tuple(None if record is None else digest_of(record) for record in records)
 
     bits_of_workers = []
     for worker in disagreement.workers:
@@ -300,7 +301,7 @@ Facts = Mapping[str, Mapping[str, str]]
 
 
 def facts_of(workers: Iterable[ComparedWorker], groups: SiteGroups) -> dict[str, dict[str, str]]:
-    """Return what is known of each worker that could tell it from others of its model; the site's groups first."""
+    """Return the facts of each worker that could tell it from others of its model; the site's groups first."""
     workers = list(workers)
     variable_names: set[str] = set()
     for worker in workers:

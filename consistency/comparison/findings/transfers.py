@@ -263,7 +263,8 @@ def _add_row(cell: Cell, tensor: TensorComparison, row: Outcome) -> None:
 def _by_number(name: str) -> tuple[bool, str, int]:
     """Order devices: the host first, and `cuda:2` before `cuda:10`."""
     kind, _, index = name.rpartition(":")
-    return (name != HOST, kind or name, int(index) if index.isdigit() else 0)
+    number = int(index) if index.isdigit() else 0
+    return name != HOST, kind or name, number
 
 
 def find_transfers(evidence: ComparisonEvidence) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ from consistency.comparison import kinds
 from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.outcomes import gathered
-from consistency.comparison.result import BAD, Finding, Outcome, TensorComparison, rows_of
+from consistency.comparison.result import BAD, Finding, Outcome, Severity, TensorComparison, rows_of
 from consistency.comparison.workers import ComparedWorker
 from consistency.devices.spec import label_of
 from consistency.numerics import words
@@ -194,20 +194,22 @@ def find_device_use(evidence: ComparisonEvidence) -> Iterator[Finding]:
     for (load_path, device, step, is_error), use in _uses(evidence.tensors).items():
         workers = tuple(use.rows)
         ending = f" on load path {load_path}" if len(load_paths) > 1 else ""
-        advice = None
+        severity: Severity = "error" if is_error else "warning"
+        next_step = None
         if step == "load adapter" and not is_error:
             advice = _advice(workers)
             ending += f": give {advice}"
+            next_step = f"PeftModel.from_pretrained(model, adapter, {advice})"
         opening = f"memory · {some(workers)} · {_STEPS.get(step, f'the step {step}')}"
         yield Finding(
             kind=words.TOUCHED,
-            severity="error" if is_error else "warning",
+            severity=severity,
             message=f"{opening} {_describe_use(use, device)}{ending}",
             general=f"{opening} used {device}{ending}",
             workers=workers,
             tensors=tuple(use.tensors),
             detail=tuple(_detail(next(iter(use.rows.values())))),
-            next=f"PeftModel.from_pretrained(model, adapter, {advice})" if advice else None,
+            next=next_step,
         )
 
 
