@@ -62,7 +62,8 @@ def _ratios(comparison: Comparison) -> Iterator[tuple[str, Workers, float]]:
     limits are of another kind.
     """
     for tensor in comparison.tensors:
-        if tensor.stage == standard.OPERATORS or tensor.rule == "limit":
+        is_fact = tensor.rule == "limit"
+        if tensor.stage == standard.OPERATORS or is_fact:
             continue
         for outcome in tensor.outcomes:
             ratio = outcome.share

@@ -69,9 +69,11 @@ def compare(captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: 
     reference = choose_reference(workers)
     load_paths = load_paths_of(workers)
     tensors: list[TensorComparison] = []
+    # without a worker that has records there is nothing to compare
     if reference is not None:
         for load_path in load_paths:
             tensors += _compare_load_path(load_path, *on_load_path(workers, reference, load_path))
+    # the first capture's case describes the comparison; other captures may have been made with other options
     cases = [capture.manifest.case for capture in captures]
     first_case = cases[0]
     damage = (*unread, *itertools.chain.from_iterable(capture.damage for capture in captures))
@@ -186,6 +188,7 @@ def _unused_attention(workers: Sequence[ComparedWorker], tensors: Sequence[Tenso
     forward = [tensor for tensor in tensors if tensor.stage == standard.FORWARD]
     if not accelerators or not forward or _ran_fused_attention(accelerators, forward):
         return
+    # where torch was free to choose a fused kernel, it saw no use for one; else the user can add a device variant
     device = accelerators[0].info.name.partition("@")[0]
     device_type = device.partition(":")[0]
     if any(_may_fuse_attention(worker) for worker in accelerators):
@@ -237,6 +240,7 @@ def _compare_load_path(
         outcomes, workers = stage_members.outcomes(key, expected=record.rule != Rule.LIMIT)
         if not outcomes:
             continue
+        # some words blame the model's code; another worker's result may show that it is one device
         if any(words.of_device(outcome.word) for outcome in outcomes):
             outcomes = accuse_devices(outcomes, members)
         yield TensorComparison(
@@ -314,7 +318,8 @@ def _first_tensors(
 ) -> dict[tuple[str, str], tuple[TensorComparison, Status]]:
     """Return the first tensor at which each worker diverges on each load path, with its status there."""
     first_tensors: dict[tuple[str, str], tuple[TensorComparison, Status]] = {}
-    done: set[tuple[Workers, str]] = set()  # the same workers diverge at many tensors
+    # sets of workers that are dealt with, each with a load path: the same workers diverge at many tensors
+    done: set[tuple[Workers, str]] = set()
     for tensor in tensors:
         load_path = tensor.load_path
         new_sets = [workers for workers in diverging(tensor) if (workers, load_path) not in done]

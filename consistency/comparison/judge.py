@@ -54,6 +54,7 @@ def judge(worker: ComparedWorker, reference: ComparedWorker, key: Key) -> Outcom
         return _unseen(worker, reference, key)
     if record.status in _ABSENT:
         return _absent(worker, reference, record, expected)
+    # an error in units of an unknown rounding says nothing
     if record.rule == Rule.RELATIVE and record.measure is not None and record.dtype not in UNIT_ROUNDOFF:
         return _skipped(worker, record, f"the rounding of {record.dtype or 'a dtype without a name'} is not known")
     match Rule(record.rule):
@@ -80,6 +81,7 @@ def _unseen(worker: ComparedWorker, reference: ComparedWorker, key: Key) -> Outc
     stage = key[0]
     if worker.info.status != "ok":
         return _not_judged(worker, "blocked", f"the worker was lost before it: {worker.info.reason}")
+    # the stage ended before this tensor, or could not begin: its failure is a finding of its own
     failure = worker.failures.get(stage)
     if failure is not None:
         return _not_judged(worker, "blocked", failure)
@@ -302,6 +304,7 @@ def _block(
         return _skipped(worker, record, NOT_FINITE)
     excess = _excess(record.rounding, _rounding_on_reference(worker, reference, record, expected))
     status, word = _status(record), None
+    # a tensor that fails by its own yardstick fails anyway
     if excess > 1 and measure is not None and measure.ratio is not None and passes(float(measure.ratio)):
         error_ratio = float(measure.ratio) * excess
         allowed = None if measure.allowed is None else Real(measure.allowed / excess)
@@ -363,6 +366,7 @@ def _peer(
     is_exact = record.dtype.startswith(("uint", "int", "bool")) or is_made_while_loading
     if not is_exact:
         return _skipped(worker, record, _why_not_compared(record))
+    # settings are no tensor: both are shown in words
     if record.layer == SETTINGS_LAYER:
         return _measured(
             worker,
@@ -489,6 +493,7 @@ def _measured(
 
 def _repeated(worker: ComparedWorker, record: TensorRecord) -> bool | None:
     """Return whether all repeats gave the same bits; None where there was no repeat."""
+    # it changed in the soak, whatever the repeats of the run gave
     if record.key in worker.changes:
         return False
     return all(digest == record.digest for digest in record.repeats) if record.repeats else None
@@ -550,6 +555,7 @@ def read_stored(capture: Capture, name: str) -> torch.Tensor:
         tensor = load_file(path, device="cpu")["tensor"]
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise CaptureError("a stored tensor cannot be read", where=path, got=error) from None
+    # a stored tensor is named after its bytes
     if blob_key(name_of(tensor.dtype), tensor.shape, as_bytes(tensor).numpy().data) != name:
         raise CaptureError(
             "a stored tensor was changed: its bytes do not match its name",

@@ -113,6 +113,7 @@ def layers_of(comparison: Comparison) -> Iterator[LayerComparison]:
     for tensor in comparison.tensors:
         if tensor.stage == standard.TRANSFER or tensor.rule == Rule.LIMIT or not tensor.outcomes:
             continue
+        # where all bits agree, the cells depend on the workers and their classes alone
         cells = None
         key = (tensor.classes, len(tensor.workers))
         is_equal = tensor.rule in _EXACT and tensor.is_equal

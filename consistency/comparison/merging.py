@@ -71,6 +71,7 @@ def mergings(workers: Iterable[ComparedWorker], *, wrong: bool = False) -> tuple
         if worker.merging is None:
             continue
         merging = judged(worker.label, worker.merging)
+        # figures of a model with a wrong weight promise nothing
         if wrong and merging.advice in _ADVICE_TO_MERGE:
             merging = msgspec.structs.replace(merging, advice="")
         results.append(merging)
@@ -123,8 +124,10 @@ def _advice(effect: MergeEffect) -> Advice:
     moved, must, computing = float(effect.moved), float(effect.must), float(effect.unmerged_error)
     if unexplained_change(effect) is not None:
         return Advice.DO_NOT_MERGE
+    # PEFT rounds twice at most; a change below the error of computing in the dtype makes no difference
     if moved > max(_TWO_ROUNDINGS * must, computing):
         return Advice.MERGE_IN_FLOAT32
+    # rounding the merged weight to the dtype is what moves the outputs, so float32 weights avoid it
     if moved > computing or rounding_dominates(effect):
         return Advice.KEEP_FLOAT32
     return Advice.MERGE

@@ -45,6 +45,7 @@ def _witness(
             continue
         for label in outcome.workers:
             worker = workers[label]
+            # a witness with coarser products would pass by wider limits
             is_as_exact = not worker.products or worker.products == accused.products
             if is_as_exact and worker.info.environment.get("dtype") == dtype:
                 return worker

@@ -77,6 +77,7 @@ def _from_csv(text: str, path: Path) -> dict[str, dict[str, str]]:
                     raise _error("the first line has to name the groups, each once", path, reader.line_num, row)
                 continue
             host, *values = cells
+            # a value may be empty, but it may not be missing: the others would move to the wrong names
             if len(values) != len(names):
                 raise _error(f"not as many values as names ({len(names)})", path, reader.line_num, row)
             if not host:

@@ -220,6 +220,7 @@ def common_findings(cases: Sequence[CaseResult]) -> tuple[SuiteFinding, ...]:
     is one finding, and not 57, where 57 of 100 cases have it.
     """
     occurrences: dict[object, list[_Occurrence]] = {}
+    # a finding is found again by its cause, and by how often its own case has that cause before
     for case in cases:
         times: Counter[object] = Counter()
         for number, finding in _numbered_findings(case):

@@ -90,6 +90,7 @@ class ComparedWorker:
             return self
         if load_path not in self.sides:
             return None
+        # a soak repeats the worker's own path alone, so nothing changed here
         return replace(
             self,
             info=msgspec.structs.replace(self.info, load_path=load_path),
@@ -139,6 +140,7 @@ def gather(captures: Sequence[Capture]) -> tuple[ComparedWorker, ...]:
     tables = RecordTables()
     workers = itertools.chain.from_iterable(capture.workers for capture in captures)
     counts = Counter((worker.info.name, worker.info.load_path) for worker in workers)
+    # device names suffice unless two captures have the same one
     needs_prefix = any(count > 1 for count in counts.values())
     compared = []
     for label, capture in zip(labels, captures, strict=True):
@@ -238,9 +240,11 @@ def in_order_of(workers: Sequence[ComparedWorker], names: Container[str]) -> lis
 
 def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None:
     """Return the first capture's plain CPU, else its first CPU, else its first worker with records."""
+    # an engine computes in its own way: it is compared with a device, and never the reverse
     useful = [worker for worker in workers if worker.records and not worker.is_engine]
     if not useful:
         return None
+    # a lost worker is the reference only where no other has records
     ended_well = [worker for worker in useful if worker.info.status == "ok"] or useful
     of_first_capture = [worker for worker in ended_well if worker.capture is ended_well[0].capture]
     plain_cpus = [worker for worker in of_first_capture if worker.info.name == "cpu"]

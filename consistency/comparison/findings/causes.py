@@ -82,7 +82,7 @@ class _Group:
         self.tensors.append(tensor)
         self.samples.append(hits[0].row)
         for hit in hits:
-            for load_path in sorted(hit.wrong):
+            for load_path in sorted(hit.wrong):  # sorted, so that a report is the same each time
                 if (load_path, hit.workers) not in self._added:
                     self._added.add((load_path, hit.workers))
                     self.places.update({(load_path, worker): None for worker in hit.workers})
@@ -155,6 +155,7 @@ def causes_of(
     renamings = _renamings(groups)
     reported_elsewhere = set(itertools.chain.from_iterable(consequences.values()))
     for cause, group in groups.items():
+        # stated with the cause that it follows from
         if cause in reported_elsewhere:
             continue
         explanation = _explain(cause, group, tensors, wrong, renamings)
@@ -245,6 +246,7 @@ def _next_step(
     """Return what to type or to do next; None where there is no advice."""
     if explanation.renaming:
         return _RENAME
+    # to run again would show the same where the file itself is at fault
     command = compare_file(cause.stage) if _is_of_the_file(cause, group) else None
     command = command or next_step(cause.workers)
     if command:
@@ -349,6 +351,7 @@ def _hits(by_load_path: _ByLoadPath, split: _Split) -> Iterator[_Hit]:
             for path, tensor, number in zip(paths, tensors, numbers, strict=True)
             if number >= 0
         }
+        # all workers of a set have the same rows, so the first one stands for them
         wrong, taken = load_paths_taken(workers[0], rows)
         if wrong:
             home = next(load_path for load_path in rows if load_path in wrong)
@@ -375,6 +378,7 @@ def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]
     moved = {cause: group for cause, group in groups.items() if cause.stage in MOVES_WEIGHTS}
     moved_places = set(itertools.chain.from_iterable(group.places for group in moved.values()))
     for cause, group in groups.items():
+        # wrong bytes do not explain a result that is wrong where the bytes are right, too
         if cause.stage in COMPUTES_WITH_WEIGHTS and moved_places.issuperset(group.places):
             first = next(c for c, of_bytes in moved.items() if not of_bytes.places.keys().isdisjoint(group.places))
             consequences.setdefault(first, []).append(cause)
@@ -419,6 +423,7 @@ def _about_depth(cause: _Cause, group: _Group, tensors: Sequence[TensorCompariso
     unexpected = {tensor.name for tensor in group.tensors}
     adapter = [tensor for tensor in tensors if tensor.stage == standard.ADAPTER]
     base_depth = max(_layer_numbers(tensor for tensor in adapter if tensor.name not in unexpected), default=-1) + 1
+    # a tensor outside the layers is unexpected for another reason
     numbers = list(_layer_numbers(group.tensors))
     all_have_numbers = len(numbers) == len(group.tensors)
     if not all_have_numbers or base_depth == 0 or min(numbers) < base_depth:
@@ -447,6 +452,7 @@ def _renaming(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> 
         return ""
     file_names = {f"{tensor.layer}.{tensor.tensor}" for tensor in group.tensors}
     model_names = {f"{tensor.layer}.{tensor.tensor}" for tensor in missing.tensors}
+    # a renaming gives every name of the file one of the model
     if len(file_names) != len(model_names):
         return ""
     file_part, model_part = _differing_parts(file_names, model_names)
@@ -545,6 +551,7 @@ def _how_many(group: _Group, totals: Counter[str]) -> str:
     first, count = group.tensors[0], len(group.tensors)
     if count == 1:
         return f"{first.tensor} of {first.layer}"
+    # tensors of several names: settings and whole-model rows are not counted, unless there is nothing else
     if len({tensor.tensor for tensor in group.tensors}) > 1:
         in_layers = sum(tensor.layer not in _NO_LAYERS for tensor in group.tensors)
         return f"{in_layers or count} of {totals.total() or count} tensors"

@@ -24,6 +24,7 @@ def find_other_software(evidence: ComparisonEvidence) -> Iterator[Finding]:
         labels_by_value: dict[str, list[str]] = {}
         for worker in evidence.workers:
             facts = {"profile": _profile_and_settings(worker), **worker.info.environment}
+            # a worker that recorded no value does not differ
             if name in facts:
                 labels_by_value.setdefault(str(facts[name]), []).append(worker.label)
         if len(labels_by_value) > 1:
@@ -34,6 +35,7 @@ def find_other_software(evidence: ComparisonEvidence) -> Iterator[Finding]:
 
 def find_other_inputs(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report workers whose model got other inputs than the first worker's."""
+    # a worker without a digest ran no forward stage
     labels_by_digest = gathered(
         (worker.info.inputs_digest, worker.label)
         for worker in evidence.workers
@@ -56,6 +58,7 @@ def find_settings(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report settings that changed during a run, and those that a device refused."""
     labels_by_problem: dict[tuple[FindingKind, str, str | None], list[str]] = {}
     for worker in evidence.workers:
+        # workers with one problem are one finding
         for problem in (*_changed_settings(worker.info), *_refused_settings(worker.info)):
             labels_by_problem.setdefault(problem, []).append(worker.label)
     for (kind, statement, requested), labels in labels_by_problem.items():

@@ -126,10 +126,12 @@ def _other_evidence(tensor: TensorComparison, row: Outcome) -> Iterator[str]:
         if "of" in evidence:
             statement = f"{evidence['of']} is {statement}"
         yield statement
+    # names of evidence mean other things in the stage of memory
     formats = _OF_A_PEAK | _EVIDENCE if tensor.stage == standard.MEMORY else _EVIDENCE
     for name, text_format in formats.items():
         if evidence.get(name) is not None:
             yield text_format.format(_number(evidence[name]))
+    # the blocks that differ tell the place only roughly: an element tells it better
     blocks = evidence.get("blocks")
     if blocks and isinstance(blocks, list) and row.worst_index is None:
         yield f"blocks {blocks[:8]} of 256 KiB"

@@ -62,6 +62,7 @@ def _without_accelerators(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         if host_facts.auto is not None and host_facts.auto.build:
             key = (host_facts.auto.build, host_facts.auto.reason, bool(host_facts.unused_cards))
             same_hosts.setdefault(key, []).append(host_facts)
+    # hosts with one problem are one finding
     for (build, reason, has_cards), members in same_hosts.items():
         platform = PLATFORMS[build]
         names = dict.fromkeys(host_facts.host for host_facts in members)
@@ -101,11 +102,13 @@ def _risen(host_facts: HostFacts, gpu: Gpu, workers: Sequence[str]) -> Iterator[
     is_of_memory = any("ecc" in name or "row" in name for name in gpu.after)
     kind = kinds.ECC if is_of_memory else kinds.BUS_ERRORS
     counters = ", ".join(f"{name} from {gpu.counters.get(name, 0)} to {value}" for name, value in gpu.after.items())
+    # the number of a device changes, its UUID and its PCI address name the card
     card = f"{gpu.name} ({gpu.uuid or gpu.pci_bus_id})"
     yield Finding(
         kind=kind,
         severity=severity,
         message=f"{host_facts.host}: {card}: counters rose during the run: {counters}",
+        # with several captures, the name of a worker begins with its capture
         workers=tuple(name for name in workers if name == gpu.name or name.endswith(f":{gpu.name}")),
         next=f"test {gpu.name}: {own_test(gpu.vendor)}",
     )
@@ -160,6 +163,7 @@ def advise(comparison: Comparison) -> tuple[Advice, ...]:
     if not comparison.simulated:
         for matrix in matrices(comparison.tensors):
             advice += _slow_pairs(matrix, _link_kinds(comparison.hosts))
+    # captures of one host repeat its facts
     unique = {(entry.what, entry.fix): entry for entry in advice}
     return tuple(sorted(unique.values(), key=lambda entry: not entry.urgent))
 
@@ -218,9 +222,11 @@ def _advice_for_host(host_facts: HostFacts, comparison: Comparison) -> Iterator[
     """Yield faults and risks of a host that are no findings of this run."""
     for gpu in host_facts.gpus:
         yield from _advice_for_gpu(gpu)
+    # lines that were logged during the run are a finding
     if host_facts.log and not host_facts.new_log:
         problem = f"the kernel logged {counted(len(host_facts.log), 'line')} of {LOGGED} since boot"
         yield Advice(what=problem, fix=f"check them: {host_facts.log[-1]}", urgent=False)
+    # where a copy is wrong, its finding names the IOMMU
     translated = [gpu.name for gpu in host_facts.gpus if gpu.is_translated]
     if len(host_facts.gpus) > 1 and translated and comparison.verdict == "consistent":
         yield Advice(
@@ -271,6 +277,7 @@ def _slow_pairs(matrix: Matrix, link_kinds: Mapping[Pair, str]) -> Iterator[Advi
         if cell.gb_per_s is not None and pair[0] != pair[1]:
             kind = HOST if HOST in pair else link_kinds.get(pair, "")
             speeds_by_kind.setdefault(kind, {})[pair] = cell.gb_per_s
+    # a link of another kind is slower by design
     for speeds in speeds_by_kind.values():
         if len(speeds) < _FEW_PAIRS:
             continue

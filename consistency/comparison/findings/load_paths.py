@@ -55,6 +55,7 @@ def judge_load_paths(
     except ValueError:  # of a later version, or no load path: weight files that were compared
         return _on_named_paths(", ".join(sorted(wrong)), many=many)
     right = checked - bad
+    # with one path alone, there is no other to tell the cause by
     if not right and len(checked) == 1:
         return _on_named_paths(_names(bad), many=many)
     if not right:
@@ -62,6 +63,7 @@ def judge_load_paths(
     right_when_isolated = any(path.main is LoadPath.ISOLATED for path in right)
     bad_only_when_shared = all(path.main is LoadPath.SHARED for path in bad)
     isolation_helps = right_when_isolated and bad_only_when_shared
+    # only an adapter is loaded with options that could be to blame
     if stage == "adapter":
         verdict = _by_option(word, bad, right)
         if verdict is not None:
@@ -111,6 +113,7 @@ def _by_option(word: Word, bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict 
 
 def _when_shared(bad: Set[LoadPath], right: Set[LoadPath]) -> Verdict:
     """Interpret bytes that are correct on an isolated device and wrong when other devices are visible."""
+    # wrong also where PEFT is told the device: copies through device 0 do not explain that
     if not all(path.chooses_device for path in bad):
         return Verdict(
             where=_WHEN_SHARED, why="an effect of other visible devices, not only of copies through device 0"
@@ -192,6 +195,7 @@ def load_paths_taken(label: str, rows: Mapping[str, Outcome]) -> tuple[frozenset
         The outcomes of the tensor on this worker, by load path.
     """
     checked = {load_path: row for load_path, row in rows.items() if row.status not in ("skipped", "blocked")}
+    # on paths that leave other devices visible, a CPU only stands as the reference
     if is_cpu(label):
         alone = {load_path: row for load_path, row in checked.items() if main_path(load_path) != LoadPath.SHARED}
         checked = alone or checked
@@ -239,6 +243,7 @@ def _casts(
             continue
         cast_workers = tuple(itertools.chain.from_iterable(row.workers for row in cast_rows))
         bases = {base_dtypes.get(worker) for worker in cast_workers}
+        # a device with the same base that holds the file's values shows that the cast is not needed
         exact = names_in(row.workers for row in tensor.outcomes if not row.cast and row.status == "equal")
         is_partial = any(base_dtypes.get(worker) in bases for worker in exact)
         partial_workers = cast_workers if is_partial else ()

@@ -38,6 +38,7 @@ def find_damage(evidence: ComparisonEvidence) -> Iterator[Finding]:
 
 def find_lost_workers(evidence: ComparisonEvidence) -> Iterator[Finding]:
     """Report workers that did not end well, those that ended alike together."""
+    # workers with one end and one stack are one finding
     ends = (
         ((worker.info.status, worker.info.reason, worker.info.stack), worker)
         for worker in evidence.workers
@@ -54,6 +55,7 @@ def find_lost_workers(evidence: ComparisonEvidence) -> Iterator[Finding]:
             kind=kind,
             severity="error",
             message=f"{opening}: {reason}",
+            # details behind a semicolon differ from case to case
             general=f"{opening}: {(reason or '').partition(';')[0]}",
             workers=tuple(worker.label for worker in workers),
             cause=reason,

@@ -47,6 +47,7 @@ def find_no_effect(evidence: ComparisonEvidence) -> Iterator[Finding]:
     for workers in gathered((id(worker.capture), worker) for worker in with_adapter).values():
         tables = [worker.records.stage(standard.FORWARD) for worker in workers if not worker.case.only]
         outputs = [table_outputs for table_outputs in map(outputs_of, tables) if table_outputs is not None]
+        # an effect on one worker is enough: where others lack it, they differ from that one
         if any(not table_outputs.are_equal for table_outputs in outputs):
             continue
         cause = next(filter(None, map(_cause, workers)), "")
@@ -68,6 +69,7 @@ def _report_no_effect(workers: Sequence[ComparedWorker], cause: str, equal_outpu
     labels = tuple(dict.fromkeys(worker.label for worker in workers))
     opening = f"adapter · {some(labels)} · the adapter changes nothing"
     unused_layers: list[str] = []
+    # deltas that a merge adds, and outputs that do not change: the model does not call these layers
     if not cause:
         unused_layers = list(dict.fromkeys(itertools.chain.from_iterable(map(_layers_with_delta, workers))))
     unused = f"the deltas are not zero, so the model leaves out {some(unused_layers)}" if unused_layers else ""

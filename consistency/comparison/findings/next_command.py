@@ -18,10 +18,12 @@ _REPEAT = " --repeat 2"
 def run_and_repeat(evidence: ComparisonEvidence, workers: Sequence[str]) -> str | None:
     """Return a command that checks these workers again, and repeats itself; None for captures from elsewhere."""
     reference = evidence.reference
+    # captures that are compared may come from other hosts and days: no one command makes them again
     if reference is None or any(worker.capture is not reference.capture for worker in evidence.workers):
         return None
     case = reference.case
     devices = ",".join(dict.fromkeys([reference.info.name, *workers]))
+    # a case without a model checks hosts and copies
     if not case.base:
         return shlex.join(["consistency", "doctor", "--devices", devices])
     command = shlex.join(["consistency", "run", *_options(case), "--devices", devices])
@@ -78,6 +80,7 @@ def _options_of_stages(case: Case) -> Iterator[str]:
         yield from _option("--wrapper", case.wrapper)
     if case.device_map:
         yield from _option("--device-map", str(case.device_map))
+    # a level has its own number of repeats
     if case.repeat > max(1, LEVELS[case.level].repeat):
         yield from _option("--repeat", str(case.repeat))
     if case.steps:

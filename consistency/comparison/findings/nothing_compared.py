@@ -176,6 +176,7 @@ def _unexplained_by_stage(evidence: ComparisonEvidence) -> dict[str, dict[str, d
     for tensor in evidence.tensors:
         if not tensor.is_wrong:
             continue
+        # a warning on an alternative path blames software for what all devices make of a file
         named_by = named_by_all if is_alternative(tensor.load_path) else named_by_errors
         named_workers = named_by.get(tensor.name, frozenset())
         names_another_hop = bool(named_workers) and tensor.stage == standard.TRANSFER
@@ -279,6 +280,7 @@ def _overflow(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
         forward = worker.records.stage(standard.FORWARD).values()
         records = [record for record in forward if not record.load_path]
         overflowed = [record for record in records if _is_overflow(record)]
+        # a wrong tensor explains the overflow, and is a finding
         if not overflowed or any(record.status == "outside" for record in worker.records.values()):
             continue
         blocks = [record for record in records if OVERFLOWS in (record.reason or "")]

@@ -114,6 +114,7 @@ def _describe_changes(stage: SoakedStage, changes: Sequence[ChangedTensor]) -> s
 
 def _course(changed: Occurrences, repeats: int, changes: Sequence[ChangedTensor]) -> str:
     """State whether the change is permanent, and whether the wrong bits are the same each time."""
+    # every repeat has the same bits, and the first run has others
     if changed.count == repeats and all(change.values == 1 and not change.returned for change in changes):
         return ": all repeats agree with each other, but not with the first run"
     if not any(change.returned for change in changes):

@@ -153,11 +153,9 @@ def _sides(disagreement: _Disagreement) -> _Sides | None:
         records = map(table.get, keys)
         return tuple(None if record is None else digest_of(record) for record in records)
 
-    bits_of_workers = []
-    for worker in disagreement.workers:
-        bits = bits_of(worker.records.stage(disagreement.stage))
-        if any(digest is not None for digest in bits):
-            bits_of_workers.append((worker, bits))
+    bits_of_workers = [(worker, bits_of(worker.records.stage(disagreement.stage))) for worker in disagreement.workers]
+    # a worker that recorded none of these tensors has no vote
+    bits_of_workers = [(worker, bits) for worker, bits in bits_of_workers if set(bits) != {None}]
     majority = _majority_bits(bits_of_workers)
     if majority is None:
         return None

@@ -31,6 +31,7 @@ def _applied(compared: Sequence[ComparedWorker]) -> Iterator[Finding]:
     """Report for each tolerance the tensors that it judged."""
     tensors_by_tolerance: dict[str, dict[str, None]] = {}
     tolerances_by_table: dict[StageTable, set[str]] = {}
+    # each table once: the workers of a fleet share them
     for table in tables_of(worker.records for worker in compared):
         tolerances = tolerances_by_table[table] = set()
         for key, record in table.items():
@@ -69,6 +70,7 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterator[Fi
     for table in tables_of(worker.records for worker in concerned):
         for key, record in table.items():
             if override.matches(stage=record.stage, layer=record.layer, dtype=record.dtype):
+                # it judged a tensor, so there is nothing to report
                 if record.tolerance == str(override):
                     return
                 rules[tensor_name(*key)] = record.rule

@@ -54,6 +54,7 @@ def reasons(
     gpus = [] if host_facts is None else list(_gpus_of(host_facts, pairs))
     likely: list[Reason] = []
     between_devices = any(HOST not in pair and pair[0] != pair[1] for pair in pairs)
+    # these explain copies from device to device alone
     if host_facts is not None and between_devices:
         likely += [*_translated_addresses(host_facts, gpus), *_redirected_traffic(gpus)]
     if no_peer_access:
@@ -76,6 +77,7 @@ def _gpus_of(host_facts: HostFacts, pairs: Sequence[Pair]) -> Iterator[Gpu]:
 
 
 def _translated_addresses(host_facts: HostFacts, gpus: Sequence[Gpu]) -> Iterator[Reason]:
+    """Yield that an IOMMU translates the addresses of peer copies."""
     translated = [gpu for gpu in gpus if gpu.is_translated]
     if translated:
         group_types = listed(sorted({gpu.iommu_type or "" for gpu in translated}))
@@ -87,6 +89,7 @@ def _translated_addresses(host_facts: HostFacts, gpus: Sequence[Gpu]) -> Iterato
 
 
 def _redirected_traffic(gpus: Sequence[Gpu]) -> Iterator[Reason]:
+    """Yield that ACS redirects peer copies at some bridges."""
     redirecting: set[str] = set()
     for gpu in gpus:
         redirecting.update(bridge for bridge, controls in gpu.acs.items() if REDIRECTS & set(controls))

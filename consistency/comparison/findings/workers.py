@@ -143,6 +143,7 @@ def _different_base_configs(compared: Sequence[ComparedWorker]) -> Iterator[Find
     groups = list(
         gathered((encode_json(worker.info.config), worker) for worker in compared if worker.info.config).values()
     )
+    # the first group has the config that the others are compared with
     for workers in groups[1:]:
         first_worker = groups[0][0]
         differences = _config_differences(workers[0], first_worker)
@@ -215,6 +216,7 @@ def find_device_use(evidence: ComparisonEvidence) -> Iterator[Finding]:
 
 def _uses(tensors: Iterable[TensorComparison]) -> dict[tuple[str, str, str, bool], _Use]:
     """Return the uses by load path, device, first step of the use, and whether it is an error."""
+    # the counters of one device belong together: what the allocator, NVML and the first call show of one use
     rows_by_worker: dict[tuple[str, str, str], dict[str, tuple[TensorComparison, Outcome]]] = {}
     for tensor, row in rows_of(tensor for tensor in tensors if tensor.rule == Rule.LIMIT):
         if row.word == words.TOUCHED:
@@ -234,6 +236,7 @@ def _uses(tensors: Iterable[TensorComparison]) -> dict[tuple[str, str, str, bool
 
 def _describe_use(use: _Use, device: str) -> str:
     """State how much memory was allocated on a device, of the worker with most, or that nothing was."""
+    # without an allocation, the context alone takes memory
     peaks = [rows["allocated"].evidence for rows in use.rows.values() if "allocated" in rows]
     if not peaks:
         return f"opened a context on {device}"
