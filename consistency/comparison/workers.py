@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -233,9 +233,14 @@ def _reference_elsewhere(reference: ComparedWorker, load_path: str) -> ComparedW
     return None
 
 
+def labels_of(workers: Iterable[ComparedWorker]) -> tuple[str, ...]:
+    """Return the names of workers, each once: a worker has one name on all its load paths."""
+    return tuple(dict.fromkeys(worker.label for worker in workers))
+
+
 def in_order_of(workers: Sequence[ComparedWorker], names: Container[str]) -> list[str]:
-    """Return the workers of these names, each once."""
-    return [name for name in dict.fromkeys(worker.label for worker in workers) if name in names]
+    """Return the names that workers have, each once, in the order of the comparison."""
+    return [label for label in labels_of(workers) if label in names]
 
 
 def choose_reference(workers: Sequence[ComparedWorker]) -> ComparedWorker | None:

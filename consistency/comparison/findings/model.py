@@ -27,7 +27,7 @@ from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import StageTable
 from consistency.comparison.result import Finding
-from consistency.comparison.workers import ComparedWorker
+from consistency.comparison.workers import ComparedWorker, labels_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def _report_no_effect(workers: Sequence[ComparedWorker], cause: str, equal_outpu
     cause, equal_outputs : str
         Why the adapter can change nothing, and that outputs are equal with and without it; one may be empty.
     """
-    labels = tuple(dict.fromkeys(worker.label for worker in workers))
+    labels = labels_of(workers)
     opening = f"adapter · {some(labels)} · the adapter changes nothing"
     unused_layers: list[str] = []
     # deltas that a merge adds, and outputs that do not change: the model does not call these layers

@@ -23,7 +23,7 @@ from consistency.comparison.judge import NOT_FINITE
 from consistency.comparison.outcomes import Workers, gathered, names_in
 from consistency.comparison.records import Key, tables_of
 from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, rows_of, tensor_name
-from consistency.comparison.workers import ComparedWorker, in_order_of
+from consistency.comparison.workers import ComparedWorker, in_order_of, labels_of
 from consistency.numerics.rules import Rule
 
 _MOST_REASONS = 3
@@ -57,7 +57,7 @@ def _report_no_comparison(evidence: ComparisonEvidence) -> Finding:
         kind=kinds.NOTHING_COMPARED,
         severity="error",
         message=f"nothing was compared: {'; '.join(list(reasons)[:_MOST_REASONS])}",
-        workers=tuple(dict.fromkeys(worker.label for worker in evidence.workers)),
+        workers=labels_of(evidence.workers),
         next="choose other --stages, or give another device to compare with",
     )
 
@@ -112,7 +112,7 @@ def _report_apart(message: str, workers: Iterable[ComparedWorker]) -> Finding:
         kind=kinds.NOTHING_COMPARED,
         severity="error",
         message=message,
-        workers=tuple(dict.fromkeys(worker.label for worker in workers)),
+        workers=labels_of(workers),
         next="capture again with the base, the adapter and the --stages of the others",
     )
 
@@ -225,7 +225,7 @@ def find_not_finite(evidence: ComparisonEvidence) -> Iterator[Finding]:
             kind=kinds.NON_FINITE_VALUES,
             severity=severity,
             message=message,
-            workers=tuple(dict.fromkeys(worker.label for worker in evidence.workers)),
+            workers=labels_of(evidence.workers),
             detail=detail,
             next=advice or None,
         )

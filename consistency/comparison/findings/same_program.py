@@ -27,7 +27,7 @@ from consistency.comparison.outcomes import gathered, names_in
 from consistency.comparison.records import Key, Records, StageTable, tables_of
 from consistency.comparison.result import BAD, Finding, Severity, TensorComparison, rows_of, tensor_name
 from consistency.comparison.site_groups import SiteGroups
-from consistency.comparison.workers import ComparedWorker
+from consistency.comparison.workers import ComparedWorker, labels_of
 
 _Bits = tuple[str | None, ...]
 """Digests of some tensors on one worker, None where it recorded none."""
@@ -230,7 +230,7 @@ def _report_unordered(members: Sequence[ComparedWorker], stage: str, keys: Seque
 
 def _same_type(members: Sequence[ComparedWorker], stage: str) -> tuple[tuple[str, ...], str]:
     """Return the names of the workers, and the beginning of a finding about all of them."""
-    labels = tuple(dict.fromkeys(member.label for member in members))
+    labels = labels_of(members)
     return labels, f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
 
 

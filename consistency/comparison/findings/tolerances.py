@@ -13,7 +13,7 @@ from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.records import StageTable, tables_of
 from consistency.comparison.result import Finding, tensor_name
-from consistency.comparison.workers import ComparedWorker
+from consistency.comparison.workers import ComparedWorker, labels_of
 from consistency.numerics.rules import Rule
 
 
@@ -87,7 +87,7 @@ def _idle(override: Override, compared: Sequence[ComparedWorker]) -> Iterator[Fi
         kind=kinds.TOLERANCE,
         severity="note",
         message=f"tolerance {override}: {reason}",
-        workers=tuple(dict.fromkeys(worker.label for worker in compared)),
+        workers=labels_of(compared),
         tensors=tuple(rules),
     )
 
@@ -106,7 +106,7 @@ def _different_tolerances(compared: Sequence[ComparedWorker]) -> Iterator[Findin
         severity="note",
         message="the captures were made with different tolerances, and each row is judged by its own: "
         + "; ".join(descriptions),
-        workers=tuple(dict.fromkeys(worker.label for worker in compared)),
+        workers=labels_of(compared),
     )
 
 

@@ -28,7 +28,7 @@ from consistency.comparison.findings.evidence import ComparisonEvidence
 from consistency.comparison.findings.finder import Finder, Phase
 from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import BAD, Finding, Outcome, Severity, TensorComparison, rows_of
-from consistency.comparison.workers import ComparedWorker
+from consistency.comparison.workers import ComparedWorker, labels_of
 from consistency.devices.spec import label_of
 from consistency.numerics import words
 from consistency.numerics.rules import Rule
@@ -149,7 +149,7 @@ def _different_base_configs(compared: Sequence[ComparedWorker]) -> Iterator[Find
         differences = _config_differences(workers[0], first_worker)
         if not differences:
             continue
-        labels = tuple(dict.fromkeys(worker.label for worker in workers))
+        labels = labels_of(workers)
         opening = f"base · {some(labels)} · another config, so another function"
         yield Finding(
             kind=kinds.SETTINGS,
