@@ -104,17 +104,18 @@ class _Group:
 class _Explanation:
     """The reasons for the mismatches of a cause, as far as they are known."""
 
-    is_software: bool
+    is_software: bool  # whether software is at fault, and no device
     own_files: str  # that the workers hold the bytes of their own files; empty where they do not
     renaming: str  # how names of the file and of the model differ; empty where this explains nothing
     why: str  # all reasons in one clause; empty where none is known
 
 
 _ByLoadPath = Mapping[str, TensorComparison]
+"""One tensor by load path."""
 _Totals = Mapping[tuple[str, str], Counter[str]]
 """Number of tensors of each name, by stage and load path."""
 _Split = Callable[[tuple[tuple[Workers, ...], ...], tuple[Workers, ...]], list[tuple[Workers, tuple[int, ...]]]]
-
+"""The type of `_split`."""
 
 _NO_LAYERS = frozenset({SETTINGS_LAYER, WHOLE_MODEL})
 """Names in place of a layer that stand for no tensor of the model."""
@@ -189,7 +190,7 @@ def _explain(
     wrong: Mapping[str, _ByLoadPath],
     renamings: Mapping[tuple[str, ...], str],
 ) -> _Explanation:
-    """Return all that explains the mismatches of a cause."""
+    """Collect the reasons for the mismatches of a cause."""
     on_load_paths = list(_on_load_paths(group, wrong))
     software = is_software(on_load_paths, cause.workers)
     own_files = _about_own_files(group, cause.workers)
@@ -218,7 +219,7 @@ def _on_load_paths(group: _Group, wrong: Mapping[str, _ByLoadPath]) -> Iterator[
 
 
 def _consequence(cause: _Cause, group: _Group, totals: _Totals) -> Consequence:
-    """Return a cause that follows from another one, to be stated with that."""
+    """Return a cause in the form in which the finding of its own cause states it."""
     return Consequence(
         stage=cause.stage,
         message=f"{cause.stage} · {some(cause.workers)} · {_describe_difference(cause, group, totals)}",
@@ -271,7 +272,7 @@ def _about_own_files(group: _Group, workers: Sequence[str]) -> str:
 
 
 def _wrong_by_name(tensors: Sequence[TensorComparison]) -> dict[str, dict[str, TensorComparison]]:
-    """Return the tensors that are wrong anywhere, by name and load path; the load paths where they are right too."""
+    """Return the tensors that are wrong on any load path, by name, each on all load paths by their name."""
     by_name: dict[str, dict[str, TensorComparison]] = {tensor.name: {} for tensor in tensors if tensor.is_wrong}
     for tensor in tensors:
         if tensor.name in by_name:
@@ -298,28 +299,28 @@ def _grouped(wrong: Mapping[str, _ByLoadPath], *, many: bool) -> dict[_Cause, _G
     return groups
 
 
-def _split(paths: tuple[tuple[Workers, ...], ...], order: tuple[Workers, ...]) -> list[tuple[Workers, tuple[int, ...]]]:
+def _split(
+    sets_by_path: tuple[tuple[Workers, ...], ...], order: tuple[Workers, ...]
+) -> list[tuple[Workers, tuple[int, ...]]]:
     """Split workers into sets that share their row of a tensor on every load path.
 
-    Each set comes with a number per load path: the index of the row that its workers share there, -1 for no row.
+    Each set comes with an index per load path: that of the row that its workers share there, -1 for no row.
     A CPU is never in a set with another device: it takes other load paths.
 
     Parameters
     ----------
-    paths : tuple of tuple of tuple of str
-        For each load path, the sets of workers with one row.
+    sets_by_path : tuple of tuple of tuple of str
+        For each load path, the workers of each row.
     order : tuple of tuple of str
         For each load path, all workers in order.
     """
-    numbers_by_worker: dict[str, list[int]] = {}
-    for path, sets in enumerate(paths):
-        for number, workers in enumerate(sets):
+    rows_of_worker: dict[str, list[int]] = {}
+    for path_index, sets in enumerate(sets_by_path):
+        for row_index, workers in enumerate(sets):
             for worker in workers:
-                numbers_by_worker.setdefault(worker, [-1] * len(paths))[path] = number
-    workers_by_numbers = gathered(
-        ((is_cpu(worker), tuple(numbers_by_worker[worker])), worker) for worker in _ranks(order)
-    )
-    return [(tuple(workers), numbers) for (_, numbers), workers in workers_by_numbers.items()]
+                rows_of_worker.setdefault(worker, [-1] * len(sets_by_path))[path_index] = row_index
+    workers_by_rows = gathered(((is_cpu(worker), tuple(rows_of_worker[worker])), worker) for worker in _ranks(order))
+    return [(tuple(workers), row_indices) for (_, row_indices), workers in workers_by_rows.items()]
 
 
 def _join(sets: tuple[Workers, ...], order: tuple[Workers, ...]) -> Workers:
@@ -345,11 +346,11 @@ def _hits(by_load_path: _ByLoadPath, split: _Split) -> Iterator[_Hit]:
     tensors = _in_order(by_load_path)
     paths = [tensor.load_path for tensor in tensors]
     sets = tuple(tuple(outcome.workers for outcome in tensor.outcomes) for tensor in tensors)
-    for workers, numbers in split(sets, tuple(tensor.workers for tensor in tensors)):
+    for workers, row_indices in split(sets, tuple(tensor.workers for tensor in tensors)):
         rows = {
-            path: tensor.outcomes[number]
-            for path, tensor, number in zip(paths, tensors, numbers, strict=True)
-            if number >= 0
+            path: tensor.outcomes[row_index]
+            for path, tensor, row_index in zip(paths, tensors, row_indices, strict=True)
+            if row_index >= 0
         }
         # all workers of a set have the same rows, so the first one stands for them
         wrong, taken = load_paths_taken(workers[0], rows)
@@ -368,7 +369,7 @@ def _totals(tensors: Sequence[TensorComparison]) -> dict[tuple[str, str], Counte
 
 
 def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]:
-    """Return the causes that follow from another one, by that.
+    """Return the causes that follow from another cause, by that cause.
 
     Results that were computed with wrong bytes, on every worker and load path, follow from the first cause of these
     bytes. Choices follow from a wrong result in their block, if its module does not hold the chooser: all results
@@ -380,7 +381,7 @@ def _consequences(groups: Mapping[_Cause, _Group]) -> dict[_Cause, list[_Cause]]
     for cause, group in groups.items():
         # wrong bytes do not explain a result that is wrong where the bytes are right, too
         if cause.stage in COMPUTES_WITH_WEIGHTS and moved_places.issuperset(group.places):
-            first = next(c for c, of_bytes in moved.items() if not of_bytes.places.keys().isdisjoint(group.places))
+            first = next(source for source in moved if not moved[source].places.keys().isdisjoint(group.places))
             consequences.setdefault(first, []).append(cause)
     explained = set(itertools.chain.from_iterable(consequences.values()))
     for cause, group in groups.items():
@@ -398,7 +399,10 @@ def _cause_of_choices(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Gro
         for candidate in groups
         if candidate.stage == cause.stage and candidate.workers == cause.workers and candidate.word != cause.word
     ]
-    results = [next((c for c in candidates if _leads_to(groups[c], tensor)), None) for tensor in group.tensors]
+    results = []
+    for choice in group.tensors:
+        leading = (candidate for candidate in candidates if _leads_to(groups[candidate], choice))
+        results.append(next(leading, None))
     return None if None in results else results[0]
 
 
@@ -458,7 +462,7 @@ def _renaming(cause: _Cause, group: _Group, groups: Mapping[_Cause, _Group]) -> 
     file_part, model_part = _differing_parts(file_names, model_names)
     if not file_part or {name.replace(file_part, model_part, 1) for name in file_names} != model_names:
         return ""
-    # which begins all names in the file, and is left out here
+    # this prefix begins all names in an adapter's file, and is not shown
     file_part = file_part.removesuffix("base_model.model.") or file_part
     if not model_part:
         return f"but for {file_part!r} they are those missing"

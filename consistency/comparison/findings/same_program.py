@@ -111,8 +111,8 @@ def _disagreements(
     """
     tables = _tables_of_stage(members, stage)
     differing = [key for key in keys if not _agree(tables, key, _PROMISED)]
-    promised = frozenset(differing)
-    unordered = [key for key in keys if key not in promised and not _agree(tables, key, _RECORDED)]
+    differing_keys = frozenset(differing)
+    unordered = [key for key in keys if key not in differing_keys and not _agree(tables, key, _RECORDED)]
     disagreements = []
     if differing:
         disagreements.append(_Disagreement(workers=members, stage=stage, keys=differing, digest_of=_PROMISED))
@@ -139,13 +139,13 @@ def _groups_of(members: Sequence[ComparedWorker]) -> Iterable[Sequence[ComparedW
 
 
 def _agree(tables: Sequence[Mapping[Key, TensorRecord]], key: Key, digest_of: _DigestOf) -> bool:
-    """Return whether all digests of a tensor are equal, of those that `digest_of` returns."""
+    """Return whether all digests of a tensor that `digest_of` returns are equal; a missing digest agrees."""
     digests = {digest_of(table[key]) for table in tables if key in table}
     return len(digests - {None}) <= 1
 
 
 def _sides(disagreement: _Disagreement) -> _Sides | None:
-    """Return the minority and the majority; None where no majority agrees."""
+    """Return the minority and the majority; None where no majority agrees, or nobody differs from it."""
     keys, digest_of = disagreement.keys, disagreement.digest_of
 
     @functools.cache  # workers that recorded the same share a table
@@ -187,7 +187,7 @@ def _majority_bits(bits_of_workers: Sequence[tuple[ComparedWorker, _Bits]]) -> _
 
 
 def _contradict(bits: _Bits, majority: _Bits) -> bool:
-    """Return whether two digests of one tensor differ; one that was not recorded is not known to differ."""
+    """Return whether the digests of any tensor differ; a digest that was not recorded is not known to differ."""
     pairs = zip(bits, majority, strict=True)
     return any(digest != expected and None not in (digest, expected) for digest, expected in pairs)
 
@@ -229,7 +229,7 @@ def _report_unordered(members: Sequence[ComparedWorker], stage: str, keys: Seque
 
 
 def _same_type(members: Sequence[ComparedWorker], stage: str) -> tuple[tuple[str, ...], str]:
-    """Return the names of the workers, and the beginning of a finding about all of them."""
+    """Return the names of the workers, and the beginning of a finding that names all."""
     labels = labels_of(members)
     return labels, f"{stage} · {some(labels)} are of one device type with the same software, but differ bitwise"
 
