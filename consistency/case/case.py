@@ -1,4 +1,4 @@
-"""A CASE: the base, the adapter and how they are checked, complete and immutable."""
+"""The case: the base, the adapter and how they are checked, complete and immutable."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def in_other_case(stage: str, case: str) -> str:
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a case is cut to so that it fits; None leaves the choice to the level and to the stage.
+    """Smaller inputs, with which a case fits the memory; None keeps the choice of the level and of the stage.
 
     Attributes
     ----------
     sequences, tokens : int or None
-        Inputs that are made: fewer than those of the level. The rest is not checked.
+        Sizes of the inputs that are made, smaller than those of the level. The rest is not checked.
     """
 
     sequences: int | None = None
@@ -41,9 +41,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         A folder, or `python:package.module:function`, a factory without arguments that returns a module. Empty where
         only the host is checked: every stage is then one of `MODEL_LESS`.
     adapter : str or None
-        None checks the base alone.
+        Folder of the adapter; None checks the base alone.
     adapters : tuple of NamedAdapter
-        Several adapters of one case, by the folders; `adapter` is then the first one.
+        Several adapters of one case, by their folders; `adapter` is then the first one.
     dtype : str
         Dtype to load the base in; `auto` is the one that its config declares.
     profile : str
@@ -64,11 +64,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     repeat : int
         Runs of each computed stage on each device.
     steps : int or None
-        Of training, in the stage `trajectory`; None where it was not asked for.
+        Steps of training in the stage `trajectory`; None where that was not asked for.
     soak_s : float or None
-        How long every worker computes the same again after its stages.
+        Seconds of the soak, in which every worker computes the same again after its stages; None for no soak.
     load : bool
-        Whether the device is kept busy during that.
+        Whether the device is kept busy during the soak.
     only : tuple of str
         `stage::layer` prefixes to check; empty checks everything.
     keep : bool
@@ -80,12 +80,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device_map : str or None
         A further way to shard the base: `auto`, `balanced`, `sequential`, or a JSON file of module names to devices.
     host_checked_by : str
-        The case of the same suite that has the stages of the host, which this one then leaves out; empty where it is
-        this one, or where there is no other case.
+        Name of the case of the same suite that has the stages of the host, which this case then leaves out; empty where
+        this case has them, or where there is no other case.
     not_shared : str
-        Why its workers cannot see all devices, where they would otherwise; empty where they can.
+        Why the workers cannot see all devices, where they would otherwise; empty where they can.
     fit : Fit
-        What it is cut to where memory is short.
+        Smaller inputs where memory is short.
     """
 
     name: str
@@ -123,13 +123,14 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def sequences(self, matrix_elements: int = 0) -> int:
         """Return how many sequences are made for a model with so many elements in its matrices."""
-        whole = self.plan.sequences
-        made = max(1, whole // 2) if self.plan.is_large(matrix_elements) else whole
-        return min(made, self.fit.sequences or made)
+        count = self.plan.sequences
+        if self.plan.is_large(matrix_elements):
+            count = max(1, count // 2)
+        return min(count, self.fit.sequences or count)
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens each of them has at most."""
+        """Return how many tokens each sequence has at most."""
         return self.fit.tokens or self.plan.tokens
 
     @property
@@ -143,12 +144,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def process_key(self) -> object:
-        """Return what cases share that run in one process, for libraries read some settings once in its life."""
+        """Return a key that is equal for cases that may run in one process: libraries read some settings only once."""
         return (self.profile, self.settings)
 
     @property
     def factory(self) -> str | None:
-        """Return package, module and function of a base that a function makes, None for a folder."""
+        """Return `package.module:function` of a base that a function makes; None for a folder."""
         return self.base.removeprefix("python:") if self.base.startswith("python:") else None
 
     @property
@@ -163,20 +164,24 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def checked_elsewhere(self) -> dict[str, str]:
-        """Return the case of the same suite that has a stage in place of this one, by stage."""
+        """Return the stages that another case of the same suite has in place of this one, with that case's name."""
         if not self.host_checked_by:
             return {}
         return {stage: self.host_checked_by for stage in HOST_STAGES if stage not in self.stages}
 
     def not_checked(self) -> tuple[str, ...]:
-        """Return what this run does not check, for the report."""
-        left = [stage for stage, spec in SPECS.items() if stage not in self.stages and spec.named_where_left_out]
-        skipped = [f"stage {stage}" for stage in left if stage not in self.checked_elsewhere]
-        skipped += [in_other_case(stage, case) for stage, case in self.checked_elsewhere.items()]
-        rest = [check.text for check in self.plan.left_out if self._is_left_out(check)]
+        """Return what this run does not check, in words, for the report."""
+        elsewhere = self.checked_elsewhere
+        absent_stages = [
+            stage for stage, spec in SPECS.items() if stage not in self.stages and spec.named_where_left_out
+        ]
+        stage_lines = [f"stage {stage}" for stage in absent_stages if stage not in elsewhere]
+        stage_lines += [in_other_case(stage, case) for stage, case in elsewhere.items()]
+        check_lines = [check.text for check in self.plan.left_out if self._is_left_out(check)]
         if self.not_shared:
-            rest.append(f"the load path shared ({self.not_shared})")
-        return (*skipped, *rest, *self._of_other_adapters(), *self._cut())
+            check_lines.append(f"the load path shared ({self.not_shared})")
+        stage_checks = [check for stage in self.stages for check in SPECS[stage].leaves_out]
+        return (*stage_lines, *check_lines, *self._unchecked_adapters(), *stage_checks, *self._cut_sizes())
 
     def _is_left_out(self, check: LeftOut) -> bool:
         """Return whether a report has to name a check that the level leaves out."""
@@ -186,20 +191,22 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return False
         return not (check.made_by_soak and self.soak_s is not None)
 
-    def _of_other_adapters(self) -> list[str]:
-        """Return what is checked of the first adapter alone."""
-        of_first = [stage for stage in self.stages if SPECS[stage].adapters is Adapters.FIRST]
-        alone = sorted(of_first, key=lambda stage: not SPECS[stage].needs_adapter)
-        others = " and ".join(one.name for one in self.adapters[1:])
-        text = f"{', '.join(alone)} of {others} (checked for {self.adapters[0].name} only)" if others else ""
-        found = [text] if text and alone else []
-        return [*found, *(check for stage in self.stages for check in SPECS[stage].leaves_out)]
+    def _unchecked_adapters(self) -> list[str]:
+        """Return the line on stages that check the first of several adapters alone; empty without such a stage."""
+        first_only = [stage for stage in self.stages if SPECS[stage].adapters is Adapters.FIRST]
+        if not first_only or len(self.adapters) < 2:
+            return []
+        # stages that need an adapter come first in the line: it is about them
+        stages = ", ".join(sorted(first_only, key=lambda stage: not SPECS[stage].needs_adapter))
+        others = " and ".join(adapter.name for adapter in self.adapters[1:])
+        return [f"{stages} of {others} (checked for {self.adapters[0].name} only)"]
 
-    def _cut(self) -> list[str]:
+    def _cut_sizes(self) -> list[str]:
+        """Return, in words, how many sequences and tokens are left out for lack of memory."""
         if not any(SPECS[stage].feeds_inputs for stage in self.stages):
             return []
         sizes = (
             ("sequences", self.sequences(), self.plan.sequences),
             ("tokens of each", self.tokens, self.plan.tokens),
         )
-        return [f"{whole - cut} of {whole} {what}, for lack of memory" for what, cut, whole in sizes if cut < whole]
+        return [f"{whole - cut} of {whole} {noun}, for lack of memory" for noun, cut, whole in sizes if cut < whole]
