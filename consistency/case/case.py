@@ -20,12 +20,12 @@ def in_other_case(stage: str, case: str) -> str:
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Smaller inputs, with which a case fits the memory; None keeps the choice of the level and of the stage.
+    """What a case is cut to so that it fits; None leaves the choice to the level and to the stage.
 
     Attributes
     ----------
     sequences, tokens : int or None
-        Sizes of the inputs that are made, smaller than those of the level. The rest is not checked.
+        Inputs that are made: fewer than those of the level. The rest is not checked.
     """
 
     sequences: int | None = None
@@ -41,9 +41,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         A folder, or `python:package.module:function`, a factory without arguments that returns a module. Empty where
         only the host is checked: every stage is then one of `MODEL_LESS`.
     adapter : str or None
-        Folder of the adapter; None checks the base alone.
+        None checks the base alone.
     adapters : tuple of NamedAdapter
-        Several adapters of one case, by their folders; `adapter` is then the first one.
+        Several adapters of one case, by the folders; `adapter` is then the first one.
     dtype : str
         Dtype to load the base in; `auto` is the one that its config declares.
     profile : str
@@ -64,11 +64,11 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     repeat : int
         Runs of each computed stage on each device.
     steps : int or None
-        Steps of training in the stage `trajectory`; None where that was not asked for.
+        Of training, in the stage `trajectory`; None where it was not asked for.
     soak_s : float or None
-        Seconds of the soak, in which every worker computes the same again after its stages; None for no soak.
+        How long every worker computes the same again after its stages.
     load : bool
-        Whether the device is kept busy during the soak.
+        Whether the device is kept busy during that.
     only : tuple of str
         `stage::layer` prefixes to check; empty checks everything.
     keep : bool
@@ -80,12 +80,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     device_map : str or None
         A further way to shard the base: `auto`, `balanced`, `sequential`, or a JSON file of module names to devices.
     host_checked_by : str
-        Name of the case of the same suite that has the stages of the host, which this case then leaves out; empty where
-        this case has them, or where there is no other case.
+        The case of the same suite that has the stages of the host, which this one then leaves out; empty where it is
+        this one, or where there is no other case.
     not_shared : str
-        Why the workers cannot see all devices, where they would otherwise; empty where they can.
+        Why its workers cannot see all devices, where they would otherwise; empty where they can.
     fit : Fit
-        Smaller inputs where memory is short.
+        What it is cut to where memory is short.
     """
 
     name: str
@@ -197,9 +197,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if not first_only or len(self.adapters) < 2:
             return []
         # stages that need an adapter come first in the line: it is about them
-        stages = ", ".join(sorted(first_only, key=lambda stage: not SPECS[stage].needs_adapter))
+        ordered = sorted(first_only, key=lambda stage: not SPECS[stage].needs_adapter)
         others = " and ".join(adapter.name for adapter in self.adapters[1:])
-        return [f"{stages} of {others} (checked for {self.adapters[0].name} only)"]
+        return [f"{', '.join(ordered)} of {others} (checked for {self.adapters[0].name} only)"]
 
     def _cut_sizes(self) -> list[str]:
         """Return, in words, how many sequences and tokens are left out for lack of memory."""
