@@ -130,7 +130,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens each sequence has at most."""
+        """Return how many tokens each of them has at most."""
         return self.fit.tokens or self.plan.tokens
 
     @property
@@ -144,12 +144,12 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def process_key(self) -> object:
-        """Return a key that is equal for cases that may run in one process: libraries read some settings only once."""
+        """Return what cases share that run in one process, for libraries read some settings once in its life."""
         return (self.profile, self.settings)
 
     @property
     def factory(self) -> str | None:
-        """Return `package.module:function` of a base that a function makes; None for a folder."""
+        """Return package, module and function of a base that a function makes, None for a folder."""
         return self.base.removeprefix("python:") if self.base.startswith("python:") else None
 
     @property
@@ -164,13 +164,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def checked_elsewhere(self) -> dict[str, str]:
-        """Return the stages that another case of the same suite has in place of this one, with that case's name."""
+        """Return the case of the same suite that has a stage in place of this one, by stage."""
         if not self.host_checked_by:
             return {}
         return {stage: self.host_checked_by for stage in HOST_STAGES if stage not in self.stages}
 
     def not_checked(self) -> tuple[str, ...]:
-        """Return what this run does not check, in words, for the report."""
+        """Return what this run does not check, for the report."""
         elsewhere = self.checked_elsewhere
         absent_stages = [
             stage for stage, spec in SPECS.items() if stage not in self.stages and spec.named_where_left_out
