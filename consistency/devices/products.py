@@ -31,9 +31,9 @@ class Products:
     Attributes
     ----------
     matmul, convolution : Precision
-        Least precision of float32 products.
+        Of float32 products.
     partial_terms : mapping of str to int
-        Half types whose partial sums may be stored in that type instead of in float32, and the terms of each sum.
+        Half types whose partial sums may be stored in that type instead of in float32, and the terms of each.
     """
 
     matmul: Precision = Precision.FLOAT32
