@@ -147,8 +147,8 @@ def unpack_blocks(text: str) -> tuple[int, ...]:
 
 def holds_capture(folder: Path) -> bool:
     """Tell whether a folder is a capture or a run, complete or not; otherwise its path was a mistake."""
-    paths = [home / name for home in (folder, folder / "captures") for name in (MANIFEST, "workers")]
-    return any(path.exists() for path in paths)
+    homes = (folder, folder / "captures")
+    return any((home / MANIFEST).exists() or (home / "workers").exists() for home in homes)
 
 
 def capture_name(folder: Path) -> str:

@@ -180,7 +180,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_lines = [check.text for check in self.plan.left_out if self._is_left_out(check)]
         if self.not_shared:
             check_lines.append(f"the load path shared ({self.not_shared})")
-        stage_checks = [check for stage in self.stages for check in SPECS[stage].leaves_out]
+        stage_checks: list[str] = []
+        for stage in self.stages:
+            stage_checks += SPECS[stage].leaves_out
         return (*stage_lines, *check_lines, *self._unchecked_adapters(), *stage_checks, *self._cut_sizes())
 
     def _is_left_out(self, check: LeftOut) -> bool:

@@ -205,8 +205,9 @@ def refuse_lfs_pointer(path: Path) -> None:
         raise InputError("cannot read the weights", where=path, got=error) from None
     if head.startswith(LFS_MARK):
         size = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "?")
+        noun = "file" if path.suffix == ".json" else "weights"
         raise InputError(
-            f"this is a Git LFS pointer, not the {'weights' if path.suffix != '.json' else 'file'}",
+            f"this is a Git LFS pointer, not the {noun}",
             where=path,
             got=f"{path.stat().st_size} bytes of text",
             wanted=f"the {size} bytes that it stands for",

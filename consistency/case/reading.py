@@ -26,7 +26,8 @@ from consistency.errors import UsageError, did_you_mean
 E = TypeVar("E", bound=str)
 
 _TYPES = get_type_hints(Options, localns={kind.__name__: kind for kind in (EngineFile, NamedAdapter, Override, Switch)})
-_BY_NAME = {name: option for option in OPTIONS for name in (option.name, option.attribute)}
+# An option may be given by its name, or by the name of its field in Python.
+_BY_NAME = {option.name: option for option in OPTIONS} | {option.attribute: option for option in OPTIONS}
 
 
 def make_options(table: Mapping[str, object], base: Options | None = None) -> Options:
@@ -65,7 +66,9 @@ def gather_options(config: str | Path | None, given: Mapping[str, object], edge:
 def layered(*layers: Mapping[str, Any], source: Source) -> Options:
     """Return the options of several places, each by the field of `Options`; a later place wins."""
     # the last tolerance that matches applies: those of the command line follow those of the file
-    tolerance = tuple(override for layer in layers for override in layer.get("tolerance", ()))
+    tolerance: list[Override] = []
+    for layer in layers:
+        tolerance += layer.get("tolerance", ())
     switches = merged(*(layer.get("set", ()) for layer in layers))
     fields: dict[str, Any] = {}
     for layer in layers:
@@ -74,7 +77,7 @@ def layered(*layers: Mapping[str, Any], source: Source) -> Options:
             fields.pop("adapter", None)
             fields.pop("adapters", None)
         fields |= layer
-    return Options(**{**fields, "tolerance": tolerance, "set": switches}, source=source)
+    return Options(**{**fields, "tolerance": tuple(tolerance), "set": switches}, source=source)
 
 
 def read_options(path: Path) -> dict[str, Any]:

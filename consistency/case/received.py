@@ -75,14 +75,7 @@ def received(case: Case, given: Options, *, folder: Path) -> Case:
 
 def _unanswered_requests(case: Case, given: Options, folder: Path) -> Iterator[tuple[str, str]]:
     """Yield what a case asks for and the command line does not give: a noun, and the option that gives it."""
-    if given.base is None and case.factory is not None:
-        yield "a function makes the base", f"--base {shlex.quote(case.base)}"
-    elif given.base is None and case.base and not _is_inside(case.base, folder):
-        yield "the base is in another folder", f"--base {shlex.quote(case.base)}"
-    if given.adapter is None and not given.adapters:
-        for option_value, path in _adapter_paths(case):
-            if not _is_inside(path, folder):
-                yield "the adapter is in another folder", f"--adapter {shlex.quote(option_value)}"
+    yield from _requests_for_weights(case, given, folder)
     uses_wrapper = any(SPECS[stage].option == "wrapper" for stage in case.stages)
     if given.wrapper is None and case.wrapper is not None and uses_wrapper:
         yield "a function wraps the base", f"--wrapper {shlex.quote(case.wrapper)}"
@@ -92,6 +85,18 @@ def _unanswered_requests(case: Case, given: Options, folder: Path) -> Iterator[t
         yield "weights in pickles", "--allow-pickle"
     if given.inputs is None and case.inputs is not None and not _is_inside(case.inputs, folder):
         yield "the inputs are in another folder", f"--inputs {shlex.quote(case.inputs)}"
+
+
+def _requests_for_weights(case: Case, given: Options, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the requests for a base that a function makes, and for a base or adapters in another folder."""
+    if given.base is None and case.factory is not None:
+        yield "a function makes the base", f"--base {shlex.quote(case.base)}"
+    elif given.base is None and case.base and not _is_inside(case.base, folder):
+        yield "the base is in another folder", f"--base {shlex.quote(case.base)}"
+    if given.adapter is None and not given.adapters:
+        for option_value, path in _adapter_paths(case):
+            if not _is_inside(path, folder):
+                yield "the adapter is in another folder", f"--adapter {shlex.quote(option_value)}"
 
 
 def _adapter_paths(case: Case) -> list[tuple[str, str]]:

@@ -250,7 +250,8 @@ def _find_inner(folder: Path, config: str) -> Path | None:
     It is one or two levels down; None where there is none.
     """
     with suppress(OSError):
-        folders = [path.parent for pattern in (f"*/{config}", f"*/*/{config}") for path in folder.glob(pattern)]
+        paths = [*folder.glob(f"*/{config}"), *folder.glob(f"*/*/{config}")]
+        folders = [path.parent for path in paths]
         return max(folders, key=lambda inner: (_training_step(inner), -len(inner.parts), inner.name), default=None)
     return None
 

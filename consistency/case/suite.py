@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import itertools
 import os
 import re
 from collections import Counter
@@ -217,25 +218,24 @@ def _expanded(layers: Sequence[_Layer], *, name: object) -> Iterator[Options]:
     adapters_vary = adapter_layer is not None and _varies(adapter_layer.table, "adapter")
     dtypes_vary = dtype_layer is not None and _varies(dtype_layer.table, "dtype")
     labels = _labels([adapter for adapter in adapters if isinstance(adapter, str)])
-    for adapter in adapters:
-        for dtype in dtypes:
-            tables = []
-            for layer in layers:
-                # each value goes into the layer that it comes from: a path in a file is relative to that file
-                picked: dict[str, object] = {}
-                if layer is adapter_layer:
-                    picked["adapter"] = adapter
-                if layer is dtype_layer:
-                    picked["dtype"] = dtype
-                tables.append(layer.options(**picked))
-            options = layered(*tables, source=_source(layers))
-            parts: list[Any] = [] if name is None else [str(name)]
-            if adapters_vary or name is None:
-                parts.append(labels.get(str(adapter), ""))
-            if dtypes_vary:
-                parts.append(dtype)
-            case_name = "-".join(filter(None, parts)) or name_of(Path(options.base or "base"))
-            yield dataclasses.replace(options, name=case_name)
+    for adapter, dtype in itertools.product(adapters, dtypes):
+        tables = []
+        for layer in layers:
+            # each value goes into the layer that it comes from: a path in a file is relative to that file
+            picked: dict[str, object] = {}
+            if layer is adapter_layer:
+                picked["adapter"] = adapter
+            if layer is dtype_layer:
+                picked["dtype"] = dtype
+            tables.append(layer.options(**picked))
+        options = layered(*tables, source=_source(layers))
+        parts = [] if name is None else [str(name)]
+        if adapters_vary or name is None:
+            parts.append(labels.get(str(adapter), ""))
+        if dtypes_vary:
+            parts.append(str(dtype))
+        case_name = "-".join(filter(None, parts)) or name_of(Path(options.base or "base"))
+        yield dataclasses.replace(options, name=case_name)
 
 
 def _last_with(option: str, layers: Sequence[_Layer]) -> _Layer | None:

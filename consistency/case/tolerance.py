@@ -61,19 +61,13 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is a finite number of 0 or more, got {value}")
-        if self.stage is not None and self.stage not in SPECS:
-            close = did_you_mean(self.stage, COMPUTED)
-            raise ValueError(f"unknown stage: {self.stage}; " + (close or f"a tolerance is for {_or(COMPUTED)}"))
-        if self.stage is not None and self.stage not in COMPUTED:
-            kind = SPECS[Stage(self.stage)].kind.value
-            raise ValueError(f"the stage {self.stage} {kind}: a tolerance is for {_or(COMPUTED)}")
+        if self.stage is not None:
+            _check_stage(self.stage)
         if self.dtype is not None and self.dtype not in UNIT_ROUNDOFF:
             raise ValueError(f"no dtype that has a tolerance: {self.dtype}; it is one of {', '.join(UNIT_ROUNDOFF)}")
         for name, pattern in (("layer", self.layer), ("arch", self.arch)):
-            if pattern is not None and not pattern.strip():
-                raise ValueError(f"an empty {name} matches nothing: leave it out to mean every {name}")
-            if pattern is not None and "," in pattern:
-                raise ValueError(f"{name} is one pattern, got {pattern}: give one tolerance per pattern")
+            if pattern is not None:
+                _check_pattern(name, pattern)
 
     def __str__(self) -> str:
         """Return the text that the command line accepts for it."""
@@ -96,6 +90,24 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             and self.dtype in (None, dtype)
             and (self.layer is None or fnmatchcase(layer, self.layer))
         )
+
+
+def _check_stage(stage: str) -> None:
+    """Raise ValueError for a stage that is unknown, or does not compute."""
+    if stage not in SPECS:
+        hint = did_you_mean(stage, COMPUTED) or f"a tolerance is for {_or(COMPUTED)}"
+        raise ValueError(f"unknown stage: {stage}; {hint}")
+    if stage not in COMPUTED:
+        kind = SPECS[Stage(stage)].kind.value
+        raise ValueError(f"the stage {stage} {kind}: a tolerance is for {_or(COMPUTED)}")
+
+
+def _check_pattern(name: str, pattern: str) -> None:
+    """Raise ValueError for a pattern that is empty, or a list of patterns."""
+    if not pattern.strip():
+        raise ValueError(f"an empty {name} matches nothing: leave it out to mean every {name}")
+    if "," in pattern:
+        raise ValueError(f"{name} is one pattern, got {pattern}: give one tolerance per pattern")
 
 
 def choose(overrides: Sequence[Override], *, stage: str, layer: str, dtype: str) -> Override | None:

@@ -195,5 +195,7 @@ def mask_variables() -> frozenset[str]:
 
 def recorded_variables() -> frozenset[str]:
     """Return every variable that is written into a capture: those that choose kernels, devices or libraries."""
-    names = {name for backend in BACKENDS.values() for name in backend.recorded}
-    return kernel_variables() | worker_variables().keys() | mask_variables() | names
+    names = {*kernel_variables(), *worker_variables(), *mask_variables()}
+    for backend in BACKENDS.values():
+        names.update(backend.recorded)
+    return frozenset(names)

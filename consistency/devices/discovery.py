@@ -514,7 +514,9 @@ def is_rocm() -> bool:
 @functools.cache
 def _torch_build() -> frozenset[str]:
     """Return which of `Backend.builds` the installed torch has, from its `version.py`, without importing it."""
-    builds = {name for backend in BACKENDS.values() for name in backend.builds}
+    builds: set[str] = set()
+    for backend in BACKENDS.values():
+        builds.update(backend.builds)
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return frozenset()

@@ -252,7 +252,12 @@ def _loaded_dtype(
     if case.dtype != "auto":
         return case.dtype
     # `dtype` is the newer name of `torch_dtype`, and the config of a part fills in what the whole does not state.
-    candidates = [table.get(key) for table in (config, text_config) for key in ("dtype", "torch_dtype")]
+    candidates = [
+        config.get("dtype"),
+        config.get("torch_dtype"),
+        text_config.get("dtype"),
+        text_config.get("torch_dtype"),
+    ]
     declared = next(filter(None, candidates), None)
     if isinstance(declared, str) and declared.removeprefix("torch.") in _DTYPES:
         return declared.removeprefix("torch.")
