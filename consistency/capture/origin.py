@@ -1,4 +1,4 @@
-"""Where a capture or a report comes from: when and where it was made, and by which command.
+"""Record the origin of a capture or a report: time, host and command.
 
 Every command starts with this module, so what takes long to import is imported where it is used.
 """

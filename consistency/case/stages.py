@@ -1,4 +1,4 @@
-"""All stages, in the order of reports, and which of them a level runs. No torch here."""
+"""Collect all stages, in the order of reports, and the stages of each level. No torch here."""
 
 from __future__ import annotations
 

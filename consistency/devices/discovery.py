@@ -232,7 +232,7 @@ def _nvidia() -> tuple[DeviceInfo, ...]:
 
 
 class _Card:
-    """A card by what NVML reports of it: boards and virtual machines refuse one or another question.
+    """A card, as NVML describes it: boards and virtual machines refuse one or another question.
 
     Parameters
     ----------

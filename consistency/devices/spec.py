@@ -124,7 +124,7 @@ class AutoChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
-    """What is known of a device before a worker starts."""
+    """The facts about a device that are known before a worker starts."""
 
     spec: DeviceSpec
     memory_bytes: int | None = None

@@ -1,4 +1,4 @@
-"""Whether a device holds the base: by estimate before a worker starts, and in the worker by what is free then."""
+"""Decide whether a device holds the base: by estimate before a worker starts, by its free memory in the worker."""
 
 from __future__ import annotations
 

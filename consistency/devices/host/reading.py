@@ -187,7 +187,7 @@ def _link(a: Gpu, b: Gpu) -> Link:
 
 
 def _ask_nvml(nvml: Any, gpus: Sequence[Gpu], links: Sequence[Link]) -> tuple[list[Gpu], list[Link]]:
-    """Return GPUs and links with what NVIDIA's management library reports of those that it knows."""
+    """Return GPUs and links with the facts of NVIDIA's management library; unknown ones stay the same."""
     handles = {gpu.name: management.handle_of(nvml, gpu.pci_bus_id) for gpu in gpus}
     version = management.driver(nvml)
     asked_gpus = []
