@@ -125,7 +125,7 @@ def _check_anything_is_checked(options: Options, stages: Sequence[Stage], *, has
     """Raise UsageError where nothing would be compared: a stage of the adapter without one, or an empty `--only`."""
     possible_stages = [stage for stage in stages if has_adapter or not SPECS[stage].needs_adapter]
     impossible_stages = [stage for stage in stages if stage not in possible_stages]
-    # A level leaves out such stages by itself; only a stage that the user named is an error.
+    # Stages of a level that need an adapter are passed over without one; a stage that the user named is an error.
     if options.stages is not None and impossible_stages:
         raise UsageError(
             f"{' and '.join(impossible_stages)} without an adapter",

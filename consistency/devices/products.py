@@ -111,7 +111,6 @@ def _partial_terms(settings: Mapping[str, object]) -> dict[str, int]:
         terms["float16"] = SPLIT_TERMS
     if settings.get("bf16_reduced_precision_reduction") is True:
         terms["bfloat16"] = SPLIT_TERMS
-    # every partial sum is stored in float16 then
     if settings.get("fp16_accumulation") is True:
         terms["float16"] = 1
     return terms
