@@ -1,4 +1,4 @@
-"""The flaws of a saved adapter that every device shows, and the sentences that say them. No torch here.
+"""Flaws of a saved adapter that every device shows, and their sentences. No torch here.
 
 A run has these as findings about the stage `adapter`, and a check of a merged folder beside what the folder holds.
 """
@@ -12,11 +12,11 @@ from typing import Any, Literal
 from consistency.capture.explanation import Explanation
 
 REMARKS = "adapter_remarks"
-"""Evidence of a row: what is wrong with the adapter, each as a table that `remarks_in` reads."""
+"""Key in the evidence of a row: the flaws of the adapter, each as a table that `remarks_in` reads."""
 
 
 class AdapterFlaw(Explanation):
-    """Something that makes an adapter another one than its user believes; its phrase is all of the sentence."""
+    """A flaw that makes an adapter another one than its user believes; its phrase is only the text of the remark."""
 
     UNTRAINED_LAYERS = (
         "untrained-layers",
@@ -53,20 +53,20 @@ class AdapterRemark:
 
     @property
     def severity(self) -> Literal["error", "warning"]:
-        """Return how grave it is: an adapter that is another one on each load is the same numbers nowhere."""
+        """Return `error` for an adapter that is another one on each load: it gives the same numbers nowhere."""
         return "error" if self.flaw is AdapterFlaw.DRAWN_ON_LOADING else "warning"
 
     def as_table(self) -> dict[str, str]:
-        """Return it as evidence has it."""
+        """Return the remark as a table, for the evidence of a row."""
         return {"flaw": str(self.flaw), "text": self.text}
 
 
 def remarks_in(evidence: Mapping[str, Any]) -> Sequence[AdapterRemark]:
-    """Return the remarks in a row's evidence; those of a later version, which are not known here, are left out."""
-    known = {str(flaw): flaw for flaw in AdapterFlaw}
-    tables = [table for table in evidence.get(REMARKS) or () if isinstance(table, dict)]
-    return [
-        AdapterRemark(flaw=known[table["flaw"]], text=str(table.get("text")))
-        for table in tables
-        if table.get("flaw") in known
-    ]
+    """Return the remarks in a row's evidence; flaws of a later version, which are not known here, are left out."""
+    flaws = {str(flaw): flaw for flaw in AdapterFlaw}
+    remarks = []
+    for table in evidence.get(REMARKS) or ():
+        # the capture may be a stranger's
+        if isinstance(table, dict) and table.get("flaw") in flaws:
+            remarks.append(AdapterRemark(flaw=flaws[table["flaw"]], text=str(table.get("text"))))
+    return remarks

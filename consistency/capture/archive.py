@@ -1,7 +1,7 @@
-"""A capture as one ZIP file, which may be a stranger's: its records are unpacked, its tensors when they are asked for.
+"""Unpack captures from ZIP files, which may be a stranger's: records at once, tensors when they are asked for.
 
-It holds a capture's files under their names and nothing else. What has another name is not unpacked, so a stranger's
-archive can write nowhere but into the folder that is made for it.
+An archive holds a capture's files under their names and nothing else. A member with another name is not unpacked, so a
+stranger's archive can write nowhere but into the folder that is made for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TENSOR = re.compile(r"^(?:captures/)?blobs/[0-9a-f]{64}\.safetensors$")
 _SPARE_BYTES = 2**28  # what unpacking has to leave free on the disk
 
 _DAMAGE = (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error)
-"""What the reading of an archive raises: it is cut short, changed, encrypted, or packed in a way that is not known."""
+"""Errors of an archive that is cut short, changed, encrypted, or packed in a way that is not known."""
 
 
 def is_member(name: str) -> bool:
@@ -64,8 +64,10 @@ def take_out(path: Path, tensor: Path) -> None:
     """Unpack one tensor to a file that is named as in the archive; without such a tensor there is no file then."""
     try:
         with _opened(path) as archive:
-            own = f"{tensor.parent.name}/{tensor.name}"
-            name = next((name for name in (own, f"captures/{own}") if name in archive.NameToInfo), None)
+            # the archive of a whole run has its capture in a folder
+            member = f"{tensor.parent.name}/{tensor.name}"
+            candidates = (member, f"captures/{member}")
+            name = next((name for name in candidates if name in archive.NameToInfo), None)
             if name is None or not _TENSOR.match(name):
                 return
             tensor.parent.mkdir(parents=True, exist_ok=True)
@@ -83,22 +85,25 @@ def read_member(path: Path, name: str) -> bytes:
     """Return one file of an archive, from its top or from a folder in it; a `CaptureError` where there is none."""
     try:
         with _opened(path) as archive:
-            found = next((one for one in archive.infolist() if one.filename in (name, f"{path.stem}/{name}")), None)
-            if found is None:
+            candidates = (name, f"{path.stem}/{name}")
+            member = next((member for member in archive.infolist() if member.filename in candidates), None)
+            if member is None:
                 raise CaptureError(f"no {name} in this archive", where=path)
-            check_unpacked(path.stat().st_size, found.file_size, MOST_CAPTURE_BYTES)
-            return archive.read(found)
+            check_unpacked(path.stat().st_size, member.file_size, MOST_CAPTURE_BYTES)
+            return archive.read(member)
     except _DAMAGE as error:
         raise CaptureError(f"cannot read {name}", where=path, got=error) from None
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open an archive; raise OSError where it has too many members."""
     with ArchiveFile(path) as file, zipfile.ZipFile(file) as archive:
         check_count(len(archive.infolist()))
         yield archive
 
 
 def _check_room(path: Path, folder: Path, size: int) -> None:
+    """Raise CaptureError where the disk of a folder has no room for so many bytes."""
     if size > shutil.disk_usage(folder).free - _SPARE_BYTES:
         raise CaptureError("no room to unpack the capture", where=path, got=f"{size / 2**30:.1f} GiB")

@@ -1,4 +1,4 @@
-"""Read what may be a stranger's: regular files alone, inside their folder, and no more than a machine can hold.
+"""Read files that may be a stranger's: only regular ones, inside their folder, and no more than a machine can hold.
 
 A pipe would be waited for, a device would never end, and a link may lead to what its sender should not read. What is
 refused is an `OSError`, which every reader turns into its own sentence. Standard library alone.
@@ -15,7 +15,7 @@ from pathlib import Path
 from consistency.errors import UsageError
 
 READ_LIMIT = "CONSISTENCY_READ_LIMIT"
-"""Variable of the environment: a factor for all limits, for captures larger than any that was seen."""
+"""Environment variable with a factor for all limits, for captures larger than any that was seen."""
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -26,23 +26,25 @@ _KINDS = {
 }
 
 MOST_BYTES = 2**30
-"""Of a file that is read as a whole. The largest report seen has 416 MB, of 1000 workers with a row for each tensor."""
+"""Most bytes of a file that is read as a whole. The largest report seen has 416 MB, of 1000 workers with a row for each
+tensor."""
 
 MOST_CAPTURE_BYTES = 2**32
-"""Of a capture without its tensors. A worker of a 70 B model writes some 35 MB of records: this allows 100 of them."""
+"""Most bytes of a capture without its tensors. A worker of a 70 B model writes some 35 MB of records: this allows 100
+of them."""
 
 MOST_TENSOR_BYTES = 2**36
-"""Of a stored tensor. The largest matrix of a 405 B model has 16384 x 128256 elements: 8.4 GB in float32."""
+"""Most bytes of a stored tensor. The largest matrix of a 405 B model has 16384 x 128256 elements: 8.4 GB in float32."""
 
 MOST_MEMBERS = 50_000
-"""Of an archive, or files of a capture: a host's workers have four each, and tensors that are kept a file each."""
+"""Most members of an archive, or files of a capture: a host's workers have four each, and each tensor that is kept has
+one."""
 
-_DIRECTORY_BYTES = (
-    MOST_MEMBERS * 160
-)  # of an archive: a stored tensor takes 128, the longest name of a worker's file 190
+# Most bytes of an archive's list of members: a stored tensor takes 128, the longest name of a worker's file 190.
+_DIRECTORY_BYTES = MOST_MEMBERS * 160
 
+# Records are packed 4.5 times smaller. An archive that claims to be 100 times larger unpacked is made to fill a disk.
 _PACKED_AT_MOST, _SMALL_BYTES = 100, 2**26
-"""Records are packed 4.5 times smaller. What claims to be 100 times larger than its archive is made to fill a disk."""
 
 
 class NotReadError(OSError):
@@ -53,50 +55,57 @@ class NotReadError(OSError):
 
 
 class BoundedReader:
-    """Reads files of one folder, which together may have so many bytes.
+    """Reads files of one folder, up to a number of bytes for all of them together.
 
     Parameters
     ----------
     root : Path or None
         No link leads out of it. None where the user has named the file itself.
+    most_bytes : int
+        The limit for all files together.
     """
 
     def __init__(self, root: Path | None, most_bytes: int = MOST_BYTES) -> None:
         self._root = None if root is None else root.resolve()
-        self._most = allowed(most_bytes)
-        self._left = self._most
+        self._total_bytes = allowed(most_bytes)
+        self._remaining_bytes = self._total_bytes
 
     def read(self, path: Path) -> bytes:
-        """Return what is in a file; raise OSError where there is none, or it is refused."""
+        """Return the content of a file; raise OSError where there is none, or it is refused."""
         check_regular(path, self._root)
+        # Without waiting: the path may have become a pipe since it was checked.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
-            facts = os.fstat(file.fileno())
-            _refuse_kind(facts.st_mode)
-            most = min(self._left, allowed(MOST_BYTES))
-            raw = b"" if facts.st_size > most else file.read(most + 1)  # it may grow
-        if facts.st_size > most or len(raw) > most:
-            raise too_large(max(facts.st_size, len(raw)), allowed(MOST_BYTES) if most < self._left else self._most)
-        self._left -= len(raw)
+            stated = os.fstat(file.fileno())
+            _refuse_kind(stated.st_mode)
+            limit = min(self._remaining_bytes, allowed(MOST_BYTES))
+            raw = b"" if stated.st_size > limit else file.read(limit + 1)  # it may grow
+        if stated.st_size > limit or len(raw) > limit:
+            is_one_file = limit < self._remaining_bytes
+            raise too_large(max(stated.st_size, len(raw)), allowed(MOST_BYTES) if is_one_file else self._total_bytes)
+        self._remaining_bytes -= len(raw)
         return raw
 
 
 def read_regular(path: Path, root: Path | None = None) -> bytes:
-    """Return what is in a file; raise OSError where there is none, or it is refused."""
+    """Return the content of a file; raise OSError where there is none, or it is refused."""
     return BoundedReader(root).read(path)
 
 
 def check_regular(path: Path, root: Path | None = None, *, most_bytes: int | None = None) -> None:
-    """Raise OSError where a path leads to no regular file, out of a folder, or to more than so many bytes."""
-    facts = path.stat()
+    """Raise OSError where a path leads to no regular file, out of the folder `root`, or to more than `most_bytes`."""
+    stated = path.stat()
     if root is not None and not path.resolve().is_relative_to(root.resolve()):
         raise NotReadError("a link that leads out of its folder: name the folder that it leads to")
-    _refuse_kind(facts.st_mode)
-    if most_bytes is not None and facts.st_size > allowed(most_bytes):
-        raise too_large(facts.st_size, allowed(most_bytes))
+    _refuse_kind(stated.st_mode)
+    if most_bytes is not None and stated.st_size > allowed(most_bytes):
+        raise too_large(stated.st_size, allowed(most_bytes))
 
 
 class ArchiveFile(io.FileIO):
-    """A ZIP file whose list of members is no longer than it may be: it is read at once, and long before it is used."""
+    """A ZIP file that refuses a list of members which is too long.
+
+    `zipfile` reads the list in one piece when it opens the file, before any member could be counted.
+    """
 
     def __init__(self, path: Path) -> None:
         check_regular(path)
@@ -115,26 +124,26 @@ def check_count(count: int) -> None:
 
 
 def check_unpacked(packed: int, unpacked: int, most_bytes: int) -> None:
-    """Raise OSError where members claim to be more than any that are packed into so few bytes."""
-    most = min(allowed(most_bytes), allowed(_SMALL_BYTES) + allowed(_PACKED_AT_MOST) * packed)
-    if unpacked > most:
-        raise too_large(unpacked, most)
+    """Raise OSError where members claim more bytes than can be packed into so few, or more than `most_bytes`."""
+    limit = min(allowed(most_bytes), allowed(_SMALL_BYTES) + allowed(_PACKED_AT_MOST) * packed)
+    if unpacked > limit:
+        raise too_large(unpacked, limit)
 
 
 def too_large(size: int, most: int) -> NotReadError:
-    """Return the error for so many bytes."""
+    """Return the error for a file of `size` bytes where `most` are read."""
     return NotReadError(f"{_size(size)}, {_at_most(_size(most))}")
 
 
 def allowed(most: int) -> int:
-    """Return a limit as the user has raised it."""
-    given = os.environ.get(READ_LIMIT) or "1"
+    """Return a limit as the user has raised it by the environment variable."""
+    text = os.environ.get(READ_LIMIT) or "1"
     try:
-        factor = float(given)
+        factor = float(text)
     except ValueError:
         factor = math.nan
     if not 0 < factor < math.inf:
-        raise UsageError(f"{READ_LIMIT} is out of range", got=given, wanted="a number above 0")
+        raise UsageError(f"{READ_LIMIT} is out of range", got=text, wanted="a number above 0")
     return int(most * factor)
 
 
@@ -147,5 +156,6 @@ def _size(count: int) -> str:
 
 
 def _refuse_kind(mode: int) -> None:
+    """Raise OSError unless a file's mode is that of a regular file."""
     if not stat.S_ISREG(mode):
         raise NotReadError(f"{_KINDS.get(stat.S_IFMT(mode), 'no file')}, and no regular file")

@@ -1,4 +1,4 @@
-"""A claim: a file that a process holds locked while it works, so that no other works in the same place.
+"""Claims: files that a process holds locked while it works, so that no other process works in the same place.
 
 The system drops the lock when the process ends, whatever ends it. So a claim that nobody holds is either of work that
 has ended, or of a process that was killed: what it left is taken over, or removed. Standard library alone.
@@ -20,16 +20,16 @@ from pathlib import Path
 from consistency.errors import CaptureError
 
 CLAIM = ".claim"
-"""Name of the claim of a folder, in it."""
+"""Name of the file that is the claim of a folder, in that folder."""
 
 PARTIAL = ".partial"
-"""How the name of a hidden folder ends, in which is made what will appear as a whole beside it."""
+"""Ending of the name of a hidden folder, in which something is made that will appear as a whole beside it."""
 
 _PREFIX = "consistency-"
 _NEW_CLAIM = f"{CLAIM}-new"
 _SCRATCH = re.compile(_PREFIX + r"[a-z]+-[a-z0-9_]{8}")  # as `tempfile.mkdtemp` names it
 _CLAIMED_WITHIN_S = 3600.0  # a scratch folder is claimed milliseconds after it is made
-_HELD = (errno.EACCES, errno.EAGAIN)
+_HELD = (errno.EACCES, errno.EAGAIN)  # errors where another process holds the lock
 _LOOK_S = 0.2  # whoever only looks whether a claim is held (`is_abandoned`) holds it for a moment
 _MOST_TEXT = 300  # bytes of a claim
 
@@ -47,10 +47,10 @@ def claimed(claim: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         Another process holds it, or it cannot be written.
     """
     try:
-        held = taken(claim, wait_s=wait_s)
+        descriptor = taken(claim, wait_s=wait_s)
     except OSError as error:
         raise CaptureError("cannot write into this folder", where=claim.parent, got=error) from None
-    if held is None:
+    if descriptor is None:
         raise CaptureError(
             "another process writes to the same place",
             where=claim.parent,
@@ -58,16 +58,16 @@ def claimed(claim: Path, *, wait_s: float = 0.0) -> Iterator[None]:
             hint="wait for it, or choose another place",
         )
     try:
-        os.ftruncate(held, 0)
+        os.ftruncate(descriptor, 0)
         import platform  # takes longer than all that a command without a claim needs of this module
 
         now = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        os.write(held, f"process {os.getpid()} on {platform.node()}, since {now}\n".encode())
+        os.write(descriptor, f"process {os.getpid()} on {platform.node()}, since {now}\n".encode())
         yield
     finally:
         with suppress(OSError):
             claim.unlink()  # before the lock is dropped, so that nobody has taken it over
-        os.close(held)
+        os.close(descriptor)
 
 
 def claim_of(target: Path) -> Path:
@@ -88,51 +88,51 @@ def is_abandoned(folder: Path) -> bool:
 def is_held(claim: Path) -> bool | None:
     """Tell whether a process holds a claim; None where there is none, or the file system has no locks."""
     try:
-        held = os.open(claim, os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(claim, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        free = _lock(held)
-        return None if free is None else not free
+        is_locked = _lock(descriptor)
+        return None if is_locked is None else not is_locked
     finally:
-        os.close(held)
+        os.close(descriptor)  # which drops the lock again
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove a file that a process of this user held locked and holds no more; one that has never been locked too.
+    """Remove a file of this user that no process holds locked any more, or that none has ever locked.
 
     It is locked while it is removed: a process that has just made it, and locks it next, finds it gone (`taken`).
     """
     with suppress(OSError):
         if path.lstat().st_uid != os.getuid():
             return
-        held = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            if _lock(held):
+            if _lock(descriptor):
                 path.unlink()
         finally:
-            os.close(held)
+            os.close(descriptor)
 
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """Yield a new folder for what is needed while this process works; remove those that killed processes left."""
+    """Yield a new folder for temporary files of this process; remove the folders that killed processes left."""
     import tempfile  # as with `platform`
 
     with suppress(OSError):
-        for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            if is_abandoned(folder) or _never_claimed(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+        for leftover in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            if is_abandoned(leftover) or _never_claimed(leftover):
+                shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-"))
-    held = None
+    descriptor = None
     try:
-        held = taken(folder / _NEW_CLAIM)
+        descriptor = taken(folder / _NEW_CLAIM)
         os.replace(folder / _NEW_CLAIM, folder / CLAIM)  # it appears locked
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if held is not None:
-            os.close(held)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _never_claimed(folder: Path) -> bool:
@@ -140,42 +140,48 @@ def _never_claimed(folder: Path) -> bool:
     if not _SCRATCH.fullmatch(folder.name) or (folder / CLAIM).exists():
         return False
     try:
-        facts = folder.lstat()
-        is_empty = {one.name for one in folder.iterdir()} <= {_NEW_CLAIM}
+        stated = folder.lstat()
+        is_empty = {path.name for path in folder.iterdir()} <= {_NEW_CLAIM}
     except OSError:
         return False
-    old = time.time() - facts.st_mtime > _CLAIMED_WITHIN_S
-    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and is_empty and old
+    is_own_folder = stat.S_ISDIR(stated.st_mode) and stated.st_uid == os.getuid()
+    is_old = time.time() - stated.st_mtime > _CLAIMED_WITHIN_S
+    return is_own_folder and is_empty and is_old
 
 
 def taken(claim: Path, *, wait_s: float = 0.0) -> int | None:
-    """Return the open, locked file of a claim, made if it is not there; None where another process holds it."""
+    """Return the descriptor of a claim's open, locked file, which is made if it is not there.
+
+    None where another process holds it, even after `wait_s` seconds.
+    """
     until = time.monotonic() + max(wait_s, _LOOK_S)
     while True:
-        held = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        is_ours = _lock(held)
-        if is_ours is None:
-            return held
+        descriptor = os.open(claim, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        is_locked = _lock(descriptor)
+        if is_locked is None:
+            return descriptor
         with suppress(OSError):
-            if is_ours and os.path.samestat(os.fstat(held), claim.stat()):
-                return held
-        os.close(held)  # held by another, or removed by the one who held it before
-        if not is_ours:
+            if is_locked and os.path.samestat(os.fstat(descriptor), claim.stat()):
+                return descriptor
+        # held by another process, or removed by the one that held it before: then it is made again
+        os.close(descriptor)
+        if not is_locked:
             if time.monotonic() > until:
                 return None
             time.sleep(_LOOK_S / 10)
 
 
-def _lock(held: int) -> bool | None:
+def _lock(descriptor: int) -> bool | None:
     """Lock an open file; return whether that was possible, None where the file system has no locks."""
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return False if error.errno in _HELD else None
     return True
 
 
 def _holder(claim: Path) -> str | None:
+    """Return the line that the process which holds a claim wrote into it; None where there is none."""
     with suppress(OSError, UnicodeDecodeError), claim.open("rb") as file:
         return file.read(_MOST_TEXT).decode().strip() or None
     return None

@@ -1,4 +1,4 @@
-"""What explains a finding: a word with what it says, and what to do. No torch here."""
+"""The base of the words that explain a finding. No torch here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Self
 
 
 class Explanation(enum.StrEnum):
-    """A word with what it says and what to do."""
+    """A word with its sentence and its advice."""
 
     phrase: str
-    """`{}` marks what it is about."""
+    """The sentence; `{}` marks the place of its subject."""
     todo: str
-    """What to do next."""
+    """What the user should do next."""
 
     def __new__(cls, word: str, phrase: str, todo: str) -> Self:
         member = str.__new__(cls, word)
@@ -22,5 +22,5 @@ class Explanation(enum.StrEnum):
         return member
 
     def sentence(self, about: str = "") -> str:
-        """Return what it says of something."""
+        """Return the sentence about a subject."""
         return self.phrase.replace("{}", about)

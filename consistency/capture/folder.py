@@ -14,6 +14,7 @@ A folder with `capture.json` is whole. `writer.py` writes captures, `reader.py` 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -71,21 +72,25 @@ class WorkerCapture(msgspec.Struct, frozen=True, kw_only=True):
 
     info: WorkerInfo
     parts: tuple[tuple[TensorRecord, ...], ...]
-    """Its records in order, cut where the stage changes. Workers that wrote the same bytes share a part."""
+    """The records in order, cut where the stage changes. Workers that wrote the same bytes share a part."""
 
     @property
     def records(self) -> tuple[TensorRecord, ...]:
-        return tuple(record for part in self.parts for record in part)
+        """Return all records in order."""
+        return tuple(itertools.chain.from_iterable(self.parts))
 
     @property
     def of_tensors(self) -> tuple[tuple[TensorRecord, ...], ...]:
-        """Return the parts whose records are of tensors, and not of the case."""
+        """Return the parts whose records are of tensors; the record of a `MergeEffect` is in a part of its own."""
         return tuple(part for part in self.parts if not part or part[0].merging is None)
 
     @property
     def merging(self) -> MergeEffect | None:
-        """Return what merging does to the outputs, where this worker measured it."""
-        return next((part[0].merging for part in self.parts if part and part[0].merging is not None), None)
+        """Return the effect of merging on the outputs; None where this worker did not measure it."""
+        for part in self.parts:
+            if part and part[0].merging is not None:
+                return part[0].merging
+        return None
 
 
 class Capture(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +104,13 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
     """The ZIP file that its tensors are in, until they are asked for."""
 
     def blob_path(self, name: str) -> Path:
-        """Return the file of a kept tensor, which a damaged capture lacks."""
+        """Return the path of a stored tensor's file, which a damaged capture lacks.
+
+        Raises
+        ------
+        CaptureError
+            The name is none of a stored tensor, or the file cannot be read.
+        """
         path = self.folder / "blobs" / f"{blob_name(name)}.safetensors"
         if self.archive is not None and not path.exists():
             take_out(self.archive, path)
@@ -113,7 +124,7 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def blob_name(name: str) -> str:
-    """Return the name of a blob if it is one; a capture from elsewhere must not name a path."""
+    """Return the name of a stored tensor after a check; a capture from elsewhere must not name a path."""
     if not _BLOB_NAME.fullmatch(name):
         raise CaptureError("not the name of a kept tensor", got=name)
     return name
@@ -137,23 +148,23 @@ def unpack_blocks(text: str) -> tuple[int, ...]:
 def holds_capture(folder: Path) -> bool:
     """Tell whether a folder is a capture or a run, complete or not; otherwise its path was a mistake."""
     homes = (folder, folder / "captures")
-    return any((home / name).exists() for home in homes for name in (MANIFEST, "workers"))
+    return any((home / MANIFEST).exists() or (home / "workers").exists() for home in homes)
 
 
 def capture_name(folder: Path) -> str:
-    """Return the name of a capture in a report: that of its folder, or of the run or the suite's case it belongs to."""
+    """Return the name of a capture in a report: the name of its folder, of its run, or the path of its suite's case."""
     folder = home_of(folder)
     return "/".join(folder.parts[-3:]) if folder.parent.name == CASES else folder.name
 
 
 def home_of(folder: Path) -> Path:
-    """Return the folder that a user named: a run writes its capture to `captures/` below it."""
+    """Return the folder that a user named for a capture's folder: a run writes its capture to `captures/` below it."""
     folder = folder.resolve()
     return folder.parent if folder.name == "captures" else folder
 
 
 def blob_key(dtype: str, shape: Iterable[int], data: bytes | memoryview) -> str:
     """Return the content address of a tensor: SHA-256 over dtype, shape and bytes."""
-    h = hashlib.sha256(f"{dtype}{list(shape)}".encode() + b"\0")
-    h.update(data)
-    return h.hexdigest()
+    address = hashlib.sha256(f"{dtype}{list(shape)}".encode() + b"\0")
+    address.update(data)
+    return address.hexdigest()

@@ -1,4 +1,4 @@
-"""Floating-point numbers in JSON: finite as numbers, NaN and infinity as strings.
+"""Write and read JSON with every floating-point number: finite ones as numbers, NaN and infinity as strings.
 
 JSON has no NaN. Encoders write `null`, which is how a NaN that was the worst number of a run gets lost.
 """
@@ -24,7 +24,9 @@ def json_number(value: float) -> float | str:
     """Return `value` if it is finite, otherwise its name."""
     if math.isfinite(value):
         return float(value)
-    return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if math.isnan(value):
+        return "nan"
+    return "inf" if value > 0 else "-inf"
 
 
 def encode_json(value: object, *, indent: int = 0) -> bytes:

@@ -14,13 +14,13 @@ SETTINGS_LAYER = "adapter_settings"
 """Layer name of the rows that are about no tensor of the adapter: scaling, rank, active adapters, loading again."""
 
 RANK_AND_SCALING, LOADED_AGAIN = "rank_and_scaling", "loaded_again"
-"""Tensors of that layer: the adapter's settings, and whether PEFT could load the adapter a second time."""
+"""Tensors of the layer `adapter_settings`: the adapter's settings, and whether PEFT could load it a second time."""
 
 TRAINED_ON, IGNORED_FIELDS, OLDER_LAYOUT = "names_another_base", "ignored_fields", "older_layout"
-"""Evidence of the first of these."""
+"""Keys in the evidence of the row `rank_and_scaling`."""
 
 ANOTHER_BASE, THIS_BASE = "names another base: ", ", this one is "
-"""Stand before and after the name of that other base, wherever a report says it: a redacted one leaves the name out."""
+"""Texts before and after the name of another base in a report: a redacted report leaves the name out by them."""
 
 WHOLE_MODEL = "model"
 """Layer name of a row that stands for a stage as a whole."""
@@ -29,10 +29,11 @@ DELTA, WEIGHT, SAFE_WEIGHT = "delta", "weight", "weight_safe_merge"
 """Tensors of the stage `merged`, per adapted layer."""
 
 DEQUANTIZED, SETTINGS, AFTER_A_PASS = "weight_dequantized", "weight_settings", "weight_after_a_pass"
-"""Of a quantized weight in the stage `base`: as its library reads it, what its file states, and what a pass leaves."""
+"""Tensors of a quantized weight in the stage `base`: the weight as its library reads it, the settings that its file
+states, and the weight after a pass."""
 
 BIAS, SAFE_BIAS = "bias", "bias_safe_merge"
-"""Further ones, of a layer whose bias a merge changes."""
+"""Further tensors of the stage `merged`, for a layer whose bias a merge changes."""
 
 PLACEMENT, MERGE_PEAK, SAFE_MERGE_PEAK = "placement", "merge_peak", "safe_merge_peak"
 """Facts of the stage `memory`, per adapted layer; its other layers are devices."""
@@ -41,10 +42,10 @@ ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED = "adapter_on", "adapter_off", "adapter_
 """Modes of the stage `forward`, per module and output."""
 
 END_TO_END = "end_to_end"
-"""Suffix of an output in that stage which the device computed on its own activations: shown, not judged."""
+"""Suffix of an output in the stage `forward` which the device computed on its own activations: shown, not judged."""
 
 OVERFLOWS = "NaN or infinite too"
-"""In the reason of a block whose passes on the CPU overflow: it has no error to compare with."""
+"""Text in the reason of a block whose passes on the CPU overflow: it has no error to compare with."""
 
 EXCEEDED_TIMEOUT, SILENT, KILLED, DISK_FULL = (
     "exceeded --timeout",
@@ -52,10 +53,11 @@ EXCEEDED_TIMEOUT, SILENT, KILLED, DISK_FULL = (
     "killed by SIGKILL",
     "is the disk full?",
 )
-"""In the reason why a worker was lost: what to do follows from it."""
+"""Texts in the reason why a worker was lost, by which the advice is chosen."""
 
 BY_BLOCKS = "by_blocks"
-"""Key in the evidence of such an output: false where the blocks of a large model were not compared in its mode."""
+"""Key in the evidence of an output from end to end: false where the blocks of a large model were not compared in its
+mode."""
 
 BATCHES = "batch_invariance"
 """Layer name in the stage `forward` of an inference engine's outputs of one row in batches of several sizes."""
@@ -64,13 +66,13 @@ LOGITS = "logits"
 """The output of a language model, as transformers names it."""
 
 MERGING = "merging"
-"""Stage of the record of what merging does to the outputs: it has no row, and is in a part of its own."""
+"""Stage of the record of a `MergeEffect`: it has no row, and is in a part of its own."""
 
 GIVEN = "given"
-"""Part of the name of a row: what the blocks of a mode are given."""
+"""Part of the name of a row that is about the block inputs of a mode."""
 
 NOT_IN_FILE = "the engine's file has none"
-"""Why the outputs of a mode are skipped: the engine was not asked for them. Any other reason is a failure."""
+"""Reason of a mode whose outputs are skipped: the engine was not asked for them. Any other reason is a failure."""
 
 ATTENTION = "attention"
 """Name of the row of a device that is there for one kernel of attention, where the model calls none."""
@@ -82,57 +84,61 @@ DECISIONS = "decisions"
 """Suffix of an operation whose decisions differ from the reference's: `relu.decisions`."""
 
 NO_OUTPUT = "no output of the model depends on it"
-"""Why a gradient is skipped: the model does not call its layer."""
+"""Reason of a gradient that is skipped because the model does not call its layer."""
 
 UNSUPPORTED = "unsupported"
-"""Evidence of a skipped row: the device has no such dtype or kernel, which is no failure."""
+"""Key in the evidence of a row that is skipped because the device has no such dtype or kernel, which is no failure."""
 
 DIRECT, STRIDED, CASTING = "direct", "strided", "casting"
 """Tensors of the stage `transfer`, per ordered pair of devices: contiguous, strided, with a cast inside the copy."""
 
 HOST_STAGED, CHAIN, OVERLAPPED, PINNED = "host_staged", "chain", "overlapped", "pinned"
-"""The same: staged through the host, through a third device, several at once under load, and that with memory of the
-host that is pinned, from which and to which no copy waits."""
+"""Further tensors of the stage `transfer`: staged through the host, through a third device, several at once under load,
+and several at once with pinned memory of the host, from which and to which no copy waits."""
 
 FILLING, READING = "filling", "reading"
-"""Where a device could not be filled with what it was to send, and where its own values cannot be read back."""
+"""Tensors of the stage `transfer` where a device could not be filled with the values that it was to send, and where its
+own values cannot be read back."""
 
 DIGEST_FAULT = "digest_fault"
-"""In a worker's environment: what its device got wrong of the test words of the digest."""
+"""Key in a worker's environment: the test words of the digest that its device got wrong."""
 
 HOST = "cpu"
 """Name of the host at either end of a copy, whichever kernels its processor runs."""
 
 RAISED = "raised"
-"""Evidence of the row in the place of a stage that failed, or that needs what one left changed: the error."""
+"""Key in the evidence of the row in the place of a stage that failed, or of a stage that needs what a failed one left
+changed: the error."""
 
 CALLS, COMPUTED_AGAIN, NOT_RECOMPUTED = "calls", "computed_again_ratio", "not_recomputed"
 """The stored list of the operations that make a wrong result; in its evidence the error over its allowance when these
 were computed again, or why there is no such list."""
 
 LIMITS = "limits"
-"""Evidence of a result outside the `block` rule: the limits of its figures, by their names."""
+"""Key in the evidence of a result outside the `block` rule: the limits of its figures, by their names."""
 
 CUT = "cut."
-"""Before `actual`, `expected` and `allowed` of the one operation that a list was cut to."""
+"""Prefix of `actual`, `expected` and `allowed` for the one operation that a list of operations was cut to."""
 
 _TO = "->"
 
 CAST_ON_THE_WAY = "cast_on_the_way"
-"""Evidence of a row that equals the file after a cast that only its load path makes: the dtype it goes through."""
+"""Key in the evidence of a row that equals the file after a cast that only its load path makes: that cast's dtype."""
 
 SUM_OVER_RANKS = "sum over ranks"
-"""Named like an operation without a deterministic version: any order of the ranks is right, and a library may choose
-another one on another host. No sum of two ranks is named: it has one result in either order."""
+"""Name of a sum over ranks among the operations without a deterministic version: any order of the ranks is right, and a
+library may choose another one on another host. A sum of two ranks is not named: it has one result in either order."""
 
 TOLERANCE = "tolerance"
-"""Evidence of a row judged by a user's tolerance: that tolerance, as the command line takes it."""
+"""Key in the evidence of a row judged by a user's tolerance: that tolerance, as the command line takes it."""
 
 
 def split_name(name: str) -> tuple[str, str]:
     """Split a parameter's name into layer and tensor: `model.norm.weight` gives `model.norm`, `weight`."""
     layer, _, tensor = name.rpartition(".")
-    return (layer, tensor) if layer else (name, "tensor")
+    if not layer:  # a parameter of the model itself
+        return name, "tensor"
+    return layer, tensor
 
 
 def adapter_place(key: str) -> tuple[str, str]:
@@ -149,24 +155,31 @@ def is_method_tensor(key: str) -> bool:
 
 @functools.cache
 def _method_tensor() -> re.Pattern[str]:
-    methods = "|".join(sorted({"lora_", *map(re.escape, peft_prefixes())}))
-    return re.compile(rf"^(?P<layer>.+?)\.(?P<tensor>(?:{methods})[^.]*)(?:\.weight)?$")
+    """Return the pattern of the keys of a method's tensors in an adapter's file, without PEFT's prefix."""
+    prefixes = "|".join(sorted({"lora_", *map(re.escape, peft_prefixes())}))
+    return re.compile(rf"^(?P<layer>.+?)\.(?P<tensor>(?:{prefixes})[^.]*)(?:\.weight)?$")
 
 
 def peft_prefixes() -> Iterator[str]:
-    """Yield what the installed PEFT's methods begin their tensors' names with: `lora_`, `hada_`, `vera_`.
+    """Yield the prefixes of tensor names of the installed PEFT's methods: `lora_`, `hada_`, `vera_`.
 
     They are read from the source, for importing PEFT imports torch: each method registers itself by a call of
     `register_peft_method`, whose prefix is its name unless another is given (VeRA saves tensors of both).
     """
-    found = importlib.util.find_spec("peft")
-    for folder in (found.submodule_search_locations if found else None) or ():
+    spec = importlib.util.find_spec("peft")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    for folder in folders:
         for file in sorted(Path(folder, "tuners").glob("*/__init__.py")):
-            for call in ast.walk(ast.parse(file.read_bytes())):
-                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "register_peft_method":
-                    given = {k.arg: str(k.value.value) for k in call.keywords if isinstance(k.value, ast.Constant)}
-                    yield f"{given['name']}_"
-                    yield given.get("prefix", f"{given['name']}_")
+            for arguments in _registrations(file.read_bytes()):
+                yield f"{arguments['name']}_"
+                yield arguments.get("prefix", f"{arguments['name']}_")
+
+
+def _registrations(source: bytes) -> Iterator[dict[str, str]]:
+    """Yield the constant keyword arguments of each call of `register_peft_method` in a module."""
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "register_peft_method":
+            yield {str(k.arg): str(k.value.value) for k in call.keywords if isinstance(k.value, ast.Constant)}
 
 
 def module_place(name: str) -> str:
@@ -180,11 +193,11 @@ def pair_name(source: str, destination: str) -> str:
 
 
 def split_pair(layer: str) -> tuple[str, str] | None:
-    """Return source and destination of a layer of the stage `transfer`, None where it names no pair."""
+    """Return source and destination of a layer of the stage `transfer`; None where it names no pair."""
     source, arrow, destination = layer.partition(_TO)
     return (source, destination) if arrow and source and destination else None
 
 
 def large_copy(size: int) -> str:
-    """Return the tensor that a copy too large for some hosts is recorded as: `direct_256MiB`."""
+    """Return the tensor name of a copy that is too large for some hosts, by its bytes: `direct_256MiB`."""
     return f"{DIRECT}_{size >> 20}MiB"

@@ -1,7 +1,7 @@
-"""The nodes of a fleet whose devices form one group, and what they tell each other in a folder that all of them see.
+"""The nodes of a fleet whose devices form one group, and the files by which they inform each other.
 
-Each node is told its name and those of the others. Before its workers start it says which of them there are; what a
-node is lost by, the fleet says. No torch here.
+The files are in a folder that all nodes see. Each node is told its name and the names of the others. Before its workers
+start it writes which workers it has; why a node is lost, the fleet writes. No torch here.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from consistency.errors import UsageError
 
 
 class NodeGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node knows of the group."""
+    """The group as one of its nodes knows it."""
 
     node: str
-    """This one's name."""
+    """The name of this node."""
     nodes: tuple[str, ...]
-    """Of all, in the order of their ranks."""
+    """The names of all nodes, in the order of their ranks."""
     folder: str
-    """That all of them see."""
+    """The folder that all nodes see."""
 
     @classmethod
     def read(cls, path: Path) -> NodeGroup:
-        """Read what a fleet has written for a node.
+        """Read the file that a fleet has written for a node.
 
         Raises
         ------
         UsageError
-            There is no such file.
+            There is no such file, or it is damaged.
         """
         try:
             return decode_json(read_regular(path), cls)
@@ -43,23 +43,24 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError("cannot read the nodes of the group", where=f"--together {path}", got=error) from None
 
     def write(self, path: Path) -> None:
+        """Write the file for a node."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, [encode_json(self)])
 
     def tell(self, members: Mapping[str, Sequence[str]]) -> None:
-        """Say which workers of this node are in which group."""
+        """Write the workers of this node, by the name of their group, for the other nodes."""
         write_whole(_members(Path(self.folder), self.node), [encode_json(members)])
 
 
 def members_of(folder: Path, node: str) -> dict[str, list[str]] | None:
-    """Return the workers of a node by group, None where it has not said so yet."""
+    """Return the workers of a node by group; None where it has not written them yet."""
     with suppress(OSError, msgspec.MsgspecError):
         return decode_json(read_regular(_members(folder, node)), dict[str, list[str]])
     return None
 
 
 def lost_node(folder: Path, node: str) -> Path:
-    """Return the file in which a fleet says why a node is lost."""
+    """Return the path of the file in which a fleet writes why a node is lost."""
     return folder / f"lost-node-{node}"
 
 

@@ -1,4 +1,4 @@
-"""What a node of a fleet says of itself while it makes its capture: one small file beside it, rewritten in place.
+"""The status of a node of a fleet while it makes its capture: one small file beside it, rewritten in place.
 
 The fleet learns from it how far a node is, and from its silence that a node has frozen or died, whichever engine has
 started it.
@@ -20,7 +20,7 @@ from consistency.errors import CaptureError
 SCHEMA = "consistency.node/1"
 
 BEAT_S = 5.0
-"""How often a node writes it."""
+"""Seconds between two writes of a node."""
 
 _BYTES = 4096  # a page: written at once, and in blocks that the file keeps when the disk is full
 _MOST_TEXT = 1500  # bytes: with the rest of it, and every quotation mark escaped, less than a page
@@ -29,30 +29,32 @@ Phase = Literal["waiting", "checking", "running", "delivered", "failed"]
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a node is."""
+    """The progress of one node."""
 
     schema: str = SCHEMA
     phase: Phase = "waiting"
     """`waiting` is written by the fleet, before the node starts."""
     beat: int = 0
-    """Rises each time that it is written."""
+    """A number that rises each time that the status is written."""
     host: str = ""
     stage: str = ""
     number: int = 0
     of: int = 0
-    """`stage`, `number`, `of`: the stage that its slowest worker is in, and which one of how many."""
+    """`stage`, `number`, `of`: the stage that the node's slowest worker is in, its number, and the number of stages."""
     reason: str = ""
-    """Why it failed."""
+    """Why the node failed."""
     software: dict[str, str] = {}
-    """Versions by name."""
+    """Versions of the software, by name."""
     accelerators: dict[str, int] = {}
-    """How many by model."""
+    """Number of accelerators, by model."""
 
     @property
     def place(self) -> str:
-        """Return how far it is: `forward, 5 of 9`."""
-        many = f", {self.number} of {self.of}" if self.number and self.of else ""
-        return f"{self.stage}{many}" if self.stage else "start"
+        """Return the place of the slowest worker: `forward, 5 of 9`."""
+        if not self.stage:
+            return "start"
+        count = f", {self.number} of {self.of}" if self.number and self.of else ""
+        return f"{self.stage}{count}"
 
 
 def write_status(target: str, status: NodeStatus) -> None:

@@ -1,4 +1,4 @@
-"""Where a capture or a report comes from: when and where it was made, and by which command.
+"""Record the origin of a capture or a report: time, host and command.
 
 Every command starts with this module, so what takes long to import is imported where it is used.
 """
@@ -18,7 +18,7 @@ _GIVEN: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
 
 @contextmanager
 def running(command: Sequence[str]) -> Iterator[None]:
-    """Take this for the command of what is made meanwhile: a command line that was given as a list, in any process."""
+    """Record this command line in captures and reports that are made meanwhile, in place of the process's own."""
     token = _GIVEN.set(tuple(command))
     try:
         yield
@@ -35,7 +35,9 @@ def command() -> tuple[str, ...]:
 
 
 def _words() -> tuple[str, ...]:
-    if given := _GIVEN.get():
+    """Return the command line as a user would type it, with credentials."""
+    given = _GIVEN.get()
+    if given:
         return given
     words = [word for word in sys.argv if word]
     if not words or words[0] in ("-", "-c"):  # interactive, or code without a file
@@ -43,7 +45,9 @@ def _words() -> tuple[str, ...]:
     program = Path(words[0])
     if program.name == "__main__.py":
         return ("python", "-m", program.parent.name, *words[1:])
-    return (("python", words[0]) if program.suffix == ".py" else (program.name,)) + tuple(words[1:])
+    if program.suffix == ".py":
+        return ("python", *words)
+    return (program.name, *words[1:])
 
 
 def now() -> str:

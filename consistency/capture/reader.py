@@ -30,7 +30,7 @@ from consistency.errors import CaptureError
 T = TypeVar("T")
 
 _SLUG = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.@+-]{0,120}$")
-"""What a worker's folder can be called; a capture from elsewhere must not name a path."""
+"""Pattern of the name of a worker's folder; a capture from elsewhere must not name a path."""
 
 _REPEATED_TEXTS = (
     "stage",
@@ -58,6 +58,7 @@ class RecordPool:
         self._records: dict[bytes, TensorRecord] = {}
         self._texts: dict[str, str] = {}
         self._parts: dict[bytes, tuple[TensorRecord, ...]] = {}
+        # stages of each part that names no tensor twice, by the `id` of the part: parts are never removed
         self._stages: dict[int, frozenset[str]] = {}
 
     def part(self, lines: Sequence[bytes]) -> tuple[TensorRecord, ...]:
@@ -71,23 +72,28 @@ class RecordPool:
         return part
 
     def names_no_tensor_twice(self, parts: Sequence[tuple[TensorRecord, ...]]) -> bool:
-        """Return whether this is certain of these parts without a look at their records."""
+        """Return whether these parts certainly name no tensor twice, without a look at their records.
+
+        That is certain where each part names none twice, and no two parts have a stage in common.
+        """
         stages = [self._stages.get(id(part)) for part in parts]
-        known = [found for found in stages if found is not None]
+        known = [names for names in stages if names is not None]
         return len(known) == len(parts) and len(frozenset().union(*known)) == sum(map(len, known))
 
     def _decoded(self, lines: Iterable[bytes]) -> Iterator[TensorRecord]:
-        for place, line in enumerate(lines):
+        for index, line in enumerate(lines):
             try:
                 yield self.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise DamagedLineError(place) from error
+                raise DamagedLineError(index) from error
 
     def decode(self, line: bytes) -> TensorRecord:
+        """Return the record of a line."""
         name = hashlib.blake2b(line, digest_size=16).digest()
         record = self._records.get(name)
         if record is None:
             record = self._records[name] = decode_json(line, TensorRecord)
+            # Each distinct text is kept once, whichever records have it.
             for field in _REPEATED_TEXTS:
                 text = getattr(record, field)
                 if text:
@@ -96,11 +102,11 @@ class RecordPool:
 
 
 class NoCaptureError(CaptureError):
-    """There is nothing of a capture in a place: a mistake in the command, and no damage."""
+    """Nothing in a place belongs to a capture: a mistake in the command, and no damage."""
 
 
 class DamagedLineError(ValueError):
-    """A line is no record; `args` is its place among the lines of its part, and the error is the cause."""
+    """A line is no record; `args` has its index among the lines of its part, and the error is the cause."""
 
 
 def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
@@ -125,16 +131,7 @@ def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
     damage: list[str] = []
     for slug in dict.fromkeys(manifest.workers):
         try:
-            if not _SLUG.fullmatch(slug):
-                raise CaptureError("not the name of a worker", got=slug)
-            home, files = root / "workers" / slug, manifest.files.get(slug)
-            if files is None:
-                raise CaptureError(f"{MANIFEST} has no sums of its files", where=root / MANIFEST)
-            info = _read_info(home / "worker.json", files, reader)
-            parts = tuple(read_parts(home / "records.jsonl", pool, reader, files, whole=info.status == "ok"))
-            if not pool.names_no_tensor_twice(parts):
-                _refuse_doubles(parts, home / "records.jsonl")
-            workers.append(WorkerCapture(info=info, parts=parts))
+            workers.append(_read_worker(root, slug, manifest, reader, pool))
         except CaptureError as error:
             damage.append(f"worker {slug}: {brief(error)}")
     damage += _unlisted(root, manifest)
@@ -144,8 +141,25 @@ def read_capture(folder: Path, pool: RecordPool | None = None) -> Capture:
     )
 
 
+def _read_worker(
+    root: Path, slug: str, manifest: CaptureManifest, reader: BoundedReader, pool: RecordPool
+) -> WorkerCapture:
+    """Read one worker of a capture by the name of its folder; raise CaptureError where its files are damaged."""
+    if not _SLUG.fullmatch(slug):
+        raise CaptureError("not the name of a worker", got=slug)
+    folder, files = root / "workers" / slug, manifest.files.get(slug)
+    if files is None:
+        raise CaptureError(f"{MANIFEST} has no sums of its files", where=root / MANIFEST)
+    info = _read_info(folder / "worker.json", files, reader)
+    parts = tuple(read_parts(folder / "records.jsonl", pool, reader, files, whole=info.status == "ok"))
+    # most parts are known from other workers, and need no look at each record
+    if not pool.names_no_tensor_twice(parts):
+        _refuse_doubles(parts, folder / "records.jsonl")
+    return WorkerCapture(info=info, parts=parts)
+
+
 def _unlisted(root: Path, manifest: CaptureManifest) -> Iterator[str]:
-    """Report a list of workers that was cut short: what it omits would look as if it had never been asked for."""
+    """Yield why a list of workers is damaged: a worker that it omits would look as if it had never been asked for."""
     if not manifest.workers:
         yield f"{MANIFEST} names no worker"
         return
@@ -156,7 +170,7 @@ def _unlisted(root: Path, manifest: CaptureManifest) -> Iterator[str]:
 
 
 def brief(error: CaptureError) -> str:
-    """Return in one line what is wrong with a part of a capture."""
+    """Return an error about a part of a capture in one line: `worker.json is missing (wanted ...)`."""
     facts = (error.got, error.wanted and f"wanted {error.wanted}")
     text = ", ".join(fact for fact in facts if fact)
     return f"{error.what} ({text})" if text else error.what
@@ -167,12 +181,18 @@ def read_parts(
 ) -> Iterator[tuple[TensorRecord, ...]]:
     """Yield the records of a worker, cut where the stage changes.
 
-    The file of one that ended well has to be `whole`; of one that died, a line that was cut short is left out. With the
-    sums of its `files` it has to be what was written.
+    The file of a worker that ended well has to be `whole`; in the file of one that died, a line that was cut short is
+    left out. With the sums in `files` the file has to be what was written.
+
+    Raises
+    ------
+    CaptureError
+        The file is missing, cut short, damaged or changed.
     """
     try:
         raw = reader.read(path)
     except FileNotFoundError:
+        # a worker that died before its first record has no file
         if whole or (files is not None and files.lines):
             raise CaptureError(f"{path.name} is missing", where=path) from None
         return
@@ -182,8 +202,8 @@ def read_parts(
     if whole and lines[-1]:
         raise CaptureError(f"{path.name} ends in the middle of line {len(lines)}", where=path)
     before = 0
-    for _, of_stage in itertools.groupby(lines[:-1], key=_opening):
-        part = list(of_stage)
+    for _, stage_lines in itertools.groupby(lines[:-1], key=_opening):
+        part = list(stage_lines)
         try:
             yield pool.part(part)
         except DamagedLineError as error:
@@ -200,33 +220,34 @@ def _opening(line: bytes) -> bytes:
 
 
 def _refuse_doubles(parts: Sequence[tuple[TensorRecord, ...]], path: Path) -> None:
-    """Raise where a tensor was recorded twice: which of the two is valid is unknown."""
+    """Raise CaptureError where a tensor was recorded twice: which of the two is valid is unknown."""
     lines: dict[tuple[str, ...], int] = {}
-    for number, record in enumerate((record for part in parts for record in part), start=1):
+    for number, record in enumerate(itertools.chain.from_iterable(parts), start=1):
         first = lines.setdefault((record.load_path, *record.key), number)
         if first != number:
-            got = f"{record.stage}::{record.layer}.{record.tensor}"
-            raise CaptureError(f"line {number} names the same tensor as line {first}", where=path, got=got)
+            tensor = f"{record.stage}::{record.layer}.{record.tensor}"
+            raise CaptureError(f"line {number} names the same tensor as line {first}", where=path, got=tensor)
 
 
 def _read_manifest(path: Path, reader: BoundedReader) -> CaptureManifest:
-    raw = _raw(path, reader)
-    found = _decoded(path, raw, dict[str, Any]).get("schema")
-    if found != SCHEMA:
-        raise CaptureError("a capture of another schema", where=path, got=found, wanted=SCHEMA)
-    manifest = _decoded(path, raw, CaptureManifest)
+    """Read the manifest; its schema is checked before its fields, which another schema may have otherwise."""
+    raw = _read(path, reader)
+    schema = _decode(path, raw, dict[str, Any]).get("schema")
+    if schema != SCHEMA:
+        raise CaptureError("a capture of another schema", where=path, got=schema, wanted=SCHEMA)
+    manifest = _decode(path, raw, CaptureManifest)
     check_manifest(raw, path)
     return manifest
 
 
 def _read_info(path: Path, files: WorkerFiles, reader: BoundedReader) -> WorkerInfo:
-    raw = _raw(path, reader)
-    info = _decoded(path, raw, WorkerInfo)
+    raw = _read(path, reader)
+    info = _decode(path, raw, WorkerInfo)
     check_files(path.name, raw, files, path)
     return info
 
 
-def _raw(path: Path, reader: BoundedReader) -> bytes:
+def _read(path: Path, reader: BoundedReader) -> bytes:
     try:
         return reader.read(path)
     except FileNotFoundError:
@@ -235,7 +256,7 @@ def _raw(path: Path, reader: BoundedReader) -> bytes:
         raise CaptureError("cannot read", where=path, got=error) from None
 
 
-def _decoded(path: Path, raw: bytes, kind: type[T]) -> T:
+def _decode(path: Path, raw: bytes, kind: type[T]) -> T:
     try:
         return decode_json(raw, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Sums of the files of a capture, so that what was cut, lost or changed since is damage and no other result.
+"""Sums of the files of a capture: a file that was cut, lost or changed since is then damage, and no other result.
 
 The sums show accidents: who changes a file on purpose can compute them again. A stored tensor has its own in its name.
 """
@@ -25,24 +25,31 @@ def files_of(worker: Path) -> WorkerFiles:
 
 
 def check_files(name: str, raw: bytes, wanted: WorkerFiles, path: Path) -> None:
-    """Raise CaptureError where the bytes of one of a worker's files are not those of the capture that was written."""
-    if _sum(raw) == (wanted.info if name == "worker.json" else wanted.records):
+    """Raise CaptureError where the bytes of a worker's file are not those that were written.
+
+    `name` is `worker.json` or `records.jsonl`.
+    """
+    wanted_sum = wanted.info if name == "worker.json" else wanted.records
+    if _sum(raw) == wanted_sum:
         return
     lines = raw.count(b"\n")
-    short = f"{lines} of {wanted.lines} records" if name != "worker.json" and lines != wanted.lines else None
-    raise CaptureError(f"{name} was changed since it was written", where=path, got=short)
+    got = None
+    if name != "worker.json" and lines != wanted.lines:
+        got = f"{lines} of {wanted.lines} records"
+    raise CaptureError(f"{name} was changed since it was written", where=path, got=got)
 
 
 def sealed(manifest: CaptureManifest | Mapping[str, object]) -> bytes:
-    """Encode a manifest, whose last field is an empty `sha256`, with its own sum there."""
+    """Return a manifest as JSON, with its own sum in its last field, an empty `sha256`."""
     raw = encode_json(manifest, indent=1) + b"\n"
     return raw.replace(b'"sha256": ""', b'"sha256": "' + _sum(raw).encode() + b'"')
 
 
 def check_manifest(raw: bytes, path: Path) -> None:
     """Raise CaptureError where the bytes of a manifest are not those that were written."""
-    found = _OWN.search(raw)
-    if found is None or _sum(raw.replace(found[1], b"")).encode() != found[1]:
+    match = _OWN.search(raw)
+    # the sum is of the file as it was before the sum was put in
+    if match is None or _sum(raw.replace(match[1], b"")).encode() != match[1]:
         raise CaptureError(f"{path.name} was changed since it was written", where=path)
 
 

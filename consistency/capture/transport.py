@@ -1,4 +1,4 @@
-"""Captures as one file (`host-a.zip`), or at any URL that fsspec supports: fetched from there and delivered there.
+"""Fetch and deliver captures as one file (`host-a.zip`), or at any URL that fsspec supports.
 
 One file is seen whole or not at all under its name, whoever looks for it and whatever ends the delivery.
 """
@@ -25,12 +25,13 @@ ARCHIVE = ".zip"
 _URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]+://|^[A-Za-z0-9]+::")
 
 _RENAMING = frozenset({"file", "local", "sftp", "ssh", "smb", "hdfs", "arrow_hdfs"})
-"""Protocols of file systems, where a file that is being written is seen, and is renamed at once; an object of the
-others appears when it is complete, and is copied to be renamed."""
+"""Protocols of file systems: a file is seen while it is written, and can be renamed in one step.
+
+With any other protocol an object appears when it is complete, and renaming it would copy it."""
 
 
 def is_remote(text: str) -> bool:
-    """Tell a URL from a path."""
+    """Tell whether a text is a URL, and no path."""
     return _URL.match(text) is not None
 
 
@@ -45,38 +46,49 @@ def is_archive(place: Path) -> bool:
 
 
 def home_for(archive: Path, scratch: Path) -> Path:
-    """Return where an archive is to be unpacked: the name of that folder is the name of the capture."""
+    """Return the path of the folder to unpack an archive into; its name is the name of the capture."""
     return _new_folder(scratch) / archive.name.removesuffix(ARCHIVE)
 
 
 def bring(text: str, scratch: Path) -> Path:
-    """Return a capture as a local folder or ZIP file; one at a URL is fetched into `scratch`."""
+    """Return a capture as a local folder or ZIP file; one at a URL is fetched into `scratch`.
+
+    Raises
+    ------
+    CaptureError
+        It cannot be fetched; `NoCaptureError` where the URL has nothing of a capture.
+    """
     if not is_remote(text):
         return Path(text)
     home = _new_folder(scratch) / (PurePosixPath(text.rstrip("/")).name or "capture")
-    fs, place = open_store(text, "cannot open the place of the capture")
+    fs, path = open_store(text, "cannot open the place of the capture")
     with remote_errors("cannot fetch the capture", text), suppress(FileNotFoundError):
         if home.name.endswith(ARCHIVE):
-            fs.get_file(place, str(home))
+            fs.get_file(path, str(home))
         else:
-            files = fs.find(place)
-            check_count(len(files))
-            for file in files:
-                relative = PurePosixPath(file).relative_to(PurePosixPath(place)).as_posix()
-                if is_member(relative):
-                    (home / relative).parent.mkdir(parents=True, exist_ok=True)
-                    fs.get_file(file, str(home / relative))
+            _fetch_folder(fs, path, home)
     if not home.exists():
         raise NoCaptureError("no capture here", where=text, wanted=f"a folder with {MANIFEST}, or a ZIP file")
     return home
 
 
+def _fetch_folder(fs: Any, path: str, home: Path) -> None:
+    """Fetch the files of a capture from a folder; files with other names are left there."""
+    files = fs.find(path)
+    check_count(len(files))
+    for file in files:
+        relative = PurePosixPath(file).relative_to(PurePosixPath(path)).as_posix()
+        if is_member(relative):
+            (home / relative).parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(file, str(home / relative))
+
+
 def refuse_to_replace(target: str) -> None:
-    """Raise where the place that a capture is to be delivered to is not empty."""
+    """Raise CaptureError where the place that a capture is to be delivered to is not empty."""
     if is_remote(target):
-        fs, place = open_store(target, "cannot open the place of the capture")
+        fs, path = open_store(target, "cannot open the place of the capture")
         with remote_errors("cannot read the place of the capture", target):
-            exists = fs.exists(place)
+            exists = fs.exists(path)
     else:
         exists = Path(target).exists()
     if exists:
@@ -88,18 +100,18 @@ def deliver(folder: Path, target: str) -> None:
     if not is_remote(target):
         pack(folder, Path(target))
         return
-    fs, place = open_store(target, "cannot open the place of the capture")
+    fs, path = open_store(target, "cannot open the place of the capture")
     packed = folder.parent / f"{uuid.uuid4().hex}{ARCHIVE}"
     try:
         with remote_errors("cannot deliver the capture", target):
             if target.endswith(ARCHIVE):
                 pack(folder, packed)
-                _put(fs, packed, place)
+                _put(fs, packed, path)
                 return
-            if fs.exists(place):
-                fs.rm(place, recursive=True)
+            if fs.exists(path):
+                fs.rm(path, recursive=True)
             for file in _files(folder):
-                remote = f"{place}/{file.relative_to(folder).as_posix()}"
+                remote = f"{path}/{file.relative_to(folder).as_posix()}"
                 fs.makedirs(remote.rpartition("/")[0], exist_ok=True)
                 fs.put_file(str(file), remote)
     finally:
@@ -107,7 +119,7 @@ def deliver(folder: Path, target: str) -> None:
 
 
 def read_bytes(place: str) -> bytes:
-    """Return what is in a file, or at a URL."""
+    """Return the content of a file, or of an object at a URL."""
     fs, path = open_store(place, "cannot open the file")
     with remote_errors("cannot read", place):
         fs.invalidate_cache()  # a listing from before it was written
@@ -115,7 +127,7 @@ def read_bytes(place: str) -> bytes:
 
 
 def write_bytes(place: str, raw: bytes) -> None:
-    """Write a file, or what is at a URL."""
+    """Write a file, or an object at a URL."""
     fs, path = open_store(place, "cannot open the file")
     with remote_errors("cannot write", place):
         fs.pipe_file(path, raw)
@@ -126,16 +138,16 @@ def open_store(url: str, what: str) -> tuple[Any, str]:
     try:
         import fsspec
 
-        fs, place = fsspec.core.url_to_fs(url)
+        fs, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError, OSError) as error:
         hint = "is the package for this protocol installed?"
         raise CaptureError(what, where=url, got=error, hint=hint) from None
-    return fs, str(place)
+    return fs, str(path)
 
 
 @contextmanager
 def remote_errors(what: str, where: str) -> Iterator[None]:
-    """Turn any error of a remote store, each of which raises its own kinds, into one of ours."""
+    """Turn any error of a remote store into a `CaptureError`; `what` is its message, `where` its place."""
     try:
         yield
     except CaptureError:
@@ -144,45 +156,48 @@ def remote_errors(what: str, where: str) -> Iterator[None]:
         raise CaptureError(what, where=where, got=error) from None
 
 
-def _put(fs: Any, packed: Path, place: str) -> None:
+def _put(fs: Any, packed: Path, path: str) -> None:
+    """Copy a file to a store, so that it is seen whole or not at all."""
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
     if not protocols & _RENAMING:
-        fs.put_file(str(packed), place)
+        fs.put_file(str(packed), path)
         return
-    parent, _, name = place.rpartition("/")
+    parent, _, name = path.rpartition("/")
     partial = f"{parent}/.{name}.partial-{uuid.uuid4().hex[:8]}"
     fs.makedirs(parent, exist_ok=True)
     try:
         fs.put_file(str(packed), partial)
-        fs.mv(partial, place)
+        fs.mv(partial, path)
     except BaseException:
-        with suppress(Exception):  # each store has its own, and the first one counts
+        with suppress(Exception):  # each store has its own errors, and the first error is the one that counts
             fs.rm_file(partial)
         raise
 
 
 def _files(folder: Path) -> list[Path]:
     """Return the files of a capture, its commit mark last."""
-    return sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda f: (f.name == MANIFEST, f))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(files, key=lambda path: (path.name == MANIFEST, path))
 
 
 def pack(folder: Path, target: Path) -> None:
-    """Write a ZIP file of what is in a folder, whole or not at all."""
+    """Write a ZIP file of the files in a folder, whole or not at all."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(target.parent)
-        with WholeFile(target) as made:
-            with zipfile.ZipFile(made.file, "w") as archive:
+        with WholeFile(target) as whole:
+            with zipfile.ZipFile(whole.file, "w") as archive:
                 for file in _files(folder):
                     # tensors hardly compress, and it takes long to find that out
                     kind = zipfile.ZIP_STORED if file.suffix == ".safetensors" else zipfile.ZIP_DEFLATED
                     archive.write(file, file.relative_to(folder).as_posix(), compress_type=kind)
-            made.commit()
+            whole.commit()
     except OSError as error:
         raise cannot_write(target, error) from None
 
 
 def _new_folder(scratch: Path) -> Path:
+    """Return a new folder: captures with the same name do not meet in it."""
     folder = scratch / uuid.uuid4().hex[:8]
     folder.mkdir(parents=True)
     return folder

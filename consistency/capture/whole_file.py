@@ -21,7 +21,7 @@ _PREFIX, _SUFFIX = ".consistency-", ".tmp"
 
 
 class WholeFile:
-    """A file in the making; use as a context manager: what is not committed is removed."""
+    """A file that appears only when it is complete; use as a context manager, which removes what is not committed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,7 +41,7 @@ class WholeFile:
             self.file.close()
 
     def write(self, parts: Iterable[bytes]) -> None:
-        """Write all of it, which is not seen yet."""
+        """Write all parts, which are not seen before `commit`."""
         try:
             self.file.writelines(parts)
             self.file.flush()
@@ -49,7 +49,7 @@ class WholeFile:
             raise _cannot_write(self.path, error) from None
 
     def commit(self) -> None:
-        """Let the file appear under its name, in the place of an earlier one."""
+        """Rename the file to its own name, in the place of an earlier file."""
         try:
             self.file.flush()
             os.replace(self._partial, self.path)
@@ -59,9 +59,9 @@ class WholeFile:
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file part by part, whole or not at all."""
-    with WholeFile(path) as made:
-        made.write(parts)
-        made.commit()
+    with WholeFile(path) as whole:
+        whole.write(parts)
+        whole.commit()
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -72,21 +72,22 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def write_fully(descriptor: int, content: bytes) -> None:
-    """Write all of some bytes to an open file: the system may take a part of them, where a disk is nearly full."""
-    left = memoryview(content)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    """Write all bytes to an open file: the system may take only a part of them, where a disk is nearly full."""
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[os.write(descriptor, remaining) :]
 
 
 def put_in_place(made: Path, target: Path) -> None:
-    """Rename a file or folder, made beside its place, to it; what is there is removed after that.
+    """Rename a file or folder, which was made beside its place, to its place; what was there is removed after that.
 
-    Whoever is killed in between leaves what was there under another name, for `restore`.
+    A process that is killed in between leaves what was there under another name, for `restore`.
     """
     aside = _aside(target)
     _remove(aside)
-    is_folder = target.is_dir() and not target.is_symlink()
-    if is_folder or (made.is_dir() and os.path.lexists(target)):  # a file takes the place of another in one rename
+    # a file takes the place of another file in one rename; a folder has to be moved aside first
+    target_is_folder = target.is_dir() and not target.is_symlink()
+    if target_is_folder or (made.is_dir() and os.path.lexists(target)):
         os.replace(target, aside)
     try:
         os.replace(made, target)
@@ -97,7 +98,7 @@ def put_in_place(made: Path, target: Path) -> None:
 
 
 def restore(target: Path) -> None:
-    """Put back what a process had moved aside that was killed before its own was in place."""
+    """Put back what a killed process had moved aside, unless its own result is in place already."""
     aside = _aside(target)
     if os.path.lexists(aside) and not os.path.lexists(target):
         os.replace(aside, target)
@@ -106,6 +107,7 @@ def restore(target: Path) -> None:
 
 
 def _aside(target: Path) -> Path:
+    """Return where the former content of a place is kept until the new content is there."""
     return target.with_name(f".{target.name}.earlier")
 
 

@@ -1,4 +1,4 @@
-"""Counts, lists and sizes in the sentences of captures, findings and reports."""
+"""Write counts, lists and sizes in the sentences of captures, findings and reports."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def listed(texts: Sequence[str]) -> str:
 
 
 def and_more(left_out: int, what: str = "") -> str:
-    """Write how many are left out: `and 1 more finding`, `and 3 more`; nothing where none is."""
+    """Write how many items are left out: `and 1 more finding`, `and 3 more`; nothing where none is."""
     if left_out <= 0:
         return ""
-    return f"and {counted(left_out, f'more {what}')}" if what else f"and {left_out} more"
+    if not what:
+        return f"and {left_out} more"
+    return f"and {counted(left_out, f'more {what}')}"
 
 
 def shortened(names: Sequence[str], most: int = MOST_NAMES) -> list[str]:
@@ -37,24 +39,34 @@ def some(names: Sequence[str], most: int = MOST_NAMES) -> str:
     """Join names, each once and at most `most` of them: `a, b, c`, or `a, b and 3 more`."""
     names = tuple(dict.fromkeys(names))
     texts = shortened(names, most)
-    return ", ".join(texts) if len(names) <= most else f"{', '.join(texts[:-1])} {texts[-1]}"
+    if len(names) <= most:
+        return ", ".join(texts)
+    return f"{', '.join(texts[:-1])} {texts[-1]}"
 
 
 def numbers_text(numbers: Iterable[int]) -> str:
     """Write whole numbers as ranges: `0-3, 7`."""
     ordered = sorted(set(numbers))
-    runs = itertools.groupby(enumerate(ordered), key=lambda placed: placed[1] - placed[0])
-    ends = [[number for _, number in run] for _, run in runs]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
+    ranges = []
+    # numbers that follow each other have the same distance to their index
+    for _, pairs in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in pairs]
+        ranges.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ", ".join(ranges)
 
 
 def layers_text(names: Iterable[str], most: int = 8) -> str:
     """Write layers by their last part and the numbers of their blocks: `o_proj, q_proj in layers 0-3, 7`."""
     names = list(names)
     kinds = some([name.rpartition(".")[2] for name in names], most)
-    blocks = [next((int(part) for part in name.split(".") if part.isdigit()), None) for name in names]
-    numbers = numbers_text(number for number in blocks if number is not None)
-    return f"{kinds} in {'layer' if numbers.isdigit() else 'layers'} {numbers}" if numbers else kinds
+    blocks = []
+    for name in names:
+        blocks += [int(component) for component in name.split(".") if component.isdigit()][:1]
+    numbers = numbers_text(blocks)
+    if not numbers:
+        return kinds
+    noun = "layer" if numbers.isdigit() else "layers"
+    return f"{kinds} in {noun} {numbers}"
 
 
 def size(count: int) -> str:
@@ -68,7 +80,7 @@ def size(count: int) -> str:
 
 
 def time_of(text: str) -> datetime.datetime | None:
-    """Return a time that a file states, in UTC; one without a zone is taken as UTC, and None is for no time."""
+    """Return a time that a file states, in UTC; one without a zone is taken as UTC. None where the text is no time."""
     try:
         time = datetime.datetime.fromisoformat(text)
         return time.replace(tzinfo=time.tzinfo or datetime.UTC).astimezone(datetime.UTC)

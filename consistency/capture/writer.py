@@ -21,13 +21,14 @@ from consistency.errors import CaptureError
 
 _RESERVE = ".reserve"
 _RESERVE_BYTES = 2 << 20
-"""Room for what a capture is worthless without: its manifest, and a table of 50 KiB for each of some 30 workers."""
+"""Bytes for the files without which a capture is worthless: its manifest, and a table of 50 KiB for each of some 30
+workers."""
 
 T = TypeVar("T")
 
 
 class CaptureWriter:
-    """A capture in the making.
+    """Writes a capture, which appears in its place only when it is complete.
 
     Use as a context manager: what is not committed is removed, and the folder around it that was made for it alone. The
     place is claimed meanwhile; what a killed process left of a capture for it is removed.
@@ -63,19 +64,27 @@ class CaptureWriter:
         self._claim.close()
 
     def _remove_parent(self) -> None:
+        """Remove the folder around the place, which was made for this capture."""
         with suppress(OSError):  # something was written into it
             self.target.parent.rmdir()
 
     def _check_place(self) -> None:
-        there = self.target.iterdir() if self.target.is_dir() else [self.target] if self.target.exists() else []
-        if any(there) and not self._replace:
+        """Raise CaptureError where the place is not empty, and nobody said to replace what is there."""
+        if self._replace:
+            return
+        is_empty = not self.target.exists()
+        if self.target.is_dir():
+            is_empty = not any(self.target.iterdir())
+        if not is_empty:
             raise already_exists(self.target)
 
     @property
     def blobs(self) -> Path:
+        """Return the folder of stored tensors."""
         return self.folder / "blobs"
 
     def worker_folder(self, slug: str) -> Path:
+        """Return the folder of a worker, which is made if it is not there."""
         folder = self.folder / "workers" / slug
         try:
             folder.mkdir(exist_ok=True)
@@ -94,7 +103,7 @@ class CaptureWriter:
                 self._reserve.write_bytes(os.urandom(_RESERVE_BYTES))
 
     def _in_reserved_room(self, write: Callable[[], T]) -> T:
-        """Write, and where the disk is full write again in the room that was reserved for it."""
+        """Call `write`, and where the disk is full, call it again in the room that was reserved for it."""
         try:
             return write()
         except (OSError, CaptureError):
@@ -104,6 +113,7 @@ class CaptureWriter:
             return write()
 
     def write_worker(self, slug: str, info: WorkerInfo) -> None:
+        """Write the table of a worker."""
         self._in_reserved_room(lambda: write_json(self.worker_folder(slug) / "worker.json", info))
 
     def commit(self, manifest: CaptureManifest) -> Path:
@@ -123,7 +133,7 @@ class CaptureWriter:
 
 
 def already_exists(target: object) -> CaptureError:
-    """Return the error for a place that holds something which nobody said to replace."""
+    """Return the error for a place that is not empty, where nobody said to replace what is there."""
     return CaptureError(
         "the place of the new capture is not empty",
         where=target,
@@ -132,10 +142,10 @@ def already_exists(target: object) -> CaptureError:
 
 
 def cannot_write(target: object, error: object = None) -> CaptureError:
-    """Return the error for a capture that the system would not let us write."""
+    """Return the error for a capture that the system does not let us write."""
     return CaptureError("cannot write the capture", where=target, got=error)
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a file whole or not at all."""
+    """Write a value to a JSON file, whole or not at all."""
     write_whole(path, [encode_json(value, indent=1), b"\n"])

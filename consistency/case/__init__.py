@@ -1,1 +1,1 @@
-"""What is checked: options, load paths, tolerances, and what can be checked before a worker starts."""
+"""Cases: their options, load paths and tolerances, and the checks that are made before a worker starts."""

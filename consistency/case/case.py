@@ -1,4 +1,4 @@
-"""A CASE: the base, the adapter and how they are checked, complete and immutable."""
+"""The case: the base, the adapter and how they are checked, complete and immutable."""
 
 from __future__ import annotations
 
@@ -123,9 +123,10 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def sequences(self, matrix_elements: int = 0) -> int:
         """Return how many sequences are made for a model with so many elements in its matrices."""
-        whole = self.plan.sequences
-        made = max(1, whole // 2) if self.plan.is_large(matrix_elements) else whole
-        return min(made, self.fit.sequences or made)
+        count = self.plan.sequences
+        if self.plan.is_large(matrix_elements):
+            count = max(1, count // 2)
+        return min(count, self.fit.sequences or count)
 
     @property
     def tokens(self) -> int:
@@ -170,13 +171,19 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def not_checked(self) -> tuple[str, ...]:
         """Return what this run does not check, for the report."""
-        left = [stage for stage, spec in SPECS.items() if stage not in self.stages and spec.named_where_left_out]
-        skipped = [f"stage {stage}" for stage in left if stage not in self.checked_elsewhere]
-        skipped += [in_other_case(stage, case) for stage, case in self.checked_elsewhere.items()]
-        rest = [check.text for check in self.plan.left_out if self._is_left_out(check)]
+        elsewhere = self.checked_elsewhere
+        absent_stages = [
+            stage for stage, spec in SPECS.items() if stage not in self.stages and spec.named_where_left_out
+        ]
+        stage_lines = [f"stage {stage}" for stage in absent_stages if stage not in elsewhere]
+        stage_lines += [in_other_case(stage, case) for stage, case in elsewhere.items()]
+        check_lines = [check.text for check in self.plan.left_out if self._is_left_out(check)]
         if self.not_shared:
-            rest.append(f"the load path shared ({self.not_shared})")
-        return (*skipped, *rest, *self._of_other_adapters(), *self._cut())
+            check_lines.append(f"the load path shared ({self.not_shared})")
+        stage_checks: list[str] = []
+        for stage in self.stages:
+            stage_checks += SPECS[stage].leaves_out
+        return (*stage_lines, *check_lines, *self._unchecked_adapters(), *stage_checks, *self._cut_sizes())
 
     def _is_left_out(self, check: LeftOut) -> bool:
         """Return whether a report has to name a check that the level leaves out."""
@@ -186,20 +193,22 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return False
         return not (check.made_by_soak and self.soak_s is not None)
 
-    def _of_other_adapters(self) -> list[str]:
-        """Return what is checked of the first adapter alone."""
-        of_first = [stage for stage in self.stages if SPECS[stage].adapters is Adapters.FIRST]
-        alone = sorted(of_first, key=lambda stage: not SPECS[stage].needs_adapter)
-        others = " and ".join(one.name for one in self.adapters[1:])
-        text = f"{', '.join(alone)} of {others} (checked for {self.adapters[0].name} only)" if others else ""
-        found = [text] if text and alone else []
-        return [*found, *(check for stage in self.stages for check in SPECS[stage].leaves_out)]
+    def _unchecked_adapters(self) -> list[str]:
+        """Return the line on stages that check the first of several adapters alone; empty without such a stage."""
+        first_only = [stage for stage in self.stages if SPECS[stage].adapters is Adapters.FIRST]
+        if not first_only or len(self.adapters) < 2:
+            return []
+        # stages that need an adapter come first in the line: it is about them
+        ordered = sorted(first_only, key=lambda stage: not SPECS[stage].needs_adapter)
+        others = " and ".join(adapter.name for adapter in self.adapters[1:])
+        return [f"{', '.join(ordered)} of {others} (checked for {self.adapters[0].name} only)"]
 
-    def _cut(self) -> list[str]:
+    def _cut_sizes(self) -> list[str]:
+        """Return, in words, how many sequences and tokens are left out for lack of memory."""
         if not any(SPECS[stage].feeds_inputs for stage in self.stages):
             return []
         sizes = (
             ("sequences", self.sequences(), self.plan.sequences),
             ("tokens of each", self.tokens, self.plan.tokens),
         )
-        return [f"{whole - cut} of {whole} {what}, for lack of memory" for what, cut, whole in sizes if cut < whole]
+        return [f"{whole - cut} of {whole} {noun}, for lack of memory" for noun, cut, whole in sizes if cut < whole]

@@ -38,7 +38,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The weight files of one folder; those of a pickle show no `tensors`, because it has no header."""
+    """The weight files of one folder; a pickle has no header, so its `tensors` are empty."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -80,11 +80,15 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
         return Checkpoint(folder=folder, files=(whole,), tensors=read_header(whole))
     if index.exists():
         return read_index(index, allow_pickle=allow_pickle)
-    pickles = [p for p in (folder / f"{pickle_stem}.bin", folder / f"{pickle_stem}.bin.index.json") if p.exists()]
+    pickle_names = (f"{pickle_stem}.bin", f"{pickle_stem}.bin.index.json")
+    pickles = [folder / name for name in pickle_names if (folder / name).exists()]
     if not pickles:
-        found, hint = in_place_of_weights(folder, whole.name)
+        content, hint = in_place_of_weights(folder, whole.name)
+        message = f"no weights: neither {whole.name} nor an index of shards"
+        if content:
+            message += f", but {content}"
         raise InputError(
-            f"no weights: neither {whole.name} nor an index of shards" + (f", but {found}" if found else ""),
+            message,
             where=folder,
             got=_listing(folder),
             hint=hint,
@@ -96,10 +100,17 @@ def read_checkpoint(folder: Path, *, stem: str, pickle_stem: str, allow_pickle: 
 
 
 def read_index(index: Path, *, allow_pickle: bool) -> Checkpoint:
-    """Find and check the shards that an index names, of safetensors or of pickles."""
+    """Find and check the shards that an index names, of safetensors or of pickles.
+
+    Raises
+    ------
+    InputError
+        A shard is missing, damaged, or a pickle that was not allowed; or the index names tensors that no shard has.
+    """
     folder = index.parent
     names = read_json(index, needed=("weight_map",))["weight_map"]
-    if not isinstance(names, dict) or not all(isinstance(v, str) and Path(v).name == v for v in names.values()):
+    # a name with a folder in it could lead out of this one
+    if not isinstance(names, dict) or not all(_is_file_name(name) for name in names.values()):
         raise InputError("weight_map must map tensor names to files of the same folder", where=index)
     files = tuple(folder / name for name in sorted(set(names.values())))
     for file in files:
@@ -109,7 +120,9 @@ def read_index(index: Path, *, allow_pickle: bool) -> Checkpoint:
     if pickles:
         refuse_pickle(pickles[0], wanted=f"{pickles[0].stem}.safetensors", allow_pickle=allow_pickle)
         return Checkpoint(folder=folder, files=files, tensors={}, pickled=True)
-    tensors = {name: header for file in files for name, header in read_header(file).items()}
+    tensors: dict[str, TensorHeader] = {}
+    for file in files:
+        tensors |= read_header(file)
     lost = sorted(set(names) - set(tensors))
     if lost:
         raise InputError(
@@ -119,35 +132,52 @@ def read_index(index: Path, *, allow_pickle: bool) -> Checkpoint:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Read names, shapes and dtypes of a safetensors file, and check that its data is complete."""
+    """Return names, shapes and dtypes of a safetensors file, and check that its data is complete.
+
+    Raises
+    ------
+    InputError
+        It is a Git LFS pointer, another kind of file, cut short or corrupt.
+    """
     refuse_lfs_pointer(path)
     try:
         with safe_open(path, framework="numpy") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
             return {
                 name: TensorHeader(name=name, shape=tuple(part.get_shape()), dtype=part.get_dtype(), file=path)
-                for name, part in parts.items()
+                for name, part in slices.items()
             }
     except (SafetensorError, OSError, ValueError) as error:
-        with path.open("rb") as raw:
-            other = other_file(raw.read(16))
-        if other is not None:
-            raise InputError(f"this is no safetensors file but {other[0]}", where=path, hint=other[1]) from None
-        unknown = ""
-        if "unknown variant" in str(error):  # of a dtype
-            unknown = f", or has a dtype that safetensors {importlib.metadata.version('safetensors')} does not know"
-        raise InputError(
-            f"the safetensors file is cut short or corrupt{unknown}",
-            where=path,
-            got=f"{missing_bytes(path)}: {error}",
-            wanted="a header, and data of the length that it declares",
-            hint="copy or download the file again and compare its checksum with the source"
-            + (", or install a later safetensors" if unknown else ""),
-        ) from None
+        raise _header_error(path, error) from None
+
+
+def _header_error(path: Path, error: Exception) -> InputError:
+    """Return the error for a file that safetensors cannot open: what it is instead, or how much of it is there."""
+    with path.open("rb") as file:
+        other = other_file(file.read(16))
+    if other is not None:
+        noun, hint = other
+        return InputError(f"this is no safetensors file but {noun}", where=path, hint=hint)
+    message = "the safetensors file is cut short or corrupt"
+    hint = "copy or download the file again and compare its checksum with the source"
+    # safetensors says so of a dtype that its version does not have
+    if "unknown variant" in str(error):
+        message += f", or has a dtype that safetensors {importlib.metadata.version('safetensors')} does not know"
+        hint += ", or install a later safetensors"
+    return InputError(
+        message,
+        where=path,
+        got=f"{missing_bytes(path)}: {error}",
+        wanted="a header, and data of the length that it declares",
+        hint=hint,
+    )
 
 
 def refuse_pickle(path: Path, *, wanted: str, allow_pickle: bool) -> None:
-    """Raise if pickles are not allowed, or if the file is a Git LFS pointer."""
+    """Raise InputError for a pickle unless pickles are allowed; also for a Git LFS pointer in its place.
+
+    `wanted` is the name of the safetensors file that should be there.
+    """
     refuse_lfs_pointer(path)
     if allow_pickle:
         return
@@ -167,7 +197,7 @@ def refuse_pickle(path: Path, *, wanted: str, allow_pickle: bool) -> None:
 
 
 def refuse_lfs_pointer(path: Path) -> None:
-    """Raise if a file is a Git LFS pointer instead of its content."""
+    """Raise InputError if a file cannot be read, or is a Git LFS pointer instead of its content."""
     try:
         with path.open("rb") as file:
             head = file.read(256)
@@ -175,8 +205,9 @@ def refuse_lfs_pointer(path: Path) -> None:
         raise InputError("cannot read the weights", where=path, got=error) from None
     if head.startswith(LFS_MARK):
         size = next((line[5:].decode() for line in head.splitlines() if line.startswith(b"size ")), "?")
+        noun = "file" if path.suffix == ".json" else "weights"
         raise InputError(
-            f"this is a Git LFS pointer, not the {'weights' if path.suffix != '.json' else 'file'}",
+            f"this is a Git LFS pointer, not the {noun}",
             where=path,
             got=f"{path.stat().st_size} bytes of text",
             wanted=f"the {size} bytes that it stands for",
@@ -184,9 +215,18 @@ def refuse_lfs_pointer(path: Path) -> None:
         )
 
 
+def _is_file_name(value: object) -> bool:
+    """Report whether a value names a file without any folder."""
+    return isinstance(value, str) and Path(value).name == value
+
+
 def _listing(folder: Path) -> str:
+    """Return the names of the first files in a folder, for an error."""
     try:
-        names = sorted(p.name for p in folder.iterdir())
+        names = sorted(path.name for path in folder.iterdir())
     except OSError:
         return "no such folder"
-    return (", ".join(names[:8]) + (" …" if len(names) > 8 else "")) or "an empty folder"
+    listing = ", ".join(names[:8])
+    if len(names) > 8:
+        listing += " …"
+    return listing or "an empty folder"

@@ -1,4 +1,4 @@
-"""The outputs of inference engines that a case is compared with: each with the name that reports give the engine.
+"""The outputs of inference engines that a case is compared with: each file with the engine's name in reports.
 
 `--engine-outputs vllm=./outputs.safetensors` on a command line, `engine_outputs = {vllm = "./outputs.safetensors"}` or
 a list of `NAME=FILE` in TOML and Python.
@@ -38,11 +38,11 @@ def as_engine_files(given: object, *, where: str) -> tuple[EngineFile, ...]:
     UsageError
         A name is missing, given twice, that of a device, or none that a report can use.
     """
-    several = [given] if isinstance(given, str) else given
-    if isinstance(several, Mapping):
-        pairs = [(str(name), str(path)) for name, path in several.items()]
-    elif isinstance(several, (list, tuple)):
-        pairs = [(one.name, one.path) if isinstance(one, EngineFile) else _pair(one, where) for one in several]
+    files = [given] if isinstance(given, str) else given
+    if isinstance(files, Mapping):
+        pairs = [(str(name), str(path)) for name, path in files.items()]
+    elif isinstance(files, (list, tuple)):
+        pairs = [_name_and_path(item, where) for item in files]
     else:
         raise UsageError("not the outputs of an engine", where=where, got=given, wanted=_WANTED)
     for name, path in pairs:
@@ -51,21 +51,26 @@ def as_engine_files(given: object, *, where: str) -> tuple[EngineFile, ...]:
             raise UsageError("not the outputs of an engine with a name", where=where, got=got, wanted=_WANTED)
         if name in {"auto", *BACKENDS}:
             raise UsageError(f"an engine cannot have the name of a device: {name}", where=where, wanted=_WANTED)
-    twice = next((name for name, count in Counter(name for name, _ in pairs).items() if count > 1), None)
-    if twice is not None:
-        raise UsageError(f"two engines have the name {twice}", where=where)
+    counts = Counter(name for name, _ in pairs)
+    repeated_name = next((name for name, count in counts.items() if count > 1), None)
+    if repeated_name is not None:
+        raise UsageError(f"two engines have the name {repeated_name}", where=where)
     return tuple(EngineFile(name=name, path=path) for name, path in pairs)
 
 
 def files_from(files: Sequence[EngineFile], home: Path) -> tuple[EngineFile, ...]:
-    """Return files whose relative paths are relative to a folder, where they exist there."""
-    return tuple(
-        msgspec.structs.replace(one, path=str(home / one.path)) if (home / one.path).exists() else one for one in files
-    )
+    """Return the files with each path that exists in the folder `home` replaced by the path there."""
+    resolved = []
+    for file in files:
+        path = home / file.path
+        resolved.append(msgspec.structs.replace(file, path=str(path)) if path.exists() else file)
+    return tuple(resolved)
 
 
-def _pair(text: object, where: str) -> tuple[str, str]:
-    name, equals, path = text.partition("=") if isinstance(text, str) else ("", "", "")
+def _name_and_path(item: object, where: str) -> tuple[str, str]:
+    if isinstance(item, EngineFile):
+        return item.name, item.path
+    name, equals, path = item.partition("=") if isinstance(item, str) else ("", "", "")
     if not equals:
-        raise UsageError("the outputs of an engine without a name", where=where, got=text, wanted=_WANTED)
+        raise UsageError("the outputs of an engine without a name", where=where, got=item, wanted=_WANTED)
     return name, path

@@ -1,4 +1,4 @@
-"""What a worker does after its stages. No torch here."""
+"""Steps of a worker after its stages. No torch here."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class FinalStep:
     Attributes
     ----------
     name : str
-        In the progress, and in the table of memory.
+        Its name in the progress, and in the table of memory.
     is_asked : callable
-        Whether a case wants it.
+        Returns whether a case wants the step.
     seconds : callable
-        About how long it takes in a case that wants it, for the progress.
+        Returns about how many seconds the step takes in a case that wants it, for the progress.
     run : str
-        `module:function` that does it; it takes a `consistency.worker.context.AfterStages`.
+        `module:function` that makes the step; it takes a `consistency.worker.context.AfterStages`.
     estimate : str
         `module:function` that estimates its memory from the stages' estimates, the case and the worker
-        (`consistency.case.budget.estimate`); it returns a `StageEstimate`, or None where it does nothing.
+        (`consistency.case.budget.estimate`); it returns a `StageEstimate`, or None where the step does nothing.
     """
 
     name: str

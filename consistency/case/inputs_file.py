@@ -1,4 +1,4 @@
-"""The file of `--inputs`: tensors, or a text for the tokenizer of the base."""
+"""Check and read the file of `--inputs`: tensors, or a text for the tokenizer of the base."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from consistency.errors import InputError
 
 
 def check_inputs_file(text: str, base: Path | None) -> str:
-    """Return the full path of the inputs file of a base, after a look at what it holds.
+    """Return the full path of the inputs file of a base, after a check that it can be used.
 
     Raises
     ------
@@ -54,8 +54,9 @@ def paragraphs(path: Path) -> list[str]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        what = "cannot read the inputs file" if isinstance(error, OSError) else "the inputs file is not UTF-8"
-        raise InputError(what, where=path, got=error) from None
-    parts = re.split(r"\n(?:[ \t]*\n)+", text)
-    return parts if len(parts) > 1 else text.splitlines()
+    except OSError as error:
+        raise InputError("cannot read the inputs file", where=path, got=error) from None
+    except UnicodeDecodeError as error:
+        raise InputError("the inputs file is not UTF-8", where=path, got=error) from None
+    blocks = re.split(r"\n(?:[ \t]*\n)+", text)
+    return blocks if len(blocks) > 1 else text.splitlines()

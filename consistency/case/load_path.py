@@ -47,7 +47,7 @@ class LoadPath(enum.StrEnum):
 
     @property
     def side(self) -> str:
-        """Return the difference from the default path, without the leading `+`; empty for the default path."""
+        """Return the part of the name after the first `+`, such as `cpu+low-memory`; empty for the default path."""
         return self.value.partition("+")[2]
 
     @property
@@ -57,7 +57,9 @@ class LoadPath(enum.StrEnum):
     @property
     def torch_device(self) -> TorchDevice | None:
         """Return the device that PEFT reads the file onto; None leaves it to PEFT."""
-        return "cpu" if "+cpu" in self else "target" if "+target" in self else None
+        if "+cpu" in self:
+            return "cpu"
+        return "target" if "+target" in self else None
 
     @property
     def low_memory(self) -> bool:
@@ -69,7 +71,7 @@ class LoadPath(enum.StrEnum):
 
     @property
     def chooses_device(self) -> bool:
-        """Return whether PEFT chooses where it reads the file to, which is device 0 wherever the model is."""
+        """Return whether PEFT chooses the device that it reads the file onto: device 0, wherever the model is."""
         return self.torch_device is None and not self.by_transformers
 
     @property
@@ -77,7 +79,7 @@ class LoadPath(enum.StrEnum):
         return LoadPath(self.value.removesuffix("+low-memory"))
 
     def beside(self, main: LoadPath) -> LoadPath:
-        """Return the same path with the devices visible that `main` has."""
+        """Return the load path with the same side as this one, and the same visible devices as `main`."""
         return LoadPath(f"{main.main.value}+{self.side}") if self.side else main.main
 
 
@@ -87,11 +89,11 @@ GRAMMAR = "isolated or shared, with +cpu, +target or +transformers, with +low-me
 SIDES: tuple[str, ...] = tuple(
     load_path.side for load_path in LoadPath if load_path.main is LoadPath.ISOLATED and load_path.side
 )
-"""The differences from the default path, for either choice of visible devices."""
+"""The sides of all alternatives; they are the same for both choices of visible devices."""
 
 
 def main_path(name: str) -> str:
-    """Return the default path of one that a capture names, even one that is unknown here."""
+    """Return the name of the default path of a load path that a capture names, even one that is unknown here."""
     return name.partition("+")[0]
 
 

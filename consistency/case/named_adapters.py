@@ -1,4 +1,4 @@
-"""SEVERAL ADAPTERS OF ONE CASE: each with the name that PEFT knows it by.
+"""The named adapters of one case: each has the name that PEFT knows it by.
 
 `--adapter one=./x --adapter two=./y` on a command line, `adapters = {one = "./x", two = "./y"}` in TOML and Python.
 Adapters without names, and patterns, are those of a suite: one case for each.
@@ -46,7 +46,7 @@ def as_named_adapters(given: object, *, where: str) -> tuple[NamedAdapter, ...]:
     if isinstance(given, Mapping):
         pairs = list(given.items())
     elif isinstance(given, (list, tuple)):
-        pairs = [(one.name, one.path) if isinstance(one, NamedAdapter) else _pair(one, where) for one in given]
+        pairs = [_name_and_path(item, where) for item in given]
     else:
         raise UsageError("adapters is not a table", where=where, got=given, wanted='{one = "PATH", two = "PATH"}')
     for name, path in pairs:
@@ -57,9 +57,10 @@ def as_named_adapters(given: object, *, where: str) -> tuple[NamedAdapter, ...]:
             raise UsageError(f"an adapter cannot be named {RESERVED} here", where=where, hint=hint)
         if not isinstance(path, str) or not path.strip():
             raise UsageError(f"the adapter {name} has no path", where=where, got=path, wanted=_WANTED)
-    twice = next((name for name, count in Counter(name for name, _ in pairs).items() if count > 1), None)
-    if twice is not None:
-        raise UsageError(f"two adapters have the name {twice}", where=where)
+    counts = Counter(name for name, _ in pairs)
+    repeated_name = next((name for name, count in counts.items() if count > 1), None)
+    if repeated_name is not None:
+        raise UsageError(f"two adapters have the name {repeated_name}", where=where)
     if len(pairs) < 2:
         hint = "leave out the name to check one adapter"
         raise UsageError(
@@ -73,39 +74,43 @@ def with_named_adapters(table: Mapping[str, Any], *, where: str) -> dict[str, An
 
     A value is a path wherever a folder of that very name exists.
     """
-    found = dict(table)
-    values = found.get("adapter")
-    several = list(values) if isinstance(values, (list, tuple)) else [values]
-    named = [one for one in several if _is_named(one)]
+    options = dict(table)
+    value = options.get("adapter")
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    named = [each for each in values if _is_named(each)]
     if not named:
-        return found
-    if len(named) < len(several):
-        without = next(one for one in several if not _is_named(one))
+        return options
+    if len(named) < len(values):
+        unnamed = next(each for each in values if not _is_named(each))
         raise UsageError(
             "some adapters have a name and others have none",
             where=where,
-            got=without,
+            got=unnamed,
             wanted=_WANTED,
             hint="with names they are one case, without any they are a suite",
         )
-    del found["adapter"]
-    return {**found, "adapters": as_named_adapters(named, where=where)}
+    del options["adapter"]
+    return {**options, "adapters": as_named_adapters(named, where=where)}
 
 
 def paths_from(adapters: Sequence[NamedAdapter], home: Path) -> tuple[NamedAdapter, ...]:
-    """Return adapters whose relative paths are relative to a folder, where they exist there."""
-    return tuple(
-        msgspec.structs.replace(one, path=str(home / one.path)) if (home / one.path).exists() else one
-        for one in adapters
-    )
+    """Return the adapters with each path that exists in the folder `home` replaced by the path there."""
+    resolved = []
+    for adapter in adapters:
+        path = home / adapter.path
+        resolved.append(msgspec.structs.replace(adapter, path=str(path)) if path.exists() else adapter)
+    return tuple(resolved)
 
 
 def _is_named(value: object) -> bool:
+    """Return whether a value is `NAME=PATH`, and no folder that has an equals sign in its name."""
     return isinstance(value, str) and _NAMED.fullmatch(value) is not None and not Path(value).is_dir()
 
 
-def _pair(text: object, where: str) -> tuple[str, str]:
-    found = _NAMED.fullmatch(text) if isinstance(text, str) else None
-    if found is None:
-        raise UsageError("an adapter without a name", where=where, got=text, wanted=_WANTED)
-    return found["name"], found["path"]
+def _name_and_path(item: object, where: str) -> tuple[str, str]:
+    if isinstance(item, NamedAdapter):
+        return item.name, item.path
+    match = _NAMED.fullmatch(item) if isinstance(item, str) else None
+    if match is None:
+        raise UsageError("an adapter without a name", where=where, got=item, wanted=_WANTED)
+    return match["name"], match["path"]

@@ -1,4 +1,4 @@
-"""OPTIONS: what a user can set, each declared once for the command line, TOML files, pytest and Python.
+"""The options that a user can set, each declared once for the command line, TOML files, pytest and Python.
 
 Every pytest session of an environment reads this table, so this module needs nothing but the standard library.
 """
@@ -41,7 +41,7 @@ class Edge(enum.Enum):
     PYTEST_INI = "consistency_"
 
     def spell(self, name: str) -> str:
-        """Return an option's name as it is written here."""
+        """Return an option's name as it is written in this place: `load_paths` is `--load-paths` on a command line."""
         return self.value + (name.replace("_", "-") if self.value.startswith("--") else name)
 
 
@@ -70,9 +70,13 @@ class Source:
     def reword(self, error: ConsistencyError) -> ConsistencyError:
         """Name the options in an error as they were given, and return it."""
         if error.where is not None:
-            error.where = _SPELLED.sub(lambda found: self.places.get(_name_of(found), found[0]), error.where)
-        error.reword(lambda text: _SPELLED.sub(lambda found: self.edge.spell(_name_of(found)), text))
+            error.where = _SPELLED.sub(self._place_of, error.where)
+        error.reword(lambda text: _SPELLED.sub(lambda match: self.edge.spell(_option_name(match)), text))
         return error
+
+    def _place_of(self, match: re.Match[str]) -> str:
+        """Return the place of an option that an error names; the text as it is where the edge itself is the place."""
+        return self.places.get(_option_name(match), match[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,42 +84,44 @@ class Option:
     """How one field of `Options` is given."""
 
     name: str
-    """As in TOML; a command line spells it with dashes."""
+    """The option's name in TOML; a command line spells it with dashes."""
     attribute: str
-    """The field of `Options`, and its name in Python, where `name` is a word of the language."""
+    """The field of `Options`; it differs from `name` where that is a word of Python."""
     help: str
     metavar: str | None = None
     type: Callable[[str], object] = str
-    """What the text of a command line is read as; `bool` is a switch that takes no value."""
+    """Converts the text of a command line; `bool` stands for a switch that takes no value."""
     choices: tuple[str, ...] | None = None
     repeatable: bool = False
-    """Given several times on a command line, a list in TOML."""
+    """Whether it is given several times on a command line, and is a list in TOML."""
     gathers: bool = False
-    """May be given several times on a command line, and is a list only then."""
+    """Whether it may be given several times on a command line; it is a list only then."""
     is_path: bool = False
-    """A relative path in a TOML file is relative to that file."""
+    """Whether it is a path: a relative one in a TOML file is relative to that file."""
     absent: Mapping[Edge, str] = field(default_factory=dict)
-    """Where the option does not exist, and why."""
+    """The places where the option does not exist, each with the reason."""
     help_of_one_case: str = ""
     """The help of a command that takes no suite; empty where that is the same."""
 
 
 def declare(default: T, help: str, metavar: str | None = None, **more: Any) -> T:
-    """Return a field of options, with what `Option` says of it."""
+    """Return a field of options; the further arguments are those of `Option`."""
     return field(default=default, metadata={"help": help, "metavar": metavar, **more})
 
 
 def _levels_text() -> str:
-    """Return what each level takes, and the stages that it has beyond the one before."""
+    """Return, for the help, the time that each level takes, and the stages that it has beyond the level before."""
     times = {Level.QUICK: "a minute", Level.STANDARD: "default, some minutes", Level.THOROUGH: "overnight"}
-    texts, before = [], set[Stage]()
+    texts = []
+    before: set[Stage] = set()
     for level, plan in LEVELS.items():
-        more = ", ".join(stage for stage in plan.stages if stage not in before)
-        texts.append(f"{level} ({times[level]}): {'also ' if before else ''}{more}")
-        before |= {*plan.stages}
-    with_cards = " and ".join(stages_of(lambda spec: spec.with_equal_cards))
-    of_cards = f", and {with_cards} where two GPUs are equal" if with_cards else ""
-    return f"stages, and how much of each: {'; '.join(texts)}{of_cards}"
+        new_stages = ", ".join(stage for stage in plan.stages if stage not in before)
+        also = "also " if before else ""
+        texts.append(f"{level} ({times[level]}): {also}{new_stages}")
+        before.update(plan.stages)
+    card_stages = " and ".join(stages_of(lambda spec: spec.with_equal_cards))
+    card_text = f", and {card_stages} where two GPUs are equal" if card_stages else ""
+    return f"stages, and how much of each: {'; '.join(texts)}{card_text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,9 +235,12 @@ class Options:
 
 
 def declared(kind: type[Any]) -> tuple[Option, ...]:
-    """Return how the fields of a class are given whose fields are made by `declare`."""
-    found = (one for one in fields(kind) if one.metadata)
-    return tuple(Option(**{"name": one.name, "attribute": one.name, **one.metadata}) for one in found)
+    """Return the options of a class whose fields are made by `declare`; other fields are left out."""
+    options = []
+    for each in fields(kind):
+        if each.metadata:
+            options.append(Option(**{"name": each.name, "attribute": each.name, **each.metadata}))
+    return tuple(options)
 
 
 OPTIONS: tuple[Option, ...] = declared(Options)
@@ -240,8 +249,9 @@ _ON_A_COMMAND_LINE = [option.name.replace("_", "-") for option in OPTIONS if Edg
 _SPELLED = re.compile(r"(?<![\w-])--(" + "|".join(_ON_A_COMMAND_LINE) + r")(?![\w-])")
 
 
-def _name_of(found: re.Match[str]) -> str:
-    return found[1].replace("-", "_")
+def _option_name(match: re.Match[str]) -> str:
+    """Return the name in TOML of an option that is spelled as on a command line."""
+    return match[1].replace("-", "_")
 
 
 class _Gather(argparse.Action):
@@ -249,8 +259,11 @@ class _Gather(argparse.Action):
 
     def __call__(self, _parser: object, namespace: argparse.Namespace, values: object, _name: object = None) -> None:
         earlier = getattr(namespace, self.dest, None)
-        several = earlier if isinstance(earlier, list) else [earlier]
-        setattr(namespace, self.dest, values if earlier is None else [*several, values])
+        if earlier is None:
+            setattr(namespace, self.dest, values)
+        else:
+            earlier_values = earlier if isinstance(earlier, list) else [earlier]
+            setattr(namespace, self.dest, [*earlier_values, values])
 
 
 def add_options(
@@ -281,8 +294,10 @@ def add_options(
             keywords["choices"] = option.choices
         else:
             keywords |= {"type": option.type, "metavar": option.metavar}
-        text = option.help_of_one_case if one_case and option.help_of_one_case else option.help
-        add(edge.spell(option.name), help=text, **keywords)
+        help_text = option.help
+        if one_case and option.help_of_one_case:
+            help_text = option.help_of_one_case
+        add(edge.spell(option.name), help=help_text, **keywords)
 
 
 def words_of(given: Mapping[str, object]) -> list[str]:
@@ -290,16 +305,22 @@ def words_of(given: Mapping[str, object]) -> list[str]:
     words = []
     for option in OPTIONS:
         value = given.get(option.name)
-        values = value if isinstance(value, list) else [] if value is None else [value]
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
         spelled = Edge.COMMAND_LINE.spell(option.name)
-        words += [spelled if option.type is bool else f"{spelled}={one}" for one in values]
+        words += [spelled if option.type is bool else f"{spelled}={each}" for each in values]
     return words
 
 
 def add_ini_options(add: Callable[..., object], edge: Edge) -> None:
     """Declare the options by `add`, which takes what `pytest.Parser.addini` takes; one not given is None."""
     for option in OPTIONS:
-        if edge not in option.absent:
-            is_list = option.repeatable or option.metavar in ("LIST", "TABLE")
-            kind = "bool" if option.type is bool else "linelist" if is_list else "string"
-            add(edge.spell(option.name), help=option.help, type=kind, default=None)
+        if edge in option.absent:
+            continue
+        kind = "string"
+        if option.type is bool:
+            kind = "bool"
+        elif option.repeatable or option.metavar in ("LIST", "TABLE"):
+            kind = "linelist"
+        add(edge.spell(option.name), help=option.help, type=kind, default=None)

@@ -42,19 +42,23 @@ def as_switches(given: object, *, where: str) -> tuple[Switch, ...]:
         pairs = [_pair(item, where=where) for item in given]
     else:
         raise UsageError("settings are a table or a list", where=where, got=given, wanted=_EXAMPLE)
-    found = [parse_setting(str(name), value, where=where) for name, value in pairs]
-    return tuple(Switch(name=name, value=value) for name, value in dict(found).items())
+    values = dict(parse_setting(str(name), value, where=where) for name, value in pairs)
+    return tuple(Switch(name=name, value=value) for name, value in values.items())
 
 
 def merged(*several: Iterable[Switch]) -> tuple[Switch, ...]:
-    """Return settings of several places, of which the last that has a name decides it."""
-    return tuple({switch.name: switch for switches in several for switch in switches}.values())
+    """Return the settings of several places; where several have a name, the last one applies."""
+    by_name: dict[str, Switch] = {}
+    for switches in several:
+        by_name |= {switch.name: switch for switch in switches}
+    return tuple(by_name.values())
 
 
 def _pair(item: object, *, where: str) -> tuple[object, object]:
+    """Return the name and the value of a `Switch`, or of a text `NAME=VALUE`."""
     if isinstance(item, Switch):
         return item.name, str(item).partition("=")[2]
-    name, is_pair, value = str(item).partition("=")
-    if not isinstance(item, str) or not is_pair or not name.strip() or not value.strip():
+    name, equals, value = str(item).partition("=")
+    if not isinstance(item, str) or not equals or not name.strip() or not value.strip():
         raise UsageError("a setting is chosen as NAME=VALUE", where=where, got=item, wanted=_EXAMPLE)
     return name, value

@@ -27,16 +27,27 @@ BASE_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """Weights in a form that is not loaded here: the names of their files, what they are, and what to do."""
+    """A form of weights that is not loaded here.
+
+    Attributes
+    ----------
+    patterns : tuple of str
+        `fnmatch` patterns on the names of its files.
+    noun : str
+        Its name in an error message.
+    hint : str
+        What the user can do instead.
+    """
 
     patterns: tuple[str, ...]
-    what: str
-    todo: str
+    noun: str
+    hint: str
 
 
 _IN_CACHE = re.compile(r"(?:^|/)models--([^/]+)/snapshots/[^/]+/*$")
 _CONVERTED = "give the folder of safetensors that they were converted from"
 
+# A folder may have files of several forms: the first form in this order is the one that is named.
 _FORMATS = (
     _Format(("*.gguf", "*.ggml"), "GGUF weights of llama.cpp", _CONVERTED),
     _Format(("*.onnx",), "an ONNX model", _CONVERTED),
@@ -56,10 +67,14 @@ _FORMATS = (
         ("consolidated.*.pth", "consolidated*.safetensors"), "the weights in their maker's own layout",
         "give the repository in the layout of transformers, or convert them by its convert_*_weights_to_hf.py",
     ),
-    _Format(("model_index.json", "pytorch_lora_weights.*"), "a pipeline or LoRA of diffusers",
-            "this tool checks models of transformers; for another module use --base python:package.module:function"),
-    _Format(("*.pt", "*.pth", "*.ckpt", "*.bin"), "pickled weights",
-            "save them by save_pretrained(), which writes safetensors"),
+    _Format(
+        ("model_index.json", "pytorch_lora_weights.*"), "a pipeline or LoRA of diffusers",
+        "this tool checks models of transformers; for another module use --base python:package.module:function",
+    ),
+    _Format(
+        ("*.pt", "*.pth", "*.ckpt", "*.bin"), "pickled weights",
+        "save them by save_pretrained(), which writes safetensors",
+    ),
 )  # fmt: skip
 
 _TRAINING = (
@@ -82,46 +97,60 @@ _TOKENIZER = (
     "preprocessor_config.json",
     "processor_config.json",
 )
+# A vocabulary is what makes a tokenizer; the other files of one may lie in a folder without it.
 _VOCABULARY = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 _BESIDE = ("README*", "LICENSE*", ".gitattributes", "*.md", "generation_config.json", ".cache", ".git")
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Report whether a folder has the vocabulary of a tokenizer; without one transformers makes an empty tokenizer."""
-    return any(_is(name, _VOCABULARY) for name in _names(folder) or ())
+    return any(_matches(name, _VOCABULARY) for name in _names(folder) or ())
 
 
 def base_folder(folder: Path) -> None:
-    """Raise, and say what the folder is, unless it has the config of a base."""
+    """Raise InputError, which says what the folder is, unless it has the config of a base.
+
+    Nothing is raised for a folder that cannot be read or is not recognised: reading its config says why.
+    """
     names = _names(folder)
-    if names is not None and BASE_CONFIG in names and _field(folder / BASE_CONFIG, "_diffusers_version"):
-        names = {"model_index.json"}  # a part of a pipeline, such as its `unet`
-    if names is None or BASE_CONFIG in names:
+    if names is None:
+        return
+    if BASE_CONFIG in names and _read_field(folder / BASE_CONFIG, "_diffusers_version"):
+        # A part of a pipeline, such as its `unet`, has a config of its own: it is recognised as a pipeline.
+        names = {"model_index.json"}
+    if BASE_CONFIG in names:
         return
     if ADAPTER_CONFIG in names:
-        own = _field(folder / ADAPTER_CONFIG, "base_model_name_or_path")
+        base = _read_field(folder / ADAPTER_CONFIG, "base_model_name_or_path")
+        hint = "give it as --adapter, and the model that it was trained on as --base"
+        if base:
+            hint += f": {base}"
         raise InputError(
             "this is an adapter, not a base model",
             where=folder,
             got=ADAPTER_CONFIG,
             wanted=f"a folder with {BASE_CONFIG}",
-            hint="give it as --adapter, and the model that it was trained on as --base" + (f": {own}" if own else ""),
+            hint=hint,
         )
     _refuse(folder, names, role="base model", config=BASE_CONFIG, weights="model.safetensors")
 
 
 def adapter_folder(folder: Path) -> None:
-    """Raise, and say what the folder is, unless it has the config of an adapter."""
+    """Raise InputError, which says what the folder is, unless it has the config of an adapter.
+
+    Nothing is raised for a folder that cannot be read or is not recognised: reading its config says why.
+    """
     names = _names(folder)
     if names is None or ADAPTER_CONFIG in names:
         return
-    if BASE_CONFIG in names and _inner(folder, ADAPTER_CONFIG) is None:
-        training = next((name for name in sorted(names) if _is(name, _TRAINING)), None)
-        kind = "a training checkpoint of a whole model" if training else "a whole model"
+    # A model's folder may hold a training's checkpoints of adapters: then `_refuse` names the latest of them.
+    if BASE_CONFIG in names and _find_inner(folder, ADAPTER_CONFIG) is None:
+        training_file = next((name for name in sorted(names) if _matches(name, _TRAINING)), None)
+        kind = "a training checkpoint of a whole model" if training_file else "a whole model"
         raise InputError(
             f"this is {kind}, not an adapter",
             where=folder,
-            got=", ".join(filter(None, (BASE_CONFIG, training))),
+            got=", ".join(filter(None, (BASE_CONFIG, training_file))),
             wanted=f"a folder with {ADAPTER_CONFIG}, as PEFT's save_pretrained() writes it",
             hint="an adapter that was merged into a model cannot be taken out again: give that model alone as --base, "
             "or check what is in it by `consistency check-merged`",
@@ -130,10 +159,12 @@ def adapter_folder(folder: Path) -> None:
 
 
 def swapped(base: Path, adapter: Path) -> None:
-    """Raise if the base is an adapter and the adapter is a base."""
-    of_base, of_adapter = _names(base) or set(), _names(adapter) or set()
-    is_adapter = ADAPTER_CONFIG in of_base and BASE_CONFIG not in of_base
-    if is_adapter and BASE_CONFIG in of_adapter and ADAPTER_CONFIG not in of_adapter:
+    """Raise InputError if the base is an adapter and the adapter is a base."""
+    base_names = _names(base) or set()
+    adapter_names = _names(adapter) or set()
+    base_is_adapter = ADAPTER_CONFIG in base_names and BASE_CONFIG not in base_names
+    adapter_is_base = BASE_CONFIG in adapter_names and ADAPTER_CONFIG not in adapter_names
+    if base_is_adapter and adapter_is_base:
         raise InputError(
             "base and adapter are swapped",
             where="--base, --adapter",
@@ -143,84 +174,107 @@ def swapped(base: Path, adapter: Path) -> None:
 
 
 def in_place_of_weights(folder: Path, wanted: str) -> tuple[str, str | None]:
-    """Return what a folder with a config holds in place of its weights, and what to do; empty if that is not known."""
+    """Return what a folder with a config holds in place of its weights, and a hint; `("", None)` if that is not known.
+
+    `wanted` is the name of the file that was looked for, such as `model.safetensors`.
+    """
     names = _names(folder) or set()
-    other = [name for name in sorted(names) if name.endswith(".safetensors")]
-    if len(other) == 1:
-        return f"weights under another name, {other[0]}", f"rename {other[0]} to {wanted}"
-    if other:
-        return f"{len(other)} other safetensors files and no index", f"download {wanted}.index.json as well"
-    if found := _format(names):
-        return found
-    if all(_is(name, (*_TOKENIZER, *_BESIDE, BASE_CONFIG, ADAPTER_CONFIG)) for name in names):
-        has = {"a config": names & {BASE_CONFIG, ADAPTER_CONFIG}, "a tokenizer": any(_is(n, _TOKENIZER) for n in names)}
-        alone = " and ".join(what for what, there in has.items() if there)
-        return f"{alone} alone" if alone else "", "download the weights as well, or train and save them first"
-    if any(_is(name, _TRAINING) for name in names):
+    weight_files = [name for name in sorted(names) if name.endswith(".safetensors")]
+    if len(weight_files) == 1:
+        return f"weights under another name, {weight_files[0]}", f"rename {weight_files[0]} to {wanted}"
+    if weight_files:
+        return f"{len(weight_files)} other safetensors files and no index", f"download {wanted}.index.json as well"
+    if (weight_format := _find_format(names)) is not None:
+        return weight_format
+    if all(_matches(name, (*_TOKENIZER, *_BESIDE, BASE_CONFIG, ADAPTER_CONFIG)) for name in names):
+        nouns = []
+        if names & {BASE_CONFIG, ADAPTER_CONFIG}:
+            nouns.append("a config")
+        if any(_matches(name, _TOKENIZER) for name in names):
+            nouns.append("a tokenizer")
+        content = " and ".join(nouns) + " alone" if nouns else ""
+        return content, "download the weights as well, or train and save them first"
+    if any(_matches(name, _TRAINING) for name in names):
         return "the state of a training", "give a checkpoint that was saved with its weights"
     return "", None
 
 
 def _refuse(folder: Path, names: set[str], *, role: str, config: str, weights: str) -> None:
-    """Raise what the folder is, where it has no config of this role and is recognised."""
-    what, hint = _recognised(folder, names, role=role, config=config, weights=weights)
-    if what:
-        listing = ", ".join(sorted(names)[:8]) + (" …" if len(names) > 8 else "")
-        raise InputError(what, where=folder, got=listing or None, wanted=f"a folder with {config}", hint=hint)
+    """Raise InputError for a folder without the config of its role, where it is recognised as something else."""
+    message, hint = _recognised(folder, names, role=role, config=config, weights=weights)
+    if not message:
+        return
+    listing = ", ".join(sorted(names)[:8])
+    if len(names) > 8:
+        listing += " …"
+    raise InputError(message, where=folder, got=listing or None, wanted=f"a folder with {config}", hint=hint)
 
 
 def _recognised(folder: Path, names: set[str], *, role: str, config: str, weights: str) -> tuple[str, str | None]:
+    """Return what a folder is that has no such config, and a hint; `("", None)` where it is not recognised."""
     is_adapter = config == ADAPTER_CONFIG
-    option, article = ("--adapter", "an") if is_adapter else ("--base", "a")
+    option, article, maker = "--base", "a", "save_pretrained()"
+    if is_adapter:
+        option, article, maker = "--adapter", "an", "PEFT's save_pretrained()"
     if not names:
         return f"an empty folder was given for the {role}", "was the download or the training stopped?"
-    if "model_index.json" not in names and (inner := _inner(folder, config)) is not None:
+    # The parts of a pipeline of diffusers have configs too, but are no models of transformers.
+    if "model_index.json" not in names and (inner := _find_inner(folder, config)) is not None:
         return f"the {role} is not in this folder, but in one inside it", f"{option} {inner}"
-    if found := _format(names):
-        return f"this folder holds {found[0]}, not {article} {role} of transformers", found[1]
+    if (weight_format := _find_format(names)) is not None:
+        noun, hint = weight_format
+        return f"this folder holds {noun}, not {article} {role} of transformers", hint
     if any(name.endswith(".safetensors") for name in names):
-        maker = "PEFT's save_pretrained()" if is_adapter else "save_pretrained()"
         return f"weights without {config}", f"copy {config} into the folder: {maker} wrote it beside {weights}"
-    if any(_is(name, _TOKENIZER) for name in names) and all(_is(name, (*_TOKENIZER, *_BESIDE)) for name in names):
+    has_tokenizer_file = any(_matches(name, _TOKENIZER) for name in names)
+    if has_tokenizer_file and all(_matches(name, (*_TOKENIZER, *_BESIDE)) for name in names):
         return f"this folder holds a tokenizer, not {article} {role}", f"give the {role}'s own folder"
-    if any(_is(name, _TRAINING) for name in names):
+    if any(_matches(name, _TRAINING) for name in names):
         return "a training checkpoint without a model", "give a checkpoint that was saved with its model"
     return "", None
 
 
-def _format(names: set[str]) -> tuple[str, str] | None:
-    for one in _FORMATS:
-        found = next((name for name in sorted(names) if _is(name, one.patterns) and not _is(name, _TRAINING)), None)
-        if found is not None:
-            return f"{one.what} ({found})", one.todo
+def _find_format(names: set[str]) -> tuple[str, str] | None:
+    """Return the first form of weights that a file of the folder has, with the file, and a hint; None for none."""
+    for weight_format in _FORMATS:
+        for name in sorted(names):
+            # the state of a training is pickled too, but is no weights
+            if _matches(name, weight_format.patterns) and not _matches(name, _TRAINING):
+                return f"{weight_format.noun} ({name})", weight_format.hint
     return None
 
 
-def _inner(folder: Path, config: str) -> Path | None:
-    """Return the folder inside that has the config: a snapshot of the hub's cache, or the latest checkpoint."""
+def _find_inner(folder: Path, config: str) -> Path | None:
+    """Return the folder inside that has the config: a snapshot of the hub's cache, or the latest checkpoint.
+
+    It is one or two levels down; None where there is none.
+    """
     with suppress(OSError):
-        found = [path.parent for pattern in (config, f"*/{config}") for path in folder.glob(f"*/{pattern}")]
-        return max(found, key=lambda one: (_step(one), -len(one.parts), one.name), default=None)
+        paths = [*folder.glob(f"*/{config}"), *folder.glob(f"*/*/{config}")]
+        folders = [path.parent for path in paths]
+        return max(folders, key=lambda inner: (_training_step(inner), -len(inner.parts), inner.name), default=None)
     return None
 
 
-def _step(folder: Path) -> int:
-    found = re.search(r"-(\d+)$", folder.name)
-    return int(found[1]) if found else 0
+def _training_step(folder: Path) -> int:
+    """Return the step of a checkpoint, `checkpoint-500`; 0 for a folder of another name."""
+    match = re.search(r"-(\d+)$", folder.name)
+    return int(match[1]) if match else 0
 
 
-def _is(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _names(folder: Path) -> set[str] | None:
-    """Return the names in a folder, None where it cannot be read: what reads it next says why."""
+    """Return the names in a folder; None where it cannot be read, because what reads it next says why."""
     with suppress(OSError):
         return {path.name for path in folder.iterdir()}
     return None
 
 
-def _field(path: Path, name: str) -> str | None:
+def _read_field(path: Path, name: str) -> str | None:
+    """Return a text field of a JSON file; None where the file is not readable, or the field is empty or no text."""
     with suppress(OSError, ValueError, RecursionError):
         table = json.loads(path.read_text(encoding="utf-8"))
         value = table.get(name) if isinstance(table, dict) else None
@@ -230,6 +284,7 @@ def _field(path: Path, name: str) -> str | None:
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
+# First bytes, what such a file is, and what the user can do.
 _STARTS = (
     (b"GGUF", "GGUF weights of llama.cpp", "give the safetensors file that they were converted from"),
     (b"PK\x03\x04", "a pickle of torch.save (a ZIP file)", "it was renamed: save it by safetensors.torch.save_file"),
@@ -244,28 +299,30 @@ _STARTS = (
 
 
 def other_file(head: bytes) -> tuple[str, str] | None:
-    """Return what a file is whose name ends in `.safetensors`, and what to do, from its first bytes; None if unknown.
+    """Return what a file is that is named `.safetensors` and is not one, and a hint; None if that is not known.
 
-    A safetensors file starts with the length of its header, in eight bytes of which the last ones are 0, and a brace.
+    `head` is its first bytes, 16 at least where the file has them. A safetensors file starts with the length of its
+    header, in eight bytes of which the last ones are 0, and a brace.
     """
     if head[8:9] == b"{" or (not any(head[4:8]) and any(head)):
         return None
-    return next(((what, todo) for start, what, todo in _STARTS if head.startswith(start)), None)
+    return next(((noun, hint) for start, noun, hint in _STARTS if head.startswith(start)), None)
 
 
 def missing_bytes(path: Path) -> str:
-    """Return how much of a safetensors file is there, by its header; only its size where it has no sound header."""
+    """Return how much of a safetensors file is there: `10 of 20 bytes`; its size alone where it has no sound header."""
     size = path.stat().st_size
     with suppress(OSError, ValueError, struct.error, RecursionError, AttributeError, TypeError, LookupError):
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length + 8 > size:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            if header_bytes + 8 > size:
                 # the library refuses longer headers than 100 MB, so that is no length but other data
-                return f"{size} bytes" + (f" of a header of {length + 8}" if length < 100_000_000 else "")
-            header = json.loads(file.read(length))
-        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
-        whole = 8 + length + max(ends, default=0)
-        return f"{size} of {whole} bytes" if size != whole else f"{size} bytes"
+                is_length = header_bytes < 100_000_000
+                return f"{size} bytes of a header of {header_bytes + 8}" if is_length else f"{size} bytes"
+            header = json.loads(file.read(header_bytes))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        whole_bytes = 8 + header_bytes + max(ends, default=0)
+        return f"{size} of {whole_bytes} bytes" if size != whole_bytes else f"{size} bytes"
     return f"{size} bytes"
 
 
@@ -273,24 +330,29 @@ def missing_bytes(path: Path) -> str:
 
 
 def check_method(name: object, where: Path, config: Mapping[str, Any]) -> None:
-    """Raise if the installed PEFT does not know an adapter's method."""
-    known = peft_methods()
-    if not known or name in known:
+    """Raise InputError if the installed PEFT does not know an adapter's method, the `peft_type` of its config."""
+    methods = peft_methods()
+    if not methods or name in methods:
         return
-    saved_by = config.get("peft_version")
     version = importlib.metadata.version("peft")
+    stated = f"peft_type {name}"
+    if saved_by := config.get("peft_version"):
+        stated += f", saved by PEFT {saved_by}"
     raise InputError(
         f"the installed PEFT {version} does not know the adapter's method {name}",
         where=where,
-        got=f"peft_type {name}" + (f", saved by PEFT {saved_by}" if saved_by else ""),
-        wanted=", ".join(known),
-        hint=did_you_mean(str(name), known)
+        got=stated,
+        wanted=", ".join(methods),
+        hint=did_you_mean(str(name), methods)
         or "install the PEFT that it was saved by, or a later one: pip install -U peft",
     )
 
 
 def peft_methods() -> tuple[str, ...]:
-    """Return the methods of the installed PEFT, from its source and without importing it; empty if it shows none."""
+    """Return the methods of the installed PEFT, such as `LORA`, from its source; empty if the source shows none.
+
+    PEFT is not imported: that takes seconds, and imports torch.
+    """
     with suppress(OSError, SyntaxError, ValueError, ImportError):
         spec = importlib.util.find_spec("peft")
         if spec is not None and spec.origin is not None:
@@ -301,21 +363,27 @@ def peft_methods() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=1)
 def _methods_in(source: str) -> tuple[str, ...]:
+    """Return the values of the enum `PeftType` in the source of PEFT's module."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef) and node.name == "PeftType":
-            values = [line.value for line in node.body if isinstance(line, ast.Assign)]
-            return tuple(str(one.value) for one in values if isinstance(one, ast.Constant))
+            values = [statement.value for statement in node.body if isinstance(statement, ast.Assign)]
+            return tuple(str(value.value) for value in values if isinstance(value, ast.Constant))
     return ()
 
 
 def repository_of(path: PurePath) -> str:
-    """Return the id of the model that a folder in the cache of a hub is of; empty for any other folder."""
-    in_cache = _IN_CACHE.search(path.as_posix())
-    return "" if in_cache is None else in_cache.group(1).replace("--", "/")
+    """Return the hub id of the model whose folder in the hub's cache this is; empty for any other folder."""
+    match = _IN_CACHE.search(path.as_posix())
+    return "" if match is None else match.group(1).replace("--", "/")
 
 
 def name_of(path: Path) -> str:
-    """Return what a folder is called: in the cache of a hub, whose folders are commits, the id of the model."""
+    """Return the name that reports use for a folder: the hub id in the hub's cache, whose folders are commits.
+
+    Else it is the folder's own name, or its parent's where that is `base` or `adapter`, as in the built-in cases.
+    """
     if repository := repository_of(path):
         return repository
-    return (path.parent.name or path.name) if path.name in ("base", "adapter") else path.name or str(path)
+    if path.name in ("base", "adapter"):
+        return path.parent.name or path.name
+    return path.name or str(path)

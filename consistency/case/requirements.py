@@ -1,12 +1,13 @@
-"""What every host of a fleet must have in common before anything runs: the files of the case, and accelerators.
+"""The files and accelerators that every host of a fleet must have in common before anything runs.
 
-`consistency fleet` writes it down once, and each node checks it: a checkpoint that was copied to a thousand hosts is
-not on all of them what it was.
+`consistency fleet` writes them down once, and each node checks them: a checkpoint that was copied to a thousand hosts
+is not on all of them what it was.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,85 +20,93 @@ from consistency.errors import InputError, UsageError
 
 SCHEMA = "consistency.requirements/1"
 
-_READ = (".safetensors", ".json", ".bin", ".py", ".model", ".txt", ".tiktoken")
-"""Endings of what a case may read of a folder; a README may differ."""
+_ENDINGS = (".safetensors", ".json", ".bin", ".py", ".model", ".txt", ".tiktoken")
+"""Endings of the files that a case may read in a folder; a README may differ between hosts."""
 
 
 class Requirements(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a host must have."""
+    """The files and devices that a host must have."""
 
     schema: str = SCHEMA
     files: dict[str, dict[str, str]] = {}
-    """By what they are for (`base`, `adapter`, …) the SHA-256 of the files, by name."""
+    """SHA-256 of each file, by role (`base`, `adapter`, …) and by name."""
     accelerators: int = 0
-    """How many devices other than the CPU."""
+    """Number of devices other than the CPU."""
 
     def check_devices(self, devices: Sequence[DeviceInfo]) -> None:
         """Raise `UsageError` where there are fewer accelerators than required."""
-        found = count_accelerators(devices)
-        if sum(found.values()) < self.accelerators:
-            seen = ", ".join(f"{count} × {model}" for model, count in found.items())
+        counts = count_accelerators(devices)
+        if sum(counts.values()) < self.accelerators:
+            listing = ", ".join(f"{count} × {model}" for model, count in counts.items())
             raise UsageError(
                 "fewer accelerators than required",
-                got=seen or "none",
+                got=listing or "none",
                 wanted=self.accelerators,
                 hint="is one lost, or not given to this job?",
             )
 
     def check_files(self, case: Case) -> None:
-        """Raise `InputError` where a file of the case is not the one that is required."""
-        places = _folders(case)
+        """Raise `InputError` where a file of the case is missing, or is not the one that is required."""
+        paths = _paths(case)
         for role, digests in digests_of(case).items():
-            wanted = self.files.get(role, {})
-            for name in sorted(digests.keys() | wanted.keys()):
-                got = digests.get(name)
-                if got != wanted.get(name):
+            required = self.files.get(role, {})
+            for name in sorted(digests.keys() | required.keys()):
+                if digests.get(name) != required.get(name):
                     raise InputError(
                         f"the {role} is not the one of the fleet",
-                        where=places[role] / name,
-                        got=_shown(got),
-                        wanted=_shown(wanted.get(name)),
+                        where=paths[role] / name,
+                        got=_digest_text(digests.get(name)),
+                        wanted=_digest_text(required.get(name)),
                         hint="copy it to this host again",
                     )
 
 
 def requirements_of(case: Case, *, accelerators: int = 0) -> Requirements:
-    """Return what a host must have to check this very case."""
+    """Return the requirements of a host that checks this very case."""
     return Requirements(files=digests_of(case), accelerators=accelerators)
 
 
 def digests_of(case: Case) -> dict[str, dict[str, str]]:
-    """Return the SHA-256 of the files that a case reads, by what they are for and by name."""
-    found = {role: dict(_named(place)) for role, place in _folders(case).items()}
+    """Return the SHA-256 of the files that a case reads, by role and by name."""
+    files_by_role = {role: dict(_files(path)) for role, path in _paths(case).items()}
+    digests = {}
     with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter to others, and a sharded base has many files
-        return {role: dict(zip(files, pool.map(_sha256, files.values()), strict=True)) for role, files in found.items()}
+        for role, files in files_by_role.items():
+            digests[role] = dict(zip(files, pool.map(_sha256, files.values()), strict=True))
+    return digests
 
 
 def count_accelerators(devices: Sequence[DeviceInfo]) -> dict[str, int]:
     """Return how many accelerators there are, by model; numerical variants of one count once."""
-    own = {(info.spec.type, info.spec.index): info.model for info in devices if not info.spec.is_cpu}
-    return {model: list(own.values()).count(model) for model in dict.fromkeys(own.values())}
+    models = {(info.spec.type, info.spec.index): info.model for info in devices if not info.spec.is_cpu}
+    return dict(Counter(models.values()))
 
 
-def _folders(case: Case) -> Mapping[str, Path]:
-    """Return the files and folders of a case by what they are for; what a function makes has none."""
-    given = {
-        "base": None if case.factory or not case.base else case.base,
-        "adapter": None if case.adapters else case.adapter,
-        **{f"adapter {one.name}": one.path for one in case.adapters},
-        "inputs file": case.inputs,
-        "device map": case.device_map if case.device_map and Path(case.device_map).is_file() else None,
-    }
-    return {role: Path(text) for role, text in given.items() if text is not None}
+def _paths(case: Case) -> Mapping[str, Path]:
+    """Return the files and folders of a case by role; what a function makes has none."""
+    paths: dict[str, str] = {}
+    if case.base and not case.factory:
+        paths["base"] = case.base
+    if case.adapter is not None and not case.adapters:
+        paths["adapter"] = case.adapter
+    for adapter in case.adapters:
+        paths[f"adapter {adapter.name}"] = adapter.path
+    if case.inputs is not None:
+        paths["inputs file"] = case.inputs
+    # otherwise it is the name of a map that transformers computes
+    if case.device_map and Path(case.device_map).is_file():
+        paths["device map"] = case.device_map
+    return {role: Path(path) for role, path in paths.items()}
 
 
-def _named(place: Path) -> Iterator[tuple[str, Path]]:
-    if place.is_file():
-        yield place.name, place
+def _files(path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the name and path of a file, or of each file in a folder that a case may read."""
+    if path.is_file():
+        yield path.name, path
         return
-    for path in sorted(place.iterdir()):
-        if path.suffix in _READ and path.is_file():
-            yield path.name, path
+    for file in sorted(path.iterdir()):
+        if file.suffix in _ENDINGS and file.is_file():
+            yield file.name, file
 
 
 def _sha256(path: Path) -> str:
@@ -108,5 +117,6 @@ def _sha256(path: Path) -> str:
         raise InputError("cannot read", where=path, got=error) from None
 
 
-def _shown(digest: str | None) -> str:
+def _digest_text(digest: str | None) -> str:
+    """Return a digest as an error shows it."""
     return "no such file" if digest is None else f"SHA-256 {digest[:16]}…"

@@ -1,4 +1,4 @@
-"""All stages, in the order of reports, and which of them a level runs. No torch here."""
+"""Collect all stages, in the order of reports, and the stages of each level. No torch here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from consistency.optional import is_there
 
 
 class _Stages(dict[Stage, StageSpec]):
-    """The stages that are there, and what is known of one that is not.
+    """The declared stages by name; a stage that is not declared here has a general declaration.
 
     A capture may come from a machine with a plug-in that this one lacks. Its rows say themselves by which rule they are
     judged, so that they are compared nevertheless.
@@ -27,9 +27,9 @@ class _Stages(dict[Stage, StageSpec]):
 
 
 def _declared() -> Iterator[StageSpec]:
-    """Yield what is declared by this package's stages, by its extras, and by other distributions.
+    """Yield the declarations of this package's stages, of its extras, and of other distributions.
 
-    A stage of another distribution that has the name of one that is there costs itself alone.
+    A stage of another distribution whose name is taken is left out and noted; the rest of the run is not affected.
     """
     names: set[Stage] = set()
     for module in plugins.modules_of("stages", "spec"):
@@ -47,29 +47,30 @@ def _declared() -> Iterator[StageSpec]:
 
 
 def _problem(spec: object, names: set[Stage]) -> str:
-    """Return why a plug-in's stage cannot be used; empty where it can."""
+    """Return why a plug-in's stage cannot be used; empty where it can. `names` are those of the stages before it."""
     if not isinstance(spec, StageSpec):
         return f"not a {StageSpec.__module__}.StageSpec, but {type(spec).__name__}"
     return f"there is a stage {spec.stage} already" if spec.stage in names else ""
 
 
-def _place(spec: StageSpec) -> float:
+def _report_place(spec: StageSpec) -> float:
+    """Return the place of a stage in reports, for sorting; stages without one come last."""
     return math.inf if spec.place is None else spec.place
 
 
 SPECS: dict[Stage, StageSpec] = _Stages(
-    (spec.stage, spec) for spec in sorted(_declared(), key=_place) if is_there(spec.worker)
+    (spec.stage, spec) for spec in sorted(_declared(), key=_report_place) if is_there(spec.worker)
 )
-"""Every stage, in the order of reports; one whose code was deleted is none."""
+"""Every stage by name, in the order of reports; a stage whose code was deleted is left out."""
 
 
 def registered(name: str) -> Stage:
-    """Return the stage of a name.
+    """Return a name as a `Stage`.
 
     Raises
     ------
     ValueError
-        Nothing here declares one.
+        No stage of this name is declared here.
     """
     if name not in SPECS:
         raise ValueError(f"no stage of this name is declared: {name}")
@@ -80,23 +81,30 @@ _ORDER = {stage: place for place, stage in enumerate(SPECS)}
 
 
 def stage_order(name: str) -> int:
-    """Return the place of a stage among all, behind them where it is unknown."""
+    """Return the place of a stage among all, for sorting; an unknown stage comes behind them."""
     return _ORDER.get(Stage(name), len(_ORDER))
 
 
 def stages_of(choose: Callable[[StageSpec], bool]) -> tuple[Stage, ...]:
-    """Return the stages whose rows are chosen."""
+    """Return the stages whose declarations `choose` accepts, in the order of reports."""
     return tuple(stage for stage, spec in SPECS.items() if choose(spec))
 
 
 def requested(level: Level, options: Any) -> tuple[Stage, ...]:
-    """Return the stages that a level runs, with those that an option or a case's field of that name asks for."""
+    """Return the stages that a level runs, and those that an option asks for.
+
+    `options` is an `Options`, or a `Case` with fields of the same names.
+    """
     return stages_of(lambda spec: level in spec.levels or bool(spec.option and getattr(options, spec.option)))
 
 
 def with_judges(asked: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return stages, and after them those whose results judge them."""
-    judges = dict.fromkeys(other for stage in asked if stage in SPECS for other in SPECS[stage].by if other in SPECS)
+    """Return the stages, and after them those whose results judge them, each once."""
+    judges: dict[Stage, None] = {}
+    for stage in asked:
+        # SPECS declares an unknown stage too, so a missing one has to be looked for by its name
+        if stage in SPECS:
+            judges.update(dict.fromkeys(judge for judge in SPECS[stage].by if judge in SPECS))
     return (*asked, *(stage for stage in judges if stage not in asked))
 
 
@@ -104,13 +112,16 @@ def run_order(stages: Iterable[Stage], *, sees_others: bool) -> list[StageSpec]:
     """Return the stages in the order in which a worker runs them.
 
     `transfer` opens every device that it sees and leaves correct bytes in memory that is used again: where there are
-    other devices it comes last, so that loading is observed on untouched ones.
+    other devices (`sees_others`) it comes last, so that loading is observed on untouched ones.
     """
     order: list[Stage] = []
     for stage, spec in SPECS.items():
-        order.insert(order.index(spec.before) if spec.before in order else len(order), stage)
+        position = order.index(spec.before) if spec.before in order else len(order)
+        order.insert(position, stage)
+    if sees_others:
+        order.sort(key=lambda stage: stage == standard.TRANSFER)
     wanted = set(stages)
-    return [SPECS[s] for s in sorted(order, key=lambda s: sees_others and s == standard.TRANSFER) if s in wanted]
+    return [SPECS[stage] for stage in order if stage in wanted]
 
 
 MOVES_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.MOVES and spec.model is Model.REQUIRED)
@@ -120,10 +131,10 @@ COMPUTES_WITH_WEIGHTS = stages_of(lambda spec: spec.kind is Kind.COMPUTES and sp
 """Stages in which wrong weights show too."""
 
 MODEL_LESS: tuple[Stage, ...] = stages_of(lambda spec: spec.model is not Model.REQUIRED)
-"""Stages that check the machine alone. Of these `memory` checks the model too, where there is one."""
+"""Stages that check the machine alone; `memory` is one of them, and checks the model too where there is one."""
 
 HOST_STAGES: tuple[Stage, ...] = stages_of(lambda spec: spec.model is Model.UNUSED and bool(spec.levels))
-"""Of these the stages of a level that never check a model: they are the same for every case of a suite."""
+"""Stages of a level that never check a model: they are the same for every case of a suite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,34 +143,39 @@ class LeftOut:
 
     text: str
     part_of: Stage | None = None
-    """The stage that it belongs to: where the whole stage is left out, its parts are not named too."""
+    """The stage that the check belongs to: where the whole stage is left out, its parts are not named too."""
     made_by_repeat: bool = False
-    """Whether `--repeat` makes it nevertheless."""
+    """Whether `--repeat` makes the check nevertheless."""
     made_by_soak: bool = False
-    """Whether a soak makes it nevertheless."""
+    """Whether a soak makes the check nevertheless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelPlan:
-    """What a level means."""
+    """The work that a level stands for."""
 
     stages: tuple[Stage, ...]
     safe_merge: bool
+    """Whether adapters are also merged with PEFT's `safe_merge`."""
     reload: bool
+    """Whether the adapter is loaded again over NaN."""
     sides: tuple[str, ...]
-    """The load paths that it checks besides each default one."""
+    """The load paths that are checked besides each default one, by `LoadPath.side`."""
     sequences: int
+    """Sequences of the inputs that are made."""
     tokens: int
+    """Tokens of each sequence, at most."""
     repeat: int
+    """Runs of each stage that computes."""
     float64_merges: int
     """Elements of all matrices of the largest model that is merged in float64, and whose blocks are compared with the
     adapter off and merged too."""
     left_out: tuple[LeftOut, ...]
-    """The checks of its own stages that it leaves out."""
+    """The checks of the level's own stages that it leaves out."""
 
     @property
     def not_checked(self) -> tuple[str, ...]:
-        """Return what it leaves out, in words."""
+        """Return the checks that the level leaves out, in words."""
         return tuple(check.text for check in self.left_out)
 
     def is_large(self, matrix_elements: int) -> bool:

@@ -61,24 +61,19 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name, value in (("atol", self.atol), ("rtol", self.rtol)):
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is a finite number of 0 or more, got {value}")
-        if self.stage is not None and self.stage not in SPECS:
-            close = did_you_mean(self.stage, COMPUTED)
-            raise ValueError(f"unknown stage: {self.stage}; " + (close or f"a tolerance is for {_or(COMPUTED)}"))
-        if self.stage is not None and self.stage not in COMPUTED:
-            why = SPECS[Stage(self.stage)].kind.value
-            raise ValueError(f"the stage {self.stage} {why}: a tolerance is for {_or(COMPUTED)}")
+        if self.stage is not None:
+            _check_stage(self.stage)
         if self.dtype is not None and self.dtype not in UNIT_ROUNDOFF:
             raise ValueError(f"no dtype that has a tolerance: {self.dtype}; it is one of {', '.join(UNIT_ROUNDOFF)}")
         for name, pattern in (("layer", self.layer), ("arch", self.arch)):
-            if pattern is not None and not pattern.strip():
-                raise ValueError(f"an empty {name} matches nothing: leave it out to mean every {name}")
-            if pattern is not None and "," in pattern:
-                raise ValueError(f"{name} is one pattern, got {pattern}: give one tolerance per pattern")
+            if pattern is not None:
+                _check_pattern(name, pattern)
 
     def __str__(self) -> str:
         """Return the text that the command line accepts for it."""
-        parts = [f"{name}={value}" for name in _PLACES if (value := getattr(self, name)) is not None]
-        return ",".join([*parts, f"atol={float(self.atol)!r}", f"rtol={float(self.rtol)!r}"])
+        fields = {name: getattr(self, name) for name in _PLACES}
+        texts = [f"{name}={value}" for name, value in fields.items() if value is not None]
+        return ",".join([*texts, f"atol={float(self.atol)!r}", f"rtol={float(self.rtol)!r}"])
 
     def is_for(self, architecture: str) -> bool:
         """Return whether it applies to devices of this architecture."""
@@ -97,14 +92,35 @@ class Override(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
 
+def _check_stage(stage: str) -> None:
+    """Raise ValueError for a stage that is unknown, or does not compute."""
+    if stage not in SPECS:
+        hint = did_you_mean(stage, COMPUTED) or f"a tolerance is for {_or(COMPUTED)}"
+        raise ValueError(f"unknown stage: {stage}; {hint}")
+    if stage not in COMPUTED:
+        kind = SPECS[Stage(stage)].kind.value
+        raise ValueError(f"the stage {stage} {kind}: a tolerance is for {_or(COMPUTED)}")
+
+
+def _check_pattern(name: str, pattern: str) -> None:
+    """Raise ValueError for a pattern that is empty, or a list of patterns."""
+    if not pattern.strip():
+        raise ValueError(f"an empty {name} matches nothing: leave it out to mean every {name}")
+    if "," in pattern:
+        raise ValueError(f"{name} is one pattern, got {pattern}: give one tolerance per pattern")
+
+
 def choose(overrides: Sequence[Override], *, stage: str, layer: str, dtype: str) -> Override | None:
-    """Return the last override that matches, None where none does."""
-    return next((o for o in reversed(overrides) if o.matches(stage=stage, layer=layer, dtype=dtype)), None)
+    """Return the last override that matches a tensor; None where none does."""
+    for override in reversed(overrides):
+        if override.matches(stage=stage, layer=layer, dtype=dtype):
+            return override
+    return None
 
 
 def of_architecture(overrides: Sequence[Override], architecture: str) -> tuple[Override, ...]:
-    """Return those that apply to devices of an architecture, in the same order."""
-    return tuple(one for one in overrides if one.is_for(architecture))
+    """Return the overrides that apply to devices of an architecture, in the same order."""
+    return tuple(override for override in overrides if override.is_for(architecture))
 
 
 def as_overrides(given: object, *, where: str) -> tuple[Override, ...]:
@@ -113,21 +129,33 @@ def as_overrides(given: object, *, where: str) -> tuple[Override, ...]:
     Raises
     ------
     UsageError
-        It is no such list, or one of it has an unknown field, or a value that cannot be used.
+        It is no such list, or an item has an unknown field or a value that cannot be used.
     """
     given = [given] if isinstance(given, (str, Mapping)) else given
     if not isinstance(given, Sequence):
         raise UsageError(
             "tolerances are a list of tables", where=where, got=given, wanted=f'[[tolerance]], or "{_EXAMPLE}"'
         )
-    return tuple(one if isinstance(one, Override) else _override(one, where=where) for one in given)
+    return tuple(item if isinstance(item, Override) else _override(item, where=where) for item in given)
 
 
 def _override(given: object, *, where: str) -> Override:
-    table = _take_apart(given, where=where) if isinstance(given, str) else given
+    """Return the override that a table, or a text of the command line, describes."""
+    table = _read_pairs(given, where=where) if isinstance(given, str) else given
     if not isinstance(table, Mapping):
         raise UsageError("a tolerance is a table", where=where, got=table, wanted=f'[[tolerance]], or "{_EXAMPLE}"')
     shown = ", ".join(f"{name}={value}" for name, value in table.items()) or "an empty table"
+    _check_fields(table, shown, where=where)
+    for name, value in table.items():
+        _check_value(name, value, where=where)
+    try:
+        return Override(**table)
+    except ValueError as error:
+        raise UsageError(str(error), where=where, got=shown) from None
+
+
+def _check_fields(table: Mapping[str, object], shown: str, *, where: str) -> None:
+    """Raise UsageError for an unknown field, or without `atol` and `rtol`; `shown` is the table in the message."""
     for name in table:
         if name not in _KEYS:
             raise UsageError(
@@ -145,25 +173,28 @@ def _override(given: object, *, where: str) -> Override:
             got=shown,
             wanted="both atol and rtol, as in torch.testing; 0 is allowed",
         )
-    for name, value in table.items():
-        is_number = name in ("atol", "rtol")
-        if isinstance(value, bool) or not isinstance(value, (int, float) if is_number else str):
-            wanted = "a number, such as 1e-3" if is_number else f"a text, as in {_EXAMPLE}"
-            raise UsageError(
-                f"{name} of a tolerance is not {wanted.partition(',')[0]}", where=where, got=repr(value), wanted=wanted
-            )
-    try:
-        return Override(**table)
-    except ValueError as error:
-        raise UsageError(str(error), where=where, got=shown) from None
 
 
-def _take_apart(text: str, *, where: str) -> dict[str, object]:
+def _check_value(name: str, value: object, *, where: str) -> None:
+    """Raise UsageError for a value of another type than the field's."""
+    kind: type | tuple[type, ...] = str
+    wanted = f"a text, as in {_EXAMPLE}"
+    if name in ("atol", "rtol"):
+        kind, wanted = (int, float), "a number, such as 1e-3"
+    # True is an int in Python
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise UsageError(
+            f"{name} of a tolerance is not {wanted.partition(',')[0]}", where=where, got=repr(value), wanted=wanted
+        )
+
+
+def _read_pairs(text: str, *, where: str) -> dict[str, object]:
+    """Return the fields of a tolerance as the command line has it: `stage=merged,atol=1e-3,rtol=1e-2`."""
     table: dict[str, object] = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, is_pair, value = (piece.strip() for piece in part.partition("="))
-        if not is_pair or not value:
-            raise UsageError("a tolerance is made of name=value", where=where, got=f"{part} in {text}", wanted=_EXAMPLE)
+    for pair in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = (piece.strip() for piece in pair.partition("="))
+        if not equals or not value:
+            raise UsageError("a tolerance is made of name=value", where=where, got=f"{pair} in {text}", wanted=_EXAMPLE)
         if name in table:
             raise UsageError(f"a tolerance with two of {name}", where=where, got=text, wanted=_EXAMPLE)
         try:
@@ -175,4 +206,5 @@ def _take_apart(text: str, *, where: str) -> dict[str, object]:
 
 
 def _or(names: Sequence[str]) -> str:
+    """Join names as in a sentence: `a, b or c`."""
     return " or ".join([", ".join(names[:-1]), names[-1]])

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }
 """Modules of `commands/`, and the commands that each adds; plug-ins have others.
 
-A module imports what it needs when its command is run.
+A module imports the libraries of a command only when that command is run.
 """
 
 EXAMPLES = (
@@ -43,7 +43,7 @@ EXAMPLES = (
 )
 
 TRACEBACK = "CONSISTENCY_TRACEBACK"
-"""Variable of the environment: not empty, it shows the stack of an error that this tool should not have raised."""
+"""Environment variable: where it is not empty, the stack of an error that this tool should not have raised is shown."""
 
 _MOST_TEXT = 500  # characters of such an error
 _NO_THREAD = "can't start new thread"  # of a RuntimeError, as CPython says it
@@ -53,9 +53,7 @@ _LIBRARIES = ("torch", "transformers", "peft")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    for name in ("stdin", "stdout", "stderr"):  # by number; one that is closed (`>&-`) leads nowhere
-        if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r" if name == "stdin" else "w"))
+    _open_closed_streams()
     for number in _STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, _terminate)
@@ -63,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return _answer(sys.argv[1:] if arguments is None else arguments)
         finally:
+            # here, and not when Python ends: an error of the output has to decide the exit status
             sys.stdout.flush()
     except BrokenPipeError:
         _discard(sys.stdout, sys.stderr)  # the reader has seen enough
@@ -73,26 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _open_closed_streams() -> None:
+    """Open each standard stream that is closed (`>&-`), so that it leads nowhere.
+
+    They are opened in the order of their numbers: the system gives a new file the lowest number that is free.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
 def _answer(arguments: Sequence[str]) -> int:
+    """Run the command line; name the plug-ins that failed after it, and return the exit status."""
     try:
         return _status_of(arguments)
     finally:
-        if (plugins := sys.modules.get("consistency.plugins")) is not None:  # else nobody asked for any
+        plugins = sys.modules.get("consistency.plugins")
+        if plugins is not None:  # else nobody asked for any
             for failure in plugins.failures():
                 _complain(failure.sentence)
 
 
 def _status_of(arguments: Sequence[str]) -> int:
+    """Run the command line, and return the exit status; errors are printed."""
     try:
-        parser = build_parser(arguments[0] if arguments else None)
-        if not arguments:
-            parser.print_help(sys.stderr)
-            return 2
-        parsed = parser.parse_args(arguments)
-        with running(["consistency", *arguments]):
-            status = int(parsed.command(parsed))
-        assert status in parsed.statuses, f"{parsed.parser.prog} has no exit status {status}"
-        return status
+        return _run_command(arguments)
     except ConsistencyError as error:
         _complain(str(error))
         return error.exit_status
@@ -119,6 +123,19 @@ def _status_of(arguments: Sequence[str]) -> int:
         return OUR_MISTAKE
 
 
+def _run_command(arguments: Sequence[str]) -> int:
+    """Parse the command line and run its command; without any arguments, print the help."""
+    parser = build_parser(arguments[0] if arguments else None)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    parsed = parser.parse_args(arguments)
+    with running(["consistency", *arguments]):
+        status = int(parsed.command(parsed))
+    assert status in parsed.statuses, f"{parsed.parser.prog} has no exit status {status}"
+    return status
+
+
 def build_parser(named: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of every command, or of one alone, where it is named.
 
@@ -134,15 +151,21 @@ def build_parser(named: str | None = None) -> argparse.ArgumentParser:
     modules: dict[str, Sequence[str]] = {
         f"consistency.cli.commands.{name}": commands for name, commands in COMMANDS.items()
     }
-    if not any(named in commands for commands in modules.values()):
-        modules |= _of_plugins(named)
-        is_command = named is not None and not named.startswith("-")
-        if named is not None and is_command and not any(named in commands for commands in modules.values()):
+    if not _has_command(modules, named):
+        modules |= _plugin_modules(named)
+        if named is not None and not named.startswith("-") and not _has_command(modules, named):
             _refuse_absent(named)
-    there = [module for module in modules if is_there(module)]
-    for module in [module for module in there if named in modules[module]] or there:
+    installed = [module for module in modules if is_there(module)]
+    wanted = [module for module in installed if named in modules[module]]
+    # an option, or an unknown command: the parser of all commands has the help and the error
+    for module in wanted or installed:
         _add(module, modules[module], command)
     return parser
+
+
+def _has_command(modules: Mapping[str, Sequence[str]], name: str | None) -> bool:
+    """Report whether any of these modules adds a command."""
+    return any(name in commands for commands in modules.values())
 
 
 def _refuse_absent(command: str) -> None:
@@ -154,7 +177,7 @@ def _refuse_absent(command: str) -> None:
         raise UsageError(plugins.not_installed(f"consistency {command}", extra), hint=plugins.INSTALL)
 
 
-def _of_plugins(named: str | None) -> dict[str, list[str]]:
+def _plugin_modules(named: str | None) -> dict[str, list[str]]:
     """Return the modules of plug-ins with the commands of each; looking for them takes as long as a short command."""
     from consistency import plugins
 
@@ -162,7 +185,7 @@ def _of_plugins(named: str | None) -> dict[str, list[str]]:
 
 
 def _add(module: str, commands: Sequence[str], command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Let a module add its commands; one of another distribution that fails costs itself alone."""
+    """Let a module add its commands; a module of another distribution that fails is left out and noted."""
     try:
         importlib.import_module(module).add(command)
     except (Exception, SystemExit) as error:  # another distribution's code may raise anything
@@ -193,7 +216,7 @@ class _Version(argparse.Action):
 
 
 def _mistake(error: Exception) -> ConsistencyError:
-    """Return what a user is told of an error that this tool should not have raised."""
+    """Return the error that a user sees for an error which this tool should not have raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}" if frames else None
     return ConsistencyError(
@@ -205,17 +228,19 @@ def _mistake(error: Exception) -> ConsistencyError:
 
 
 def _discard(*streams: TextIO) -> None:
-    """Drop what is left in buffers: it must not fail once more when Python flushes them."""
+    """Drop the rest in the buffers of streams: it must not fail once more when Python flushes them."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
         os.dup2(nowhere, stream.fileno())
 
 
 def _complain(text: str) -> None:
+    """Print an error."""
     from consistency.text import clean
 
     print(f"consistency: {clean(text)}", file=sys.stderr)  # quotes paths and headers, which may be a stranger's
 
 
 def _terminate(_number: int, _frame: FrameType | None) -> NoReturn:
+    """End the run as Ctrl-C does, so that workers are stopped and half-written files removed."""
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The progress of one node of a fleet: what `consistency capture --progress` writes."""
+"""Report the progress of one node of a fleet: the file that `consistency capture --progress` writes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class NodeReport:
         """Return a watcher that passes events on, and reports the stage that is furthest behind."""
         self._outlook = Eta(expected)
 
-        def both(label: str, event: Event) -> None:
+        def watch_and_report(label: str, event: Event) -> None:
             watch(label, event)
             self._outlook.take(label, event)
             if event.kind in ("done", "failed"):
@@ -65,13 +65,15 @@ class NodeReport:
                 return
             self._report_stage()
 
-        return both
+        return watch_and_report
 
     def _report_stage(self) -> None:
+        """Write the stage of the worker that is furthest behind."""
         places = {label: self._outlook.place(label) or (0, 0) for label in self._stages}
         if places:
-            last = min(places, key=lambda label: places[label])
-            self.set(phase="running", stage=self._stages[last], number=places[last][0], of=places[last][1])
+            slowest = min(places, key=lambda label: places[label])
+            number, count = places[slowest]
+            self.set(phase="running", stage=self._stages[slowest], number=number, of=count)
 
     @contextmanager
     def beating(self) -> Iterator[NodeReport]:
@@ -87,34 +89,36 @@ class NodeReport:
         thread.start()
         try:
             yield self
-            last = {"phase": "delivered"}
+            outcome = {"phase": "delivered"}
         except KeyboardInterrupt:
-            last = {"phase": "failed", "reason": "it was told to stop (by a signal, or Ctrl-C)"}
+            outcome = {"phase": "failed", "reason": "it was told to stop (by a signal, or Ctrl-C)"}
             raise
         except ConsistencyError as error:
-            parts = [f"{name}: {part}" for name, part in error.parts.items() if part and name not in ("what", "hint")]
-            last = {"phase": "failed", "reason": one_line("; ".join([error.what, *parts]))}
+            details = {name: text for name, text in error.parts.items() if text and name not in ("what", "hint")}
+            sentences = [error.what, *(f"{name}: {text}" for name, text in details.items())]
+            outcome = {"phase": "failed", "reason": one_line("; ".join(sentences))}
             raise
         except BaseException as error:
-            last = {"phase": "failed", "reason": one_line(first_line(error))}
+            outcome = {"phase": "failed", "reason": one_line(first_line(error))}
             raise
         finally:
+            # the last status must not be followed by another beat
             over.set()
             thread.join()
-            self.set(**last)
+            self.set(**outcome)
 
 
 @contextmanager
 def reporting(target: str | None) -> Iterator[NodeReport | None]:
-    """Report to a file or URL while the work goes on, if there is one."""
+    """Report to a file or URL while the work goes on; yield None where `target` is None."""
     with nullcontext() if target is None else NodeReport(target).beating() as report:
         yield report
 
 
 def _software() -> dict[str, str]:
-    """Return the versions that decide the numbers, without importing anything."""
-    found = {"consistency": __version__, "python": platform.python_version()}
+    """Return the versions that decide the numbers, by name, without importing anything."""
+    versions = {"consistency": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions

@@ -1,4 +1,4 @@
-"""What commands print, and the options that choose it."""
+"""Print the results of commands, and declare the options that choose what is printed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def add_report_options(parser: argparse.ArgumentParser, out: str) -> None:
 
 
 def add_format_options(parser: argparse.ArgumentParser) -> None:
-    """Add the other formats of a report, and the baseline that it is judged by."""
-    printed = list(formats(Chosen.FORMAT))
+    """Add `--format`, the options that write a report to a file, and `--baseline`."""
+    rows = list(formats(Chosen.FORMAT))
     parser.add_argument(
         "--format",
-        choices=[row.name for row in printed],
-        help="what is printed (default: text): " + "; ".join(f"{row.name}: {row.help}" for row in printed),
+        choices=[row.name for row in rows],
+        help="what is printed (default: text): " + "; ".join(f"{row.name}: {row.help}" for row in rows),
     )
     for row in formats(Chosen.OPTION):
         parser.add_argument(f"--{row.name}", type=Path, metavar="FILE", help=f"write {row.help}")
@@ -55,12 +55,12 @@ def add_fail_fast_option(parser: argparse.ArgumentParser, text: str) -> None:
 
 
 def add_history_option(parser: argparse.ArgumentParser) -> None:
-    """Add the history."""
+    """Add `--history`."""
     parser.add_argument("--history", metavar="URL", help="history of runs to compare with and append to")
 
 
 def add_groups_option(add: Callable[..., object]) -> None:
-    """Add the file of what the site groups its hosts by."""
+    """Add `--groups`, the file that maps hosts to the groups of a site."""
     add(
         "--groups",
         type=Path,
@@ -78,13 +78,13 @@ def read_groups(parsed: argparse.Namespace) -> SiteGroups:
 
 
 def check_formats(parsed: argparse.Namespace) -> None:
-    """Refuse two formats of what is printed."""
+    """Raise UsageError for two formats of what is printed."""
     if parsed.json and parsed.format not in (None, "json"):
         raise UsageError("give one format", where=f"--json and --format {parsed.format}")
 
 
 def read_past(parsed: argparse.Namespace) -> Past:
-    """Read `--history` and `--baseline`, where they are given; say so where there is no such baseline yet."""
+    """Read `--history` and `--baseline`, where they are given; warn where there is no such baseline yet."""
     from consistency.workflows.past import opened_past
 
     if parsed.baseline is not None and not parsed.baseline.exists():
@@ -112,13 +112,13 @@ def show(
     """
     from consistency.comparison.suite import SuiteResult
 
-    of_suite, folder = isinstance(found, SuiteResult), None if out is None else str(out)
-    view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=folder)
-    printed = "json" if parsed.json else parsed.format or "text"
-    row = next(row for row in formats(Chosen.FORMAT, of_suite=of_suite) if row.name == printed)
+    of_suite = isinstance(found, SuiteResult)
+    view = View(elapsed_s=elapsed_s, verbose=parsed.verbose, folder=None if out is None else str(out))
+    name = "json" if parsed.json else parsed.format or "text"
+    row = next(row for row in formats(Chosen.FORMAT, of_suite=of_suite) if row.name == name)
     sys.stdout.buffer.writelines(row.render(found, view))
     sys.stdout.flush()
-    _write_chosen(parsed, found, view, of_suite=of_suite)
+    _write_files(parsed, found, view, of_suite=of_suite)
 
 
 def show_weights(parsed: argparse.Namespace, found: Comparison, elapsed_s: float) -> int:
@@ -133,18 +133,20 @@ def show_weights(parsed: argparse.Namespace, found: Comparison, elapsed_s: float
     else:
         title, verbose = parsed.parser.prog, parsed.verbose
         print_weights(found, make_console(), title=title, elapsed_s=elapsed_s, verbose=verbose, folder=folder)
-    _write_chosen(parsed, found, View(elapsed_s=elapsed_s, folder=folder), of_suite=False)
+    _write_files(parsed, found, View(elapsed_s=elapsed_s, folder=folder), of_suite=False)
     return found.exit_status
 
 
-def _write_chosen(parsed: argparse.Namespace, found: Comparison | SuiteResult, view: View, *, of_suite: bool) -> None:
+def _write_files(parsed: argparse.Namespace, found: Comparison | SuiteResult, view: View, *, of_suite: bool) -> None:
     """Write the files that options ask for."""
     from consistency.capture.whole_file import write_whole
     from consistency.text import clean
 
     for row in formats(Chosen.OPTION, of_suite=of_suite):
-        if (path := getattr(parsed, row.name, None)) is not None:
-            try:
-                write_whole(path, row.render(found, view))
-            except CaptureError as error:  # the verdict is more than a file of it
-                print(f"consistency: {clean(str(error))}", file=sys.stderr)
+        path = getattr(parsed, row.name, None)
+        if path is None:
+            continue
+        try:
+            write_whole(path, row.render(found, view))
+        except CaptureError as error:  # the verdict is more than a file of it
+            print(f"consistency: {clean(str(error))}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The command line: errors look like all others, and a help ends with the exit statuses and examples."""
+"""Parsers of the command line: errors look like all others, and a help ends with the exit statuses and examples."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ EXIT_STATUS: Mapping[str, Mapping[int, str]] = {
     "env": {0: "printed", **BAD_USE},
     "completion": {0: "printed", **BAD_USE},
 }
-"""What each exit status of a command means, for the commands in `cli/commands/`. A plug-in states those of its own
-commands; those that Nagios reads are in the help of `status --format`."""
+"""Meaning of each exit status of a command, for the commands in `cli/commands/`. A plug-in states those of its own
+commands; the statuses that Nagios reads are in the help of `status --format`."""
 
 
 def status_line(statuses: Mapping[int, str]) -> str:
-    """Return the line of a help."""
+    """Return the line of a help that lists the exit statuses."""
     return "exit status: " + "; ".join(f"{status} {meaning}" for status, meaning in statuses.items())
 
 
 Example = tuple[str, str]
-"""What a command line does, and the command line."""
+"""A comment that says what a command line does, and the command line."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that says what was meant by an option that it does not know."""
+    """A parser that suggests an option for one that it does not know."""
 
     def error(self, message: str) -> NoReturn:
         """Raise one of argparse's errors as one of ours."""
@@ -58,22 +58,23 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a whole command line; raise `UsageError` for an argument that no command takes."""
-        parsed, rest = self.parse_known_args(args, namespace)
-        if rest:
-            name = next((one for one in rest if one.startswith("-")), rest[0]).partition("=")[0]
-            of_command: Parser = getattr(parsed, "parser", self)
-            raise of_command.unknown(name)
+        parsed, unparsed = self.parse_known_args(args, namespace)
+        if unparsed:
+            # an option is the likelier mistake than what follows it
+            argument = next((argument for argument in unparsed if argument.startswith("-")), unparsed[0])
+            command_parser: Parser = getattr(parsed, "parser", self)
+            raise command_parser.unknown(argument.partition("=")[0])
         return parsed
 
     def unknown(self, name: str) -> UsageError:
         """Return the error for an argument that this command does not take."""
-        known = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())))
         if not name.startswith("-"):
             return UsageError(f"{self.prog} takes no such argument: {name}", hint=self._help_hint())
-        hint = did_you_mean(name, known)
+        options = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())))
+        hint = did_you_mean(name, options)
         return UsageError(
             f"{self.prog} has no option {name}",
-            wanted=None if hint else ", ".join(known),
+            wanted=None if hint else ", ".join(options),
             hint=hint or self._help_hint(),
         )
 
@@ -84,7 +85,7 @@ class Parser(argparse.ArgumentParser):
 class Once(argparse.Action):
     """Take a value once: argparse lets the last of several win, and nobody sees what became of the others.
 
-    `instead` is what to do who has several.
+    `instead` is the hint for a user with several values.
     """
 
     def __init__(self, *args: Any, instead: str | None = None, **options: Any) -> None:
@@ -102,8 +103,8 @@ class Once(argparse.Action):
 
 
 def layout(examples: Sequence[Example], statuses: Mapping[int, str]) -> dict[str, Any]:
-    """Return what every parser is made with; its help ends with the meaning of its exit statuses and the examples."""
-    lines = [f"  # {what}\n  {line}" for what, line in examples]
+    """Return the arguments of every parser; its help ends with the meaning of its exit statuses and the examples."""
+    lines = [f"  # {comment}\n  {line}" for comment, line in examples]
     return {
         "epilog": "\n".join([status_line(statuses), "", "examples:", *lines]),
         "formatter_class": argparse.RawDescriptionHelpFormatter,
@@ -112,18 +113,18 @@ def layout(examples: Sequence[Example], statuses: Mapping[int, str]) -> dict[str
 
 
 def statuses_by_command(parser: argparse.ArgumentParser) -> dict[str, Mapping[int, str]]:
-    """Return the exit statuses of every command of a parser, those of plug-ins too."""
-    found: dict[str, Mapping[int, str]] = {}
+    """Return the exit statuses of every command of a parser, including the commands of plug-ins."""
+    statuses: dict[str, Mapping[int, str]] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found |= {name: command.get_default("statuses") for name, command in action.choices.items()}
-    return found
+            statuses |= {name: command.get_default("statuses") for name, command in action.choices.items()}
+    return statuses
 
 
 def adder(commands: Any, of_all: Mapping[int, str] | None = None) -> Callable[..., argparse.ArgumentParser]:
     """Return the function by which a module adds its command: name, function, help, its examples, its exit statuses.
 
-    The actions of one command have those of that in common, `of_all`.
+    `of_all` are the exit statuses that the actions of one command share; None for the commands in `EXIT_STATUS`.
     """
 
     def command(

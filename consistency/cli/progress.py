@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -17,18 +18,31 @@ from consistency.text import one_line
 from consistency.worker.protocol import Event
 
 Expected = Mapping[str, Mapping[str, Sequence[tuple[str, float]]]]
-"""Stages and their share of a worker's time, in order, by case and by the name of the worker."""
+"""The stages of each worker, by case and by the worker's name: in order, with their part of the worker's time, from 0
+to 1."""
 
 _ENOUGH_S, _ENOUGH = 5.0, 0.05
-"""Before so much has passed and so large a share is done, a guess of the rest would jump about."""
+"""Seconds, and part of the whole, before which a guess of the time left would jump about."""
 
 _START = "start"
-"""What a plan calls the time before a worker's first event, and `import libraries`."""
+"""Name in a plan of the time before a worker's first event, and of the step `import libraries`."""
 
 
 @dataclass(slots=True)
 class _Course:
-    """One worker: its cases done, the stages of the one that it is in, and how far it is in those."""
+    """How far one worker is: its cases done, the stages of its current case, and its place in those.
+
+    Attributes
+    ----------
+    stages : sequence of (str, float)
+        As in `Expected`.
+    number : int
+        Index of the current stage.
+    within : float
+        Part of the current stage that is done, from 0 to 1.
+    most : float
+        The largest share so far: a worker that begins a part of a stage again takes nothing back.
+    """
 
     stages: Sequence[tuple[str, float]] = ()
     number: int = 0
@@ -40,22 +54,22 @@ class _Course:
 
     @property
     def share(self) -> float:
-        """Return the share of all cases that is done."""
+        """Return the part of all cases that is done, from 0 to 1."""
         if self.ended:
             return 1.0
         before = sum(share for _, share in self.stages[: self.number])
-        here = self.stages[self.number][1] if self.number < len(self.stages) else 0.0
-        return min(1.0, (self.cases_done + before + here * self.within) / self.cases)
+        current = self.stages[self.number][1] if self.number < len(self.stages) else 0.0
+        return min(1.0, (self.cases_done + before + current * self.within) / self.cases)
 
 
 @dataclass(slots=True)
 class Eta:
-    """Where the workers of a run are; `take` is given every event.
+    """The progress of the workers of a run, and a guess of the time left; `take` is given every event.
 
     Parameters
     ----------
     expected : mapping
-        What is not in it has an unknown length: no share is shown then.
+        A worker that is not in it has an unknown length: no part of the whole is shown then.
     clock : callable
         Returns seconds.
     """
@@ -70,7 +84,7 @@ class Eta:
         self._began = self.clock()
 
     def take(self, label: str, event: Event) -> None:
-        """Note an event of a worker; one of no worker begins another round of all, such as a fault of a drill.
+        """Note an event of a worker; an event of none begins another round of all, such as a fault of a drill.
 
         A worker that begins a part of a stage again does not take back what was done.
         """
@@ -100,7 +114,7 @@ class Eta:
         course.most = max(course.most, course.share)
 
     def place(self, label: str) -> tuple[int, int] | None:
-        """Return the number of the stage that a worker is in, from 1, and how many it has."""
+        """Return the number of a worker's current stage, from 1, and how many it has; None where that is unknown."""
         course = self._courses.get(label)
         if course is None or not course.stages or course.number >= len(course.stages):
             return None
@@ -108,16 +122,17 @@ class Eta:
 
     @property
     def share(self) -> float | None:
-        """Return the share of the whole that is done; None where it is unknown."""
-        if not self._labels:
+        """Return the part of the whole that is done, from 0 to 1; None where it is unknown."""
+        labels = self._labels
+        if not labels:
             done, total = self._round
             return None if total == 1 else done / total
-        now = sum(c.most for label, c in self._courses.items() if label in self._labels) / len(self._labels)
-        return min(1.0, now)
+        done_parts = [course.most for label, course in self._courses.items() if label in labels]
+        return min(1.0, sum(done_parts) / len(labels))
 
     @property
     def left_s(self) -> float | None:
-        """Return about how many seconds the rest takes; None where nothing is known yet."""
+        """Return about how many seconds are left; None where nothing is known yet."""
         share, elapsed_s = self.share, self.clock() - self._began
         if share is None or share < _ENOUGH or elapsed_s < _ENOUGH_S:
             return None
@@ -125,9 +140,11 @@ class Eta:
 
     @property
     def _labels(self) -> frozenset[str]:
-        return frozenset(label for workers in self.expected.values() for label in workers)
+        """Return the names of all workers whose stages are known."""
+        return frozenset(itertools.chain.from_iterable(self.expected.values()))
 
     def _course(self, label: str) -> _Course:
+        """Return the course of a worker; before its first case, it has the stages of any of its cases."""
         if label not in self._courses:
             stages = next((workers[label] for workers in self.expected.values() if label in workers), ())
             self._courses[label] = _Course(stages=stages)
@@ -147,11 +164,11 @@ def format_eta(seconds: float) -> str:
 
 
 SILENT_S = 10.0
-"""No longer than this is a reader of a log left without a line."""
+"""Seconds after which a reader of a log gets a line, even where nothing has happened."""
 
 
 class Display:
-    """Shows events of workers, as a `Watcher`, and lines of a command in between; this one shows nothing."""
+    """Shows the events of workers, as a `Watcher`, and lines of a command in between; this class shows nothing."""
 
     def __call__(self, label: str, event: Event) -> None:
         """Show an event."""
@@ -166,8 +183,8 @@ def progress(
 ) -> Iterator[Display]:
     """Yield a watcher: moving lines on a terminal, elsewhere one plain line per stage, and one when it has been silent.
 
-    `expected` is what is known beforehand of the workers' stages; without `stages`, a pipe gets no line for each.
-    With `quiet`, nothing is shown.
+    `expected` has the stages of the workers, as far as they are known beforehand; without `stages`, a pipe gets no line
+    for each stage. With `quiet`, nothing is shown.
     """
     if quiet:
         yield Display()
@@ -190,8 +207,14 @@ def progress(
         yield _Moving(bars, outlook)
 
 
+def _case_text(event: Event) -> str:
+    """Return the name of a case that begins, with its number where there are several."""
+    count = f" ({event.done + 1} of {event.total})" if event.total > 1 else ""
+    return f"{one_line(event.message)}{count}"
+
+
 class _Plain(Display):
-    """A line per stage, or, of several cases, a line per case."""
+    """Prints a line per stage, or a line per case where there are several."""
 
     def __init__(self, console: Console, outlook: Eta, *, stages: bool) -> None:
         self._console = console
@@ -209,11 +232,11 @@ class _Plain(Display):
             if event.kind == "failed" and not event.error:
                 self._print(f"{label}: {one_line(event.message)}")
             elif event.kind in ("stage", "done") and self._stages and label not in self._of_several:
-                self._print(f"{label}: {event.stage or 'done'}{self._so_far(label)}")
+                self._print(f"{label}: {event.stage or 'done'}{self._outlook_text(label)}")
             elif event.kind == "case":
                 self._of_several.add(label)
-                many = f" ({event.done + 1} of {event.total})" if event.total > 1 else ""
-                self._print(f"{label + ': ' if label else ''}case {one_line(event.message)}{many}")
+                prefix = f"{label}: " if label else ""
+                self._print(f"{prefix}case {_case_text(event)}")
 
     def line(self, text: str) -> None:
         with self._lock:
@@ -228,7 +251,7 @@ class _Plain(Display):
             while not over.wait(SILENT_S / 4):
                 with self._lock, suppress(BrokenPipeError):  # the next event's line ends the run
                     if time.monotonic() - self._spoke > SILENT_S - SILENT_S / 4:
-                        self._still()
+                        self._print_running()
 
         thread = threading.Thread(target=speak, name="consistency-progress", daemon=True)
         thread.start()
@@ -239,33 +262,46 @@ class _Plain(Display):
             thread.join()
 
     def _note(self, label: str, event: Event) -> None:
+        """Note where a worker is, and since when, for the line after a silence."""
         now = time.monotonic()
         if event.kind in ("done", "failed", "case"):
             self._running.pop(label, None)
-        elif event.kind == "stage":
+            return
+        if event.kind == "stage":
             self._running[label] = (now, event.stage)
-        elif event.kind == "step":
+            return
+        # a step or a wait does not begin the stage again
+        since = self._running.get(label, (now, ""))[0]
+        if event.kind == "step":
             steps = f" ({event.done + 1} of {event.total})" if event.total else ""
             where = f"{event.stage}, {event.layer}{steps}"
             if event.block_text:
                 where = f"{where}, {event.block_text}"
-            self._running[label] = (self._running.get(label, (now, ""))[0], where)
+            self._running[label] = (since, where)
         elif event.kind == "wait":
-            self._running[label] = (self._running.get(label, (now, ""))[0], f"waits {event.message}")
+            self._running[label] = (since, f"waits {event.message}")
 
-    def _still(self) -> None:
+    def _print_running(self) -> None:
+        """Print where the first workers are, and for how long."""
         now = time.monotonic()
         texts = [
             f"{label} {one_line(where)} for {now - since:.0f} s" for label, (since, where) in self._running.items()
         ]
-        most = "; ".join(texts[:4]) + (f"; and {len(texts) - 4} more workers" if len(texts) > 4 else "")
-        self._print(f"still running: {most or 'no worker has reported yet'}{self._so_far('')}")
+        listing = "; ".join(texts[:4]) or "no worker has reported yet"
+        if len(texts) > 4:
+            listing += f"; and {len(texts) - 4} more workers"
+        self._print(f"still running: {listing}{self._outlook_text('')}")
 
-    def _so_far(self, label: str) -> str:
+    def _outlook_text(self, label: str) -> str:
+        """Return a worker's stage, the part of the run that is done, and the time left, as far as they are known."""
         place, share, left_s = self._outlook.place(label), self._outlook.share, self._outlook.left_s
-        parts = [] if place is None else [f"{place[0]} of {place[1]}"]
-        parts += [] if share is None or share in (0.0, 1.0) else [f"{100 * share:.0f} % of the run"]
-        parts += [] if left_s is None or share == 1.0 else [format_eta(left_s)]
+        parts = []
+        if place is not None:
+            parts.append(f"{place[0]} of {place[1]}")
+        if share is not None and share not in (0.0, 1.0):
+            parts.append(f"{100 * share:.0f} % of the run")
+        if left_s is not None and share != 1.0:
+            parts.append(format_eta(left_s))
         return f"  ({', '.join(parts)})" if parts else ""
 
     def _print(self, text: str) -> None:
@@ -274,7 +310,7 @@ class _Plain(Display):
 
 
 class _Moving(Display):
-    """A moving line per worker, and one for the whole."""
+    """Shows a moving line per worker, and one for the whole run."""
 
     def __init__(self, bars: Progress, outlook: Eta) -> None:
         self._bars = bars
@@ -286,43 +322,46 @@ class _Moving(Display):
     def __call__(self, label: str, event: Event) -> None:
         self._outlook.take(label, event)
         if label:
-            self._of_worker(label, event)
+            self._show_worker(label, event)
         else:
+            # another round of all workers: their lines begin anew
             for task in self._tasks.values():
                 self._bars.remove_task(task)
             self._tasks.clear()
             self._cases = {"": f"{one_line(event.message)} ({event.done + 1} of {event.total})  "}
         share, left_s = self._outlook.share, self._outlook.left_s
         if share is not None:
-            text = f"{self._cases.get('', '')}{100 * share:.0f} %{'' if left_s is None else f', {format_eta(left_s)}'}"
+            text = f"{self._cases.get('', '')}{100 * share:.0f} %"
+            if left_s is not None:
+                text += f", {format_eta(left_s)}"
             self._bars.update(self._whole, completed=share, description=text, visible=True)
 
     def line(self, text: str) -> None:
         self._bars.console.print(one_line(text), soft_wrap=True)
 
-    def _of_worker(self, label: str, event: Event) -> None:
+    def _show_worker(self, label: str, event: Event) -> None:
+        """Update the line of a worker."""
         if label not in self._tasks:
             self._tasks[label] = self._bars.add_task("", total=None, label=label)
-        task, of = self._tasks[label], self._cases.get(label, "")
+        task, case = self._tasks[label], self._cases.get(label, "")
         place = self._outlook.place(label)
         number = "" if place is None else f"{place[0]}/{place[1]}  "
         update = self._bars.update
         match event.kind:
             case "case":
-                many = f" ({event.done + 1} of {event.total})" if event.total > 1 else ""
-                self._cases[label] = f"{one_line(event.message)}{many}  "
+                self._cases[label] = f"{_case_text(event)}  "
                 update(task, description=self._cases[label], completed=0, total=None)
             case "stage":
-                update(task, description=f"{of}{number}{event.stage}", completed=0, total=None)
+                update(task, description=f"{case}{number}{event.stage}", completed=0, total=None)
             case "step":
-                text = of + number + one_line(f"{event.stage}  {event.layer}  {event.block_text}".rstrip())
+                text = case + number + one_line(f"{event.stage}  {event.layer}  {event.block_text}".rstrip())
                 done, total = event.done, event.total
                 if event.blocks:
                     done, total = event.block - 1, event.blocks
                 update(task, description=text, completed=done, total=total or None)
             case "wait":
-                update(task, description=f"{of}waits {event.message}")
+                update(task, description=f"{case}waits {event.message}")
             case "done":
-                update(task, description=f"{of}done", completed=1, total=1)
+                update(task, description=f"{case}done", completed=1, total=1)
             case "failed":
-                update(task, description=of + one_line(event.message or "failed"))
+                update(task, description=case + one_line(event.message or "failed"))

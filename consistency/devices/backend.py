@@ -1,4 +1,4 @@
-"""What a type of device is: how a worker is confined to one device, how devices are counted, what can be observed.
+"""The declaration of a device type: how a worker is confined to one device, how devices are counted and observed.
 
 Everything that depends on the type of a device, other than the operations themselves, is a field here. No torch here.
 """
@@ -21,18 +21,21 @@ class Variant:
     architecture: str | None = None
     """Name of the architecture group that this variant forms on a CPU."""
     needs: frozenset[str] = frozenset()
-    """Flags of `/proc/cpuinfo` without which it does not run."""
+    """Flags of `/proc/cpuinfo` without which the variant does not run."""
 
 
 FUSED_ATTENTION = ("flash", "mem_efficient", "cudnn")
-"""Kernels of scaled dot product attention that a setting each turns on, `sdpa_flash`."""
+"""Kernels of scaled dot product attention; each has a setting that turns it on, such as `sdpa_flash`."""
 
 OWN_CHOICE = "sdpa"
-"""The variant in which torch chooses between them for each call, as it does where nobody pins anything."""
+"""The variant in which torch chooses between these kernels for each call, as it does where nobody pins anything."""
 
 
 def attention_variant(name: str) -> Variant:
-    """Return the variant that takes one kernel of scaled dot product attention, or any, where it takes the inputs."""
+    """Return the variant that uses one kernel of scaled dot product attention where that takes the inputs.
+
+    `OWN_CHOICE` may use any of them, and `math` none of the fused ones.
+    """
     # `math` stays on beside it: it takes what the other does not, such as flash attention in float32, and rows say so
     settings = {"sdpa_math": True, **{f"sdpa_{kernel}": name in (kernel, OWN_CHOICE) for kernel in FUSED_ATTENTION}}
     return Variant(name=name, settings=settings)
@@ -53,7 +56,7 @@ class Backend:
     """One type of device. The defaults suit any backend that implements `torch.accelerator`."""
 
     type: str
-    """As in torch's device strings."""
+    """Its name in torch's device strings."""
     has_index: bool = True
     """Whether devices of this type are numbered."""
     visibility: str | None = None
@@ -61,9 +64,9 @@ class Backend:
     also_masked_by: tuple[str, ...] = ()
     """Further variables that show a part of its devices."""
     empty_hides_all: bool = True
-    """Whether an empty list there hides every device; for some backends it shows every device."""
+    """Whether an empty list in `visibility` hides every device; for some backends it shows every device."""
     mask_is_ordered: bool = True
-    """Whether that variable numbers the devices in its own order."""
+    """Whether `visibility` numbers the devices in its own order."""
     builds: tuple[str, ...] = ()
     """Names in torch's `version.py`, or a `sys.platform`, that show that the installed torch supports this backend.
     Backends that plug in through the entry point `torch.backends` need none."""
@@ -88,7 +91,7 @@ class Backend:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that every worker needs, on any device: libraries read them before the worker could set them."""
     pinned_environment: Mapping[str, str] = field(default_factory=dict)
-    """Further ones, of the profile `pinned` alone."""
+    """Further variables that every worker needs, in the profile `pinned` alone."""
     inherited: tuple[str, ...] = ()
     """Variables that choose kernels or their precision: only the profile `deployed` passes the user's on."""
     recorded: tuple[str, ...] = ()
@@ -101,4 +104,5 @@ class Backend:
     """For a bisection of what ranks do together: variables of the library of collectives, and the value to try."""
 
     def variant(self, name: str) -> Variant | None:
+        """Return the variant of a name; None where there is none."""
         return next((variant for variant in self.variants if variant.name == name), None)

@@ -150,11 +150,12 @@ BACKENDS: dict[str, Backend] = {
         ),
     )
 }  # fmt: skip
+# a plug-in adds types, and never replaces one of these
 BACKENDS |= {backend.type: backend for _, backend in plugins.offered("backends") if backend.type not in BACKENDS}
 
 
 def backend_of(kind: str) -> Backend:
-    """Return the entry of a device type; one that has none gets the defaults of `Backend`."""
+    """Return the entry of a device type; a type without one gets the defaults of `Backend`."""
     return BACKENDS.get(kind) or Backend(type=kind)
 
 
@@ -163,26 +164,38 @@ def kernel_variables() -> frozenset[str]:
 
     In the profile `pinned` each is removed from a worker's environment unless the worker's own variant sets it.
     """
-    by_variants = {
-        name for backend in BACKENDS.values() for variant in backend.variants for name in variant.environment
-    }
-    return frozenset(by_variants.union(*(backend.inherited for backend in BACKENDS.values())))
+    names: set[str] = set()
+    for backend in BACKENDS.values():
+        names.update(backend.inherited)
+        for variant in backend.variants:
+            names.update(variant.environment)
+    return frozenset(names)
 
 
 def worker_variables(*, pinned: bool = True) -> dict[str, str]:
-    """Return the variables that every worker needs."""
-    found = {name: value for backend in BACKENDS.values() for name, value in backend.environment.items()}
-    further = {name: value for backend in BACKENDS.values() for name, value in backend.pinned_environment.items()}
-    return {**found, **further} if pinned else found
+    """Return the variables that every worker needs, with their values; `pinned` is the profile."""
+    variables: dict[str, str] = {}
+    for backend in BACKENDS.values():
+        variables |= backend.environment
+    if pinned:
+        for backend in BACKENDS.values():
+            variables |= backend.pinned_environment
+    return variables
 
 
 def mask_variables() -> frozenset[str]:
-    """Return every variable that shows a part of the devices."""
-    masks = {backend.visibility for backend in BACKENDS.values() if backend.visibility}
-    return frozenset(masks.union(*(backend.also_masked_by for backend in BACKENDS.values())))
+    """Return every variable that shows only a part of the devices."""
+    names: set[str] = set()
+    for backend in BACKENDS.values():
+        names.update(backend.also_masked_by)
+        if backend.visibility:
+            names.add(backend.visibility)
+    return frozenset(names)
 
 
 def recorded_variables() -> frozenset[str]:
     """Return every variable that is written into a capture: those that choose kernels, devices or libraries."""
-    further = {name for backend in BACKENDS.values() for name in backend.recorded}
-    return kernel_variables() | worker_variables().keys() | mask_variables() | further
+    names = {*kernel_variables(), *worker_variables(), *mask_variables()}
+    for backend in BACKENDS.values():
+        names.update(backend.recorded)
+    return frozenset(names)

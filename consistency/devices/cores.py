@@ -1,4 +1,4 @@
-"""How many processors there are to share out."""
+"""How many processors there are to share out among workers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
-"""Microseconds of processor time, or `max`, and the period in which they may be used (Linux, cgroup v2)."""
+"""File with two numbers: microseconds of processor time, or `max`, and the period for them (Linux, cgroup v2)."""
 
 
 def available_cores() -> int:
     """Return how many processors this process may use, a container's quota included."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
     try:
         quota, period = QUOTA.read_text(encoding="ascii").split()
         if quota != "max":
@@ -22,5 +24,8 @@ def available_cores() -> int:
 
 
 def threads_per_worker(workers: int) -> int:
-    """Share the processors out: OpenMP threads of two workers on one core spin against each other."""
+    """Return how many threads each worker gets, at least 1.
+
+    OpenMP threads of two workers on one core spin against each other.
+    """
     return max(1, available_cores() // max(1, workers))

@@ -48,17 +48,25 @@ def select(names: Sequence[str]) -> tuple[DeviceInfo, ...]:
     """
     chosen: dict[str, DeviceInfo] = {}
     for name in names:
-        found = _auto() if name == "auto" else (_find(parse_device(name)),)
-        # a CPU that is named too stays the one that `auto` stands for
-        chosen.update((info.spec.name, info) for info in found if info.auto or info.spec.name not in chosen)
+        infos = _auto() if name == "auto" else (_find(parse_device(name)),)
+        for info in infos:
+            # a CPU that is named too stays the one that `auto` stands for
+            if info.auto or info.spec.name not in chosen:
+                chosen[info.spec.name] = info
     return tuple(chosen.values())
 
 
 def cpu_info(spec: DeviceSpec | None = None) -> DeviceInfo:
-    """Describe this host's CPU, as the kernel variant that `spec` asks for."""
+    """Describe this host's CPU, as the kernel variant that `spec` asks for; None is the native one.
+
+    Raises
+    ------
+    UsageError
+        The processor cannot run the variant.
+    """
     spec = spec or DeviceSpec(type=CPU)
     flags, model = _cpuinfo()
-    variants = {v.name: v for v in cpu_variants(flags)}
+    variants = {variant.name: variant for variant in cpu_variants(flags)}
     if spec.variant is not None and spec.variant not in variants:
         raise UsageError(
             f"this processor cannot run {spec.name}",
@@ -66,6 +74,7 @@ def cpu_info(spec: DeviceSpec | None = None) -> DeviceInfo:
             where="--devices",
         )
     machine = platform.machine().replace("AMD64", "x86_64").replace("x86_64", "x86-64")
+    # Variants are in the order of their instruction sets: the native kernels are those of the last that runs here.
     name = spec.variant or next(reversed(variants), None)
     level = None if name is None else variants[name].architecture
     return DeviceInfo(spec=spec, architecture=f"{machine} {level}" if level else machine, model=model)
@@ -83,17 +92,24 @@ def cpu_flags() -> frozenset[str]:
 
 def accelerators() -> tuple[DeviceInfo, ...]:
     """Return every visible accelerator, in the order in which torch numbers them in a worker."""
-    return (*(_nvidia() or _probed()), *(info for kind in _plugged_in() for info in _packaged(kind)))
+    devices = list(_nvidia() or _probed())
+    for kind in _plugged_in():
+        devices += _packaged(kind)
+    return tuple(devices)
 
 
 def _auto() -> tuple[DeviceInfo, ...]:
-    found, native = accelerators(), cpu_info()
-    others = found or tuple(v for v in _variants() if v.architecture != native.architecture)
+    """Return the devices that `auto` stands for; the CPU has the reason where there is no accelerator."""
+    native = cpu_info()
+    others = accelerators()
+    if not others:
+        # the variant with the native kernels would be the CPU a second time
+        others = tuple(info for info in _variants() if info.architecture != native.architecture)
     return (replace(native, auto=auto_choice()), *others)
 
 
 def auto_choice() -> AutoChoice:
-    """Return what `auto` finds of accelerators: where torch is built for some and has none, the reason.
+    """Return the accelerators that `auto` finds: where torch is built for some and has none, the reason.
 
     A machine whose driver is gone looks like one without GPUs, and only its user knows which it is.
     """
@@ -101,55 +117,54 @@ def auto_choice() -> AutoChoice:
     build = next((name for name in PLATFORMS if name in _torch_build()), None)
     if build is None or accelerators() or _hides_all(build):
         return AutoChoice(masks=masks)
-    shown = "".join(f"; {name}={value} is set" for name, value in masks.items())
-    return AutoChoice(masks=masks, build=build, reason=_why_none(build) + shown)
+    mask_text = "".join(f"; {name}={value} is set" for name, value in masks.items())
+    return AutoChoice(masks=masks, build=build, reason=_why_none(build) + mask_text)
 
 
 def _hides_all(build: str) -> bool:
     """Return whether the user hides every device of a platform on purpose; a list that shows none may be a mistake."""
-    names = {"cuda": ("CUDA_VISIBLE_DEVICES",), "hip": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}.get(build, ())
+    variables = {"cuda": ("CUDA_VISIBLE_DEVICES",), "hip": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
     # to HIP an empty list is none; Slurm sets NoDevFiles for a job without GPUs
     hiding = ("-1", "NoDevFiles") if build == "hip" else ("-1", "NoDevFiles", "")
-    return any(os.environ[name].strip() in hiding for name in names if name in os.environ)
+    return any(os.environ[name].strip() in hiding for name in variables.get(build, ()) if name in os.environ)
 
 
 def _why_none(build: str) -> str:
-    refused = nvml.refusal() if build == "cuda" else None
-    return "torch lists none" if refused is None else f"NVML: {refused}"
+    """Return why torch has no device of the platform that it is built for."""
+    refusal = nvml.refusal() if build == "cuda" else None
+    return "torch lists none" if refusal is None else f"NVML: {refusal}"
 
 
 def _variants() -> tuple[DeviceInfo, ...]:
-    return tuple(cpu_info(DeviceSpec(type=CPU, variant=v.name)) for v in cpu_variants(cpu_flags()))
+    """Return every kernel variant of this host's CPU."""
+    return tuple(cpu_info(DeviceSpec(type=CPU, variant=variant.name)) for variant in cpu_variants(cpu_flags()))
 
 
 def _find(spec: DeviceSpec) -> DeviceInfo:
+    """Return the device of this host that a spec names; raise a `UsageError` where there is none."""
     if spec.is_cpu:
         return cpu_info(spec)
-    found = accelerators()
-    for info in found:
+    devices = accelerators()
+    for info in devices:
         if (info.spec.type, info.spec.index) == (spec.type, spec.index):
             return replace(info, spec=spec)
-    names = [CPU, *(info.spec.name for info in found)]
-    none = auto_choice()
+    names = [CPU, *(info.spec.name for info in devices)]
+    choice = auto_choice()
     build = "" if _torch_build() else "; the installed torch is a CPU build"
-    build += (
-        f"; torch is built for {PLATFORMS[none.build].name} and finds no device: {none.reason}" if none.build else ""
-    )
-    listed = "`consistency devices` lists the devices of this machine"
-    raise UsageError(
-        f"this machine has no device {spec.name}",
-        got=", ".join(names),
-        where="--devices",
-        hint=_not_asked(spec) or (_meant_device(spec, names) or listed) + build,
-    )
+    if choice.build:
+        build += f"; torch is built for {PLATFORMS[choice.build].name} and finds no device: {choice.reason}"
+    hint = _not_asked(spec)
+    if hint is None:
+        hint = (_meant_device(spec, names) or "`consistency devices` lists the devices of this machine") + build
+    raise UsageError(f"this machine has no device {spec.name}", got=", ".join(names), where="--devices", hint=hint)
 
 
 def _not_asked(spec: DeviceSpec) -> str | None:
-    """Return what a type of device still needs before torch can have it."""
+    """Return what the user has to do before torch can have a type of device; None where nothing is missing."""
     backend = backend_of(spec.type)
     if backend.package is None or backend.asked_by is None:
         return None
-    if not _has(backend.package):
+    if not _is_installed(backend.package):
         return f"install {backend.package} for {spec.type}"
     if not os.environ.get(backend.asked_by):
         return f"set {backend.asked_by}, which chooses what {spec.type} runs on"
@@ -168,18 +183,19 @@ _OTHER_NAMES = {
     "ascend": "npu",
     "tpu": "xla",
 }
-"""What a type of device is also called, by its name in torch; ROCm's are `cuda` there."""
+"""The type in torch of each name that people use for a device; ROCm's devices are `cuda` there."""
 
 
-def _meant_device(spec: DeviceSpec, found: Sequence[str]) -> str | None:
-    """Return a hint at the device that was meant by a name of another kind."""
-    bare = spec.type.rstrip("0123456789")
-    name = DeviceSpec(type=_OTHER_NAMES.get(bare, bare), index=spec.index).name
-    return f"did you mean {name}?" if name in found else did_you_mean(spec.name, found)
+def _meant_device(spec: DeviceSpec, names: Sequence[str]) -> str | None:
+    """Return a hint at the device that was meant by a name of another kind; `names` are those of this machine."""
+    kind = spec.type.rstrip("0123456789")
+    name = DeviceSpec(type=_OTHER_NAMES.get(kind, kind), index=spec.index).name
+    return f"did you mean {name}?" if name in names else did_you_mean(spec.name, names)
 
 
 @functools.cache
 def _cpuinfo() -> tuple[frozenset[str], str]:
+    """Return the flags and the name of the first processor in `/proc/cpuinfo`."""
     flags: frozenset[str] = frozenset()
     fields: dict[str, str] = {}
     text = read_text(Path("/proc/cpuinfo")) or ""
@@ -206,18 +222,28 @@ def _nvidia() -> tuple[DeviceInfo, ...]:
     with nvml.library() as library:
         if library is None:
             return ()
-        driver, (count, _) = nvml.driver(library), nvml.answer(library, "nvmlDeviceGetCount")
-        cards = [_Card(library, kind, number, driver) for number in range(count or 0)]
-        return _numbered(_shown([_Listed(card.number, card.uuid, info) for card in cards for info in card.devices()]))
+        driver = nvml.driver(library)
+        count, _ = nvml.answer(library, "nvmlDeviceGetCount")
+        devices = []
+        for number in range(count or 0):
+            card = _Card(library, kind, number, driver)
+            devices += [_Listed(card.number, card.uuid, info) for info in card.devices()]
+        return _numbered(_shown(devices))
 
 
 class _Card:
-    """A card by what NVML reports of it: boards and virtual machines refuse one or another question.
+    """A card, as NVML describes it: boards and virtual machines refuse one or another question.
 
     Parameters
     ----------
+    library : module
+        NVML, initialized.
+    kind : str
+        Type of the device in torch.
     number : int
-        NVML's.
+        NVML's number of the card.
+    driver : str or None
+        Version of the driver.
     """
 
     def __init__(self, library: Any, kind: str, number: int, driver: str | None) -> None:
@@ -230,61 +256,68 @@ class _Card:
         self.uuid: str | None = None if self._handle is None else self._ask("UUID", "nvmlDeviceGetUUID", self._handle)
 
     def devices(self) -> tuple[DeviceInfo, ...]:
-        """Return what a process can use: the card, or its instances where MIG is on."""
-        if self._handle is None:  # it fell off the bus
-            name = f"NVIDIA, {self._unknown['handle']}"
-            lost = DeviceInfo(
-                spec=self._spec,
-                architecture=name,
-                model=name,
-                driver=self._driver,
-                visible_id=_NO_DEVICE,
-                unusable=self._unknown["handle"],
-                alone="which is lost",
-                not_reported=self._unknown,
-            )
-            return (lost,)
+        """Return the devices that a process can use: the card, or its instances where MIG is on."""
+        if self._handle is None:
+            return (self._lost(),)
         card = self._card()
         mode, _ = nvml.answer(self._library, "nvmlDeviceGetMigMode", self._handle)
         if not mode or int(mode[0]) != 1:  # the mode in force; the second is that after a reset
             return (card,)
         instances = tuple(self._instances(card))
-        made = "MIG mode is on, and this process sees no instance: nvidia-smi mig -cgi makes one"
-        return instances or (replace(card, unusable=made, alone=_MIG),)
+        if instances:
+            return instances
+        reason = "MIG mode is on, and this process sees no instance: nvidia-smi mig -cgi makes one"
+        return (replace(card, unusable=reason, alone=_MIG),)
 
-    def _ask(self, what: str, function: str, *arguments: Any) -> Any:
-        found, reason = nvml.answer(self._library, function, *arguments)
+    def _ask(self, fact: str, function: str, *arguments: Any) -> Any:
+        """Return NVML's answer; where it has none, None, and the reason is noted under the name of the fact."""
+        answer, reason = nvml.answer(self._library, function, *arguments)
         if reason is not None:
-            self._unknown[what] = reason
-        return found
+            self._unknown[fact] = reason
+        return answer
+
+    def _lost(self) -> DeviceInfo:
+        """Describe a card that fell off the bus: only the reason is known."""
+        reason = self._unknown["handle"]
+        return DeviceInfo(
+            spec=self._spec,
+            architecture=f"NVIDIA, {reason}",
+            model=f"NVIDIA, {reason}",
+            driver=self._driver,
+            visible_id=_NO_DEVICE,
+            unusable=reason,
+            alone="which is lost",
+            not_reported=self._unknown,
+        )
 
     def _card(self) -> DeviceInfo:
+        """Describe the card as a whole."""
         capability = self._ask("compute capability", "nvmlDeviceGetCudaComputeCapability", self._handle)
-        place = self._ask("PCI bus id", "nvmlDeviceGetPciInfo", self._handle)
+        pci = self._ask("PCI bus id", "nvmlDeviceGetPciInfo", self._handle)
         memory = self._ask("memory", "nvmlDeviceGetMemoryInfo", self._handle)
-        number = None if capability is None else (int(capability[0]), int(capability[1]))
+        version = None if capability is None else (int(capability[0]), int(capability[1]))
         mode, _ = nvml.answer(self._library, "nvmlDeviceGetComputeMode", self._handle)
         unusable, alone = _COMPUTE_MODES.get(mode if isinstance(mode, int) else 0, ("", ""))
         return DeviceInfo(
             spec=self._spec,
-            architecture="NVIDIA" if number is None else nvidia_architecture(number),
+            architecture="NVIDIA" if version is None else nvidia_architecture(version),
             model=self._ask("name", "nvmlDeviceGetName", self._handle) or "NVIDIA",
             uuid=self.uuid,
-            pci_bus_id=None if place is None else place.busId,
+            pci_bus_id=None if pci is None else pci.busId,
             driver=self._driver,
-            capability=None if number is None else f"{number[0]}.{number[1]}",
+            capability=None if version is None else f"{version[0]}.{version[1]}",
             memory_bytes=None if memory is None else int(memory.total),
             # under WSL, whose driver is Windows', and on chips with a GPU, a list of UUIDs has not been seen to work:
             # the worker checks which device a number is
-            visible_id=str(self.number) if _WSL.exists() or number in SHARES_MEMORY else self.uuid,
+            visible_id=str(self.number) if _WSL.exists() or version in SHARES_MEMORY else self.uuid,
             unusable=unusable,
             alone=alone,
-            shares_memory=number in SHARES_MEMORY,
+            shares_memory=version in SHARES_MEMORY,
             not_reported=self._unknown,
         )
 
     def _instances(self, card: DeviceInfo) -> Iterator[DeviceInfo]:
-        """Yield the instances of the card; what NVML reports of a card alone is that of the card."""
+        """Yield the MIG instances of the card, with the card's facts where NVML reports none of an instance."""
         count, _ = nvml.answer(self._library, "nvmlDeviceGetMaxMigDeviceCount", self._handle)
         for number in range(count or 0):
             handle, _ = nvml.answer(self._library, "nvmlDeviceGetMigDeviceHandleByIndex", self._handle, number)
@@ -292,10 +325,10 @@ class _Card:
                 continue
             unknown = dict(self._unknown)
             answers = {}
-            for what, function in (("UUID", "nvmlDeviceGetUUID"), ("memory", "nvmlDeviceGetMemoryInfo")):
-                answers[what], reason = nvml.answer(self._library, function, handle)
+            for fact, function in (("UUID", "nvmlDeviceGetUUID"), ("memory", "nvmlDeviceGetMemoryInfo")):
+                answers[fact], reason = nvml.answer(self._library, function, handle)
                 if reason is not None:
-                    unknown[what] = reason
+                    unknown[fact] = reason
             name, _ = nvml.answer(self._library, "nvmlDeviceGetName", handle)
             yield replace(
                 card,
@@ -308,14 +341,14 @@ class _Card:
             )
 
 
-_NO_DEVICE = "-1"
+_NO_DEVICE = "-1"  # the list that shows no device
 
 _MIG = "of which a process sees one: an instance of MIG"
 
-_WSL = Path("/dev/dxg")
+_WSL = Path("/dev/dxg")  # there under the Windows Subsystem for Linux
 
-# nvml.h: nvmlComputeMode_t; why no process, and why only one, can use a device
 _EXCLUSIVE = "whose compute mode lets one process use it at a time (nvidia-smi -c 0 ends that)"
+# nvml.h: nvmlComputeMode_t. For each mode, the texts of `DeviceInfo.unusable` and `DeviceInfo.alone`.
 _COMPUTE_MODES = {
     1: ("", _EXCLUSIVE),
     2: ("its compute mode is prohibited: nvidia-smi -c 0 lets processes use it", "whose compute mode is prohibited"),
@@ -325,51 +358,55 @@ _COMPUTE_MODES = {
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """A device, with the number and the UUID of its card."""
+    """A device, a card or an instance of one, with NVML's number and the UUID of its card."""
 
     number: int
-    card: str | None
+    card_uuid: str | None
     info: DeviceInfo
 
     @property
     def is_instance(self) -> bool:
-        return self.info.uuid != self.card
+        return self.info.uuid != self.card_uuid
+
+    def is_shown_by(self, entry: str) -> bool:
+        """Return whether an entry of the visibility variable is the number of the card, or begins its UUID."""
+        is_number = entry.isdigit() and int(entry) == self.number
+        return is_number or bool(entry and (self.card_uuid or "").startswith(entry))
+
+    def is_instance_shown_by(self, entry: str) -> bool:
+        """Return whether an entry of the visibility variable begins the UUID of this instance."""
+        return bool(entry) and self.is_instance and (self.info.uuid or "").startswith(entry)
 
 
-def _shown(found: Sequence[_Listed]) -> list[DeviceInfo]:
+def _shown(devices: Sequence[_Listed]) -> list[DeviceInfo]:
     """Apply the user's own visibility variable: `cuda:0` is the first device that it lists.
 
     Numbers in it count cards in PCI order, as they do in every worker. A card is all of its instances of MIG.
     """
-    mask = backend_of(found[0].info.spec.type).visibility if found else None
-    wanted = os.environ.get(mask) if mask else None
-    if wanted is None:
-        return [one.info for one in found]
+    mask = backend_of(devices[0].info.spec.type).visibility if devices else None
+    entries = os.environ.get(mask) if mask else None
+    if entries is None:
+        return [device.info for device in devices]
     chosen: list[DeviceInfo] = []
-    for entry in (e.strip() for e in wanted.split(",")):
-        instances = [one for one in found if entry and one.is_instance and (one.info.uuid or "").startswith(entry)]
-        cards = [
-            one
-            for one in found
-            if (entry.isdigit() and int(entry) == one.number) or (entry and (one.card or "").startswith(entry))
-        ]
-        match = instances + cards
+    for entry in map(str.strip, entries.split(",")):
+        instances = [device for device in devices if device.is_instance_shown_by(entry)]
+        matches = instances + [device for device in devices if device.is_shown_by(entry)]
         # CUDA itself stops at the first entry that it cannot resolve
-        if len(instances) > 1 or len({one.number for one in match}) != 1:
+        if len(instances) > 1 or len({device.number for device in matches}) != 1:
             break
-        chosen += [one.info for one in match]
+        chosen += [device.info for device in matches]
     return chosen
 
 
-def _numbered(found: Sequence[DeviceInfo]) -> tuple[DeviceInfo, ...]:
+def _numbered(devices: Sequence[DeviceInfo]) -> tuple[DeviceInfo, ...]:
     """Number devices as torch does in a process that sees them all, where one can."""
-    entries = tuple(info.visible_id for info in found if info.visible_id is not None)
-    # CUDA skips a card that is lost, and shows one instance of MIG
-    named = [replace(info, spec=DeviceSpec(type=info.spec.type, index=i)) for i, info in enumerate(found)]
-    apart = [f"{info.spec.name}, {info.alone}" for info in named if info.unusable or info.alone == _MIG]
-    beside = f"what it would be numbered beside {apart[0]}, is not known" if apart else ""
-    visible_ids = entries if len(entries) == len(found) and not apart else ()
-    return tuple(replace(info, visible_ids=visible_ids, alone=info.alone or beside) for info in named)
+    numbered = [replace(info, spec=DeviceSpec(type=info.spec.type, index=i)) for i, info in enumerate(devices)]
+    # CUDA skips a card that is lost, and shows one instance of MIG: then the numbers beside it are not known.
+    apart = [f"{info.spec.name}, {info.alone}" for info in numbered if info.unusable or info.alone == _MIG]
+    reason = f"what it would be numbered beside {apart[0]}, is not known" if apart else ""
+    entries = tuple(info.visible_id for info in devices if info.visible_id is not None)
+    visible_ids = entries if len(entries) == len(devices) and not apart else ()
+    return tuple(replace(info, visible_ids=visible_ids, alone=info.alone or reason) for info in numbered)
 
 
 @functools.cache
@@ -377,46 +414,51 @@ def _probed() -> tuple[DeviceInfo, ...]:
     """Ask `torch.accelerator` in a separate process, where the installed torch can have an accelerator at all."""
     if not (_torch_build() or importlib.metadata.entry_points(group="torch.backends")):
         return ()
-    return _ask()
+    return _ask_torch()
 
 
 def _plugged_in() -> tuple[str, ...]:
     """Return the types that `torch.accelerator` does not list, where their package is installed and asked for."""
-    return tuple(
-        b.type for b in BACKENDS.values() if b.package and _has(b.package) and os.environ.get(b.asked_by or "")
-    )
+    kinds = []
+    for backend in BACKENDS.values():
+        is_asked_for = bool(os.environ.get(backend.asked_by or ""))
+        if backend.package and is_asked_for and _is_installed(backend.package):
+            kinds.append(backend.type)
+    return tuple(kinds)
 
 
-def _has(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
 @functools.cache
 def _packaged(kind: str) -> tuple[DeviceInfo, ...]:
-    return _ask(kind)
+    """Return the devices of one plugged-in type."""
+    return _ask_torch(kind)
 
 
-def _not_listed(kind: Sequence[str], why: str) -> UsageError:
+def _cannot_list(kind: Sequence[str], reason: str) -> UsageError:
+    """Return the error for a probe that fails; `kind` is empty, or has the one type that was asked for."""
+    type_text = "".join(f" of type {name}" for name in kind)
     return UsageError(
-        f"torch cannot list the devices of this machine{''.join(f' of type {one}' for one in kind)}",
-        got=why,
+        f"torch cannot list the devices of this machine{type_text}",
+        got=reason,
         where="--devices",
         hint="name devices that work, such as cpu",
     )
 
 
-def _ask(*kind: str) -> tuple[DeviceInfo, ...]:
+def _ask_torch(*kind: str) -> tuple[DeviceInfo, ...]:
     """Have the probe describe the devices of `torch.accelerator`, or those of one type."""
-    rows = _from_probe(*kind)
-    return tuple(
-        DeviceInfo(
-            spec=DeviceSpec(type=row.pop("type"), index=row.pop("index")),
-            # part of the name itself, because that is in every table, class and report
-            architecture=row.pop("architecture") + (" (simulated)" if row.get("simulated") else ""),
-            **row,
-        )
-        for row in rows
-    )
+    devices = []
+    for row in _from_probe(*kind):
+        spec = DeviceSpec(type=row.pop("type"), index=row.pop("index"))
+        architecture = row.pop("architecture")
+        # part of the name itself, because that is in every table, class and report
+        if row.get("simulated"):
+            architecture += " (simulated)"
+        devices.append(DeviceInfo(spec=spec, architecture=architecture, **row))
+    return tuple(devices)
 
 
 def _from_probe(*arguments: str) -> Any:
@@ -429,22 +471,22 @@ def _from_probe(*arguments: str) -> Any:
     """
     kind = [argument for argument in arguments if argument != KERNELS]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*python_command(), "consistency.devices.probe", *arguments],
             capture_output=True,
             timeout=PROBE_TIMEOUT_S,
             env={**os.environ, **python_path(), **worker_variables()},
             check=True,
         )
-        return json.loads(done.stdout)
+        return json.loads(process.stdout)
     except subprocess.CalledProcessError as error:
-        said = error.stderr.decode(errors="replace").split("\n") if error.stderr else []
-        last = next((line.strip() for line in reversed(said) if line.strip()), "")
-        raise _not_listed(kind, f"a process that lists them ended with {error.returncode}: {last}") from None
+        lines = error.stderr.decode(errors="replace").split("\n") if error.stderr else []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        raise _cannot_list(kind, f"a process that lists them ended with {error.returncode}: {last}") from None
     except subprocess.TimeoutExpired:
-        raise _not_listed(kind, f"a process that lists them did not end in {PROBE_TIMEOUT_S} s") from None
+        raise _cannot_list(kind, f"a process that lists them did not end in {PROBE_TIMEOUT_S} s") from None
     except ValueError:
-        raise _not_listed(kind, "a process that lists them wrote no JSON") from None
+        raise _cannot_list(kind, "a process that lists them wrote no JSON") from None
 
 
 def why_unusable(info: DeviceInfo) -> str:
@@ -460,6 +502,7 @@ def why_unusable(info: DeviceInfo) -> str:
 
 @functools.cache
 def _kernels() -> tuple[str, ...]:
+    """Return the architectures that torch has kernels for, of CUDA or ROCm."""
     return tuple(_from_probe(KERNELS))
 
 
@@ -471,10 +514,13 @@ def is_rocm() -> bool:
 @functools.cache
 def _torch_build() -> frozenset[str]:
     """Return which of `Backend.builds` the installed torch has, from its `version.py`, without importing it."""
-    known = {name for backend in BACKENDS.values() for name in backend.builds}
+    builds: set[str] = set()
+    for backend in BACKENDS.values():
+        builds.update(backend.builds)
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return frozenset()
     source = read_text(Path(spec.origin).with_name("version.py")) or ""
-    built = re.findall(r"^(\w+)\b[^=\n]*=\s*['\"][^'\"]+['\"]", source, flags=re.MULTILINE)
-    return frozenset(known & {*built, sys.platform})
+    # `cuda: Optional[str] = '12.8'`; a platform that torch is not built for is None there
+    stated = re.findall(r"^(\w+)\b[^=\n]*=\s*['\"][^'\"]+['\"]", source, flags=re.MULTILINE)
+    return frozenset(builds & {*stated, sys.platform})

@@ -8,7 +8,7 @@ from consistency.devices.backends import backend_of
 
 
 def register(kind: str) -> None:
-    """Register the module that the backend table names for a type of device; most types need none."""
+    """Register the module that the backend table names for a type of device with torch; most types need none."""
     name = backend_of(kind).interface
     if name is None:
         return

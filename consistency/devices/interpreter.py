@@ -18,8 +18,8 @@ def python_command() -> list[str]:
 
 
 def python_path() -> dict[str, str]:
-    """Return a `PYTHONPATH` under which a child finds this package, where it is used without being installed."""
+    """Return a `PYTHONPATH` under which a child finds this package; nothing where the package is installed."""
     if _PACKAGE_ROOT.name in ("site-packages", "dist-packages"):
         return {}
-    inherited = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([str(_PACKAGE_ROOT), *([inherited] if inherited else [])])}
+    paths = [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

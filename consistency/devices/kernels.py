@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 
 KERNELS = "kernels"
-"""The probe's argument for this list."""
+"""The argument by which the probe is asked for this list."""
 
 _RENAMED = {(10, 1): (11, 0)}
 """Thor reports 11.0 from CUDA 13 on, and runs what was built for it as 10.1 (torch's own `DEVICE_REQUIREMENT`)."""
@@ -26,9 +26,9 @@ def missing_kernels(capability: str | None, built_for: Iterable[str]) -> str | N
     Parameters
     ----------
     capability : str or None
-        As in `DeviceIdentity`: `8.6`, `gfx942:sramecc+:xnack-`.
+        The device's, as in `DeviceIdentity`: `8.6`, `gfx942:sramecc+:xnack-`.
     built_for : iterable of str
-        As `torch.cuda.get_arch_list` has them.
+        The architectures of the build, as `torch.cuda.get_arch_list` returns them.
     """
     entries = list(built_for)
     if capability is None or not entries:
@@ -50,21 +50,29 @@ def missing_kernels(capability: str | None, built_for: Iterable[str]) -> str | N
 
 
 def _runs_on_nvidia(entry: str, major: int, minor: int) -> bool:
-    found = _ENTRY.fullmatch(entry)
-    if found is None:
+    """Return whether an entry of the list, such as `sm_86`, runs on a device of this compute capability."""
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
         return False
-    built, device = (int(found["major"]), int(found["minor"])), (major, minor)
-    built = device if _RENAMED.get(built) == device else built
-    if found["only"] == "a":
+    built, device = (int(match["major"]), int(match["minor"])), (major, minor)
+    if _RENAMED.get(built) == device:
+        built = device
+    if match["only"] == "a":
         return built == device
-    if found["kind"] == "compute" and not found["only"]:
+    if match["kind"] == "compute" and not match["only"]:
         return built <= device
     return built[0] == major and built[1] <= minor
 
 
 def _runs_on_amd(entry: str, name: str) -> bool:
-    built, _, generic = entry.partition(":")[0].partition("-generic")
-    is_generic = entry.partition(":")[0].endswith("-generic")
+    """Return whether an entry of the list, `gfx90a` or `gfx11-generic`, runs on the architecture of a name."""
+    target = entry.partition(":")[0]
+    # a generic target with a version behind it, `gfx9-generic-v1`, is not known here
+    built, _, generic_version = target.partition("-generic")
+    if generic_version:
+        return False
+    if not target.endswith("-generic"):
+        return name == built
     # gfx9-generic is Vega alone, whose names begin with gfx90
     prefix = {"gfx9": "gfx90"}.get(built, built.replace("-", ""))
-    return not generic and (name.startswith(prefix) if is_generic else name == built)
+    return name.startswith(prefix)

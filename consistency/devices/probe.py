@@ -1,7 +1,7 @@
 """Print the devices that torch finds, as JSON; run in a process of its own.
 
-Without an argument those of `torch.accelerator`, with the name of a type those of a plugged-in backend that is not part
-of it; with `kernels` the architectures that torch was built for.
+Without an argument it prints the devices of `torch.accelerator`; with the name of a type, the devices of a plugged-in
+backend that `torch.accelerator` does not list; with `kernels`, the architectures that torch was built for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from consistency.devices.vendors import described
 
 
 def describe(kind: str | None = None) -> list[dict[str, Any]]:
-    """Return one row per accelerator: type, index, architecture, model, and identity where the backend reports it."""
+    """Return one row per accelerator: type, index, architecture, model, and identity where the backend reports it.
+
+    None stands for the type of `torch.accelerator`.
+    """
     import torch
 
     if kind is None:
@@ -50,4 +53,5 @@ def kernels() -> list[str]:
 
 
 if __name__ == "__main__":
-    json.dump(kernels() if sys.argv[1:] == [KERNELS] else describe(*sys.argv[1:]), sys.stdout)
+    result = kernels() if sys.argv[1:] == [KERNELS] else describe(*sys.argv[1:])
+    json.dump(result, sys.stdout)

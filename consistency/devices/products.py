@@ -1,4 +1,4 @@
-"""In which precision a device may multiply float32, and add up products of half types, by the settings in force.
+"""The precision in which a device may multiply float32, and add up products of half types, by the settings in force.
 
 The rules of computed tensors follow it: what the settings permit is no fault of the device. No torch here.
 """
@@ -16,11 +16,12 @@ from consistency.numerics.precision import SPLIT_TERMS, Precision
 X86_64 = ("x86_64", "AMD64")
 """Names that `platform.machine` gives this architecture."""
 
-_ORDER = tuple(Precision)
+_ORDER = tuple(Precision)  # from the most precise to the least
 _ONEDNN = {"ieee": Precision.FLOAT32, "tf32": Precision.TF32, "bf16": Precision.BFLOAT16}
 _BY_MATMUL_PRECISION = {"high": Precision.TF32, "medium": Precision.BFLOAT16}
 _FPMATH = {"tf32": Precision.TF32, "bf16": Precision.BFLOAT16, "f16": Precision.BFLOAT16, "any": Precision.BFLOAT16}
-"""Modes of oneDNN. float16 keeps more digits than bfloat16: that bound covers it where nothing overflows."""
+"""Precision of each mode of oneDNN. float16 keeps more digits than bfloat16: that bound covers it where nothing
+overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,53 +54,79 @@ def permitted(kind: str, settings: Mapping[str, object], variables: Mapping[str,
     kind : str
         Type of the device.
     settings : mapping
-        Values in force, by the names of `SETTINGS`. Of a switch of TF32 that torch refuses to read it is not known
-        that it is off.
+        Values in force, by the names of `SETTINGS`. A switch of TF32 that torch refuses to read counts as on.
     variables : mapping
         Further environment variables that libraries follow.
     """
-    by_name = _BY_MATMUL_PRECISION.get(str(settings.get("float32_matmul_precision")), Precision.FLOAT32)
     if kind == CPU:
-        mode = variables.get("ONEDNN_DEFAULT_FPMATH_MODE", variables.get("DNNL_DEFAULT_FPMATH_MODE", "")).lower()
-        default = _FPMATH.get(mode, Precision.FLOAT32)
-        found = _ONEDNN.get(str(settings.get("mkldnn_matmul_fp32_precision")), by_name)  # an older torch has one switch
-        convolution = _ONEDNN.get(str(settings.get("mkldnn_conv_fp32_precision")), Precision.FLOAT32)
-        # on x86 MKL multiplies matrices, unless torch's own setting chooses oneDNN; its variable reaches convolutions
-        matmul = found if platform.machine() in X86_64 else _least(found, default)
-        return Products(matmul=matmul, convolution=_least(convolution, default))
-    partial = {
-        dtype: SPLIT_TERMS
-        for dtype, name in (
-            ("float16", "fp16_reduced_precision_reduction"),
-            ("bfloat16", "bf16_reduced_precision_reduction"),
-        )
-        if settings.get(name) is True
-    }
-    if settings.get("fp16_accumulation") is True:
-        partial["float16"] = 1
-    if kind != "cuda":
-        found = _least(by_name, _ONEDNN.get(str(settings.get("mkldnn_matmul_fp32_precision")), Precision.FLOAT32))
-        convolution = _ONEDNN.get(str(settings.get("mkldnn_conv_fp32_precision")), Precision.FLOAT32)
-        return Products(matmul=found, convolution=convolution, partial_terms=partial)
-    override = settings.get("nvidia_tf32_override")
-    if override == "0":
-        return Products(partial_terms=partial)
-    # CUDA has no bfloat16 mode for float32: `medium` is TF32 there
-    tf32 = override == "1" or by_name is not Precision.FLOAT32 or _in_tf32(settings, "matmul")
-    in_cudnn = tf32 if settings.get("cudnn_enabled") is False else _in_tf32(settings, "conv")
-    in_cudnn = in_cudnn or override == "1"
+        return _on_cpu(settings, variables)
+    partial_terms = _partial_terms(settings)
+    if kind == "cuda":
+        return _on_cuda(settings, partial_terms)
+    default = _BY_MATMUL_PRECISION.get(str(settings.get("float32_matmul_precision")), Precision.FLOAT32)
     return Products(
-        matmul=Precision.TF32 if tf32 else Precision.FLOAT32,
-        convolution=Precision.TF32 if in_cudnn else Precision.FLOAT32,
-        partial_terms=partial,
+        matmul=_least(default, _onednn_precision(settings, "mkldnn_matmul_fp32_precision", Precision.FLOAT32)),
+        convolution=_onednn_precision(settings, "mkldnn_conv_fp32_precision", Precision.FLOAT32),
+        partial_terms=partial_terms,
     )
 
 
-def _least(*found: Precision) -> Precision:
-    """Return the least precise."""
-    return max(found, key=_ORDER.index)
+def _on_cpu(settings: Mapping[str, object], variables: Mapping[str, str]) -> Products:
+    """Return what settings permit on the host's processor."""
+    mode = variables.get("ONEDNN_DEFAULT_FPMATH_MODE", variables.get("DNNL_DEFAULT_FPMATH_MODE", "")).lower()
+    library_default = _FPMATH.get(mode, Precision.FLOAT32)
+    # an older torch has one switch for all backends
+    older = _BY_MATMUL_PRECISION.get(str(settings.get("float32_matmul_precision")), Precision.FLOAT32)
+    matmul = _onednn_precision(settings, "mkldnn_matmul_fp32_precision", older)
+    convolution = _onednn_precision(settings, "mkldnn_conv_fp32_precision", Precision.FLOAT32)
+    # on x86 MKL multiplies matrices, unless torch's own setting chooses oneDNN; its variable reaches convolutions
+    if platform.machine() not in X86_64:
+        matmul = _least(matmul, library_default)
+    return Products(matmul=matmul, convolution=_least(convolution, library_default))
 
 
+def _on_cuda(settings: Mapping[str, object], partial_terms: Mapping[str, int]) -> Products:
+    """Return what settings permit on a device of the type `cuda`."""
+    override = settings.get("nvidia_tf32_override")
+    if override == "0":
+        return Products(partial_terms=partial_terms)
+    # CUDA has no bfloat16 mode for float32: `medium` is TF32 there
+    by_precision = str(settings.get("float32_matmul_precision")) in _BY_MATMUL_PRECISION
+    matmul_tf32 = override == "1" or by_precision or _in_tf32(settings, "matmul")
+    if settings.get("cudnn_enabled") is False:
+        convolution_tf32 = matmul_tf32
+    else:
+        convolution_tf32 = override == "1" or _in_tf32(settings, "conv")
+    return Products(
+        matmul=Precision.TF32 if matmul_tf32 else Precision.FLOAT32,
+        convolution=Precision.TF32 if convolution_tf32 else Precision.FLOAT32,
+        partial_terms=partial_terms,
+    )
+
+
+def _partial_terms(settings: Mapping[str, object]) -> dict[str, int]:
+    """Return `Products.partial_terms` of an accelerator."""
+    terms: dict[str, int] = {}
+    if settings.get("fp16_reduced_precision_reduction") is True:
+        terms["float16"] = SPLIT_TERMS
+    if settings.get("bf16_reduced_precision_reduction") is True:
+        terms["bfloat16"] = SPLIT_TERMS
+    if settings.get("fp16_accumulation") is True:
+        terms["float16"] = 1
+    return terms
+
+
+def _onednn_precision(settings: Mapping[str, object], name: str, default: Precision) -> Precision:
+    """Return the precision that one of torch's settings of oneDNN chooses; the default where it chooses none."""
+    return _ONEDNN.get(str(settings.get(name)), default)
+
+
+def _least(*precisions: Precision) -> Precision:
+    """Return the least precise of some precisions."""
+    return max(precisions, key=_ORDER.index)
+
+
+# the older and the newer switch of torch for each kind of product
 _SWITCHES = {
     "matmul": ("matmul_allow_tf32", "cuda_matmul_fp32_precision"),
     "conv": ("cudnn_allow_tf32", "cudnn_conv_fp32_precision"),

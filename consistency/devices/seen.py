@@ -12,9 +12,12 @@ SEEN: frozenset[str] = frozenset()
 FIRST_STEPS = "docs/first-gpu.md"
 
 _ELSEWHERE = (CPU, "xla")
-"""Types with documents of their own."""
+"""Types of devices that have documents of their own."""
 
 
 def unseen(models: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Return the models of accelerators, each once, that no run is known of; given types and models of devices."""
+    """Return the models of accelerators on which no run is known, each once.
+
+    `models` has pairs of a device's type and its model.
+    """
     return tuple(dict.fromkeys(model for kind, model in models if kind not in _ELSEWHERE and model not in SEEN))

@@ -1,4 +1,4 @@
-"""SETTINGS: torch's numerical settings, by the names of `--set`: their pinned values, and the values they take.
+"""Torch's numerical settings, by the names of `--set`: their pinned values, and the values they take.
 
 `consistency.worker.determinism` reads and writes them. No torch here: options are checked before a worker starts.
 """
@@ -35,13 +35,13 @@ class SettingSpec:
     pinned: bool | str | None
     """Its value in the profile `pinned`; None is an environment variable that is not set."""
     values: tuple[str, ...] = ()
-    """What it takes; empty is true or false."""
+    """The values that it takes; empty for true and false, or where there is a pattern."""
     pattern: str = ""
     """Instead of `values`: a regular expression of the whole value."""
     wanted: str = "true or false"
-    """What the pattern says, in words."""
+    """The values that the pattern allows, in words."""
     variable: str | None = None
-    """The environment variable that it is, if it is one; `none` leaves that unset."""
+    """The environment variable behind the setting, None where torch has it; the value `none` leaves it unset."""
 
     def parse(self, given: object, *, where: str) -> bool | str | None:
         """Return a value of this setting's type from what a user wrote.
@@ -54,8 +54,11 @@ class SettingSpec:
         text = str(given).strip().lower()
         if self.variable is not None and text == _UNSET:
             return None
-        if self.pattern or self.values:
-            if re.fullmatch(self.pattern, text) if self.pattern else text in self.values:
+        if self.pattern:
+            if re.fullmatch(self.pattern, text):
+                return text
+        elif self.values:
+            if text in self.values:
                 return text
         elif text in _BOOLEAN:
             return _BOOLEAN[text]
@@ -113,7 +116,7 @@ SETTINGS: dict[str, SettingSpec] = {
 }  # fmt: skip
 
 THREADS = "threads"
-"""Recorded beside the settings; `--threads` sets it."""
+"""Name of the number of threads, which is recorded beside the settings; `--threads` sets it."""
 
 _MATMUL: dict[str, dict[str, bool | str]] = {
     name: {
@@ -132,11 +135,11 @@ _CUDNN: dict[str, dict[str, bool | str]] = {
     for name in _OF_CUDA
 }
 
-# torch refuses to read a switch of TF32 that its newer ones contradict, and a precision that its backends of products
-# do not share
 HOST_SETTINGS = frozenset({THREADS})
 """Settings that decide the bits of what the host's processor computes, and of nothing else."""
 
+# The settings that torch changes together with one. It refuses to read a switch of TF32 that its newer ones contradict,
+# and a precision that its backends of products do not share.
 _IMPLIED: dict[tuple[str, object], dict[str, bool | str]] = {
     **{("fp32_precision", name): {"cuda_fp32_precision": name} for name in ("none", *_OF_CUDA)},
     ("fp32_precision", "bf16"): {"cuda_fp32_precision": "none"},  # which CUDA has not
@@ -153,7 +156,7 @@ _IMPLIED: dict[tuple[str, object], dict[str, bool | str]] = {
 
 
 def with_implied(chosen: Mapping[str, object]) -> dict[str, object]:
-    """Return chosen settings with those that torch changes together with them; what was chosen itself stays."""
+    """Return chosen settings with those that torch changes together with them; a chosen value is never replaced."""
     implied: dict[str, object] = {}
     for item in chosen.items():
         implied |= _IMPLIED.get(item, {})

@@ -1,4 +1,4 @@
-"""Where a case is checked: device specs, and what is known of a device before a worker starts.
+"""The devices on which a case is checked: their specs, and the facts that are known before a worker starts.
 
 A spec is `type[:index][@variant]`: `cpu`, `cuda:0`, `xpu:1`, `cpu@avx2`, `cuda:0@tf32`. Types and their variants are
 those of `backends.py`. No torch here.
@@ -41,25 +41,32 @@ class DeviceSpec:
         return self.type == CPU
 
     def numerical_variant(self, *, where: str = "--devices") -> Variant | None:
-        """Return the variant's definition, None for the native device; `where` names the place in an error."""
+        """Return the variant's definition, None for the native device; `where` names the place in an error.
+
+        Raises
+        ------
+        UsageError
+            The device type has no such variant.
+        """
         if self.variant is None:
             return None
         backend = backend_of(self.type)
         variant = backend.variant(self.variant)
         if variant is None:
+            names = [each.name for each in backend.variants]
             raise UsageError(
                 f"unknown variant of {self.type}: {self.variant}",
                 where=where,
                 got=self.name,
-                wanted="one of " + (", ".join(v.name for v in backend.variants) or "none"),
-                hint=did_you_mean(self.variant, [v.name for v in backend.variants]),
+                wanted="one of " + (", ".join(names) or "none"),
+                hint=did_you_mean(self.variant, names),
             )
         return variant
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLabel:
-    """What a worker's name says: its capture, empty where one alone is compared, and its device without the variant."""
+    """The parts of a worker's name: its capture, empty where only one is compared, and its device without variant."""
 
     capture: str
     type: str
@@ -67,12 +74,13 @@ class WorkerLabel:
 
     @property
     def device(self) -> str:
+        """Return the device as it is written: `cuda:0`."""
         return self.type if self.index is None else f"{self.type}:{self.index}"
 
 
 @functools.cache
 def label_of(worker: str) -> WorkerLabel | None:
-    """Return what a worker's name says, `node-7:cuda:0@tf32` say; None where it is that of no device."""
+    """Return the parts of a worker's name, such as `node-7:cuda:0@tf32`; None where it names no device."""
     match = _LABEL.match(worker)
     if match is None:
         return None
@@ -116,32 +124,38 @@ class AutoChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DeviceInfo(DeviceIdentity, frozen=True, kw_only=True):
-    """What is known of a device before a worker starts."""
+    """The facts about a device that are known before a worker starts."""
 
     spec: DeviceSpec
     memory_bytes: int | None = None
-    """None where it is not reported, as for a GPU that shares the host's memory."""
+    """Memory of the device; None where it is not reported, as for a GPU that shares the host's memory."""
     visible_id: str | None = None
     """The entry of the backend's visibility variable that shows this device alone."""
     visible_ids: tuple[str, ...] = ()
     """The entries that show every device of the host, in the order of their numbers; empty where they are not known."""
     unusable: str = ""
-    """Why no process can use it."""
+    """Why no process can use the device; empty where nothing is known against it."""
     alone: str = ""
-    """Why a process can use it only where it sees no other device, and no other process uses it: a clause that follows
-    its name."""
+    """Why a process can use the device only where it sees no other device, and no other process uses it: a clause that
+    follows the device's name; empty where there is no such limit."""
     shares_memory: bool = False
-    """Whether its memory is that of the host."""
+    """Whether the device's memory is that of the host."""
     not_reported: dict[str, str] = {}
-    """What the library that was asked did not report, with its reason."""
+    """The facts that the library did not report, by name, each with the reason."""
     asked: str = "NVML"
-    """That library."""
+    """The library that was asked."""
     auto: AutoChoice | None = None
-    """Of the CPU that `auto` stands for; None where devices were named."""
+    """The choice of `auto`, in the entry of the CPU; None where devices were named."""
 
 
 def parse_device(text: str, *, where: str = "--devices") -> DeviceSpec:
-    """Read `type[:index][@variant]`; the variant has to be known."""
+    """Return the spec in a text `type[:index][@variant]`; without an index it is the first device of the type.
+
+    Raises
+    ------
+    UsageError
+        It has another form, or the type has no such variant.
+    """
     match = _SPEC.match(text.strip())
     if match is None:
         raise UsageError(
@@ -158,9 +172,15 @@ def parse_device(text: str, *, where: str = "--devices") -> DeviceSpec:
 
 
 def parse_devices(text: str | Iterable[str], *, where: str = "--devices") -> tuple[str, ...]:
-    """Split a comma-separated list of specs, without duplicates; `auto` stays as it is."""
-    parts = (part.strip() for part in (text.split(",") if isinstance(text, str) else text))
-    names = dict.fromkeys(part if part == "auto" else parse_device(part, where=where).name for part in parts if part)
+    """Return the specs of a list, which may be written with commas, without duplicates; `auto` stays as it is."""
+    items = text.split(",") if isinstance(text, str) else text
+    names: dict[str, None] = {}
+    for item in items:
+        name = item.strip()
+        if name and name != "auto":
+            name = parse_device(name, where=where).name
+        if name:
+            names[name] = None
     if not names:
         raise UsageError("no device given", where=where, wanted="auto, or a list such as cpu,cuda:0")
     return tuple(names)

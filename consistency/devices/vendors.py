@@ -1,4 +1,4 @@
-"""What torch reports of the devices of AMD and Intel, in the terms of their vendors. No torch here."""
+"""Describe devices of NVIDIA, AMD and Intel, as torch reports them, in the terms of their vendors. No torch here."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def own_test(vendor: Vendor) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
-    """What a build of torch computes on."""
+    """The hardware that a build of torch computes on."""
 
     name: str
-    """As people know it."""
+    """The platform's usual name."""
     pci_vendor: int
-    """Of its cards, as sysfs has it."""
+    """PCI id of the vendor of its cards, as sysfs has it."""
     hidden_by: str | None = None
-    """Setting that hides all of its devices from a process."""
+    """Assignment to an environment variable that hides all of its devices from a process."""
 
 
 PLATFORMS: Mapping[str, Platform] = {
@@ -43,9 +43,10 @@ PLATFORMS: Mapping[str, Platform] = {
     "hip": Platform(name="ROCm", pci_vendor=0x1002, hidden_by="HIP_VISIBLE_DEVICES=-1"),
     "xpu": Platform(name="XPU", pci_vendor=0x8086),
 }
-"""By the name in torch's `version.py`. Vendors: PCI ID Repository, https://pci-ids.ucw.cz."""
+"""Platforms by the name in torch's `version.py`. Vendors: PCI ID Repository, https://pci-ids.ucw.cz."""
 
-# LLVM, "User Guide for AMDGPU Backend", Processors; names as in AMD's "GPU hardware specifications"
+# By the start of the processor's name: LLVM, "User Guide for AMDGPU Backend", Processors; family names as in AMD's
+# "GPU hardware specifications".
 _AMD = {
     "gfx900": "GCN 5.0",
     "gfx906": "GCN 5.1",
@@ -98,10 +99,10 @@ def amd_architecture(gcn: str) -> str:
 
 
 def intel_version(architecture: int) -> str | None:
-    """Return the version of Intel's graphics IP, `12.60.7`, of a device's number in SYCL.
+    """Return the version of Intel's graphics IP, `12.60.7`, from the number of a device's architecture in SYCL.
 
     Bits 8 and up are the register GMD_ID of Intel's GPUs: 10 bits of the major version, 8 of the minor one, 8 reserved,
-    6 of the revision. SYCL numbers other vendors, and what it does not know, from 2**56 on.
+    6 of the revision. SYCL numbers other vendors, and what it does not know, from 2**56 on: they give None.
     """
     if not 0 < architecture < 1 << 56:
         return None
@@ -116,7 +117,10 @@ def intel_architecture(version: str) -> str:
 
 
 def amd_uuid(raw: Sequence[int]) -> str | None:
-    """Return the UUID as ROCm's tools and variables write it, `GPU-` and 16 digits: HIP has these digits as text."""
+    """Return the UUID as ROCm's tools and variables write it: `GPU-` and 16 digits; None where it has another form.
+
+    HIP has these digits as text in its 16 bytes.
+    """
     text = bytes(raw).decode("ascii", errors="replace").rstrip("\0").lower()
     return f"GPU-{text}" if re.fullmatch(r"[0-9a-f]{16}", text) else None
 
@@ -143,58 +147,61 @@ def vendor_of(kind: str, capability: str | None) -> Vendor:
 
 
 def described(kind: str, properties: Any) -> dict[str, Any]:
-    """Return what torch's properties of a device say of it, and under `not_reported` what they do not.
+    """Return the fields of `DeviceInfo` that torch's properties of a device state; `not_reported` has the others.
 
     Parameters
     ----------
     kind : str
         Type of the device in torch; AMD's is `cuda`.
     properties : object
-        Of `get_device_properties`; None where the backend has no such function.
+        The result of `get_device_properties`; None where the backend has no such function.
     """
     gcn = getattr(properties, "gcnArchName", "") or ""
     if kind == "cuda" and gcn.startswith("gfx"):
-        found = _amd(properties, gcn)
+        fields = _amd(properties, gcn)
     elif kind == "cuda" and isinstance(getattr(properties, "major", None), int):
-        found = _nvidia(properties)
+        fields = _nvidia(properties)
     elif kind == "xpu":
-        found = _intel(properties)
+        fields = _intel(properties)
     else:
         return _any(kind, properties) | _sharing(properties)
-    found["memory_bytes"] = getattr(properties, "total_memory", None)
-    asked = {"uuid": "UUID", "pci_bus_id": "PCI bus id", "memory_bytes": "memory", "capability": "architecture"}
-    missing = {name: "not among the properties of the device" for key, name in asked.items() if not found.get(key)}
-    return {**found, **_sharing(properties), "not_reported": missing, "asked": "torch"}
+    fields["memory_bytes"] = getattr(properties, "total_memory", None)
+    nouns = {"uuid": "UUID", "pci_bus_id": "PCI bus id", "memory_bytes": "memory", "capability": "architecture"}
+    missing = {noun: "not among the properties of the device" for key, noun in nouns.items() if not fields.get(key)}
+    return {**fields, **_sharing(properties), "not_reported": missing, "asked": "torch"}
 
 
 def _sharing(properties: Any) -> dict[str, bool]:
-    """Return whether a device's memory is the host's, where it is."""
+    """Return the field `shares_memory` of a device whose memory is the host's; nothing for other devices."""
     return {"shares_memory": True} if getattr(properties, "is_integrated", False) else {}
 
 
 def _pci_bus_id(properties: Any) -> str | None:
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    domain, bus, device = (part if isinstance(part, int) else None for part in place)
-    known = domain is not None and bus is not None and device is not None
-    return f"{domain:04x}:{bus:02x}:{device:02x}.0" if known else None
+    """Return a PCI bus id from its three numbers; None where one of them is not reported."""
+    domain, bus, device = (getattr(properties, f"pci_{number}_id", None) for number in ("domain", "bus", "device"))
+    if not (isinstance(domain, int) and isinstance(bus, int) and isinstance(device, int)):
+        return None
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _nvidia(properties: Any) -> dict[str, Any]:
+    """Describe a device of NVIDIA."""
     capability = (int(properties.major), int(properties.minor))
     model = str(getattr(properties, "name", "") or Vendor.NVIDIA)
     uuid = str(getattr(properties, "uuid", "") or "")
     # of an instance of MIG torch may report the UUID of the whole card, which its other instances have too
-    known = bool(uuid) and " MIG " not in model
+    identifies = bool(uuid) and " MIG " not in model
     return {
         "architecture": nvidia_architecture(capability),
         "model": model,
         "capability": f"{capability[0]}.{capability[1]}",
-        "uuid": f"GPU-{uuid.removeprefix('GPU-')}" if known else None,
+        "uuid": f"GPU-{uuid.removeprefix('GPU-')}" if identifies else None,
         "pci_bus_id": _pci_bus_id(properties),
     }
 
 
 def _amd(properties: Any, gcn: str) -> dict[str, Any]:
+    """Describe a device of AMD; `gcn` is its architecture: `gfx942:sramecc+:xnack-`."""
     raw = _bytes(getattr(properties, "uuid", None))
     return {
         "architecture": amd_architecture(gcn),
@@ -206,6 +213,7 @@ def _amd(properties: Any, gcn: str) -> dict[str, Any]:
 
 
 def _intel(properties: Any) -> dict[str, Any]:
+    """Describe a device of Intel."""
     raw = _bytes(getattr(properties, "uuid", None))
     number = getattr(properties, "architecture", None)
     version = intel_version(number) if isinstance(number, int) else None
@@ -221,6 +229,7 @@ def _intel(properties: Any) -> dict[str, Any]:
 
 
 def _any(kind: str, properties: Any) -> dict[str, Any]:
+    """Describe a device of another vendor by the usual properties, as far as it has them."""
     model = str(getattr(properties, "name", kind))
     uuid = getattr(properties, "uuid", None)
     architecture = getattr(properties, "gcnArchName", None) or getattr(properties, "architecture", None)

@@ -14,7 +14,7 @@ class Visibility:
     """How a type of device is hidden from a process."""
 
     variable: str
-    """Lists the devices that a process may see."""
+    """The variable that lists the devices which a process may see."""
     others: tuple[str, ...] = ()
     """Further variables that mean the same where `variable` is empty."""
     hides_all: str | None
@@ -24,8 +24,10 @@ class Visibility:
 
     def alone(self, index: int) -> str:
         """Return the list that shows one device, by its place among the devices that the user shows."""
-        shown = next((text for name in (self.variable, *self.others) if (text := os.environ.get(name, ""))), "")
-        entries = _entries(shown) if self.is_ordered else _in_order(_entries(shown))
+        masks = [os.environ.get(name, "") for name in (self.variable, *self.others)]
+        entries = _entries(next(filter(None, masks), ""))
+        if not self.is_ordered:
+            entries = _in_order(entries)
         return entries[index] if index < len(entries) else str(index)
 
     def applied(self, shown: str) -> dict[str, str | None]:
@@ -52,15 +54,17 @@ def visibility_of(kind: str) -> Visibility | None:
     )
 
 
-def _entries(shown: str) -> list[str]:
-    return [entry.strip() for entry in shown.split(",") if entry.strip()]
+def _entries(mask: str) -> list[str]:
+    """Return the entries of a list with commas."""
+    return [entry.strip() for entry in mask.split(",") if entry.strip()]
 
 
 def _in_order(entries: list[str]) -> list[str]:
     """Sort entries as the devices are numbered, with the tiles of one device, `0.0` and `0.1`, together."""
-    if not all(part.isdigit() for entry in entries for part in entry.split(".")):
+    is_numbered = all(number.isdigit() for entry in entries for number in entry.split("."))
+    if not is_numbered:
         return entries
     by_device: dict[int, list[str]] = {}
-    for entry in sorted(dict.fromkeys(entries), key=lambda entry: [int(part) for part in entry.split(".")]):
+    for entry in sorted(dict.fromkeys(entries), key=lambda entry: [int(number) for number in entry.split(".")]):
         by_device.setdefault(int(entry.split(".")[0]), []).append(entry)
     return [",".join(tiles) for tiles in by_device.values()]

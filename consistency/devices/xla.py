@@ -15,7 +15,7 @@ import torch_xla.runtime as xr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Properties:
-    """What XLA tells of a device: the kind of its hardware, such as `CPU` or `TPU`."""
+    """The properties of a device that XLA reports; `name` is the kind of its hardware, such as `CPU` or `TPU`."""
 
     name: str
 
@@ -26,7 +26,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Report that the devices are in use: this module is imported for nothing else."""
+    """Report that the devices are in use, always: this module is imported only to use them."""
     return True
 
 
@@ -36,24 +36,25 @@ def device_count() -> int:
 
 
 def get_device_properties(device: torch.device | int) -> Properties:
-    """Return what is known of a device; of those of one machine it is the same."""
+    """Return the properties of a device; they are the same for all devices of one machine."""
     index = device if isinstance(device, int) else device.index or 0
     return Properties(name=xm.xla_device_hw(f"xla:{index}"))
 
 
 def settle(device: torch.device) -> None:
-    """Compile and run what was noted for a device, for all tensors that are alive.
+    """Compile and run the operations that were noted for a device, for all tensors that are alive.
 
-    Otherwise a value that is read has a graph of its own, with all that it depends on: each activation that is read
-    would be compiled and computed from the model's inputs on.
+    Otherwise each value that is read has a graph of its own, with all that it depends on: each activation would be
+    compiled and computed from the model's inputs on.
     """
     torch_xla._XLAC._xla_step_marker(str(device), [], wait=False)
 
 
 def synchronize(device: torch.device | int | None = None) -> None:
-    """Compile and run what was noted for a device, or for all of them, and wait until it is idle."""
+    """Compile and run the operations that were noted for a device, or for all of them, and wait until it is idle."""
     index = device.index if isinstance(device, torch.device) else device
-    names = [f"xla:{i}" for i in (range(device_count()) if index is None else (index,))]
+    indices = range(device_count()) if index is None else (index,)
+    names = [f"xla:{i}" for i in indices]
     for name in names:
         # what `torch_xla.sync` does, which takes no device
         torch_xla._XLAC._xla_step_marker(name, [], wait=True)

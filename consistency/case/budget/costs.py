@@ -1,4 +1,4 @@
-"""The memory that each stage takes, by formulas in the sizes of the model: peaks above what the worker holds."""
+"""Formulas for the memory that each stage takes, in the sizes of the model: peaks above what the worker holds."""
 
 from __future__ import annotations
 
@@ -22,61 +22,68 @@ memory. Small compared with a model; large compared with the cost of opening a f
 """
 
 DIGEST_BYTES = 3 * GPU_CHUNK_ROWS * 8 * 2**10
-"""Scratch of a digest on a device: three arrays of rows of 8 KiB."""
+"""Bytes of scratch of a digest on a device: three arrays of rows of 8 KiB."""
 
 GRADIENT_BYTES = 10 * 8
-"""Per element of a gradient: arrays of float64 in which its errors and the optimizer's step are measured."""
+"""Bytes per element of a gradient: arrays of float64 in which its errors and the optimizer's step are measured."""
 
 TRAINING_PARTS = 4
-"""Parts of the batch, one for each step of a training."""
+"""Number of parts that the batch is split into, one for each step of a training."""
 
-SCORE_BYTES, INDEX_BYTES = 4, 8
-"""Of a router's choice: a score in float32, and the index of an expert; as many are chosen as there are, at most."""
+SCORE_BYTES = 4
+"""Bytes of a router's score of one expert, in float32."""
+
+INDEX_BYTES = 8
+"""Bytes of the index of an expert that a router chose; at most as many are chosen as there are experts."""
 
 PROCESS_BYTES = 285 * 10**6
+"""Private memory of Python with torch, transformers and PEFT imported."""
+
 LIBRARY_BYTES = 110 * 10**6
-"""Python with torch, transformers and PEFT imported: private memory, and libraries mapped from their files."""
+"""Libraries of the same process that are mapped from their files."""
 
 ACCELERATOR_PROCESS_BYTES = 2 * 10**9
-"""The same with a device's driver and libraries: the limit that a worker keeps, not a measurement of any device."""
+"""Private memory of the same process with a device's driver and libraries: the limit that a worker keeps, not a
+measurement of any device."""
 
 RESULTS_OF_BLOCK = 5
-"""Of each block: its output, and those of its attention, MLP and two norms."""
+"""Results that are kept of each block: its output, and the outputs of its attention, MLP and two norms."""
 
 LEAST_PASSES, MOST_PASSES = 3, 8
-"""With noise, of each mode. Three show how one row of one pass varies; more are for tensors of a few rows, one less is
-enough for large models, whose rows are wide."""
+"""Noisy passes of each mode, at least and at most. Three show how one row of one pass varies; more are for tensors of a
+few rows, one less is enough for large models, whose rows are wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one stage takes."""
+    """The peak memory of one stage."""
 
     host_bytes: int = 0
     """Private memory above what the worker holds."""
     device_bytes: int = 0
     """Memory of the device above what the worker holds on it."""
     window_bytes: int = 0
-    """Of files that are mapped beside the model."""
+    """Bytes of files that are mapped beside the model."""
     scratch_bytes: int = 0
+    """Bytes of files in the scratch folder that are removed when the stage ends."""
     kept_bytes: int = 0
-    """`scratch_bytes`, `kept_bytes`: of files in the scratch folder: removed when the stage ends, and kept for the
-    workers of the case."""
+    """Bytes of files in the scratch folder that are kept for the workers of the case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a worker is to do."""
+    """The work of one worker: the model's sizes, the case, and the worker's part in it."""
 
     shape: Shape
     case: Case
     on_device: bool
     """Whether the model is on an accelerator."""
     makes_reference: bool
-    """Whether it computes the float64 reference."""
+    """Whether the worker computes the float64 reference."""
 
     @property
     def sequences(self) -> int:
+        """Return the number of sequences that the model is given."""
         return self.shape.sequences or self.case.sequences(self.shape.matrix_elements)
 
     @property
@@ -84,7 +91,11 @@ class Setting:
         """Return the positions of one sequence."""
         longest = self.shape.positions
         tokens = self.shape.tokens or self.case.tokens
-        return tokens if longest is None or self.shape.tokens is not None else min(tokens, longest)
+        # Inputs from a file are run as they are; inputs that are made stay within the model's positions.
+        comes_from_file = self.shape.tokens is not None
+        if longest is None or comes_from_file:
+            return tokens
+        return min(tokens, longest)
 
     @property
     def positions(self) -> int:
@@ -97,98 +108,118 @@ class Setting:
         return math.ceil(self.sequences / min(TRAINING_PARTS, self.sequences)) * self.tokens
 
 
-def load_base(s: Setting) -> Cost:
-    """Map the files; only what is converted to another dtype, or goes to a device, is read.
+def load_base(setting: Setting) -> Cost:
+    """Estimate the loading of the base, which maps its files.
 
-    While a tensor goes to a device, it and its file's bytes are on the host.
+    Only what is converted to another dtype, or goes to a device, is read. While a tensor goes to a device, it and its
+    file's bytes are on the host.
     """
-    largest = s.shape.largest_elements * s.shape.width
-    return Cost(
-        host_bytes=2 * largest if s.on_device else largest if s.shape.converted_bytes else 0,
-        window_bytes=WINDOW_BYTES if s.on_device else 0,
-    )
+    largest_bytes = setting.shape.largest_elements * setting.shape.width
+    if setting.on_device:
+        return Cost(host_bytes=2 * largest_bytes, window_bytes=WINDOW_BYTES)
+    if setting.shape.converted_bytes:
+        return Cost(host_bytes=largest_bytes)
+    return Cost()
 
 
-def load_adapter(s: Setting) -> Cost:
-    """Initialize the adapter, read its file, and load one into the other."""
-    return Cost(host_bytes=s.shape.adapter_bytes, device_bytes=s.shape.adapter_bytes)
+def load_adapter(setting: Setting) -> Cost:
+    """Estimate the loading of the adapter: it is initialized, its file is read, and one is loaded into the other."""
+    return Cost(host_bytes=setting.shape.adapter_bytes, device_bytes=setting.shape.adapter_bytes)
 
 
 def after_adapter(_: Setting) -> Cost:
-    """Digest the base again."""
+    """Estimate the second digest of the base, once the adapter is loaded."""
     return Cost(device_bytes=DIGEST_BYTES)
 
 
-def forward(s: Setting) -> Cost:
-    """Run the model with the adapter on, off and merged, from end to end and, where it is not large, block by block.
+def forward(setting: Setting) -> Cost:
+    """Estimate passes with the adapter on, off and merged: whole, and block by block where the model is not large.
 
-    Results of blocks are kept until they are compared, in the model's dtype of one mode and of the passes with noise,
-    in float64 of two. Of each router's choice, the scores and their float64 values are in a scratch file.
+    Results of blocks are kept until they are compared, in the model's dtype for one mode and for the noisy passes, in
+    float64 for two modes. Of each router's choice, the scores and their float64 values are in a scratch file.
     """
-    modes = 1 if s.case.adapter is None else 3 if s.shape.layers else 2
-    compared = modes if s.shape.matrix_elements <= s.case.plan.float64_merges else 1
-    wide = min(2, compared) if s.makes_reference else 0
-    rows = s.positions
-    ends = rows * (s.shape.vocabulary or 0)
-    states = rows * (RESULTS_OF_BLOCK * s.shape.blocks + 1) * (s.shape.hidden or 0) + ends
-    in_float64 = wide * (states + ends) * 8 + float64_bytes(s, rows) if wide else 0
-    noisy = LEAST_PASSES if s.makes_reference else 0
-    merging = s.shape.largest_layer_elements * 2 * 4
-    in_one = s.shape.largest_layer_elements * 3 * 8 if _merges_in_float64(s) else 0
-    native = states * s.shape.width + rows * of_one_token(s) * s.shape.width
-    scores = wide * rows * s.shape.blocks * s.shape.experts
+    shape = setting.shape
+    rows = setting.positions
+    modes = 3 if shape.layers else 2
+    if setting.case.adapter is None:
+        modes = 1
+    # Of a larger model, only the blocks of one mode are compared.
+    compares_all_modes = shape.matrix_elements <= setting.case.plan.float64_merges
+    compared_modes = modes if compares_all_modes else 1
+    float64_modes = min(2, compared_modes) if setting.makes_reference else 0
+    noisy_passes = LEAST_PASSES if setting.makes_reference else 0
+
+    logits = rows * (shape.vocabulary or 0)
+    states = rows * (RESULTS_OF_BLOCK * shape.blocks + 1) * (shape.hidden or 0) + logits
+    float64_result_bytes = 0
+    if float64_modes:
+        float64_result_bytes = float64_modes * (states + logits) * 8 + float64_bytes(setting, rows)
+    # Two float32 arrays of the largest layer are held in a merge, three of float64 where it is run in float64.
+    merge_bytes = shape.largest_layer_elements * 2 * 4
+    host_merge_bytes = 0 if setting.on_device else merge_bytes
+    if _merges_in_float64(setting):
+        host_merge_bytes = max(host_merge_bytes, shape.largest_layer_elements * 3 * 8)
+    pass_bytes = states * shape.width + rows * of_one_token(setting) * shape.width
+    scores = float64_modes * rows * shape.blocks * shape.experts
     return Cost(
-        host_bytes=(1 + noisy) * states * s.shape.width + in_float64 + max(0 if s.on_device else merging, in_one),
-        device_bytes=native + merging,
+        host_bytes=(1 + noisy_passes) * states * shape.width + float64_result_bytes + host_merge_bytes,
+        device_bytes=pass_bytes + merge_bytes,
         scratch_bytes=scores * SCORE_BYTES,
-        kept_bytes=wide * states * 8 + scores * (8 + INDEX_BYTES),
+        kept_bytes=float64_modes * states * 8 + scores * (8 + INDEX_BYTES),
     )
 
 
-def _merges_in_float64(s: Setting) -> bool:
+def _merges_in_float64(setting: Setting) -> bool:
     """Return whether merges are run in float64, to tell what rounding alone must do."""
-    fits = 0 < s.shape.largest_layer_elements <= MOST_MERGED
-    return s.makes_reference and fits and s.shape.matrix_elements <= s.case.plan.float64_merges
+    shape = setting.shape
+    fits = 0 < shape.largest_layer_elements <= MOST_MERGED
+    return setting.makes_reference and fits and shape.matrix_elements <= setting.case.plan.float64_merges
 
 
 def noisy_gradients(case: Case, matrix_elements: int) -> int:
-    """Return how many passes with noise are made of gradients, where one token may make the error of all rows.
+    """Return how many noisy passes with gradients are made: many, because one token may make the error of all rows.
 
-    Of a large model they are fewer, but at level thorough.
+    A large model gets half as many, but at level thorough.
     """
     return MOST_PASSES // 2 if case.plan.is_large(matrix_elements) else MOST_PASSES
 
 
-def gradient(s: Setting) -> Cost:
-    """Run forward and backward by blocks: in the dtype, and for the reference with noise and in float64.
+def gradient(setting: Setting) -> Cost:
+    """Estimate forward and backward passes by blocks: in the dtype, and for the reference with noise and in float64.
 
-    In memory are the activations of one block; what enters and leaves the blocks, and the gradients that come in there;
-    and the gradients of what is trained, of all passes. The result of the optimizer's step has a file, one tensor at a
-    time.
+    In memory are the activations of one block; the states between blocks and the gradients that arrive there; and the
+    gradients of what is trained, of all passes. The result of the optimizer's step has a file, one tensor at a time.
 
     Of each decision in a forward pass, the reference's operand is in a scratch file until the stage ends; its margin in
     float32, and a bit for what was decided, stay.
     """
-    rows, trained = s.positions, s.shape.trained_elements
-    states = rows * (s.shape.blocks + 1) * (s.shape.hidden or 0)
-    one_block = rows * (of_one_token(s) + 3 * (s.shape.vocabulary or 0))
-    noisy = noisy_gradients(s.case, s.shape.matrix_elements) if s.makes_reference else 0
-    native = (2 * states + one_block + trained) * s.shape.width
-    given = (2 * states * s.shape.width + (states + trained) * 8) if s.makes_reference else 0
-    wide = 12 * states + one_block * 8 + given + float64_bytes(s, rows) if s.makes_reference else 0
-    kinks = rows * s.shape.blocks * s.shape.kinked_units if s.makes_reference else 0
-    scores = rows * s.shape.blocks * s.shape.experts if s.makes_reference else 0
+    shape = setting.shape
+    rows, trained = setting.positions, shape.trained_elements
+    states = rows * (shape.blocks + 1) * (shape.hidden or 0)
+    block_elements = rows * (of_one_token(setting) + 3 * (shape.vocabulary or 0))
+    pass_bytes = (2 * states + block_elements + trained) * shape.width
+    host_pass_bytes = 0 if setting.on_device else pass_bytes
+    # `result_bytes`: what the reference leaves for the other workers; `float64_pass_bytes`: while it is computed
+    noisy_passes = result_bytes = float64_pass_bytes = kinks = scores = 0
+    if setting.makes_reference:
+        noisy_passes = noisy_gradients(setting.case, shape.matrix_elements)
+        result_bytes = 2 * states * shape.width + (states + trained) * 8
+        float64_pass_bytes = 12 * states + block_elements * 8 + result_bytes + float64_bytes(setting, rows)
+        kinks = rows * shape.blocks * shape.kinked_units
+        scores = rows * shape.blocks * shape.experts
+    noisy_pass_bytes = result_bytes + noisy_passes * (states + trained) * shape.width + host_pass_bytes
+    judging_bytes = min(shape.largest_trained_elements, PART) * GRADIENT_BYTES
     return Cost(
-        host_bytes=max(wide, given + noisy * (states + trained) * s.shape.width + (0 if s.on_device else native))
-        + min(s.shape.largest_trained_elements, PART) * GRADIENT_BYTES,
-        device_bytes=native,
-        scratch_bytes=4 * s.shape.largest_trained_elements + kinks * s.shape.width + scores * SCORE_BYTES,
-        kept_bytes=given + kinks * 4 + kinks // 8 + scores * (8 + INDEX_BYTES),
+        # The float64 pass and the noisy passes are not in memory together.
+        host_bytes=max(float64_pass_bytes, noisy_pass_bytes) + judging_bytes,
+        device_bytes=pass_bytes,
+        scratch_bytes=4 * shape.largest_trained_elements + kinks * shape.width + scores * SCORE_BYTES,
+        kept_bytes=result_bytes + kinks * 4 + kinks // 8 + scores * (8 + INDEX_BYTES),
     )
 
 
 def nothing(_: Setting) -> Cost:
-    """Take nothing that counts.
+    """Estimate a stage that takes nothing that counts.
 
     `sharding` loads the base twice more, and looks for room itself: it is skipped where there is none. `wrapping` wraps
     the base and runs it a few times.
@@ -197,21 +228,21 @@ def nothing(_: Setting) -> Cost:
 
 
 def without_model(_: Setting) -> Cost:
-    """Copy or compute on fixed small data."""
+    """Estimate a stage that copies or computes on fixed small data."""
     return Cost(host_bytes=64 * MIB)
 
 
-def cost_of(stage: Stage, s: Setting) -> Cost:
-    """Return what a stage takes."""
-    cost: Cost = pkgutil.resolve_name(SPECS[stage].cost)(s)
+def cost_of(stage: Stage, setting: Setting) -> Cost:
+    """Return the estimate of a stage, by the function that its declaration names."""
+    cost: Cost = pkgutil.resolve_name(SPECS[stage].cost)(setting)
     return cost
 
 
-def of_one_token(s: Setting) -> int:
-    """Return the elements that one block keeps of a token: inputs and outputs of its matrices, and its attention."""
-    return s.shape.block_features + 2 * (s.shape.heads or 0) * s.tokens
+def of_one_token(setting: Setting) -> int:
+    """Return how many elements one block keeps per token: inputs and outputs of its matrices, and its attention."""
+    return setting.shape.block_features + 2 * (setting.shape.heads or 0) * setting.tokens
 
 
-def float64_bytes(s: Setting, rows: int) -> int:
-    """Return a part of a weight, and the logits."""
-    return min(s.shape.largest_elements * 8, PART_BYTES) + rows * (s.shape.vocabulary or 0) * 8
+def float64_bytes(setting: Setting, rows: int) -> int:
+    """Return the bytes, in float64, of a part of a weight and of the logits of so many rows."""
+    return min(setting.shape.largest_elements * 8, PART_BYTES) + rows * (setting.shape.vocabulary or 0) * 8

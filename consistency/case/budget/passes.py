@@ -25,13 +25,13 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     title : str
-        As the progress names them.
+        Their name in the progress.
     count : int
         How many there are.
     blocks : int
-        Blocks of the model that each takes in turn; 0 where it runs the model as a whole.
+        Blocks of the model that each pass takes in turn; 0 where it runs the model as a whole.
     weight : float
-        How long one takes, beside those of the same stage.
+        How long one pass takes, relative to the other passes of the same stage.
     """
 
     title: str
@@ -41,28 +41,31 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def passes_of(stage: Stage, setting: Setting) -> tuple[Pass, ...]:
-    """Return the passes of a stage in the order in which a worker makes them; none where it declares none."""
-    reference = SPECS[stage].passes
-    if not reference:
+    """Return the passes of a stage in the order in which a worker makes them; none where the stage declares none."""
+    function = SPECS[stage].passes
+    if not function:
         return ()
-    passes: tuple[Pass, ...] = pkgutil.resolve_name(reference)(setting)
+    passes: tuple[Pass, ...] = pkgutil.resolve_name(function)(setting)
     return passes
 
 
 def weight_of(stage: Stage, passes: Sequence[Pass]) -> float:
     """Return the nominal weight of a stage: about how many seconds it takes of a small model."""
-    return SPECS[stage].weight * (_sum_of(passes) if passes else 1.0)
+    return SPECS[stage].weight * (_sum_weights(passes) if passes else 1.0)
 
 
 def part_of(passes: Sequence[Pass], title: str) -> tuple[float, float] | None:
-    """Return from which share of a stage to which the passes of a title go; None where it declares none of it."""
-    titles = [one.title for one in passes]
+    """Return where in a stage, from 0 to 1, the passes of a title begin and end; None where it declares no such pass.
+
+    `passes` are those of the stage, in their order.
+    """
+    titles = [each.title for each in passes]
     if title not in titles:
         return None
-    whole, number = _sum_of(passes), titles.index(title)
-    ends = [0.0, *accumulate(one.count * one.weight for one in passes)]
-    return ends[number] / whole, ends[number + 1] / whole
+    total, index = _sum_weights(passes), titles.index(title)
+    ends = [0.0, *accumulate(each.count * each.weight for each in passes)]
+    return ends[index] / total, ends[index + 1] / total
 
 
-def _sum_of(passes: Sequence[Pass]) -> float:
-    return sum(one.count * one.weight for one in passes)
+def _sum_weights(passes: Sequence[Pass]) -> float:
+    return sum(each.count * each.weight for each in passes)

@@ -1,1 +1,1 @@
-"""The commands: each module adds its own to the parser and runs it, and imports what it needs only then."""
+"""The commands: each module adds its commands to the parser and runs them, and imports other modules only then."""

@@ -45,6 +45,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _compare(parsed: argparse.Namespace) -> int:
+    """Run the command."""
     from consistency.case.engine_file import as_engine_files
     from consistency.cli.progress import progress
     from consistency.errors import UsageError

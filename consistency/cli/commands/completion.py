@@ -24,14 +24,15 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _completion(parsed: argparse.Namespace) -> int:
+    """Run the command."""
     import shtab
 
     from consistency.cli.main import build_parser  # which imports this module, in its turn
 
     root = build_parser()
-    for one in _parsers(root):
-        values = _values(one.prog)
-        for action in one._actions:
+    for parser in _parsers(root):
+        values = _values(parser.prog)
+        for action in parser._actions:
             names = action.option_strings or [str(action.metavar)]
             action.choices = next((values[name] for name in names if name in values), action.choices)
             if action.metavar in _FOLDERS | _FILES:
@@ -42,34 +43,45 @@ def _completion(parsed: argparse.Namespace) -> int:
 
 
 def _values(command: str) -> Mapping[str, Iterable[str]]:
-    """Return the values of options that take a list of them, of which a shell completes the first, and of words."""
+    """Return the values of options that take a list, of which a shell completes the first, and of `WORD`."""
     from consistency.case.load_path import LoadPath
     from consistency.case.stages import SPECS
     from consistency.devices.backends import BACKENDS, backend_of
 
     stages = [*SPECS]
-    kinds = {kind: backend_of(kind) for kind in ("cpu", *BACKENDS)}
+    kinds = list(dict.fromkeys(("cpu", *BACKENDS)))
+    devices = ["auto", *kinds]
+    for kind in kinds:
+        devices += [f"{kind}@{variant.name}" for variant in backend_of(kind).variants]
     return {
         "--stages": stages,
         "--load-paths": [*(path.value for path in LoadPath), "all"],
-        "--devices": ["auto", *kinds, *(f"{kind}@{v.name}" for kind, found in kinds.items() for v in found.variants)],
+        "--devices": devices,
+        # `drill --only` names faults, every other `--only` stages
         "--only": _faults() if command.endswith(" drill") else stages,
         "WORD": _words() if command.endswith(" explain") else [],
     }
 
 
 def _faults() -> list[str]:
+    """Return the names of the faults that `drill` can plant."""
     from consistency.worker.faults.catalogue import FAULTS
 
     return list(FAULTS)
 
 
 def _words() -> list[str]:
+    """Return the words that `explain` knows."""
     from consistency.cli.glossary import known_words
 
     return known_words()
 
 
 def _parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return [parser, *(one for action in inner for choice in action.choices.values() for one in _parsers(choice))]
+    """Return a parser and the parsers of its commands, at any depth."""
+    parsers = [parser]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                parsers += _parsers(command)
+    return parsers

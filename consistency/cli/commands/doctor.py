@@ -24,6 +24,7 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
+    """Run the command."""
     from consistency.cli.progress import progress
     from consistency.comparison.findings.host import as_table
     from consistency.report.console import make_console

@@ -1,4 +1,4 @@
-"""`consistency env`: the environment of this host, to paste into an issue."""
+"""`consistency env`: print the environment of this host, to paste into an issue."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _env(parsed: argparse.Namespace) -> int:
+    """Run the command."""
     from consistency.workflows.host_environment import as_markdown, read_host_environment
 
-    stated = read_host_environment()
+    environment = read_host_environment()
     if parsed.json:
-        print_json(stated)
+        print_json(environment)
     else:
-        print(as_markdown(stated), end="")
+        print(as_markdown(environment), end="")
     return 0

@@ -1,4 +1,4 @@
-"""`consistency explain`: what a word of a report means, what causes it, and what to do."""
+"""`consistency explain`: print what a word of a report means, what causes it, and what to do."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ EXAMPLES = (
     ("every word, a line each", "consistency explain"),
 )
 
+# fields of an entry, and their labels
 _LABELS = (("meaning", "meaning"), ("cause", "cause"), ("action", "what to do"), ("example", "example"))
 _INDENT = 13
 
@@ -41,25 +42,31 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _explain(parsed: argparse.Namespace) -> int:
+    """Run the command."""
     from consistency.cli.glossary import explained, glossary
 
-    found = [entry for word in dict.fromkeys(parsed.words) for entry in explained(word)] or list(glossary())
+    entries: list[GlossaryEntry] = []
+    for word in dict.fromkeys(parsed.words):
+        entries += explained(word)
+    if not parsed.words:
+        entries = list(glossary())
     if parsed.json:
-        print_json([_as_table(entry) for entry in found])
+        print_json([_as_table(entry) for entry in entries])
     elif parsed.words:
-        print("\n\n".join("\n".join(_lines(entry, _width())) for entry in found))
+        print("\n\n".join("\n".join(_lines(entry, _width())) for entry in entries))
     else:
-        print("\n".join(_listed(found)))
+        print("\n".join(_list_lines(entries)))
     return 0
 
 
 def _as_table(entry: GlossaryEntry) -> dict[str, str]:
-    names = ("word", "family", "summary", *(name for name, _ in _LABELS))
-    return {name: entry.family.name if name == "family" else getattr(entry, name) for name in names}
+    """Return an entry for JSON."""
+    fields = ("summary", *(name for name, _ in _LABELS))
+    return {"word": entry.word, "family": entry.family.name, **{name: getattr(entry, name) for name in fields}}
 
 
 def _lines(entry: GlossaryEntry, width: int) -> Iterator[str]:
-    """Yield an entry: its word and family, how reports put it, and its fields."""
+    """Yield the lines of an entry: its word and family, its summary, and its other fields."""
     yield f"{entry.word} · {entry.family.name}"
     yield from textwrap.wrap(entry.summary, width, initial_indent="  ", subsequent_indent="  ")
     yield ""
@@ -76,19 +83,21 @@ def _lines(entry: GlossaryEntry, width: int) -> Iterator[str]:
         )
 
 
-def _listed(found: list[GlossaryEntry]) -> Iterator[str]:
+def _list_lines(entries: list[GlossaryEntry]) -> Iterator[str]:
     """Yield a line per word, below the title of its family."""
-    width = max(len(entry.word) for entry in found) + 2
+    width = max(len(entry.word) for entry in entries) + 2
     family = None
-    for entry in found:
+    for entry in entries:
         if entry.family != family:
-            yield from ([""] if family else []) + [entry.family.title]
+            if family is not None:
+                yield ""
+            yield entry.family.title
             family = entry.family
         yield f"  {entry.word.ljust(width)}{entry.headline}"
 
 
 def _width() -> int:
-    """Return the columns of the terminal, as many as are read with ease at most."""
+    """Return the columns of the terminal, but no more than are read with ease."""
     import shutil
 
     return min(100, max(40, shutil.get_terminal_size().columns))

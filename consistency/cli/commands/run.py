@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from consistency.capture.folder import WorkerCapture
     from consistency.case.requirements import Requirements
     from consistency.case.suite import SuiteOptions
+    from consistency.workflows.past import Past
 
 RUN_EXAMPLES = (
     ("the built-in case on every device", "consistency run"),
@@ -111,19 +112,22 @@ def read_suite(parsed: argparse.Namespace) -> SuiteOptions | None:
 
     given = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
     suite = gather_suite(parsed.config, given, Edge.COMMAND_LINE)
-    patterns = [one.strip() for text in parsed.case or () for one in text.split(",") if one.strip()]
+    patterns: list[str] = []
+    for text in parsed.case or ():
+        patterns += [pattern.strip() for pattern in text.split(",") if pattern.strip()]
     if suite is None and patterns:
         raise UsageError("there is only one case", where="--case", wanted="a file with [[case]], or several adapters")
     return None if suite is None else suite.chosen(patterns)
 
 
 def add_config(parser: argparse.ArgumentParser, text: str, required: str = "") -> None:
-    """Add the file of options to a command that takes nearly all of them; the line of its usage leaves them out."""
+    """Add the file of options to a command that takes nearly all of them; its usage line leaves the options out."""
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help=text)
     parser.usage = " ".join(filter(None, ["%(prog)s", required, "[options] [CONFIG.toml]"]))
 
 
 def _add_case(parser: argparse.ArgumentParser, required: str = "") -> None:
+    """Add the options of a case; `required` are the options of the usage line."""
     add_config(parser, "options by name, and cases; the command line wins", required)
     add = parser.add_argument_group("what is checked, and where").add_argument
     add("--case", action="append", metavar="PATTERN", help="check only the cases of a suite with such a name")
@@ -131,19 +135,24 @@ def _add_case(parser: argparse.ArgumentParser, required: str = "") -> None:
 
 
 def _add_pace(parser: argparse.ArgumentParser, stops_at: str) -> None:
+    """Add the options of a command that runs workers; `stops_at` says what ends it with `--fail-fast`."""
     add_fail_fast_option(parser, stops_at)
     add_quiet_option(parser)
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    """Run the command `run`."""
     check_formats(parsed)
     if parsed.plan:
         return _plan(parsed)
-    with telling_refusal(parsed.out if parsed.force or _by_date(parsed) else None):
+    # Without --force and dates --out must be empty: it has no earlier results to leave the reason of a refusal beside.
+    may_hold_results = parsed.force or _by_date(parsed)
+    with telling_refusal(parsed.out if may_hold_results else None):
         return _run_checked(parsed)
 
 
 def _run_checked(parsed: argparse.Namespace) -> int:
+    """Check a case or a suite, print the report, and return the exit status."""
     from consistency.case.preflight import case_name
     from consistency.cli.progress import progress
     from consistency.workflows import pipeline
@@ -151,14 +160,7 @@ def _run_checked(parsed: argparse.Namespace) -> int:
     past = read_past(parsed)
     suite = read_suite(parsed)
     if suite is not None:
-        from consistency.workflows.suite import expected, prepare_suite, run_suite
-
-        with past.noted(suite.name):
-            cases = prepare_suite(suite)
-        with _folder(parsed) as out, progress(expected=expected(cases), quiet=parsed.quiet) as watch:
-            result = run_suite(cases, out, watch=watch, replace=parsed.force, past=past, fail_fast=parsed.fail_fast)
-        show(parsed, result, out, elapsed_s=result.elapsed_s)
-        return result.exit_status
+        return _run_suite(parsed, suite, past)
     options = read_case(parsed)
     with past.noted(case_name(options)):
         plan = pipeline.prepare(options)
@@ -168,37 +170,49 @@ def _run_checked(parsed: argparse.Namespace) -> int:
     return report.exit_status
 
 
+def _run_suite(parsed: argparse.Namespace, suite: SuiteOptions, past: Past) -> int:
+    """Check a suite, print its report, and return the exit status."""
+    from consistency.cli.progress import progress
+    from consistency.workflows.suite import expected, prepare_suite, run_suite
+
+    with past.noted(suite.name):
+        cases = prepare_suite(suite)
+    with _folder(parsed) as out, progress(expected=expected(cases), quiet=parsed.quiet) as watch:
+        result = run_suite(cases, out, watch=watch, replace=parsed.force, past=past, fail_fast=parsed.fail_fast)
+    show(parsed, result, out, elapsed_s=result.elapsed_s)
+    return result.exit_status
+
+
 def _folder(parsed: argparse.Namespace) -> AbstractContextManager[Path | None]:
-    """Return the folder for what the run leaves: `--out`, or a new one by date below it."""
+    """Return the folder for the reports and captures of a run: `--out`, or a new one by date below it."""
     from consistency.workflows.report_folder import refuse_archive
 
     if parsed.out is not None:
         refuse_archive(parsed.out)
     if parsed.dated and parsed.out is None:
         raise UsageError("there is no folder for dated runs", where="--dated", hint="give --out DIR")
-    return dated(parsed.out) if _by_date(parsed) and parsed.out is not None else nullcontext(parsed.out)
+    if parsed.out is not None and _by_date(parsed):
+        return dated(parsed.out)
+    return nullcontext(parsed.out)
 
 
 def _by_date(parsed: argparse.Namespace) -> bool:
-    return parsed.history is not None and not parsed.force if parsed.dated is None else bool(parsed.dated)
+    """Report whether each run is left in a folder by date; `--dated` decides, else it depends on `--history`."""
+    if parsed.dated is not None:
+        return bool(parsed.dated)
+    return parsed.history is not None and not parsed.force
 
 
 def _plan(parsed: argparse.Namespace) -> int:
+    """Print what a case or a suite will take of memory, and return the exit status."""
     from consistency.case.preflight import prepare_case
     from consistency.devices.discovery import select
     from consistency.report import plan
-    from consistency.workflows.planning import budget_of, budgets_of, cases_at_once
+    from consistency.workflows.planning import budget_of
 
     suite = read_suite(parsed)
     if suite is not None:
-        devices = select(suite.shared.devices)
-        budgets = budgets_of(suite, devices)
-        at_once = cases_at_once(suite, devices, budgets)
-        if parsed.json:
-            print_json(plan.suite_as_table(suite.name, budgets, at_once))
-        else:
-            print(plan.render_suite(suite.name, budgets, at_once), end="")
-        return UsageError.exit_status if all(isinstance(one, ConsistencyError) for one in budgets.values()) else 0
+        return _plan_suite(parsed, suite)
     options = read_case(parsed)
     budget = budget_of(prepare_case(options), select(options.devices))
     if parsed.json:
@@ -208,7 +222,25 @@ def _plan(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _plan_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
+    """Print what the cases of a suite will take of memory; a case that cannot be checked has its error instead."""
+    from consistency.devices.discovery import select
+    from consistency.report import plan
+    from consistency.workflows.planning import budgets_of, cases_at_once
+
+    devices = select(suite.shared.devices)
+    budgets = budgets_of(suite, devices)
+    at_once = cases_at_once(suite, devices, budgets)
+    if parsed.json:
+        print_json(plan.suite_as_table(suite.name, budgets, at_once))
+    else:
+        print(plan.render_suite(suite.name, budgets, at_once), end="")
+    no_case_can_run = all(isinstance(budget, ConsistencyError) for budget in budgets.values())
+    return UsageError.exit_status if no_case_can_run else 0
+
+
 def _capture(parsed: argparse.Namespace) -> int:
+    """Run the command `capture`."""
     from consistency.capture.node_group import NodeGroup
     from consistency.cli.node_report import reporting
     from consistency.cli.progress import progress
@@ -229,20 +261,20 @@ def _capture(parsed: argparse.Namespace) -> int:
             limits = dataclasses.replace(plan.limits, together=NodeGroup.read(parsed.together))
             plan = dataclasses.replace(plan, limits=limits)
         expected = pipeline.expected(plan)
-        with progress(expected=expected, quiet=parsed.quiet) as watch:
-            both = watch if report is None else report.beside(watch, expected)
-            found = pipeline.capture_to(plan, parsed.out, watch=both, replace=parsed.force)
-    rows = _rows(found.workers)
+        with progress(expected=expected, quiet=parsed.quiet) as display:
+            watch = display if report is None else report.beside(display, expected)
+            capture = pipeline.capture_to(plan, parsed.out, watch=watch, replace=parsed.force)
+    rows = _rows(capture.workers)
     if parsed.json:
         print_json({"capture": parsed.out, "workers": rows})
     else:
         _print_workers(rows)
         print(f"capture: {parsed.out}")
-    return 0 if all(worker.info.status == "ok" for worker in found.workers) else 3
+    return 0 if all(worker.info.status == "ok" for worker in capture.workers) else 3
 
 
 def read_requirements(place: str) -> Requirements:
-    """Read what a fleet requires of a host."""
+    """Read the file or URL in which a fleet states what a host must have; raise UsageError where it is damaged."""
     import msgspec
 
     from consistency.capture.json_codec import decode_json
@@ -256,34 +288,50 @@ def read_requirements(place: str) -> Requirements:
 
 
 def _capture_suite(parsed: argparse.Namespace, suite: SuiteOptions) -> int:
+    """Capture the cases of a suite, and return the exit status."""
     from consistency.capture.transport import travels
     from consistency.cli.progress import progress
     from consistency.workflows.suite import capture_suite, expected, prepare_suite
 
     if travels(parsed.out):
         raise UsageError("the captures of a suite need a folder", where="--out", got=parsed.out)
-    if any(given is not None for given in (parsed.progress, parsed.require, parsed.together)):
+    if any(option is not None for option in (parsed.progress, parsed.require, parsed.together)):
         raise UsageError("a fleet checks one case", where="--progress, --require and --together", got="a suite")
     plan = prepare_suite(suite)
     with progress(expected=expected(plan), quiet=parsed.quiet) as watch:
-        found = capture_suite(plan, Path(parsed.out), watch=watch, replace=parsed.force, fail_fast=parsed.fail_fast)
-    unusable = {name: error for name, error in found.items() if isinstance(error, ConsistencyError)}
-    workers = {name: workers for name, workers in found.items() if not isinstance(workers, ConsistencyError)}
+        results = capture_suite(plan, Path(parsed.out), watch=watch, replace=parsed.force, fail_fast=parsed.fail_fast)
     if parsed.json:
-        cases = {name: {"workers": _rows(those)} for name, those in workers.items()}
-        errors = {name: {"error": error.parts} for name, error in unusable.items()}
-        print_json({"capture": parsed.out, "cases": {name: (cases | errors)[name] for name in found}})
+        cases: dict[str, object] = {}
+        for name, result in results.items():
+            if isinstance(result, ConsistencyError):
+                cases[name] = {"error": result.parts}
+            else:
+                cases[name] = {"workers": _rows(result)}
+        print_json({"capture": parsed.out, "cases": cases})
     else:
-        for name, those in found.items():
-            print(f"{one_line(name)}{f': {unusable[name]}' if name in unusable else ''}")
-            _print_workers(_rows(() if isinstance(those, ConsistencyError) else those), indent="  ")
+        for name, result in results.items():
+            if isinstance(result, ConsistencyError):
+                print(f"{one_line(name)}: {result}")
+            else:
+                print(one_line(name))
+                _print_workers(_rows(result), indent="  ")
         print(f"captures: {parsed.out}")
-    if any(worker.info.status != "ok" for those in workers.values() for worker in those):
-        return 3
-    return 2 if unusable else 0
+    return _suite_status(list(results.values()))
+
+
+def _suite_status(results: Sequence[Sequence[WorkerCapture] | ConsistencyError]) -> int:
+    """Return the exit status of the captures of a suite: a lost worker counts before a case that cannot be used."""
+    status = 0
+    for result in results:
+        if isinstance(result, ConsistencyError):
+            status = max(status, 2)
+        elif any(worker.info.status != "ok" for worker in result):
+            status = 3
+    return status
 
 
 def _rows(workers: Sequence[WorkerCapture]) -> list[dict[str, Any]]:
+    """Return the row of each worker that is printed."""
     return [
         {
             "name": worker.info.name,

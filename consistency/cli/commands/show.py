@@ -1,4 +1,4 @@
-"""`consistency show`: a report again, of a run or a suite, one finding of it, or its tolerances by layer."""
+"""`consistency show`: print a report again, of a run or a suite, one finding of it, or its tolerances by layer."""
 
 from __future__ import annotations
 
@@ -68,70 +68,82 @@ def add(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _show(parsed: argparse.Namespace) -> int:
-    from consistency.report import json, terminal
-    from consistency.workflows.report_folder import CAPTURES, read_comparison, read_redacted, read_suite
+    """Run the command."""
+    from consistency.workflows.report_folder import read_suite
 
-    found = read_suite(parsed.report)
-    if found is not None:
-        return _show_suite(parsed, *found)
-    folder: str | None
-    if parsed.redact:
-        comparison, redaction = read_redacted(parsed.report)
-        folder = redaction.text(str(parsed.report.resolve()))
-    else:
-        comparison, read = read_comparison(parsed.report)
-        is_whole = comparison.captures or (read / CAPTURES).exists()  # else no command could go on with it
-        folder = str(read) if is_whole else None
+    suite = read_suite(parsed.report)
+    if suite is not None:
+        return _show_suite(parsed, *suite)
+    comparison, folder = _read_report(parsed)
+    chosen = _chosen(parsed)
     if parsed.out is not None:
-        if chosen := _chosen(parsed):
+        if chosen:
             got = " and ".join(chosen)
             raise UsageError("--out writes all forms of a report", got=got, hint="leave one of the two out")
         return _write(parsed, comparison)
-    for one, other in (("--csv", "--json"), ("--layers", "--finding"), ("--csv", "--finding")):
-        if {one, other} <= {*_chosen(parsed)}:
-            raise UsageError("only one of them can be printed", got=f"{one} and {other}")
+    for first, second in (("--csv", "--json"), ("--layers", "--finding"), ("--csv", "--finding")):
+        if first in chosen and second in chosen:
+            raise UsageError("only one of them can be printed", got=f"{first} and {second}")
     if parsed.layers or parsed.csv:
         return _show_layers(parsed, comparison)
-    if left := [f"--{name}" for name in ("stages", "layer", "arch") if getattr(parsed, name)]:
-        raise UsageError(f"{' and '.join(left)} without --layers", hint="consistency show DIR --layers")
+    filters = [f"--{name}" for name in ("stages", "layer", "arch") if getattr(parsed, name)]
+    if filters:
+        raise UsageError(f"{' and '.join(filters)} without --layers", hint="consistency show DIR --layers")
     if parsed.finding is not None:
         return _show_finding(parsed, comparison, folder)
-    view = View(verbose=parsed.verbose, folder=folder)
+    return _print_report(parsed, comparison, folder)
+
+
+def _read_report(parsed: argparse.Namespace) -> tuple[Comparison, str | None]:
+    """Return the comparison of a run, and its folder for the commands in the report; None without captures."""
+    from consistency.workflows.report_folder import CAPTURES, read_comparison, read_redacted
+
+    if parsed.redact:
+        comparison, redaction = read_redacted(parsed.report)
+        return comparison, redaction.text(str(parsed.report.resolve()))
+    comparison, folder = read_comparison(parsed.report)
+    has_captures = comparison.captures or (folder / CAPTURES).exists()  # else no command could go on with it
+    return comparison, str(folder) if has_captures else None
+
+
+def _print_report(parsed: argparse.Namespace, report: Comparison | SuiteResult, folder: str | None) -> int:
+    """Print a report as text or JSON."""
+    from consistency.report import json, terminal
+
     render = json.render if parsed.json else terminal.render
-    sys.stdout.buffer.writelines(render(comparison, view))
+    sys.stdout.buffer.writelines(render(report, View(verbose=parsed.verbose, folder=folder)))
     return 0
 
 
 def _chosen(parsed: argparse.Namespace) -> list[str]:
-    """Return the options given that choose a part of a report, or its form."""
+    """Return the options that choose a part of a report, or its form, as far as they are given."""
     names = ("layers", "csv", "finding", "json")
     return [f"--{name}" for name in names if getattr(parsed, name) not in (None, False)]
 
 
 def _show_suite(parsed: argparse.Namespace, suite: SuiteResult, folder: Path) -> int:
-    """Print the report of a suite again, and where those of its cases are."""
-    from consistency.report import json, terminal
-
+    """Print the report of a suite again, and where the reports of its cases are."""
     names = ("redact", "out", "layers", "csv", "finding", "stages", "layer", "arch")
-    if given := [f"--{name}" for name in names if getattr(parsed, name) not in (None, False, "")]:
+    options = [f"--{name}" for name in names if getattr(parsed, name) not in (None, False, "")]
+    if options:
         hint = f"give the folder of a case, {folder / 'cases' / 'NAME'}"
-        raise UsageError(f"{' and '.join(given)} of a suite", where=folder, hint=hint)
-    render = json.render if parsed.json else terminal.render
-    sys.stdout.buffer.writelines(render(suite, View(folder=str(folder), verbose=parsed.verbose)))
+        raise UsageError(f"{' and '.join(options)} of a suite", where=folder, hint=hint)
+    status = _print_report(parsed, suite, str(folder))
     if not parsed.json:
         sys.stdout.buffer.writelines(f"  {one_line(folder / case.folder)}\n".encode() for case in suite.cases)
-    return 0
+    return status
 
 
 def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: str | None) -> int:
+    """Print one finding, by its number from 1."""
     from consistency.report import terminal
     from consistency.report.findings import findings_of
 
-    found = findings_of(comparison, folder)
-    if not 1 <= parsed.finding <= len(found):
-        wanted = f"1 to {len(found)}" if found else "a report with findings"
+    findings = findings_of(comparison, folder)
+    if not 1 <= parsed.finding <= len(findings):
+        wanted = f"1 to {len(findings)}" if findings else "a report with findings"
         raise UsageError("no such finding", where="--finding", got=parsed.finding, wanted=wanted)
-    finding = found[parsed.finding - 1]
+    finding = findings[parsed.finding - 1]
     if parsed.json:
         print_json(finding)
     else:
@@ -140,11 +152,12 @@ def _show_finding(parsed: argparse.Namespace, comparison: Comparison, folder: st
 
 
 def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
+    """Print layers by architecture, as text, CSV or JSON."""
     from consistency.comparison.layers import LayerFilter, layers_of
     from consistency.report import layers
 
     stages = tuple(name.strip() for name in parsed.stages.split(",") if name.strip())
-    _check("stages", stages, {tensor.stage for tensor in comparison.tensors})
+    _check_names("stages", stages, {tensor.stage for tensor in comparison.tensors})
     names = sorted(group.name for group in comparison.architectures)
     if not any(parsed.arch.casefold() in name.casefold() for name in names):
         raise UsageError("--arch names none of this report's", got=parsed.arch, wanted=", ".join(names))
@@ -159,6 +172,7 @@ def _show_layers(parsed: argparse.Namespace, comparison: Comparison) -> int:
 
 
 def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
+    """Write all forms of a report into a folder or a ZIP file, and print where they are."""
     from consistency.capture.claim import scratch_folder
     from consistency.capture.transport import ARCHIVE, pack
 
@@ -170,23 +184,27 @@ def _write(parsed: argparse.Namespace, comparison: Comparison) -> int:
         with scratch_folder("show") as scratch:
             _write_folder(parsed, comparison, scratch / "packed")
             pack(scratch / "packed", parsed.out)
-    print(f"{'redacted report' if parsed.redact else 'report'}: {parsed.out}")
+    noun = "redacted report" if parsed.redact else "report"
+    print(f"{noun}: {parsed.out}")
     return 0
 
 
 def _write_folder(parsed: argparse.Namespace, comparison: Comparison, out: Path) -> None:
+    """Write all forms of a report into a folder."""
     from consistency.capture.whole_file import write_whole
     from consistency.workflows.report_folder import output
 
     rows = list(shared())
+    # the folder that is read must not be the one that is replaced
     reads = [parsed.report if parsed.report.is_dir() else parsed.report.parent]
     with output(out, replace=parsed.force, reads=reads, writes=[row.name for row in rows]) as folder:
         for row in rows:
             write_whole(folder / row.name, row.render(comparison, View()))
 
 
-def _check(option: str, given: tuple[str, ...], known: set[str]) -> None:
-    unknown = [name for name in given if name not in known]
+def _check_names(option: str, names: tuple[str, ...], known: set[str]) -> None:
+    """Raise UsageError for a name that the report does not have."""
+    unknown = [name for name in names if name not in known]
     if unknown:
         wanted = ", ".join(sorted(known))
         raise UsageError(f"--{option} names none of this report's", got=", ".join(unknown), wanted=wanted)

@@ -21,22 +21,24 @@ _ECC = {
 
 
 def read(run: Run) -> tuple[Cards, str | None]:
-    """Return every GPU that the tools list, or nothing and the reason."""
-    found = _amd_smi(run) or _rocm_smi(run)
-    return found, None if found else "neither amd-smi nor rocm-smi answers"
+    """Return every GPU that the tools list, and None; or nothing, and the reason."""
+    cards = _amd_smi(run) or _rocm_smi(run)
+    return cards, None if cards else "neither amd-smi nor rocm-smi answers"
 
 
 def _amd_smi(run: Run) -> Cards:
+    """Return the GPUs that `amd-smi` lists; its two commands number them alike."""
     metrics = {row.get("gpu"): row for row in rows_of(read_json(run(["amd-smi", "metric", "--json"])), "gpu_data")}
     cards: Cards = {}
     for row in rows_of(read_json(run(["amd-smi", "static", "--json"])), "gpu_data"):
-        place = text_of(part(row, "bus").get("bdf"))
-        if place is not None:
-            cards[address(place)] = _card(row, metrics.get(row.get("gpu"), {}))
+        pci_bus_id = text_of(part(row, "bus").get("bdf"))
+        if pci_bus_id is not None:
+            cards[address(pci_bus_id)] = _card(row, metrics.get(row.get("gpu"), {}))
     return cards
 
 
 def _card(static: Mapping[str, Any], metric: Mapping[str, Any]) -> Card:
+    """Return a GPU by its rows in the answers of `amd-smi static` and `amd-smi metric`."""
     # `ifwi` since ROCm 7, `vbios` before; the part number names the image, and the version is the same for many
     firmware = part(static, "ifwi", "vbios")
     facts = {
@@ -56,6 +58,7 @@ def _card(static: Mapping[str, Any], metric: Mapping[str, Any]) -> Card:
 
 
 def _rocm_smi(run: Run) -> Cards:
+    """Return the GPUs that `rocm-smi` lists, the older tool, which reports less."""
     answer = read_json(run(_ROCM_SMI))
     if not isinstance(answer, Mapping):
         return {}
@@ -63,11 +66,15 @@ def _rocm_smi(run: Run) -> Cards:
     cards: Cards = {}
     for name in answer:
         row = part(answer, name)
-        place = text_of(row.get("PCI Bus"))
-        if place is None:
+        pci_bus_id = text_of(row.get("PCI Bus"))
+        if pci_bus_id is None:  # not a card, such as `system`
             continue
         vbios, replays = text_of(row.get("VBIOS version")), number_of(row.get("PCIe Replay Count"))
-        absent = missing("rocm-smi", {"driver": driver, "VBIOS": vbios, REPLAYS: replays, "board": None, "ecc": None})
-        counters = {} if replays is None else {REPLAYS: replays}
-        cards[address(place)] = Card(driver=driver, vbios=vbios, counters=counters, unread=absent)
+        facts = {"driver": driver, "VBIOS": vbios, REPLAYS: replays, "board": None, "ecc": None}
+        cards[address(pci_bus_id)] = Card(
+            driver=driver,
+            vbios=vbios,
+            counters={} if replays is None else {REPLAYS: replays},
+            unread=missing("rocm-smi", facts),
+        )
     return cards

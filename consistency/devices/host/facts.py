@@ -8,8 +8,9 @@ from consistency.devices.spec import AutoChoice
 from consistency.devices.vendors import Vendor
 
 TRANSLATING: frozenset[str] = frozenset({"DMA", "DMA-FQ"})
-"""Types of an IOMMU group under which a device's addresses are translated: Linux, `sysfs-kernel-iommu_groups`. Under
-`identity` they are not, which is what `iommu=pt` asks for."""
+"""Types of an IOMMU group under which a device's addresses are translated (Linux, `sysfs-kernel-iommu_groups`).
+
+Under the type `identity` they are not, which is what `iommu=pt` asks for."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -61,13 +62,15 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     def lanes_lost(self) -> tuple[int, int] | None:
         """Return how many lanes the link has and how many device and slot support; None where none is missing."""
         width = self.link.get("width")
-        widest = [value for key in ("max_width", "slot_width") if isinstance(value := self.link.get(key), int)]
-        if not isinstance(width, int) or not widest or not 0 < width < min(widest):
+        supported = [self.link.get(key) for key in ("max_width", "slot_width")]
+        known = [lanes for lanes in supported if isinstance(lanes, int)]
+        if not isinstance(width, int) or not known or not 0 < width < min(known):
             return None
-        return width, min(widest)
+        return width, min(known)
 
     @property
     def is_translated(self) -> bool:
+        """Return whether the IOMMU translates the device's addresses."""
         return self.iommu_type in TRANSLATING
 
 
@@ -95,7 +98,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def kind(self) -> str | None:
-        """Return what decides how fast copies are; None where it is unknown."""
+        """Return the kind of connection, which decides how fast copies are; None where it is unknown."""
         return "NVLink" if self.nvlink else self.topology
 
 
@@ -135,4 +138,5 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     unused_cards: tuple[str, ...] = ()
 
     def gpu(self, name: str) -> Gpu | None:
+        """Return the accelerator of a name; None where there is none."""
         return next((gpu for gpu in self.gpus if gpu.name == name), None)

@@ -15,13 +15,17 @@ WORTH = re.compile(
     r"|(?:i915|xe) .*(?:GPU HANG|Timedout job|Engine reset|wedged)",
     re.IGNORECASE,
 )
-"""Xid is what NVIDIA's driver calls an error; then the words of AMD's and Intel's IOMMU and of the bus, of AMD's driver
-(amdgpu) and of Intel's (i915, xe)."""
+"""The lines that are kept.
+
+Xid is what NVIDIA's driver calls an error; then come the words of AMD's and Intel's IOMMU and of the bus, of AMD's
+driver (amdgpu) and of Intel's (i915, xe)."""
 
 LOGGED = "Xid, page faults or bus errors"
-"""The subject of such lines, for people."""
+"""The subject of such lines, for messages."""
 
 MOST_LINES = 50
+"""Lines that are kept at most: the last ones."""
+
 _TIMEOUT_S = 0.25  # of journalctl, whose journal may be large and on a slow disk: reading the host takes half a second
 _RECORD = 8192  # the largest that /dev/kmsg gives at once (Linux, CONSOLE_EXT_LOG_MAX)
 
@@ -29,8 +33,8 @@ Run = Callable[[Sequence[str]], str | None]
 
 
 def read_log(root: Path, run: Run | None = None) -> tuple[tuple[str, ...], str | None]:
-    """Return the last lines worth reading since boot, and why there are none where the log cannot be read."""
-    text = _kmsg(root / "dev/kmsg")
+    """Return the last lines worth reading since boot, and None; or no lines, and why the log cannot be read."""
+    text = _read_kmsg(root / "dev/kmsg")
     if text is None:
         text = (run or _run)(["journalctl", "--dmesg", "--boot", "--no-pager", "--quiet", "--output=short-monotonic"])
     if text is None:
@@ -40,12 +44,15 @@ def read_log(root: Path, run: Run | None = None) -> tuple[tuple[str, ...], str |
 
 @functools.lru_cache(maxsize=1 << 12)
 def _is_worth_reading(line: str) -> bool:
-    """Report whether a line concerns a GPU or the bus: the log is read before and after every case of a suite."""
+    """Report whether a line concerns a GPU or the bus.
+
+    Answers are kept, because the same log is read before and after every case of a suite.
+    """
     return WORTH.search(line) is not None
 
 
-def _kmsg(path: Path) -> str | None:
-    """Read the kernel's ring buffer, one record per read, until it has no more."""
+def _read_kmsg(path: Path) -> str | None:
+    """Read the kernel's ring buffer, one record per read, until it has no more; None where nothing can be read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -61,26 +68,27 @@ def _kmsg(path: Path) -> str | None:
                 break
             if not record:
                 break
-            lines += (_line(text) for text in record.decode("utf-8", errors="replace").splitlines())
+            lines += (_as_dmesg(text) for text in record.decode("utf-8", errors="replace").splitlines())
     finally:
         os.close(file)
     return "\n".join(lines) if lines else None
 
 
-def _line(record: str) -> str:
+def _as_dmesg(record: str) -> str:
     """Write `6,339,5140900,-;text` as `[5.140900] text`, as dmesg does; the time distinguishes two equal lines."""
-    prefix, mark, text = record.partition(";")
+    prefix, separator, text = record.partition(";")
     fields = prefix.split(",")
-    if not mark or len(fields) < 3 or not fields[2].isdigit():
+    if not separator or len(fields) < 3 or not fields[2].isdigit():
         return record
     return f"[{int(fields[2]) / 1e6:.6f}] {text}"
 
 
 def _run(command: Sequence[str]) -> str | None:
+    """Return what a command writes; None where it is absent, fails, takes too long or writes nothing."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+        process = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
     # without the right to read it journalctl ends with 0 and writes nothing; a kernel always wrote something
-    text = done.stdout.decode("utf-8", errors="replace")
-    return text if done.returncode == 0 and text.strip() else None
+    text = process.stdout.decode("utf-8", errors="replace")
+    return text if process.returncode == 0 and text.strip() else None

@@ -22,11 +22,12 @@ _PEER = {
     6: "unknown",
 }
 
+# nvml.h: nvmlGpuP2PCapsIndex_t. In `pynvml` a stray comma makes the first name a tuple, so numbers stand here.
 _READ_WRITE = (0, 1)
-_NVLINK = 2  # nvml.h: NVML_P2P_CAPS_INDEX_NVLINK
-"""nvml.h: nvmlGpuP2PCapsIndex_t. In `pynvml` a stray comma makes the first of the two a tuple, so not by its names."""
+_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 
 ECC_CORRECTED, ECC_UNCORRECTED = "ecc corrected, since boot", "ecc uncorrected, since boot"
+# by name of the counter: endings of NVML's constants for the kind of error, and for the time that is counted
 _COUNTERS: dict[str, tuple[str, str]] = {
     ECC_CORRECTED: ("CORRECTED", "VOLATILE"),
     ECC_UNCORRECTED: ("UNCORRECTED", "VOLATILE"),
@@ -35,6 +36,7 @@ _COUNTERS: dict[str, tuple[str, str]] = {
 }
 _REMAPPED = ("rows remapped after corrected errors", "rows remapped after uncorrected errors")
 
+# by name of the reading: NVML's function, the constant that it takes, and the divisor to the unit of the name
 _CONDITION: dict[str, tuple[str, str | None, int]] = {
     "temperature_c": ("nvmlDeviceGetTemperature", "NVML_TEMPERATURE_GPU", 1),
     "power_w": ("nvmlDeviceGetPowerUsage", None, 1000),
@@ -64,7 +66,7 @@ REPLAYS = "pcie replays"
 @contextmanager
 def library() -> Iterator[ModuleType | None]:
     """Yield NVML, initialized, or None where there is none."""
-    pynvml, _ = _started()
+    pynvml, _ = _start()
     if pynvml is None:
         yield None
         return
@@ -77,14 +79,14 @@ def library() -> Iterator[ModuleType | None]:
 
 def refusal() -> str | None:
     """Return why NVML does not answer: no library, no driver, or one of another version; None where it does."""
-    pynvml, reason = _started()
+    pynvml, reason = _start()
     if pynvml is not None:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
     return reason
 
 
-def _started() -> tuple[Any, str | None]:
+def _start() -> tuple[Any, str | None]:
     """Return NVML, initialized, or None and the reason why it cannot be."""
     try:
         import pynvml
@@ -98,65 +100,64 @@ def _started() -> tuple[Any, str | None]:
 
 
 def handle_of(nvml: Any, pci_bus_id: str) -> Any:
-    """Return NVML's handle of the device at a PCI address, None where it knows none."""
+    """Return NVML's handle of the device at a PCI address; None where it knows no such device."""
     return _ask(nvml, "nvmlDeviceGetHandleByPciBusId", pci_bus_id)
 
 
 def handle_of_uuid(nvml: Any, uuid: str) -> Any:
-    """Return NVML's handle of the device with a UUID, None where it knows none."""
-    full = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"  # torch leaves the prefix out
-    return _ask(nvml, "nvmlDeviceGetHandleByUUID", full)
+    """Return NVML's handle of the device with a UUID; None where it knows no such device."""
+    full_uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"  # torch leaves the prefix out
+    return _ask(nvml, "nvmlDeviceGetHandleByUUID", full_uuid)
 
 
 def condition(nvml: Any, handle: Any) -> dict[str, Any]:
     """Return temperatures, clocks, power and why the clocks are lowered, as far as the device reports them."""
-    found: dict[str, Any] = {}
-    for name, (function, kind, divisor) in _CONDITION.items():
-        arguments = () if kind is None else (getattr(nvml, kind, None),)
+    readings: dict[str, Any] = {}
+    for name, (function, constant, divisor) in _CONDITION.items():
+        arguments = () if constant is None else (getattr(nvml, constant, None),)
         value = _ask(nvml, function, handle, *arguments)
         if value is not None:
-            found[name] = value if divisor == 1 else value / divisor
+            readings[name] = value if divisor == 1 else value / divisor
     reasons = _ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     if reasons is not None:
-        found["throttle_reasons"] = [text for bit, text in _THROTTLING.items() if int(reasons) & bit]
-    return found
+        readings["throttle_reasons"] = [text for bit, text in _THROTTLING.items() if int(reasons) & bit]
+    return readings
 
 
 def counters(nvml: Any, handle: Any) -> dict[str, int]:
     """Return every counter of errors that a GPU has; many have no ECC."""
-    found: dict[str, int] = {}
-    for name, (kind, since) in _COUNTERS.items():
-        constants = (f"NVML_MEMORY_ERROR_TYPE_{kind}", f"NVML_{since}_ECC")
-        value = _ask(nvml, "nvmlDeviceGetTotalEccErrors", handle, *(getattr(nvml, c, None) for c in constants))
+    counts: dict[str, int] = {}
+    for name, (kind, period) in _COUNTERS.items():
+        error_type = getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}", None)
+        counter_type = getattr(nvml, f"NVML_{period}_ECC", None)
+        value = _ask(nvml, "nvmlDeviceGetTotalEccErrors", handle, error_type, counter_type)
         if value is not None:
-            found[name] = int(value)
+            counts[name] = int(value)
     rows = _ask(nvml, "nvmlDeviceGetRemappedRows", handle)
     if rows is not None:
-        found.update(zip((*_REMAPPED, REMAP_PENDING, REMAP_FAILED), map(int, rows), strict=False))
+        counts.update(zip((*_REMAPPED, REMAP_PENDING, REMAP_FAILED), map(int, rows), strict=False))
     replays = _ask(nvml, "nvmlDeviceGetPcieReplayCounter", handle)
     if replays is not None:
-        found[REPLAYS] = int(replays)
-    return found
+        counts[REPLAYS] = int(replays)
+    return counts
 
 
 def nvlinks(nvml: Any, handle: Any) -> int | None:
-    """Return how many of a GPU's NVLinks are up, None where it has none."""
-    most = int(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
-    states = [_ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) for link in range(most)]
-    known = [int(state) for state in states if state is not None]
-    return sum(known) if known else None
+    """Return how many of a GPU's NVLinks are up; None where it has none."""
+    most_links = int(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
+    states = [_ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) for link in range(most_links)]
+    is_up = [int(state) for state in states if state is not None]
+    return sum(is_up) if is_up else None
 
 
 def firmware(nvml: Any, handle: Any) -> str | None:
-    """Return the version of a GPU's VBIOS."""
-    found = _ask(nvml, "nvmlDeviceGetVbiosVersion", handle)
-    return None if found is None else str(found)
+    """Return the version of a GPU's VBIOS; None where it is not reported."""
+    return _ask_text(nvml, "nvmlDeviceGetVbiosVersion", handle)
 
 
 def board(nvml: Any, handle: Any) -> str | None:
     """Return the part number of a GPU's board, which differs between boards with the same chip."""
-    found = _ask(nvml, "nvmlDeviceGetBoardPartNumber", handle)
-    return None if found is None else str(found)
+    return _ask_text(nvml, "nvmlDeviceGetBoardPartNumber", handle)
 
 
 def topology(nvml: Any, a: Any, b: Any) -> str | None:
@@ -166,9 +167,13 @@ def topology(nvml: Any, a: Any, b: Any) -> str | None:
 
 
 def peer(nvml: Any, a: Any, b: Any) -> str | None:
-    """Return what the driver reports of reading and writing from one GPU to another."""
-    found = [_ask(nvml, "nvmlDeviceGetP2PStatus", a, b, index) for index in _READ_WRITE]
-    return " / ".join(dict.fromkeys(_PEER.get(int(s), str(s)) for s in found if s is not None)) or None
+    """Return what the driver reports of reading and writing from one GPU to another.
+
+    It is one text where both are alike, else `read / write`; None where the driver reports neither.
+    """
+    statuses = [_ask(nvml, "nvmlDeviceGetP2PStatus", a, b, index) for index in _READ_WRITE]
+    texts = [_PEER.get(int(status), str(status)) for status in statuses if status is not None]
+    return " / ".join(dict.fromkeys(texts)) or None
 
 
 def nvlink(nvml: Any, a: Any, b: Any) -> bool | None:
@@ -178,9 +183,8 @@ def nvlink(nvml: Any, a: Any, b: Any) -> bool | None:
 
 
 def driver(nvml: Any) -> str | None:
-    """Return the driver's version."""
-    found = _ask(nvml, "nvmlSystemGetDriverVersion")
-    return None if found is None else str(found)
+    """Return the driver's version; None where it is not reported."""
+    return _ask_text(nvml, "nvmlSystemGetDriverVersion")
 
 
 def answer(nvml: Any, function: str, *arguments: Any) -> tuple[Any, str | None]:
@@ -198,3 +202,9 @@ def answer(nvml: Any, function: str, *arguments: Any) -> tuple[Any, str | None]:
 def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
     """Return the answer; None where there is none."""
     return answer(nvml, function, *arguments)[0]
+
+
+def _ask_text(nvml: Any, function: str, *arguments: Any) -> str | None:
+    """Return the answer as text; None where there is none."""
+    value = _ask(nvml, function, *arguments)
+    return None if value is None else str(value)

@@ -11,10 +11,10 @@ from typing import Any
 Run = Callable[[Sequence[str]], str | None]
 
 TIMEOUT_S = 10.0
-"""Of one command: `amd-smi` is a Python program that asks every GPU for everything."""
+"""Seconds that one command may take: `amd-smi` is a Python program that asks every GPU for everything."""
 
 NOT_AVAILABLE = frozenset({"", "N/A", "unknown", "Unknown", "not supported"})
-"""What these tools write in the place of an answer."""
+"""Texts that these tools write where they have no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,26 +29,26 @@ class Card:
 
 
 Cards = dict[str, Card]
-"""By PCI bus id as sysfs writes it."""
+"""The GPUs that a tool lists, by PCI bus id as sysfs writes it."""
 
 
 def run(command: Sequence[str]) -> str | None:
     """Return what a command writes; None where it is absent, fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
+        process = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.decode("utf-8", errors="replace") if done.returncode == 0 else None
+    return process.stdout.decode("utf-8", errors="replace") if process.returncode == 0 else None
 
 
 def read_json(text: str | None) -> Any:
     """Return the JSON in a tool's output, which may have warnings before it; None where there is none."""
     lines = (text or "").splitlines(keepends=True)
-    first = next((i for i, line in enumerate(lines) if line.lstrip().startswith(("{", "["))), None)
-    if first is None:
+    starts = [i for i, line in enumerate(lines) if line.lstrip().startswith(("{", "["))]
+    if not starts:
         return None
     try:
-        return json.loads("".join(lines[first:]))
+        return json.loads("".join(lines[starts[0] :]))
     except ValueError:
         return None
 
@@ -57,7 +57,9 @@ def text_of(value: Any) -> str | None:
     """Return an answer as text; None where the tool has none."""
     if isinstance(value, Mapping):  # {"value": 32, "unit": "GT/s"}
         value = value.get("value")
-    text = "" if value is None else str(value).strip()
+    if value is None:
+        return None
+    text = str(value).strip()
     return None if text in NOT_AVAILABLE else text
 
 
@@ -74,10 +76,14 @@ def rows_of(answer: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def part(row: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return the first of these parts that a row has, else an empty one."""
-    return next((found for name in names if isinstance(found := row.get(name), Mapping)), {})
+    """Return the first of these fields of a row that is a table itself; an empty table where there is none."""
+    for name in names:
+        table = row.get(name)
+        if isinstance(table, Mapping):
+            return table
+    return {}
 
 
 def missing(tool: str, facts: Mapping[str, object]) -> dict[str, str]:
-    """Return which facts a tool did not report, with the reason."""
+    """Return the reason for each fact that a tool did not report, by the name of the fact; None is one not reported."""
     return {name: f"{tool} does not report it" for name, value in facts.items() if value is None}
