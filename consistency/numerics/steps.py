@@ -25,6 +25,7 @@ class Steps:
 
     @classmethod
     def between(cls, x: np.ndarray, y: np.ndarray, flips: np.ndarray) -> Steps:
+        """Return the distances of two chunks, given by the bits of both and their exclusive or."""
         signed = np.dtype(f"i{x.itemsize}")
         x, y, flips = x.view(signed), y.view(signed), flips.view(signed)
         apart = np.subtract(x, y)
@@ -35,12 +36,13 @@ class Steps:
         return cls(x, y, apart, across, _largest(x, y, apart, across))
 
     def without(self, left_out: np.ndarray) -> int:
-        """Return the largest distance without some elements."""
+        """Return the largest distance without the elements of a mask."""
         across = None if self.across is None else self.across & ~left_out
         return _largest(self.x, self.y, np.where(left_out, 0, self.apart), across)
 
 
 def _largest(x: np.ndarray, y: np.ndarray, apart: np.ndarray, across: np.ndarray | None) -> int:
+    """Return the largest distance; the arrays are those of `Steps`."""
     largest = max(int(np.maximum.reduce(apart)), -int(np.minimum.reduce(apart)))
     if across is None or not bool(across.any()):
         return largest
