@@ -57,12 +57,14 @@ class Name(str):
 
 @dataclass(frozen=True)
 class AtenCall:
-    """One call: `results` has a name for each tensor that it returns; devices are the names `here` and `host`."""
+    """A call of an operation, with names in place of tensors."""
 
     operation: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    """`args`, `kwargs`: arguments, with a `Name` for each tensor; `here` is the device `meta`, `host` is `cpu`."""
     results: tuple[str, ...]
+    """A name for each tensor that the call returns."""
 
     def __str__(self) -> str:
         arguments = [*map(_write_value, self.args)]
@@ -121,7 +123,7 @@ def read_calls(text: str, inputs: Collection[str]) -> tuple[list[AtenCall], str]
 
 
 def _read_call(node: ast.Assign, names: Collection[str]) -> AtenCall:
-    """Return the call of a parsed line; `names` are those of the tensors that are known before it."""
+    """Return the call of a parsed line; `names` has the tensors that are known before it."""
     target, call = node.targets[0], node.value
     targets = target.elts if isinstance(target, ast.Tuple) else [target]
     if not isinstance(call, ast.Call) or not all(isinstance(result, ast.Name) for result in targets):
@@ -142,7 +144,7 @@ def _read_call(node: ast.Assign, names: Collection[str]) -> AtenCall:
 
 
 def _read_value(node: ast.expr, names: Collection[str]) -> Any:
-    """Return an argument of a call; `names` are those of the tensors that are known before it."""
+    """Return an argument of a call; `names` has the tensors that are known before it."""
     match node:
         case ast.Constant(value=None | bool() | float() as value):
             return value
@@ -159,7 +161,8 @@ def _read_value(node: ast.expr, names: Collection[str]) -> Any:
         case ast.Name(id="inf" | "nan" as name):
             return float(name)
         case ast.Name(id="here" | "host" as name):
-            return torch.device("meta" if name == "here" else "cpu")
+            kind = "meta" if name == "here" else "cpu"
+            return torch.device(kind)
         case ast.Name(id=name) if name in names:
             return Name(name)
         case ast.Attribute(value=ast.Name(id="torch"), attr=name):
@@ -295,7 +298,8 @@ def _results(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _widened(value: Any) -> Any:
     """Return arguments on the CPU with float64 in place of narrower floats, in tensors and dtypes."""
     if isinstance(value, torch.Tensor):
-        return value.to("cpu", _WIDE if value.dtype in _NARROW else None)
+        dtype = _WIDE if value.dtype in _NARROW else None
+        return value.to("cpu", dtype)
     if isinstance(value, torch.device):
         return torch.device("cpu")
     if isinstance(value, list):

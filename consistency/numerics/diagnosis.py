@@ -164,4 +164,5 @@ ROUNDINGS = (
     Rounding(words.ROUNDED_TO_BF16, "truncated", 7, _truncated(16)),
     Rounding(words.ROUNDED_TO_TF32, "truncated", 10, _truncated(13)),
 )
-"""In the order in which they are tried: fewer mantissa bits first, since the wider formats keep those values too."""
+"""Ways to round, in the order in which they are tried: fewer mantissa bits first, since the wider formats keep those
+values too."""

@@ -37,7 +37,7 @@ _FIRST, _CHUNK = 1 << 10, 1 << 16
 """Elements of the first chunk, and of each further one."""
 
 _SAMPLE = 1001
-"""Ratios of which the median is taken: if all ratios are equal, any few have the same median."""
+"""Number of ratios whose median is taken: if all ratios are equal, any few have the same median."""
 
 
 def _find_nothing(_: torch.Tensor) -> str | None:
@@ -55,7 +55,7 @@ class Known:
     swapped: Callable[[torch.Tensor], str | None] = _find_nothing
     """Returns the name of another tensor of the run whose reference has the bytes of the given tensor; else None."""
     stale: Callable[[torch.Tensor], str | None] = _find_nothing
-    """The same for earlier contents of the memory, another adapter, or another run."""
+    """Returns the name of earlier contents of the memory, another adapter or run with these bytes; else None."""
 
 
 def diagnose_structure(actual: torch.Tensor, expected: torch.Tensor) -> Diagnosis | None:
@@ -239,6 +239,7 @@ def _permuted(pair: _Pair) -> Diagnosis | None:
     """Report that the tensor has the right elements in another order, or whole rows in another order."""
     if not _same_multiset(pair):
         return None
+    # digests of the rows are compared only now that the elements are known to be the same
     rows = _moved_rows(pair) if pair.actual.dim() > 1 else None
     if rows is None:
         return Diagnosis(word=words.PERMUTED, evidence={"of": "elements"})

@@ -1,4 +1,4 @@
-"""How far one tensor is from another of the same dtype, bitwise and numerically.
+"""Measure how far one tensor is from another of the same dtype, bitwise and numerically.
 
 One pass over chunks that stay in cache; nothing of the size of a tensor is allocated. The compiled kernel measures the
 common floats, on as many threads as torch uses, where it may be trusted. NumPy measures everything else, and everything

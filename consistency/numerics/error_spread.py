@@ -80,7 +80,7 @@ class ErrorLimits(msgspec.Struct, frozen=True, kw_only=True):
     row: Real
     element: Real
     scale: Real
-    """`row`, `element`, `scale`: limit of each of the three figures."""
+    """`row`, `element`, `scale`: limits of the three figures."""
     drawn: int
     """Rows of all passes together."""
     freedom: int
@@ -114,7 +114,7 @@ class ErrorFigures:
     def stated(self, found: Measure) -> Measure:
         """Return the measure with the largest figure as its ratio, and the error it shows over that as its tolerance.
 
-        The tolerance is None where the ratio or the error is zero or not finite.
+        The tolerance is None where the ratio is zero, or one of both is not finite.
         """
         error = float(found.max_abs)
         if found.allowed is not None and found.ratio is not None:
@@ -201,6 +201,7 @@ class Spread:
             x = exact_matrix[part]
             error = _error(actual_matrix[part], x)
             weights = 1 / _variance(self.rows[part], self.columns, x, unit)
+            # an exact value that is NaN or infinite has no part in the component along the exact values
             square, scaled = error.square(), x.nan_to_num(0.0, 0.0, 0.0) * weights
             row = _larger(row, (square * weights).mean(1))
             element = _larger(element, square * weights)
@@ -271,11 +272,13 @@ class _Passes:
         rows = self._row_variances(numbers)
         columns = torch.zeros(1, self._exact.shape[1], dtype=torch.float64)
         for part, errors in self._errors():
+            # in units of each row's own error, or a few massive rows would decide every column
             scale = rows[part].clamp_min(_TINY).rsqrt()
             for number in numbers:
                 columns += (errors[number] * scale).square_().sum(0, keepdim=True)
         weight = len(numbers) * len(rows)
         columns = (columns + _PRIOR * _positive_median(columns / weight)) / (weight + _PRIOR)
+        # the rows have the size of the error already, so columns have mean 1
         mean = columns.mean()
         if mean > 0:
             return rows, columns / mean
@@ -303,6 +306,7 @@ class _Passes:
         independent = measured.count_independent(of_a_sum=of_a_sum)
         samples, freedom = -(-independent // passes), _freedom_of_rows(squares)
         row_factor = element_factor = 0.0
+        # the widest limit of all degrees of freedom that the figures leave likely
         for degrees, chance in _chances(squares, independent, freedom):
             per_row = min(self._exact.shape[1], degrees)
             row_factor = max(row_factor, error_factor(samples, independent, degrees, chance=chance))
@@ -337,6 +341,7 @@ class _Passes:
         for part, errors in self._errors():
             x = self._exact[part]
             finite = x.nan_to_num(0.0, 0.0, 0.0)
+            # the variance of one rounding of the value, which is the same for each pass
             stored = (self._unit * finite).square_().div_(3).add_(_TINY)
             scaled = finite / torch.addcmul(stored, rows[part], columns)
             measured.component_weights[part] = torch.linalg.vecdot(finite, scaled)
@@ -380,13 +385,16 @@ class _MeasuredPasses:
         self.largest_error = 0.0
 
     def count_independent(self, *, of_a_sum: bool) -> int:
-        """Count the independent rows of all passes: all of them, but of a sum fewer, and one a pass with one factor."""
+        """Count the rows of all passes whose errors are independent.
+
+        Tokens are; rows that are sums over the same tokens are as many as their errors have independent parts.
+        """
         passes, rows = self.row_squares.shape
         if not of_a_sum:
             return rows * passes
         independent = sum(min(rows, dependence.independent) for dependence in self.dependences)
         if _have_common_factor(self.components, independent):
-            return passes
+            return passes  # the rows of a pass are off by one factor together
         return independent
 
 
@@ -436,7 +444,9 @@ def student(freedom: int) -> float:
     step = 0.5 / math.sqrt(2 * freedom)  # half the deviation of the logarithm
     x = torch.arange(-20.0, 1.0 + 5 / math.sqrt(freedom), step, dtype=torch.float64).exp() * math.sqrt(freedom)
     half = torch.tensor(freedom / 2, dtype=torch.float64)
+    # the density of the root of chi-squared, times the step: x goes in equal steps of its logarithm
     weights = 2 * step * (half * (x.square() / 2).log() - x.square() / 2 - torch.lgamma(half)).exp()
+    # the logarithm of the limit, by bisection
     low, high = 0.0, math.log(1e10)
     for _ in range(30):
         middle = (low + high) / 2

@@ -40,7 +40,8 @@ class FusedAttention(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         has_dropout = len(args) > 4 or kwargs.get("dropout_p")
         if func is functional.scaled_dot_product_attention and not has_dropout:
-            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            positional_mask = args[3] if len(args) > 3 else None
+            mask = kwargs.get("attn_mask", positional_mask)
             if mask is None or not mask.requires_grad:  # `_Blocks` has no gradient of a mask
                 return _attention(*args, **kwargs)
         return func(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from consistency.numerics.precision import Precision
 
 _TF32_DROPPED = 13
-"""Of float32's 23 stored mantissa bits, those that TF32 does not have."""
+"""Number of float32's 23 stored mantissa bits that TF32 does not have."""
 
 _aten = torch.ops.aten
 

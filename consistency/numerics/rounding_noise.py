@@ -132,7 +132,7 @@ _ACCUMULATING = frozenset(
 """Operations that add the values that have the same index."""
 
 _SOURCES = {"embedding_dense_backward": 0, "index_put": 2}
-"""Where the values that are added are among the arguments; in all other accumulating operations at 3."""
+"""Place of the added values among the arguments; 3 in all other accumulating operations."""
 
 _CHOOSING = frozenset({"amax", "amin"})
 """Reductions of some of these operations that choose instead of adding: their gradient goes where the result is equal
@@ -167,11 +167,11 @@ _STRIDE = 40_503
 """Steps of the beginnings in the pool: prime to its length, and near the golden ratio of 2¹⁶, so that they spread."""
 
 _MOVED = {False: 11, True: 43}
-"""How many of 256 elements are moved up, and as many down, by whether the operation is a library function: 22/256 ·
-(2u)² = 0.34 u², for functions four times that."""
+"""Number of elements of 256 that are moved up, and as many down; True is for library functions. The variance is
+22/256 · (2u)² = 0.34 u², for functions four times that."""
 
 _MOVED_HALF = 1
-"""The same in a half type: a probability of 1/128, up and down together."""
+"""Number of elements of 256 that are moved up in a half type, and as many down: a probability of 1/128 together."""
 
 _TESTED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -317,8 +317,9 @@ def _norm_with_stores(steps: Any, args: tuple[Any, ...], weight: int, bias: int)
     weight, bias : int
         Where weight and bias are among the arguments.
     """
-    bare = tuple(None if place in (weight, bias) else value for place, value in enumerate(args))
-    normalized, *statistics = steps(*bare)
+    bare_args = list(args)
+    bare_args[weight] = bare_args[bias] = None
+    normalized, *statistics = steps(*bare_args)
     # along the last dimensions of a layer, along the channels of groups
     shape = args[1] if weight == 2 else (1, -1, *[1] * (args[0].dim() - 2))
     if args[weight] is not None:
@@ -447,7 +448,7 @@ class RoundingNoise(TorchDispatchMode):
 
     def _in_steps(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Compute an operation by torch's decomposition, with noise on each step; of some, with more stores."""
-        with self:
+        with self:  # torch leaves a mode while it dispatches to it, and the steps need noise too
             steps = decomposition_table.get(func, func.decompose)
             if self._stores_steps and args[0].dtype in _HALF:
                 if func in _SCALED_NORMS:
@@ -471,6 +472,7 @@ class RoundingNoise(TorchDispatchMode):
         """Compute a matrix product with the noise of its partial sums, put on the smaller factor and the result."""
         left, right = operation.factors
         terms = args[left].shape[-1]
+        # noise on either factor does the same, and for the smaller one less of it is drawn
         smaller = left if args[left].numel() <= args[right].numel() else right
         terms_per_part = self._partial_terms.get(args[left].dtype)
         if terms_per_part and operation.func in MATRIX_PRODUCTS:
@@ -491,12 +493,13 @@ class RoundingNoise(TorchDispatchMode):
         """
         unit = UNIT_ROUNDOFF[args[place].dtype] / UNIT_ROUNDOFF[torch.float32]
         wide = [_as_float32(value) for value in args]
+        # the formula of one accumulator, with partial sums for terms and the half type's roundoff
         wide[place] = wide[place] * self._normal(unit * math.sqrt(parts / 18), wide[place])
         product = operation.func(*wide, **kwargs)
         return (product * self._normal(unit * math.sqrt(parts / 9 + 1 / 3), product)).to(args[place].dtype)
 
     def _norm_gradients_in_half(self, steps: Any, args: tuple[Any, ...], rows: int) -> Any:
-        """Compute the gradients of a norm, those of its parameters with partial sums that are stored in the type.
+        """Compute the gradients of a norm, with partial sums in the half type for the gradients of its parameters.
 
         The gradient of the input is computed apart, from the arguments as they are.
         """
@@ -539,15 +542,12 @@ class RoundingNoise(TorchDispatchMode):
         """Compute an operation that adds by index, with the noise of as many terms as there may be for one index."""
         name = operation.name
         options = {value for value in (*args, *kwargs.values()) if isinstance(value, str)}
-        if _CHOOSING & options:
+        if _CHOOSING & options:  # it adds nothing
             return operation.func(*args, **kwargs)
         if name == "index_put" and not _accumulates(args, kwargs):
             return operation.func(*args, **kwargs)
-        index_lengths = []
-        for tensor in _tensors(args):
-            if not tensor.is_floating_point():
-                index_lengths.append(tensor.numel() if tensor.dim() < 2 else max(tensor.shape))
-        terms = max(index_lengths, default=1)
+        indices = [tensor for tensor in _tensors(args) if not tensor.is_floating_point()]
+        terms = max(map(_count_indices, indices), default=1)
         source = _SOURCES.get(name, 3)
         return self._noisy(operation, operation.func(*self._shaken(args, source, terms), **kwargs), args, terms)
 
@@ -561,7 +561,7 @@ class RoundingNoise(TorchDispatchMode):
         return self._noisy(operation, result, args, 1)
 
     def _shaken(self, args: tuple[Any, ...], place: int, terms: int) -> tuple[Any, ...]:
-        """Return the arguments with noise on one of them: the effect of other orders on a sum of so many terms.
+        """Return the arguments with noise on the one at `place`: the effect of other orders on a sum of so many terms.
 
         They are returned as they are where nothing is added up, or where the operand is computed in another dtype than
         float32.
@@ -570,6 +570,7 @@ class RoundingNoise(TorchDispatchMode):
         if terms < 2 or not isinstance(operand, torch.Tensor) or operand.dtype not in _IN_FLOAT32:
             return args
         if self._toward_zero:
+            # the mean and the deviation of cut partial sums, see "Where partial sums are cut" above
             cut = self._normal(max(terms, 4) / math.sqrt(12), operand) - UNIT_ROUNDOFF[torch.float32] * terms / 2
             return (*args[:place], operand * cut, *args[place + 1 :])
         # with fewer terms the factors would be rounded to 1
@@ -579,6 +580,7 @@ class RoundingNoise(TorchDispatchMode):
     def _noisy(self, operation: _Operation, result: Any, args: tuple[Any, ...], terms: int) -> Any:
         """Return a result with the noise of a sum of so many terms; a tensor written in place is written again."""
         if operation.is_mutable:
+            # the result is the operand itself: noise has to be in its memory
             target = args[0]
             noisy = self._with_noise(target, terms, operation.kind)
             if noisy is not target:
@@ -624,6 +626,7 @@ class RoundingNoise(TorchDispatchMode):
             self._operations += 1
             return pool.as_strided(like.shape, _strides(like.shape), self._operations * _STRIDE % _LENGTH)
         parts = []
+        # the pool is too short for a large tensor: each stretch takes noise from another place
         for start in range(0, elements, _LENGTH):
             self._operations += 1
             begin = self._operations * _STRIDE % _LENGTH
@@ -655,7 +658,7 @@ def _count_terms(name: str, args: tuple[Any, ...]) -> int:
     operand = args[0] if args else None
     if not isinstance(operand, torch.Tensor) or not operand.dim():
         return 1
-    if name in _RUNNING:
+    if name in _RUNNING:  # the last element has all terms
         return max(1, int(operand.shape[args[1]]))
     if name not in _REDUCING:
         return 1
@@ -665,6 +668,11 @@ def _count_terms(name: str, args: tuple[Any, ...]) -> int:
     elif not dimensions:  # none given: it adds along all
         dimensions = range(operand.dim())
     return max(1, math.prod(int(operand.shape[dimension]) for dimension in dimensions))
+
+
+def _count_indices(index: torch.Tensor) -> int:
+    """Return how often one index may occur among indices: along one dimension where there are several."""
+    return index.numel() if index.dim() < 2 else max(index.shape)
 
 
 def _are_whole(values: torch.Tensor) -> bool:

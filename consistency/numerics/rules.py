@@ -204,7 +204,9 @@ def judge_relative(found: Measure, dtype: str, error: RoundingError) -> Verdict:
     error_ratio = ratio(float(found.max_abs), allowed)
     if error_ratio == 0 and found.mismatched == 0:
         return Verdict(error_ratio, allowed, "equal")
-    return Verdict(error_ratio, allowed, "within" if passes(error_ratio) else "outside")
+    if passes(error_ratio):
+        return Verdict(error_ratio, allowed, "within")
+    return Verdict(error_ratio, allowed, "outside")
 
 
 def ratio(error: float, allowed: float) -> float:

@@ -58,7 +58,8 @@ class Typed:
     @property
     def allowed(self) -> np.ndarray:
         """Return the tolerance of each element: the bound, and the error of the reference in the same steps."""
-        return self.error * (2 if self.dtype == torch.float64 else 1 + REFERENCE)
+        factor = 2 if self.dtype == torch.float64 else 1 + REFERENCE
+        return self.error * factor
 
     @property
     def size(self) -> np.ndarray:

@@ -88,13 +88,9 @@ class FunctionCall:
         self._gradients = gradients
         self._incoming_gradients: dict[tuple[int, Sequence[int]], torch.Tensor] = {}
         self._writes = False  # whether the function writes to its inputs, which the first call shows
-        any_requires_gradient = any(_has_gradient(leaf) for _, leaf in paths_and_leaves)
-        self._with_gradient: list[bool] = []
-        for path, leaf in paths_and_leaves:
-            # a module says itself which of its parameters have gradients
-            is_chosen = any_requires_gradient or _is_of_module(path)
-            self._with_gradient.append(_has_gradient(leaf) if is_chosen else gradients)
+        self._with_gradient = _choose_gradients(paths_and_leaves, default=gradients)
         real = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        # float64 inputs alone show no rounding: float64 is the reference
         tested = [leaf.dtype for leaf in real if leaf.dtype in TESTED]
         if real and not tested:
             raise UsageError(
@@ -179,18 +175,25 @@ class FunctionCall:
                 # a leaf cannot be written to; what is not one warns under torch.compile, so it is no more than needed
                 if self._writes or "leaf" not in str(error):
                     raise
-                self._writes = True
+                self._writes = True  # from now on arguments are copies that keep the graph, which can be written to
                 return self._computed(function, device, wide=wide, by_torch=by_torch)
             results = {f"result{keystr(path)}": value for path, value in tree_flatten_with_path(result)[0]}
-            for name, before, after in zip(self._names, leaves, arguments, strict=True):
-                is_returned = any(after is value for value in results.values())
-                if not is_returned and not _is_unchanged(before, after, by_torch=by_torch):
-                    results[f"{name} after the call"] = after
+            self._add_changed_inputs(results, leaves, arguments, by_torch=by_torch)
             computed: Computed = each_tensor(_finished, results)
             if self._gradients:
                 # copies that keep the graph are no leaves: their gradients are those of what they were copied from
-                computed |= self._backward(results, leaves if self._writes else arguments)
+                sources = leaves if self._writes else arguments
+                computed |= self._backward(results, sources)
             return computed
+
+    def _add_changed_inputs(
+        self, results: dict[str, Any], leaves: Sequence[Any], arguments: Sequence[Any], *, by_torch: bool
+    ) -> None:
+        """Add the arguments that a call has changed to its results, unless it returned them."""
+        for name, before, after in zip(self._names, leaves, arguments, strict=True):
+            is_returned = any(after is value for value in results.values())
+            if not is_returned and not _is_unchanged(before, after, by_torch=by_torch):
+                results[f"{name} after the call"] = after
 
     def _called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """Call a function with the flattened arguments; a module also with its parameters and buffers."""
@@ -230,7 +233,9 @@ class FunctionCall:
         gradients = torch.autograd.grad(outputs, differentiated, incoming, allow_unused=True)
         computed: Computed = {}
         for name, leaf, gradient in zip(names, differentiated, gradients, strict=True):
-            computed[f"{GRADIENT}{name}"] = _finished(torch.zeros_like(leaf) if gradient is None else gradient)
+            if gradient is None:  # no result depends on it
+                gradient = torch.zeros_like(leaf)
+            computed[f"{GRADIENT}{name}"] = _finished(gradient)
         return computed
 
     def _incoming_gradient(self, result: torch.Tensor, number: int) -> torch.Tensor:
@@ -288,6 +293,17 @@ class _SameDraws(TorchDispatchMode):
                 return drawn.double() if drawn.dtype in TESTED else drawn
 
             return each_tensor(widened, result)
+
+
+def _choose_gradients(paths_and_leaves: Sequence[tuple[Sequence[Any], Any]], *, default: bool) -> list[bool]:
+    """Return for each leaf whether its gradient is computed: where no leaf requires one, `default` holds for inputs."""
+    any_requires_gradient = any(_has_gradient(leaf) for _, leaf in paths_and_leaves)
+    chosen = []
+    for path, leaf in paths_and_leaves:
+        # a module says itself which of its parameters have gradients
+        is_stated = any_requires_gradient or _is_of_module(path)
+        chosen.append(_has_gradient(leaf) if is_stated else default)
+    return chosen
 
 
 def _check_reference(module: torch.nn.Module, reference: Callable[..., Any] | None) -> None:

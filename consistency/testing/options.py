@@ -13,7 +13,7 @@ from consistency.numerics.precision import Precision
 from consistency.testing.calls import TESTED
 
 Choice = Literal["fail", "skip", "pass"]
-"""What a test does that is inconclusive."""
+"""Outcome of a test that is inconclusive."""
 
 _HALF_TYPES = ("float16", "bfloat16")
 """Names of the dtypes in which partial sums may be stored."""

@@ -1,4 +1,4 @@
-"""Judge the results of a call: the error of each, in units of what rounding makes there."""
+"""Judge the results of a call: the error of each element, in units of its rounding error."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ class ResultError:
     share: float = 0.0
 
     def __str__(self) -> str:
-        title = f"{self.name}: {self.status}"
-        lines = [f"{title}, {self.reason}" if self.reason else title]
+        lines = [f"{self.name}: {self.status}"]
+        if self.reason:
+            lines[0] += f", {self.reason}"
         if self.worst is not None:
             lines += [
                 f"  worst element {list(self.worst)}: got {self.got:.9g}, exact {self.exact:.9g}",
@@ -134,13 +135,27 @@ def judged(
         return _equal(name, is_equal, f"got {actual!r}, the reference has {exact!r}")
     if actual.shape != exact.shape:
         return _outside(name, f"its shape is {tuple(actual.shape)}, the reference's {tuple(exact.shape)}")
-    wanted = drawn[0].dtype
-    is_of_the_kind = (actual.is_complex(), actual.is_floating_point()) == (wanted.is_complex, wanted.is_floating_point)
-    if actual.dtype != wanted and not (any_dtype and is_of_the_kind):
-        reason = f"its dtype is {name_of(actual.dtype)}, the reference's {name_of(wanted)} for the same inputs"
-        if is_of_the_kind:
-            reason = f"{reason}: allow=Allow(dtype=True) accepts another"
-        return _outside(name, reason)
+    wrong_dtype = _describe_wrong_dtype(actual.dtype, drawn[0].dtype, any_dtype=any_dtype)
+    if wrong_dtype is not None:
+        return _outside(name, wrong_dtype)
+    return _judge_values(name, actual, exact, drawn, undecided)
+
+
+def _describe_wrong_dtype(actual: torch.dtype, wanted: torch.dtype, *, any_dtype: bool) -> str | None:
+    """Return in words that a result has another dtype than it may have; None if it may have it."""
+    if actual == wanted:
+        return None
+    is_of_one_kind = (actual.is_complex, actual.is_floating_point) == (wanted.is_complex, wanted.is_floating_point)
+    if any_dtype and is_of_one_kind:
+        return None
+    reason = f"its dtype is {name_of(actual)}, the reference's {name_of(wanted)} for the same inputs"
+    return f"{reason}: allow=Allow(dtype=True) accepts another" if is_of_one_kind else reason
+
+
+def _judge_values(
+    name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: Sequence[torch.Tensor], undecided: Undecided
+) -> ResultError:
+    """Judge the values of a tensor; the parameters are those of `judged`."""
     if actual.is_complex():
         actual, exact, *drawn = (parts_of(tensor) for tensor in (actual, exact, *drawn))
     if not actual.is_floating_point():
@@ -148,8 +163,9 @@ def judged(
         return _equal(name, not wrong, f"{wrong} of {actual.numel()} elements differ where rounding decides nothing")
     if not actual.numel():
         return ResultError(name=name, status="within")
-    if actual.dtype == torch.float64:
-        actual = actual.to(drawn[0].dtype if drawn[0].dtype in UNIT_ROUNDOFF else torch.float32)
+    if actual.dtype == torch.float64:  # which a function returns whose inputs are narrower: judged by the passes' dtype
+        dtype = drawn[0].dtype if drawn[0].dtype in UNIT_ROUNDOFF else torch.float32
+        actual = actual.to(dtype)
     check_dtype(name, actual.dtype)
     return _judge_numbers(name, actual, exact.to(torch.float64), [tensor.to(actual.dtype) for tensor in drawn])
 
@@ -166,7 +182,8 @@ def _count_wrong_choices(
 
 def _judge_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: list[torch.Tensor]) -> ResultError:
     """Judge a result of floating-point numbers; `exact` is float64, and passes have the dtype of the result."""
-    stored = exact.to(actual.dtype)  # values beyond the largest number of the dtype become infinite
+    # values beyond the largest number of the dtype become infinite
+    stored = exact.to(actual.dtype)
     if any(map(count_not_finite, (actual, stored, *drawn))):
         mismatch = _judge_not_finite(name, actual, exact, stored, drawn)
         if mismatch is not None:
@@ -249,8 +266,10 @@ def _outside(name: str, reason: str) -> ResultError:
 def as_tensor(number: float | complex, *, wide: bool = False) -> torch.Tensor:
     """Return a Python number as a tensor, in float32 unless `wide`: the tensor that made it was that or narrower."""
     if isinstance(number, complex):
-        return torch.tensor(number, dtype=torch.complex128 if wide else torch.complex64)
-    return torch.tensor(number, dtype=torch.float64 if wide else torch.float32)
+        dtype = torch.complex128 if wide else torch.complex64
+    else:
+        dtype = torch.float64 if wide else torch.float32
+    return torch.tensor(number, dtype=dtype)
 
 
 def parts_of(value: torch.Tensor) -> torch.Tensor:

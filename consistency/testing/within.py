@@ -135,7 +135,7 @@ def _may_differ(
     if chosen.numel() != truth.numel() or operands[0].dtype not in UNIT_ROUNDOFF:
         return nowhere
     if not torch.equal(chosen.reshape(truth.shape).to(truth.dtype), truth):
-        return nowhere
+        return nowhere  # the decision is another one, whose outcome is not this result
     if not all(bool(tensor.isfinite().all()) for tensor in (operand, *operands)):
         return nowhere
     allowed = allowance(operands, operand).allowed(operand, operands[0].dtype)
@@ -177,6 +177,19 @@ def within_rounding(
     if not call.has_nan and not allow.nan:
         _check_no_nan(name, exact)
 
+    results, pass_count = _judge_results(call, noise, passes, actual, exact, any_dtype=any_dtype)
+    title = f"{name} ({name_of(call.dtype)}, {target}, {pass_count} passes with noise)"
+    return WithinRounding(name=title, results=(*results, *_missing_results(actual, exact)))
+
+
+def _judge_results(
+    call: FunctionCall, noise: Noise, passes: int, actual: Computed, exact: Computed, *, any_dtype: bool
+) -> tuple[list[ResultError], int]:
+    """Judge the results that the function and its reference both have; return them, and the number of passes.
+
+    There are `passes` passes with noise, and up to `_MOST_TIMES` as many while a result is inconclusive.
+    """
+
     def undecided(got: torch.Tensor, truth: torch.Tensor, noisy: Sequence[torch.Tensor]) -> torch.Tensor:
         may_differ = torch.stack([tensor != truth for tensor in noisy]).any(0)
         for decision, operands in call.decisions(passes, noise):
@@ -189,13 +202,12 @@ def within_rounding(
         with by_formula():
             # each further round doubles the passes
             drawn += call.with_noise(range(len(drawn), len(drawn) + max(passes, len(drawn))), noise)
-        for result, value in exact.items():
-            is_open = result not in results or _is_inconclusive(results[result])
-            if result in actual and is_open:
-                noisy = [computed[result] for computed in drawn]
-                results[result] = judged(result, actual[result], value, noisy, undecided, any_dtype=any_dtype)
-    title = f"{name} ({name_of(call.dtype)}, {target}, {len(drawn)} passes with noise)"
-    return WithinRounding(name=title, results=(*results.values(), *_missing_results(actual, exact)))
+        for name, value in exact.items():
+            is_open = name not in results or _is_inconclusive(results[name])
+            if name in actual and is_open:
+                noisy = [computed[name] for computed in drawn]
+                results[name] = judged(name, actual[name], value, noisy, undecided, any_dtype=any_dtype)
+    return [*results.values()], len(drawn)
 
 
 def _is_inconclusive(result: ResultError) -> bool:
@@ -307,7 +319,8 @@ def rounding_tolerance(
     """
     check_options(function, device=device, dtype=dtype, passes=passes, allow=allow)
     call = FunctionCall(function, None, inputs, dtype=dtype, gradients=False)
-    noise = _noise(allow or Allow(), call.device if device is None else torch.device(device))
+    target = call.device if device is None else torch.device(device)
+    noise = _noise(allow or Allow(), target)
     with by_formula():
         drawn = call.with_noise(range(passes), noise)
     tolerances: dict[str, _ResultTolerance] = {}

@@ -62,7 +62,10 @@ def _add(
     if tally.first is None:
         tally.first = start + int(np.argmax(differs))
     tally.last = start + len(differs) - 1 - int(np.argmax(differs[::-1]))
-    tally.mismatched += count if parts == 1 else int(np.count_nonzero(differs[0::2] | differs[1::2]))
+    if parts == 1:
+        tally.mismatched += count
+    else:  # a complex number differs where either of its parts does
+        tally.mismatched += int(np.count_nonzero(differs[0::2] | differs[1::2]))
     places = None
     # elements that are equal add nothing, so where most are, the others are gathered
     if count * _SPARSE < len(differs):
@@ -80,9 +83,9 @@ def _add(
     largest = float(difference.max())  # NaN is the largest
     if tally.worst is None or is_worse(largest, tally.worst[0]):
         # argmax takes the first NaN; where bits differ and all values are equal, the first of them is shown
-        i = int(np.argmax(difference if largest != 0 else differs))
-        where = start + (i if places is None else int(places[i]))
-        tally.worst = (largest, where)
+        i = int(np.argmax(difference)) if largest != 0 else int(np.argmax(differs))
+        place = i if places is None else int(places[i])
+        tally.worst = (largest, start + place)
     bits.add(flips)  # takes the array over
 
 
@@ -143,7 +146,8 @@ def _in_float64(tally: Tally, numbers: np.ndarray, reference: np.ndarray, steps:
     if steps is None or math.isnan(largest):
         tally.max_ulp = None
     elif tally.max_ulp is not None:
-        tally.max_ulp = max(tally.max_ulp, steps.largest if both_nan is None else steps.without(both_nan))
+        farthest_apart = steps.largest if both_nan is None else steps.without(both_nan)
+        tally.max_ulp = max(tally.max_ulp, farthest_apart)
     return difference
 
 
@@ -151,7 +155,8 @@ def numbers_of(part: torch.Tensor) -> np.ndarray:
     """Return a flat real tensor as NumPy floats, exact in float64 except for integers beyond 2**53."""
     if part.dtype in _DIRECT:
         return part.numpy()
-    return part.to(torch.float32 if part.dtype.is_floating_point else torch.float64).numpy()
+    wide = torch.float32 if part.dtype.is_floating_point else torch.float64
+    return part.to(wide).numpy()
 
 
 def square_sum(values: np.ndarray) -> float:
@@ -205,7 +210,8 @@ class BitCount:
         for start in range(0, len(raw), 8 * _WORDS):
             part = raw[start : start + 8 * _WORDS]
             is_full = len(part) == 8 * _WORDS
-            self._carry(part.view(np.uint64) if is_full else _padded(part, _WORDS))
+            words_of_part = part.view(np.uint64) if is_full else _padded(part, _WORDS)
+            self._carry(words_of_part)
 
     def result(self) -> dict[int, int]:
         """Return the count by bit position, 0 the least significant; positions that were never set are left out."""
