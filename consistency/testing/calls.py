@@ -233,9 +233,8 @@ class FunctionCall:
         gradients = torch.autograd.grad(outputs, differentiated, incoming, allow_unused=True)
         computed: Computed = {}
         for name, leaf, gradient in zip(names, differentiated, gradients, strict=True):
-            if gradient is None:  # no result depends on it
-                gradient = torch.zeros_like(leaf)
-            computed[f"{GRADIENT}{name}"] = _finished(gradient)
+            whole = torch.zeros_like(leaf) if gradient is None else gradient  # None where no result depends on the leaf
+            computed[f"{GRADIENT}{name}"] = _finished(whole)
         return computed
 
     def _incoming_gradient(self, result: torch.Tensor, number: int) -> torch.Tensor:
