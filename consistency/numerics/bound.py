@@ -119,6 +119,7 @@ def delta_allowance(
     """
     reduced = adapter == torch.float32 and products is not Precision.FLOAT32
     truncating = truncating or reduced
+    # truncation has twice the error of rounding to nearest
     u = 2 * _FLOAT32 if truncating else _FLOAT32
     product = gamma(rank + 2, u)
     floor = HALF_SMALLEST_SUBNORMAL[torch.float32] * (rank * abs(scaling) + 2)

@@ -90,7 +90,7 @@ def between(kinks: Callable[[Arguments], Sequence[float]], place: int = 1) -> De
 
     def decide(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Decided:
         x, ends = args[place], sorted(float(end) for end in kinks(args))
-        if not ends:
+        if not ends:  # with these arguments the operation has no jump
             return func(*args, **kwargs), None
         # the number of the interval is the number of ends below
         decided = sum((x > end).to(torch.int8) for end in ends)

@@ -60,6 +60,7 @@ def bit_flip(dtype: torch.dtype, bits: Iterable[int], evidence: dict[str, Any]) 
 def bit_field(dtype: torch.dtype, bit: int) -> str:
     """Return whether a bit of a float is its `sign`, `exponent` or `mantissa`; 0 is the least significant."""
     width = torch.finfo(dtype).bits
+    # eps is the distance from 1 to the next number: 2 to the minus number of stored mantissa bits
     mantissa = round(-math.log2(torch.finfo(dtype).eps))
     has_sign = torch.finfo(dtype).min < 0  # an E8M0 scale is an exponent alone
     if has_sign and bit == width - 1:

@@ -106,6 +106,7 @@ class _Summary:
         self.elements += len(chunk.exact)
         allowed = _allowed(chunk)
         self._add_wrong_elements(chunk, allowed)
+        # zeros and scales are looked for in what was computed: the base hides them
         added, expected = _without_base(chunk)
         self.all_zero = self.all_zero and not bool(np.any(added))
         self.nonzero_expected += int(np.count_nonzero(np.abs(expected) > allowed))
@@ -243,6 +244,7 @@ def _wrong_scale(summary: _Summary, chunks: Chunks) -> Diagnosis | None:
     for chunk in chunks():
         added, expected = _without_base(chunk)
         allowed = _allowed(chunk)
+        # a device that computes the wrong multiple may be off by that multiple of the tolerance
         if bool(np.any(np.abs(added - ratio * expected) > 1.1 * max(1.0, abs(ratio)) * allowed)):
             return None
         moves = moves or bool(np.any(np.abs(expected * (ratio - 1)) > 0.5 * allowed))

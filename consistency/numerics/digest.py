@@ -59,6 +59,7 @@ def digest(tensor: torch.Tensor) -> TensorDigest:
 
 def combine(dtype: str, shape: tuple[int, ...], blocks: tuple[int, ...]) -> TensorDigest:
     """Fold block digests, dtype and shape into one value."""
+    # little-endian on every machine, so that digests of two machines can be compared
     head = f"{dtype}{list(shape)}".encode()
     body = np.array(blocks, dtype="<u8").tobytes()
     return TensorDigest(value=hashlib.blake2b(head + b"\0" + body, digest_size=16).hexdigest(), blocks=blocks)

@@ -148,10 +148,12 @@ class Float64Mode(TorchDispatchMode):
             return each_tensor(_wide_view, func(_narrow(args[0]), *args[1:], **kwargs))
         if self._with_gradients:
             args, kwargs = each_tensor(_narrow, args), dict(each_tensor(_narrow, kwargs))
+        # to widen the target of a write, or the base of a view, would detach it from its storage
         if _writes(func) or func.is_view:
             return self._in_place(func, args, kwargs)
         if func in _SELECTING:  # the rows that are selected are widened, and not the whole table
             return _widen(func(*args, **kwargs))
+        # a large weight is widened part by part
         product = None if kwargs else self._wide.product(func, args)
         if product is not None:
             return product

@@ -34,6 +34,7 @@ def independent_lines(actual: Readable, exact: Readable) -> int:
     none.
     """
     passes, *shape = actual.shape
+    # a vector is one row; of a tensor of more dimensions the first one has the rows
     rows, columns = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
     actual_elements, exact_elements = elements_of(actual), elements_of(exact)
     row_energies, column_energies = [], []

@@ -141,6 +141,7 @@ class FourBit(QuantizedWeight):
         if "nested_absmax" in self.parts:
             scale_errors = scale_errors + self._nested_error(scales, scale_errors)
         levels = self.parts["table"].to(torch.float64).unique()
+        # a block of zeros has the scale zero: its values are at level zero
         low, high = _around(blocks / scales.clamp(min=torch.finfo(torch.float64).tiny)[:, None], levels)
         step = (high - low) * scales[:, None]
         level_error = torch.maximum(low.abs(), high.abs()) * scale_errors[:, None]
@@ -219,6 +220,7 @@ class Float8(QuantizedWeight):
         largest = _by_block(exact.abs(), self.block).amax(dim=-1)
         scales = (largest / torch.finfo(kind).max).clamp(min=torch.finfo(torch.float64).tiny)
         largest_error = _by_block(error, self.block).amax(dim=-1) + 4 * _FLOAT32 * largest
+        # the levels are all numbers of the 8-bit float
         levels = torch.arange(256, dtype=torch.uint8).view(kind).to(torch.float64)
         spread = _spread(scales, self.shape)
         low, high = _around(exact / spread, levels[levels.isfinite()].unique())

@@ -135,10 +135,12 @@ def _error_factor(n: int, m: int, freedom: int, chance: float) -> float:
     at_low, at_high = excess(low), excess(high)
     if at_low <= 0:
         return LEAST_FACTOR
+    # the chance falls with c: go up until it is low enough, and then search in the last interval
     while at_high > 0:
         low, at_low, high = high, at_high, high + math.log(4)
         at_high = excess(high)
     while high - low > 5e-6:  # the Illinois method, which keeps an end on either side
+        # never nearer to an end than 2e-6, or the interval would hardly shrink
         middle = min(max((low * at_high - high * at_low) / (at_high - at_low), low + 2e-6), high - 2e-6)
         at_middle = excess(middle)
         if at_middle > 0:

@@ -30,6 +30,7 @@ class Steps:
         x, y, flips = x.view(signed), y.view(signed), flips.view(signed)
         apart = np.subtract(x, y)
         across = None
+        # where the signs differ the highest bit flips, which is the sign of a signed integer
         if int(np.minimum.reduce(flips)) < 0:
             across = flips < 0
             apart[across] = 0
@@ -46,6 +47,7 @@ def _largest(x: np.ndarray, y: np.ndarray, apart: np.ndarray, across: np.ndarray
     largest = max(int(np.maximum.reduce(apart)), -int(np.minimum.reduce(apart)))
     if across is None or not bool(across.any()):
         return largest
+    # as unsigned integers, in which the sum of two magnitudes does not overflow
     magnitude = 2 ** (8 * x.itemsize - 1) - 1
     sizes = (x[across] & magnitude).astype(np.uint64) + (y[across] & magnitude).astype(np.uint64)
     return max(largest, int(sizes.max()))

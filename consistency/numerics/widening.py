@@ -58,6 +58,7 @@ class Widening:
             return None
         *biases, left = map(self.of, args[:place])
         rows, columns = weight.shape
+        # as many columns as fill the buffer
         step = max(1, sizes.PART_BYTES // (rows * self._dtype.itemsize))
         product: torch.Tensor = left.new_empty(left.shape[0], columns)
         for start in range(0, columns, step):

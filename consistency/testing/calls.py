@@ -123,6 +123,7 @@ class FunctionCall:
         """Compute the reference on the CPU inside some modes, and in the autocast that is on for the device."""
         kind = self.device.type
         with _eagerly(), ExitStack() as stack:
+            # the CPU has an autocast of its own, which the device's does not switch on
             if kind != "cpu" and torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(kind)))
             for mode in (*modes, _needed("on the CPU")):
@@ -208,6 +209,7 @@ class FunctionCall:
             return leaf.clone_state()
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        # float64 inputs and integers stay as they are, and have no gradient
         differentiable = leaf.dtype in TESTED or leaf.is_complex()
         dtype = leaf.dtype
         if wide and differentiable:

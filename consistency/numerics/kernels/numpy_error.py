@@ -59,6 +59,7 @@ def _errors(actual: torch.Tensor, exact: np.ndarray, allowed: np.ndarray | None,
         finite = np.isfinite(size)
         tally.magnitude = float(np.max(size, where=finite, initial=0.0))
         tally.not_finite = len(size) - int(np.count_nonzero(finite))
+    # in the buffer of the scores, which have told the worst element
     relative = _divided(difference, size, quotient)
     if not math.isfinite(largest):
         relative[np.isinf(difference)] = math.inf  # not NaN where the reference is infinite too
