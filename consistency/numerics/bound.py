@@ -54,14 +54,14 @@ class Allowance:
     floor: float = 0.0
 
     def around(self, size: Array, weight: Array | None = None) -> Array:
-        """Return the tolerance of each element, in the memory of `size`.
+        """Return the tolerance of each element, in the memory of `size`, which is overwritten.
 
         Parameters
         ----------
         size : array or Tensor
             D, in float64.
         weight : array or Tensor, optional
-            W, in float64; of a delta there is none.
+            W, in float64; None for a delta.
         """
         size *= self.product
         if weight is not None:
@@ -80,10 +80,10 @@ class UserAllowance:
     def around(self, exact: np.ndarray) -> np.ndarray:
         """Return the tolerance of each element of a chunk of float64 values."""
         with np.errstate(all="ignore"):  # a user's tolerance may overflow: then any value passes
-            found: np.ndarray = np.abs(exact)
-            found *= self.rtol
-            found += self.atol
-        return found
+            allowed: np.ndarray = np.abs(exact)
+            allowed *= self.rtol
+            allowed += self.atol
+        return allowed
 
 
 def gamma(n: int, u: float) -> float:
@@ -100,21 +100,26 @@ def delta_allowance(
     products: Precision = Precision.FLOAT32,
     partial_terms: int | None = None,
 ) -> Allowance:
-    """Bound the error of a LoRA delta.
+    """Bound the error of a LoRA delta; the terms are derived in the first lines of this file.
 
     Parameters
     ----------
+    rank : int
+        K: terms of each inner product.
+    scaling : float
+        s.
     adapter : torch.dtype
         Dtype of the adapter's parameters on the device.
     truncating : bool
         Whether the device multiplies this dtype on units that truncate when they accumulate.
     products : Precision
-        In which float32 products may run, on units that truncate too unless it is float32 itself.
+        Precision in which float32 products may run; unless it is float32 itself, on units that truncate too.
     partial_terms : int or None
         Terms of a partial sum, where those of a half type may be stored in that type.
     """
     reduced = adapter == torch.float32 and products is not Precision.FLOAT32
     truncating = truncating or reduced
+    # truncation has twice the error of rounding to nearest
     u = 2 * _FLOAT32 if truncating else _FLOAT32
     product = gamma(rank + 2, u)
     floor = HALF_SMALLEST_SUBNORMAL[torch.float32] * (rank * abs(scaling) + 2)
@@ -134,14 +139,14 @@ def delta_allowance(
 def merged_in_turn_allowance(deltas: Sequence[Allowance], *, weight: torch.dtype, roundings: int) -> Allowance:
     r"""Bound the error of a weight to which several deltas are added, each sum rounded to the weight's dtype.
 
-    With n deltas and k roundings of each sum, what is added first is rounded :math:`n k` times:
+    With n deltas and k roundings of each sum, the delta that is added first is rounded :math:`n k` times:
     :math:`\gamma_{nk} (|W| + \sum_i D_i)`, and the deltas' own errors grow by as much.
     """
     times = len(deltas) * roundings
-    grown = gamma(times, UNIT_ROUNDOFF[weight])
+    growth = gamma(times, UNIT_ROUNDOFF[weight])
     product = max(delta.product for delta in deltas)
     floor = sum(delta.floor for delta in deltas) + times * HALF_SMALLEST_SUBNORMAL[weight]
-    return Allowance(product=product + grown * (1 + product), weight=grown, floor=floor * (1 + grown))
+    return Allowance(product=product + growth * (1 + product), weight=growth, floor=floor * (1 + growth))
 
 
 def cycles_allowance(deltas: Sequence[Allowance], *, weight: torch.dtype, cycles: int) -> Allowance:
@@ -154,9 +159,9 @@ def cycles_allowance(deltas: Sequence[Allowance], *, weight: torch.dtype, cycles
     """
     u, times = UNIT_ROUNDOFF[weight], len(deltas) * cycles
     product = max(delta.product for delta in deltas)
-    grown = gamma(3 * times, u)
-    floor = 3 * times * (HALF_SMALLEST_SUBNORMAL[weight] + sum(delta.floor for delta in deltas)) * (1 + grown)
-    return Allowance(product=grown * (1 + product), weight=gamma(2 * times, u), floor=floor)
+    growth = gamma(3 * times, u)
+    floor = 3 * times * (HALF_SMALLEST_SUBNORMAL[weight] + sum(delta.floor for delta in deltas)) * (1 + growth)
+    return Allowance(product=growth * (1 + product), weight=gamma(2 * times, u), floor=floor)
 
 
 def merged_allowance(delta: Allowance, *, weight: torch.dtype, roundings: int) -> Allowance:

@@ -29,9 +29,10 @@ thread, and a stretch is one product: between pieces threads that measure wait f
 little faster than one."""
 
 _BY_ONE_THREAD = os.environ.get("OPENBLAS_NUM_THREADS") == "1"
+"""Whether OpenBLAS has one thread in this process, as in a worker."""
 
 _STRETCH = 1 << 18
-"""Elements that are measured by one call, which costs some 30 µs: 4 MiB of exact values and magnitudes."""
+"""Elements of a stretch, which one call measures, at a cost of some 30 µs: 4 MiB of exact values and magnitudes."""
 
 _LARGEST_BLOCK = 1 << 19
 """Elements per product at most, 4 MiB of float64, for weights of any width."""
@@ -59,7 +60,7 @@ Chunks = Callable[[], Iterable[Chunk]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """A stretch of a computed tensor, flat and on the CPU, with what its exact value and tolerance are made from."""
+    """A stretch of a computed tensor, flat and on the CPU, with the arrays that give its exact value and tolerance."""
 
     start: int
     """Flat index of the first element."""
@@ -76,9 +77,10 @@ class Stretch:
     """The rule of the tolerance; None where `size` is the tolerance, or none is known."""
 
     def chunk(self, start: int, length: int) -> Chunk:
-        """Return a part of it, from an element counted from its own start, with exact value and tolerance."""
+        """Return a part of the stretch with exact value and tolerance; `start` counts from the start of the stretch."""
         part = slice(start, start + length)
-        exact, base = self.value[part], None if self.base is None else self.base[part]
+        exact = self.value[part]
+        base = None if self.base is None else self.base[part]
         size = None if self.size is None else self.size[part]
         weight = None
         with np.errstate(all="ignore"):  # factors and weights may not be finite: their sums exceed tolerance
@@ -89,12 +91,13 @@ class Stretch:
                 allowed: np.ndarray | None = self.allowance.around(exact)
             elif self.allowance is not None:
                 assert size is not None
-                allowed = self.allowance.around(size.copy(), weight)
+                allowed = self.allowance.around(size.copy(), weight)  # a copy: `around` writes into it
             else:
                 allowed = size
         return Chunk(start=self.start + start, actual=self.actual[part], exact=exact, allowed=allowed, base=base)
 
     def chunks(self) -> Iterator[Chunk]:
+        """Yield the chunks of the stretch, in order."""
         for start in range(0, len(self.value), CHUNK):
             yield self.chunk(start, CHUNK)
 
@@ -107,6 +110,8 @@ class LowRankProduct:
     left, right : torch.Tensor
         `(rows, rank)` and `(rank, columns)`: B and A, or the transposes of A and B where the layer stores its weight
         as (in, out).
+    scaling : float
+        s.
     base : torch.Tensor or None
         `(rows, columns)`, the weight before the merge; None for a delta.
     """
@@ -124,52 +129,59 @@ class LowRankProduct:
         self.rows_per_stretch = self._rows_per_block * max(1, _STRETCH // (self._rows_per_block * width))
 
     def stretches(self, tensors: Sequence[LowRankTensor], rows: range) -> Iterator[tuple[Stretch, ...]]:
-        """Yield stretches of every tensor; `rows` begins with one."""
-        sizes = any(isinstance(tested.allowance, Allowance) for tested in tensors)
+        """Yield tuples with a stretch of every tensor; the first row of `rows` is the first of a stretch.
+
+        Exact values are valid until the next tuple is drawn, for their memory is used again.
+        """
+        needs_sizes = any(isinstance(tested.allowance, Allowance) for tested in tensors)
         step = self.rows_per_stretch
         products = np.empty((2, min(step, len(rows)), self.columns))
         for row in rows[::step]:
             part = slice(row, min(rows.stop, row + step))
             value, size = products[:, : part.stop - row]
-            self._multiply(part, value, size if sizes else None)
-            below = None if self.base is None else self.base[part].reshape(-1)
-            yield tuple(
-                Stretch(
-                    start=row * self.columns,
-                    actual=tested.actual.detach()[part].reshape(-1),
-                    value=value.reshape(-1),
-                    base=below if tested.has_base else None,
-                    size=size.reshape(-1) if isinstance(tested.allowance, Allowance) else None,
-                    allowance=tested.allowance,
-                )
-                for tested in tensors
-            )
+            self._multiply(part, value, size if needs_sizes else None)
+            # once for all tensors: it copies what is not contiguous
+            base = None if self.base is None else self.base[part].reshape(-1)
+            yield tuple(self._stretch(tested, part, base, value, size) for tested in tensors)
+
+    def _stretch(
+        self, tested: LowRankTensor, rows: slice, base: torch.Tensor | None, value: np.ndarray, size: np.ndarray
+    ) -> Stretch:
+        """Return some rows of a tensor, given their base, their product and the sums of magnitudes behind it."""
+        needs_size = isinstance(tested.allowance, Allowance)
+        return Stretch(
+            start=rows.start * self.columns,
+            actual=tested.actual.detach()[rows].reshape(-1),
+            value=value.reshape(-1),
+            base=base if tested.has_base else None,
+            size=size.reshape(-1) if needs_size else None,
+            allowance=tested.allowance,
+        )
 
     def _multiply(self, rows: slice, value: np.ndarray, size: np.ndarray | None) -> None:
+        """Write some rows of the product, and if asked for the sums of magnitudes behind each element."""
         with np.errstate(all="ignore"):  # factors may not be finite: their products exceed tolerance
             step = len(value) if _BY_ONE_THREAD else self._rows_per_block
             for row in range(rows.start, rows.stop, max(1, step)):
                 part = slice(row, min(rows.stop, row + step))
-                to = slice(part.start - rows.start, part.stop - rows.start)
-                _multiply(self.left[part], self.right, value[to])
+                target = slice(part.start - rows.start, part.stop - rows.start)
+                _multiply(self.left[part], self.right, value[target])
                 if size is not None:
-                    _multiply(self._left_size[part], self._right_size, size[to])
+                    _multiply(self._left_size[part], self._right_size, size[target])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRankTensor:
-    """A tensor `(rows, columns)` on the CPU that is to be `LowRankProduct`'s, with its tolerance.
-
-    `has_base`: whether it is the weight after the merge, and not the delta.
-    """
+    """A tensor `(rows, columns)` on the CPU whose exact value is a `LowRankProduct`, with its tolerance."""
 
     actual: torch.Tensor
     allowance: Allowance | UserAllowance
     has_base: bool
+    """Whether it is the weight after the merge, and not the delta."""
 
 
 def low_rank_chunks(tested: LowRankTensor, product: LowRankProduct) -> Iterator[Chunk]:
-    """Yield a delta or a merged weight with its exact value."""
+    """Yield the chunks of a delta or of a merged weight, with exact value and tolerance."""
     for (stretch,) in product.stretches([tested], range(product.rows)):
         yield from stretch.chunks()
 
@@ -190,23 +202,28 @@ def exact_chunks(
     *,
     base: torch.Tensor | None = None,
 ) -> Iterator[Chunk]:
-    """Yield a tensor with its float64 value of the same shape, both on the CPU or in files.
+    """Yield the chunks of a tensor, with its float64 value of the same shape, both on the CPU or in files.
 
-    The tolerance is one for all elements, or one each (float64, of the same shape), or unknown. `base` is the tensor
-    that the computation added to, if any.
+    Parameters
+    ----------
+    allowed : float, UserAllowance, torch.Tensor or None
+        The tolerance of all elements, or of each one (float64, of the same shape); None if it is not known.
+    base : torch.Tensor, optional
+        The tensor that the computation added to, if any.
     """
-    below = None if base is None else base.detach().reshape(-1)
-    limit: np.ndarray | None
-    elements, exact_elements = elements_of(actual), elements_of(exact)
-    for whole in parts_of(0, math.prod(actual.shape)):
-        flat, reference = elements(whole), exact_elements(whole).numpy()
-        for start in range(whole.start, whole.stop, CHUNK):
-            part, within = slice(start, start + CHUNK), slice(start - whole.start, start - whole.start + CHUNK)
+    flat_base = None if base is None else base.detach().reshape(-1)
+    tolerance: np.ndarray | None
+    actual_elements, exact_elements = elements_of(actual), elements_of(exact)
+    for file_part in parts_of(0, math.prod(actual.shape)):
+        flat, reference = actual_elements(file_part), exact_elements(file_part).numpy()
+        for start in range(file_part.start, file_part.stop, CHUNK):
+            part = slice(start, start + CHUNK)
+            within = slice(start - file_part.start, start - file_part.start + CHUNK)
             if isinstance(allowed, UserAllowance):
-                limit = allowed.around(reference[within])
+                tolerance = allowed.around(reference[within])
             elif isinstance(allowed, torch.Tensor):
-                limit = allowed.reshape(-1)[part].numpy()
+                tolerance = allowed.reshape(-1)[part].numpy()
             else:
-                limit = None if allowed is None else np.full(len(reference[within]), allowed)
-            under = None if below is None else below[part]
-            yield Chunk(start=start, actual=flat[within], exact=reference[within], allowed=limit, base=under)
+                tolerance = None if allowed is None else np.full(len(reference[within]), allowed)
+            base_part = None if flat_base is None else flat_base[part]
+            yield Chunk(start=start, actual=flat[within], exact=reference[within], allowed=tolerance, base=base_part)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 CONTINUOUS = ("max", "min")
-"""Decisions of which the value is used, and another one gives nearly the same: the largest score before a softmax."""
+"""Decisions whose value is used, and another choice has nearly the same value: the largest score before a softmax."""
 
 Force = Callable[[torch.Tensor], Any]
+"""Return the result that an operation has with another outcome, given in the form of `Decision.decided`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,24 +21,34 @@ class Decision:
     """One call of an operation that decides."""
 
     name: str
-    """Of the operation."""
+    """Name of the operation."""
     operand: torch.Tensor
     """The values on which it rests; of a comparison, the difference of both sides."""
     decided: torch.Tensor
-    """What was decided, element by element: a truth value, the number of an interval, an integer; of a selection, the
-    indices that were chosen."""
+    """The outcome of each element: a truth value, the number of an interval, an integer; for a selection, the indices
+    that were chosen."""
     margins: Callable[[torch.Tensor], torch.Tensor]
-    """Return the margin of each element, from the exact operand."""
+    """Returns the margin of each element, from the exact operand."""
     force: Force
-    """Return the result of the operation if something else had been decided."""
+    """Returns the result that the operation would have if something else had been decided."""
     dim: int | None = None
-    """Of a selection in order, the dimension of the operand that its indices are of."""
+    """Dimension of the operand along which a selection in order chooses; None for any other decision."""
     scores: int = 1
-    """How many values of the operand a margin lies between, each of which may be off: two of a selection."""
+    """Number of values of the operand that a margin lies between, each of which may be off: two for a selection."""
 
 
 def gaps(scores: torch.Tensor, dim: int, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """Return the margin of a selection: how far apart in the exact scores the two elements are that were chosen."""
+    """Return the margins of a selection: the distance in the exact scores between the elements that two sides chose.
+
+    Parameters
+    ----------
+    scores : torch.Tensor
+        The exact operand.
+    dim : int
+        The dimension along which both sides choose.
+    here, there : torch.Tensor
+        The indices that each side chose.
+    """
     return (scores.gather(dim, here) - scores.gather(dim, there)).abs()
 
 
@@ -51,17 +62,25 @@ def is_real(value: Any) -> bool:
 
 
 def name_of(func: Any) -> str:
-    """Return the name of an operation, without that of its form."""
+    """Return the name of an operation without its namespace: `relu` for `aten::relu`."""
     return str(func._schema.name.partition("::")[2])
 
 
 def in_place(decide: Decide, plain: Any) -> Decide:
-    """Return what watches the form of an operation that writes its result into the first operand."""
+    """Return the watcher of the form of an operation that writes its result into the first operand.
+
+    Parameters
+    ----------
+    decide : callable
+        The watcher of the plain form.
+    plain : torch._ops.OpOverload
+        The plain form, which is called with a copy of the operand: the decision keeps the operand as it was.
+    """
 
     def decide_in_place(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Decision | None]:
-        x, *others = args
-        found, decision = decide(plain, (x.clone(), *others), kwargs)
-        result = x.copy_(found)
+        x, *further_args = args
+        plain_result, decision = decide(plain, (x.clone(), *further_args), kwargs)
+        result = x.copy_(plain_result)
         if decision is None:
             return result, None
         return result, dataclasses.replace(decision, force=lambda wanted: x.copy_(decision.force(wanted)))

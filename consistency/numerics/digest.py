@@ -59,6 +59,7 @@ def digest(tensor: torch.Tensor) -> TensorDigest:
 
 def combine(dtype: str, shape: tuple[int, ...], blocks: tuple[int, ...]) -> TensorDigest:
     """Fold block digests, dtype and shape into one value."""
+    # little-endian on every machine, so that digests of two machines can be compared
     head = f"{dtype}{list(shape)}".encode()
     body = np.array(blocks, dtype="<u8").tobytes()
     return TensorDigest(value=hashlib.blake2b(head + b"\0" + body, digest_size=16).hexdigest(), blocks=blocks)
@@ -79,7 +80,7 @@ def block_digests(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's elements, in row-major order, as a flat uint8 tensor; copies only what is not contiguous."""
+    """View a tensor's elements, in row-major order, as a flat uint8 tensor; only if not contiguous they are copied."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)  # flatten first: view() refuses some last dims of 1
     if flat.stride(0) != 1:  # a column of a matrix is flat, but not contiguous
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -88,22 +89,23 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _rows_on_cpu(raw: np.ndarray) -> np.ndarray:
     """Return the digest of each row of flat bytes as int64, the last row possibly short."""
-    whole = len(raw) // ROW_BYTES
-    found = np.empty(-(-len(raw) // ROW_BYTES), np.int64)
-    kernel = trust.trusted(DIGEST) if whole and raw.flags.c_contiguous else None
+    whole_rows = len(raw) // ROW_BYTES
+    digests = np.empty(-(-len(raw) // ROW_BYTES), np.int64)
+    kernel = trust.trusted(DIGEST) if whole_rows and raw.flags.c_contiguous else None
     if kernel is None:
-        numpy_digest.sum_rows(raw[: whole * ROW_BYTES], found)
+        numpy_digest.sum_rows(raw[: whole_rows * ROW_BYTES], digests)
     else:
-        kernel.digest(raw.ctypes.data, whole, *weights_of_row(), found, threads=torch.get_num_threads())
-    if len(found) > whole:
-        found[whole:] = sum_short_row(raw[whole * ROW_BYTES :])
-    return found
+        kernel.digest(raw.ctypes.data, whole_rows, *weights_of_row(), digests, threads=torch.get_num_threads())
+    if len(digests) > whole_rows:
+        digests[whole_rows:] = sum_short_row(raw[whole_rows * ROW_BYTES :])
+    return digests
 
 
 def _rows_on_device(raw: torch.Tensor) -> np.ndarray:
-    """Do the same on another device with torch's own operations; a short last row is digested on the host.
+    """Return the digest of each row of flat bytes on another device as int64, on the CPU.
 
-    All of it is digested there where the device gets test words wrong (`kernels/device_digest.py`).
+    Torch's own operations compute them on the device; a short last row is digested on the host, and all rows where the
+    device gets test words wrong (`kernels/device_digest.py`).
     """
     # a lazy backend computes now all that it has noted, or else again with each tensor that depends on it
     settle = getattr(getattr(torch, raw.device.type, None), "settle", None)
@@ -111,29 +113,30 @@ def _rows_on_device(raw: torch.Tensor) -> np.ndarray:
         settle(raw.device)
     if raw.numel() >= ROW_BYTES and not device_digest.is_proven(*_weights_on(raw.device)):
         return np.concatenate([_rows_on_cpu(part.cpu().numpy()) for part in raw.split(GPU_CHUNK_ROWS * ROW_BYTES)])
-    whole = raw.numel() // ROW_BYTES * ROW_BYTES
-    found = [_sum_rows(raw[:whole])] if whole else []
-    if raw.numel() > whole:
-        found.append(sum_short_row(raw[whole:].cpu().numpy()))
-    return np.concatenate(found)
+    whole_bytes = raw.numel() // ROW_BYTES * ROW_BYTES
+    digests = [_sum_rows(raw[:whole_bytes])] if whole_bytes else []
+    if raw.numel() > whole_bytes:
+        digests.append(sum_short_row(raw[whole_bytes:].cpu().numpy()))
+    return np.concatenate(digests)
 
 
 def _sum_rows(raw: torch.Tensor) -> np.ndarray:
     """Return the digests of whole rows; on a GPU the fused kernel computes them where it may be trusted."""
     w, v = _weights_on(raw.device)
-    misaligned = raw.data_ptr() % 8 or raw.storage_offset() % 8
-    if raw.device.type == "cuda" and not misaligned:
+    is_misaligned = raw.data_ptr() % 8 or raw.storage_offset() % 8
+    if raw.device.type == "cuda" and not is_misaligned:
         fused = triton_digest.sums(raw.view(torch.int64), w, v)
         if fused is not None:
             return fused.cpu().numpy()
     sums = []
     for part in raw.split(GPU_CHUNK_ROWS * ROW_BYTES):
-        words = part.clone() if misaligned else part
+        words = part.clone() if is_misaligned else part  # torch views bytes as int64 only from a multiple of 8
         sums.append(device_digest.sums(words.view(torch.int64), w, v))
     return torch.cat(sums).cpu().numpy()
 
 
 @functools.cache
 def _weights_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights of a row's words on a device: see `weights_of_row`."""
     w, v = weights_of_row()
     return torch.from_numpy(w).to(device), torch.from_numpy(v).to(device)

@@ -1,4 +1,4 @@
-"""How far one tensor is from another of the same dtype, bitwise and numerically.
+"""Measure how far one tensor is from another of the same dtype, bitwise and numerically.
 
 One pass over chunks that stay in cache; nothing of the size of a tensor is allocated. The compiled kernel measures the
 common floats, on as many threads as torch uses, where it may be trusted. NumPy measures everything else, and everything
@@ -23,7 +23,7 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 
 NO_WORST: dict[str, Any] = {"worst_index": None}
-"""The fields of `Measure` on the worst element where there is none."""
+"""The fields of `Measure` on the worst element, where no element is wrong."""
 
 
 def measure(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
@@ -52,12 +52,27 @@ def measure(actual: torch.Tensor, expected: torch.Tensor) -> Measure:
     else:
         threads = torch.get_num_threads()
         tally = kernel.measure(kind, a.data_ptr(), e.data_ptr(), a.numel(), parts=parts, threads=threads)
-    return _result(tally, a, e, tuple(actual.shape), parts)
+    return _measure_of_tally(tally, a, e, tuple(actual.shape), parts)
 
 
-def _result(tally: Tally, a: torch.Tensor, e: torch.Tensor, shape: tuple[int, ...], parts: int) -> Measure:
+def _measure_of_tally(tally: Tally, a: torch.Tensor, e: torch.Tensor, shape: tuple[int, ...], parts: int) -> Measure:
+    """Return the measure of two tensors.
+
+    Parameters
+    ----------
+    a, e : torch.Tensor
+        Flat views of both with real elements.
+    shape : tuple of int
+        Their shape.
+    parts : int
+        Real elements of a number: 2 where it is complex, else 1.
+    """
     elements = math.prod(shape)
-    size, worst = a.element_size(), None if tally.worst is None else tally.worst[1]
+    size = a.element_size()
+    worst_fields = NO_WORST
+    if tally.worst is not None:
+        worst = tally.worst[1]
+        worst_fields = describe_worst(worst // parts, shape, a[worst], e[worst], e[worst])
     return Measure(
         elements=elements,
         mismatched=tally.mismatched,
@@ -71,16 +86,23 @@ def _result(tally: Tally, a: torch.Tensor, e: torch.Tensor, shape: tuple[int, ..
         flipped_bits=tally.flipped,
         first_byte=None if tally.first is None else tally.first * size,
         last_byte=None if tally.last is None else tally.last * size,
-        **(NO_WORST if worst is None else describe_worst(worst // parts, shape, a[worst], e[worst], e[worst])),
+        **worst_fields,
     )
 
 
 def describe_worst(
     index: int, shape: tuple[int, ...], actual: torch.Tensor, rounded: torch.Tensor, expected: float | torch.Tensor
 ) -> dict[str, Any]:
-    """Return the fields of `Measure` on the worst element, given by its flat index.
+    """Return the fields of `Measure` on the worst element.
 
-    `rounded` is the reference in the dtype of `actual`, `expected` its exact value.
+    Parameters
+    ----------
+    index : int
+        Its number in the flattened tensor of this shape.
+    actual, rounded : torch.Tensor
+        The element, and the reference's in the same dtype.
+    expected : float or torch.Tensor
+        The reference's exact value.
     """
     return {
         "worst_index": tuple(int(i) for i in np.unravel_index(index, shape)),

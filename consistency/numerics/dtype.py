@@ -13,7 +13,7 @@ UNIT_ROUNDOFF = {getattr(torch, name): u for name, u in rules.UNIT_ROUNDOFF.item
 HALF_SMALLEST_SUBNORMAL = {getattr(torch, name): u for name, u in rules.HALF_SMALLEST_SUBNORMAL.items()}
 """Half the smallest subnormal by torch dtype."""
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS_BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -22,7 +22,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def named(name: str) -> torch.dtype:
-    """Return the dtype that `name_of` names."""
+    """Return the dtype of a name that `name_of` returns; raise ValueError for any other name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"not a dtype: {name!r}")
@@ -37,12 +37,12 @@ def real_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def bit_patterns(flat: torch.Tensor) -> torch.Tensor:
     """View a flat real tensor as integers of the same width (uint8 for one byte, signed for more)."""
-    return flat.view(_INTEGERS[flat.element_size()])
+    return flat.view(_INTEGERS_BY_SIZE[flat.element_size()])
 
 
 def elements(flat: torch.Tensor, places: torch.Tensor | np.ndarray) -> torch.Tensor:
-    """Return some elements of a flat real tensor, by their bits.
+    """Return some elements of a flat real tensor, given by indices or by a mask.
 
-    Torch 2.8 indexes neither 8-bit floats nor unsigned integers of more bits.
+    They are moved as bits: torch 2.8 indexes neither 8-bit floats nor unsigned integers of more bits.
     """
     return bit_patterns(flat)[places].view(flat.dtype)

@@ -28,11 +28,11 @@ from consistency.numerics.measure import Measure
 from consistency.numerics.real import Real
 
 _ELEMENTS_PER_THREAD = 1 << 18
-"""Handing work to a thread takes some 30 µs; measuring this much takes some 300 µs."""
+"""Least work for a thread: to hand it over takes some 30 µs; to measure this much takes some 300 µs."""
 
 
 class ErrorMeter:
-    """Measure a tensor of floats, stretch by stretch."""
+    """Measure a tensor of floats of one dtype, stretch by stretch."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         kind = name_of(dtype)
@@ -41,7 +41,10 @@ class ErrorMeter:
         self._by_numpy = ErrorTally()
 
     def add(self, stretch: Stretch) -> None:
-        """Add a stretch; its arrays are left as they are."""
+        """Add a stretch; its arrays are left as they are.
+
+        The kernel takes stretches of some layouts only, so some of a tensor's may be measured by NumPy.
+        """
         if self._compiled is not None and fits(stretch):
             self._compiled.add(stretch)
             return
@@ -49,20 +52,21 @@ class ErrorMeter:
             self._by_numpy.include(errors_by_numpy(chunk))
 
     def tally(self) -> ErrorTally:
-        found = ErrorTally() if self._compiled is None else self._compiled.tally()
-        found.include(self._by_numpy)
-        return found
+        """Return the tally of all stretches so far."""
+        tally = ErrorTally() if self._compiled is None else self._compiled.tally()
+        tally.include(self._by_numpy)
+        return tally
 
 
 def measure_low_rank(tensors: Sequence[LowRankTensor], product: LowRankProduct) -> list[Measure]:
     """Measure how far deltas and merged weights of one layer are from their exact values, which are made once."""
     step = product.rows_per_stretch
+    actual = [tested.actual for tested in tensors]
 
-    def add_up(part: range) -> list[ErrorTally]:
-        rows = range(part.start * step, min(product.rows, part.stop * step))
+    def add_up(stretch_numbers: range) -> list[ErrorTally]:
+        rows = range(stretch_numbers.start * step, min(product.rows, stretch_numbers.stop * step))
         return _add_up(actual, product.stretches(tensors, rows))
 
-    actual = [tested.actual for tested in tensors]
     return _on_threads(actual, add_up, -(-product.rows // step), step * product.columns)
 
 
@@ -76,24 +80,25 @@ def measure_against_exact(
     `allowed` is the user's tolerance, or that of each element (float64, of the same shape). Without one there is no
     `ratio`: only the tolerance of the tensor as a whole is known then.
     """
-    flat, reference = elements_of(actual), elements_of(exact)
-    each = allowed.reshape(-1).numpy() if isinstance(allowed, torch.Tensor) else None
+    elements = math.prod(actual.shape)
+    actual_elements, exact_elements = elements_of(actual), elements_of(exact)
+    tolerances = allowed.reshape(-1).numpy() if isinstance(allowed, torch.Tensor) else None
+    allowance = allowed if isinstance(allowed, UserAllowance) else None
 
     def stretches(chunks: range) -> Iterator[tuple[Stretch, ...]]:
         for part in parts_of(chunks.start * CHUNK, min(elements, chunks.stop * CHUNK)):
             yield (
                 Stretch(
                     start=part.start,
-                    actual=flat(part),
-                    value=reference(part).numpy(),
-                    size=None if each is None else each[part],
-                    allowance=allowed if isinstance(allowed, UserAllowance) else None,
+                    actual=actual_elements(part),
+                    value=exact_elements(part).numpy(),
+                    size=None if tolerances is None else tolerances[part],
+                    allowance=allowance,
                 ),
             )
 
-    elements = math.prod(actual.shape)
-    (found,) = measure_in_parts([actual], stretches, -(-elements // CHUNK), CHUNK)
-    return found
+    (measure,) = measure_in_parts([actual], stretches, -(-elements // CHUNK), CHUNK)
+    return measure
 
 
 def measure_stretches(actual: Readable, stretches: Iterable[Stretch]) -> Measure:
@@ -101,7 +106,7 @@ def measure_stretches(actual: Readable, stretches: Iterable[Stretch]) -> Measure
     meter = ErrorMeter(actual.dtype)
     for stretch in stretches:
         meter.add(stretch)
-    return _result(meter.tally(), actual)
+    return _measure_of_tally(meter.tally(), actual)
 
 
 def measure_in_parts(
@@ -110,17 +115,26 @@ def measure_in_parts(
     count: int,
     elements: int,
 ) -> list[Measure]:
-    """Measure tensors on several threads, each of which takes some of `count` parts of so many elements.
+    """Measure tensors on several threads.
 
     Sums are taken by chunk within a part, so the results do not depend on the threads.
+
+    Parameters
+    ----------
+    stretches : callable
+        Returns from a range of part numbers the stretches of these parts, in order, each a tuple with one of every
+        tensor.
+    count, elements : int
+        Number of parts, and of the elements in each.
     """
     return _on_threads(tensors, lambda part: _add_up(tensors, stretches(part)), count, elements)
 
 
 def _add_up(tensors: Sequence[Readable], stretches: Iterable[tuple[Stretch, ...]]) -> list[ErrorTally]:
+    """Return the tally of each tensor, from stretches of all of them."""
     meters = [ErrorMeter(tensor.dtype) for tensor in tensors]
-    for drawn in stretches:
-        for meter, stretch in zip(meters, drawn, strict=True):
+    for stretch_of_each in stretches:
+        for meter, stretch in zip(meters, stretch_of_each, strict=True):
             meter.add(stretch)
     return [meter.tally() for meter in meters]
 
@@ -128,20 +142,26 @@ def _add_up(tensors: Sequence[Readable], stretches: Iterable[tuple[Stretch, ...]
 def _on_threads(
     tensors: Sequence[Readable], add_up: Callable[[range], list[ErrorTally]], count: int, elements: int
 ) -> list[Measure]:
+    """Measure tensors by a function that tallies a range of parts; the parameters are those of `measure_in_parts`."""
+    # a small tensor is measured on this thread alone
     threads = max(1, min(torch.get_num_threads(), count * elements // _ELEMENTS_PER_THREAD))
     step = max(1, -(-count // threads))
-    first, *others = [range(start, min(count, start + step)) for start in range(0, count, step)] or [range(0)]
-    running = [pool(os.getpid(), threads - 1).submit(add_up, part) for part in others]
-    found = add_up(first)
-    for other in running:
-        for tally, more in zip(found, other.result(), strict=True):
-            tally.include(more)
-    return [_result(tally, tensor) for tally, tensor in zip(found, tensors, strict=True)]
+    ranges = [range(start, min(count, start + step)) for start in range(0, count, step)]
+    first, *further = ranges or [range(0)]
+    futures = [pool(os.getpid(), threads - 1).submit(add_up, part_numbers) for part_numbers in further]
+    tallies = add_up(first)  # on this thread, while the others run
+    for future in futures:
+        for tally, further_tally in zip(tallies, future.result(), strict=True):
+            tally.include(further_tally)
+    return [_measure_of_tally(tally, tensor) for tally, tensor in zip(tallies, tensors, strict=True)]
 
 
-def _result(tally: ErrorTally, tensor: Readable) -> Measure:
+def _measure_of_tally(tally: ErrorTally, tensor: Readable) -> Measure:
     shape = tuple(tensor.shape)
     n = max(1, math.prod(shape))
+    worst_fields = NO_WORST
+    if tally.worst is not None:
+        worst_fields = _worst_fields(tally.worst, mapped(tensor), shape, tally.ratio)
     return Measure(
         elements=math.prod(shape),
         mismatched=tally.mismatched,
@@ -153,19 +173,22 @@ def _result(tally: ErrorTally, tensor: Readable) -> Measure:
         ratio=None if tally.ratio is None else Real(tally.ratio),
         magnitude=Real(tally.magnitude),
         not_finite=tally.not_finite,
-        **(NO_WORST if tally.worst is None else _described(tally.worst, mapped(tensor), shape, tally.ratio)),
+        **worst_fields,
     )
 
 
-def _described(worst: WorstError, tensor: torch.Tensor, shape: tuple[int, ...], ratio: float | None) -> dict[str, Any]:
+def _worst_fields(
+    worst: WorstError, tensor: torch.Tensor, shape: tuple[int, ...], ratio: float | None
+) -> dict[str, Any]:
+    """Return the fields of `Measure` on the worst element, whose error is `ratio` times its tolerance."""
     actual = tensor[tuple(map(int, np.unravel_index(worst.index, shape)))]
     rounded = torch.tensor(worst.exact, dtype=torch.float64).to(tensor.dtype)
-    found = describe_worst(worst.index, shape, actual, rounded, worst.exact)
+    fields = describe_worst(worst.index, shape, actual, rounded, worst.exact)
     allowed = None if ratio is None else _allowed(abs(float(actual) - worst.exact), ratio)
-    return {**found, "allowed": None if allowed is None else Real(allowed)}
+    return {**fields, "allowed": allowed}
 
 
-def _allowed(error: float, ratio: float) -> float | None:
-    """Return what is allowed for an element whose error is `ratio` times that."""
-    known = math.isfinite(error) and ratio > 0
-    return error / ratio if known else None
+def _allowed(error: float, ratio: float) -> Real | None:
+    """Return the tolerance of an element whose error is `ratio` times that; None where the two do not tell it."""
+    is_known = math.isfinite(error) and ratio > 0
+    return Real(error / ratio) if is_known else None

@@ -29,7 +29,7 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 """Whether a gradient may have another dtype than its parameter: from torch 2.10 on."""
 
 _LARGE = 1 << 22
-"""Elements of a parameter of which no float64 copy is made: 32 MiB, as whole embeddings and heads have and more."""
+"""Elements from which no float64 copy of a parameter is made: 32 MiB, as whole embeddings and heads have and more."""
 
 _NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -60,8 +60,9 @@ class Float64Mode(TorchDispatchMode):
     """
 
     _lock, _entered = threading.Lock(), 0
-    """Threads may be in such modes at once, as merges of several tensors are."""
+    """Guard and count of the active modes: threads may be in such modes at once, as merges of several tensors are."""
     _registering: Callable[..., Any]
+    """Torch's own `register_parametrization`, kept while a mode replaces it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
@@ -73,12 +74,12 @@ class Float64Mode(TorchDispatchMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Compute in the operands' own dtypes inside the mode."""
-        before = self._paused
+        was_paused = self._paused
         self._paused = self._early.paused = True
         try:
             yield
         finally:
-            self._paused = self._early.paused = before
+            self._paused = self._early.paused = was_paused
 
     @contextmanager
     def with_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
@@ -90,26 +91,27 @@ class Float64Mode(TorchDispatchMode):
         large: list[torch.nn.Parameter] = []
         small: list[torch.nn.Parameter] = []
         for parameter in parameters:
-            (large if HAS_GRAD_DTYPE and parameter.numel() >= _LARGE else small).append(parameter)
-        kept = [(parameter, parameter.data) for parameter in small]
-        self._with_gradients = frozenset(storage_of(p) for p in large)
-        of_torch = torch.nn.Parameter.__new__
+            is_large = HAS_GRAD_DTYPE and parameter.numel() >= _LARGE
+            (large if is_large else small).append(parameter)
+        stored_data = [(parameter, parameter.data) for parameter in small]
+        self._with_gradients = frozenset(storage_of(parameter) for parameter in large)
+        torch_new = torch.nn.Parameter.__new__
 
         def without_gradient(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:  # noqa: ARG001 - torch's
-            return of_torch(cls, data, False)
+            return torch_new(cls, data, False)
 
         # a parameter made in the pass, as PEFT's `transpose` makes one of a view, is narrow, and nobody asks for its
         # gradient: autograd would refuse the one in float64
         with mock.patch.object(torch.nn.Parameter, "__new__", without_gradient):
             try:
-                for parameter, data in kept:
+                for parameter, data in stored_data:
                     parameter.data = data.to(torch.float64)
                 for parameter in large:
                     parameter.grad_dtype = None
                 yield
             finally:
                 self._with_gradients = frozenset()
-                for parameter, data in kept:
+                for parameter, data in stored_data:
                     parameter.data = data
                 for parameter in large:
                     parameter.grad_dtype = parameter.dtype
@@ -141,31 +143,37 @@ class Float64Mode(TorchDispatchMode):
             return func(*args, **kwargs)
         if kwargs.get("dtype") in _NARROW:
             kwargs["dtype"] = torch.float64
+        # a view of a parameter with a gradient passes for float64, so that autograd does not round the gradient
         if func.is_view and (isinstance(args[0], _WideView) or self._has_gradient(args[0])):
             return each_tensor(_wide_view, func(_narrow(args[0]), *args[1:], **kwargs))
         if self._with_gradients:
             args, kwargs = each_tensor(_narrow, args), dict(each_tensor(_narrow, kwargs))
+        # to widen the target of a write, or the base of a view, would detach it from its storage
         if _writes(func) or func.is_view:
             return self._in_place(func, args, kwargs)
-        if func in _SELECTING:
+        if func in _SELECTING:  # the rows that are selected are widened, and not the whole table
             return _widen(func(*args, **kwargs))
+        # a large weight is widened part by part
         product = None if kwargs else self._wide.product(func, args)
         if product is not None:
             return product
         args, kwargs = each_tensor(self._wide.of, (args, kwargs))
-        # what no operand tells, of a table of zeros, is torch's default dtype
-        return _widen(grouped_product(*args, **kwargs) if func is GROUPED else func(*args, **kwargs))
+        result = grouped_product(*args, **kwargs) if func is GROUPED else func(*args, **kwargs)
+        # an operation without operands, as one that makes zeros, has torch's default dtype
+        return _widen(result)
 
     def _has_gradient(self, value: Any) -> bool:
+        """Report whether a tensor shares the memory of a large parameter that has a float64 gradient."""
         if not self._with_gradients or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return False
         return storage_of(value) in self._with_gradients
 
     def _in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operation that writes or is a view; one that writes into float64 gets widened operands."""
         target = args[0] if args else None
         if _writes(func) and isinstance(target, torch.Tensor) and target.dtype == torch.float64:
-            rest, kwargs = each_tensor(_widen, (args[1:], kwargs))
-            return func(target, *rest, **kwargs)
+            further_args, kwargs = each_tensor(_widen, (args[1:], kwargs))
+            return func(target, *further_args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -181,11 +189,11 @@ class _WideView(torch.Tensor):
 
     @staticmethod
     def __new__(cls, narrow: torch.Tensor) -> _WideView:
-        found: _WideView = torch.Tensor._make_wrapper_subclass(
+        view: _WideView = torch.Tensor._make_wrapper_subclass(
             cls, narrow.shape, narrow.stride(), narrow.storage_offset(), dtype=torch.float64, device=narrow.device
         )
-        found.elements = narrow
-        return found
+        view.elements = narrow
+        return view
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's annotation leaves the operation out
@@ -195,6 +203,8 @@ class _WideView(torch.Tensor):
 
 
 class _WidenEarly(TorchFunctionMode):
+    """Widen the operands of functions that compare dtypes before the dispatcher: see `_CHECKED_EARLY`."""
+
     paused = False
 
     def __torch_function__(
@@ -213,16 +223,20 @@ def in_float64(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _wide_view(value: Any) -> Any:
+    """Return a narrow tensor as a view that passes for float64; anything else as it is."""
     return _WideView(value) if isinstance(value, torch.Tensor) and value.dtype in _NARROW else value
 
 
 def _narrow(value: Any) -> Any:
+    """Return the elements of a view that passes for float64; anything else as it is."""
     return value.elements if isinstance(value, _WideView) else value
 
 
 def _writes(func: Any) -> bool:
+    """Report whether an operation writes into an operand."""
     return bool(func._schema.is_mutable)
 
 
 def _widen(value: Any) -> Any:
+    """Return a narrow tensor in float64; anything else as it is."""
     return value.to(torch.float64) if isinstance(value, torch.Tensor) and value.dtype in _NARROW else value

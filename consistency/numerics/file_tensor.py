@@ -19,7 +19,7 @@ from consistency.numerics import sizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensor:
-    """A tensor in a safetensors file that is too large to be resident as a whole."""
+    """A tensor in a safetensors file that is too large to be resident as a whole: it is read a part at a time."""
 
     path: Path
     name: str
@@ -27,11 +27,12 @@ class FileTensor:
     dtype: torch.dtype
 
     def map(self) -> torch.Tensor:
-        """Return the tensor, mapped from the file anew: what is read of it is resident as long as the result lives."""
+        """Return the tensor, mapped from the file anew: pages that are read are resident while the result lives."""
         return _read(self.path, self.name)
 
 
 Readable = torch.Tensor | FileTensor
+"""A tensor in memory, or one in a file."""
 
 Elements = Callable[[slice], torch.Tensor]
 """Return some elements of a flattened tensor."""
@@ -46,7 +47,7 @@ def read_tensor(path: Path, name: str) -> Readable:
 
 
 def _read(path: Path, name: str) -> torch.Tensor:
-    """Return a tensor of a file; how it is made is no operation of what a mode watches."""
+    """Return a tensor of a file, mapped; modes that watch or change operations do not see how it is made."""
     with _disable_current_modes(), safe_open(path, framework="pt", device="cpu") as file:
         tensor = file.get_tensor(name)
     assert isinstance(tensor, torch.Tensor)
@@ -54,7 +55,7 @@ def _read(path: Path, name: str) -> torch.Tensor:
 
 
 def mapped(tensor: Readable) -> torch.Tensor:
-    """Return a lazily read tensor: parts of a file that are not read use no memory."""
+    """Return a tensor in memory as it is, and one in a file mapped: elements that are not read use no memory."""
     return tensor.map() if isinstance(tensor, FileTensor) else tensor.detach()
 
 
@@ -67,6 +68,6 @@ def elements_of(tensor: Readable) -> Elements:
 
 
 def parts_of(start: int, stop: int) -> Iterator[slice]:
-    """Yield the parts of a range of elements."""
+    """Yield slices of at most `sizes.PART` elements that cover a range."""
     for first in range(start, stop, sizes.PART):
         yield slice(first, min(stop, first + sizes.PART))

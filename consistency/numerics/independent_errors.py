@@ -17,7 +17,9 @@ def independent_rows(actual: Readable, exact: Readable) -> int:
     number of rows if all errors are equal, and 1 if one row carries all of it.
     """
     difference = mapped(actual).to(torch.float64) - mapped(exact)
-    rows = torch.linalg.vector_norm(difference if difference.dim() > 1 else difference.reshape(-1, 1), dim=-1)
+    if difference.dim() < 2:  # each element is a row
+        difference = difference.reshape(-1, 1)
+    rows = torch.linalg.vector_norm(difference, dim=-1)
     return _participation(rows.square())
 
 
@@ -32,18 +34,19 @@ def independent_lines(actual: Readable, exact: Readable) -> int:
     none.
     """
     passes, *shape = actual.shape
+    # a vector is one row; of a tensor of more dimensions the first one has the rows
     rows, columns = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
-    own, truth = elements_of(actual), elements_of(exact)
-    few, many = [], []
+    actual_elements, exact_elements = elements_of(actual), elements_of(exact)
+    row_energies, column_energies = [], []
     for index in range(passes):
-        by_row, by_column = _energies(own, truth, index * rows * columns, (rows, columns))
-        few.append(by_row)
-        many.append(by_column)
-    return min(_participation(torch.cat(parts)) for parts in (few, many))
+        by_row, by_column = _energies(actual_elements, exact_elements, index * rows * columns, (rows, columns))
+        row_energies.append(by_row)
+        column_energies.append(by_column)
+    return min(_participation(torch.cat(energies)) for energies in (row_energies, column_energies))
 
 
 _ELEMENTS_AT_ONCE = 1 << 22
-"""Elements at once: 32 MiB of float64, for gradients of any size."""
+"""Elements of a gradient that are compared at once: 32 MiB of float64, for gradients of any size."""
 
 
 def _energies(
@@ -59,16 +62,21 @@ def _energies(
         squares = _difference(actual(part), exact(part)).square_().view(count, columns)
         by_row.append(squares.sum(1))
         by_column += squares.sum(0)
-        del squares  # before there are others
+        del squares  # before the next ones are made
     return torch.cat(by_row), by_column
 
 
 def _difference(actual: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Subtract in a frame of its own: what was read of a file goes before anything else is."""
+    """Subtract in float64, in a frame of its own: the part that was read of a file is freed before the next is read."""
     return actual.to(torch.float64, copy=True).sub_(exact)
 
 
 def _participation(energy: torch.Tensor) -> int:
-    """Return how many of these carry their sum: all if they are equal, 1 if one carries it alone."""
+    """Return how many squared errors carry their sum: all if they are equal, 1 if one carries it alone.
+
+    Errors that are not finite count for nothing; where there is no error, all count.
+    """
     energy = energy.nan_to_num(posinf=0.0)
-    return max(1, int(energy.sum().square() / energy.square().sum())) if bool(energy.any()) else max(1, energy.numel())
+    if not bool(energy.any()):
+        return max(1, energy.numel())
+    return max(1, int(energy.sum().square() / energy.square().sum()))

@@ -64,14 +64,14 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     not_finite: int = 0
 
     def without_values(self) -> Measure:
-        """Return it without the worst element's values: a third of its size, and shown only of mismatches."""
+        """Return the measure without the worst element's values: a third of its size, and shown only of mismatches."""
         return msgspec.structs.replace(
             self, worst_actual=None, worst_expected=None, worst_actual_bits=None, worst_expected_bits=None
         )
 
     def evidence(self) -> dict[str, Any]:
-        """Return what a row shows of a bitwise difference: the worst element, flipped bits, the range of bytes."""
-        found: dict[str, Any] = {
+        """Return the evidence of a bitwise difference in a row: the worst element, flipped bits, the range of bytes."""
+        fields: dict[str, Any] = {
             "actual": self.worst_actual,
             "expected": self.worst_expected,
             "actual_bits": self.worst_actual_bits,
@@ -80,4 +80,4 @@ class Measure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "first_byte": self.first_byte,
             "last_byte": self.last_byte,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in fields.items() if value is not None}

@@ -8,7 +8,8 @@ from consistency.numerics.digest import as_bytes
 from consistency.numerics.dtype import name_of
 from consistency.numerics.not_finite_bits import count_in_bits
 
-_AT_ONCE = 1 << 18  # stays in cache, so that memory is read once
+_AT_ONCE = 1 << 18
+"""Elements that are looked at at once: they stay in cache, so that memory is read once."""
 
 
 def count_not_finite(tensor: torch.Tensor) -> int:
@@ -16,10 +17,10 @@ def count_not_finite(tensor: torch.Tensor) -> int:
     if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return 0
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return sum(map(_count, real.detach().reshape(-1).split(_AT_ONCE)))
+    return sum(map(_count_in_part, real.detach().reshape(-1).split(_AT_ONCE)))
 
 
-def _count(part: torch.Tensor) -> int:
+def _count_in_part(part: torch.Tensor) -> int:
     if part.element_size() == 1:  # some of these formats have no infinity
         return int((~torch.isfinite(part.to(torch.float32))).sum())
     return count_in_bits(as_bytes(part).numpy(), name_of(part.dtype))

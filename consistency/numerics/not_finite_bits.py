@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-_FIRST = {
+_SMALLEST_BITS = {
     "float64": (np.uint64, 0x7FF << 52), "float32": (np.uint32, 0xFF << 23), "bfloat16": (np.uint16, 0xFF << 7),
     "float16": (np.uint16, 0x1F << 10), "complex64": (np.uint32, 0xFF << 23), "complex128": (np.uint64, 0x7FF << 52),
     "float8_e5m2": (np.uint8, 0x1F << 2), "float8_e4m3fn": (np.uint8, 0x7F),
 }  # fmt: skip
-"""By dtype the integers of its size (of its parts), and the first bits, without the sign, of what is not finite."""
+"""For each dtype, the unsigned integers of its size (of the size of its parts if it is complex), and the smallest bits,
+without the sign, of a number that is not finite."""
 
 
 def count_in_bits(raw: np.ndarray, dtype: str) -> int:
@@ -17,12 +18,12 @@ def count_in_bits(raw: np.ndarray, dtype: str) -> int:
 
     Each part of a complex number counts. Where all are finite, nothing is allocated.
     """
-    if dtype not in _FIRST or not raw.size:
+    if dtype not in _SMALLEST_BITS or not raw.size:
         return 0
-    unsigned, first = _FIRST[dtype]
+    unsigned, smallest = _SMALLEST_BITS[dtype]
     bits = raw.view(unsigned)
     sign = 1 << (8 * bits.itemsize - 1)
-    positive = bits.view(np.dtype(f"i{bits.itemsize}"))  # negative numbers are below all of them
-    if int(positive.max()) < first and int(bits.max()) < sign + first:
+    positive = bits.view(np.dtype(f"i{bits.itemsize}"))  # as signed integers, negative numbers are below all others
+    if int(positive.max()) < smallest and int(bits.max()) < sign + smallest:
         return 0
-    return int(np.count_nonzero((bits & (sign - 1)) >= first))
+    return int(np.count_nonzero((bits & (sign - 1)) >= smallest))

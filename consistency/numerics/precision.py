@@ -40,7 +40,8 @@ class Precision(enum.StrEnum):
     @property
     def smallest(self) -> float:
         """Return the magnitude below which a unit may flush an operand, a product or a sum to zero."""
-        return 2.0**-126 if self is Precision.BFLOAT16 else 0.0  # AMX and VCVTNEPS2BF16 take subnormals as zero
+        # AMX and VCVTNEPS2BF16 take subnormals as zero
+        return 2.0**-126 if self is Precision.BFLOAT16 else 0.0
 
 
 def partial_sums_error(terms: int, unit: float, *, each: int = SPLIT_TERMS) -> float:
@@ -53,5 +54,11 @@ def partial_sums_error(terms: int, unit: float, *, each: int = SPLIT_TERMS) -> f
 
 
 def partial_sums(terms: int, each: int) -> int:
-    """Return how many partial sums of an inner product a device may store in a half type, one after another."""
+    """Return how many partial sums of an inner product a device may store in a half type, one after another.
+
+    Parameters
+    ----------
+    terms, each : int
+        Terms of the inner product, and of a partial sum; where each term is stored, there are as many as terms.
+    """
     return terms if each <= 1 else min(MOST_SPLITS, math.ceil(terms / each))

@@ -1,4 +1,4 @@
-r"""Quantized weights by their formulas: what their bytes stand for, and how far quantizing may move a value.
+r"""Quantized weights by their formulas: the values that their bytes stand for, and how far quantizing may move them.
 
 A quantized weight stores, for each block of values, a scale s, and for each value the number of a level
 :math:`\ell_k`; the value is :math:`\ell_k s`. Levels are integers, the numbers of an 8-bit float, or a table.
@@ -36,29 +36,31 @@ _NESTED_BLOCK = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requantized:
-    """What quantizing exact values may give: the distance of the levels around each, and what is allowed."""
+    """The tolerance of quantizing exact values: float64, of the weight's shape."""
 
     step: torch.Tensor
+    """Distance of the two levels around each value."""
     allowed: torch.Tensor
+    """The error that each quantized value may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedWeight(ABC):
-    """A weight by its stored parts."""
+    """A quantized weight, given by its stored parts; a subclass for each format."""
 
     parts: Mapping[str, torch.Tensor]
-    """Codes, scales and tables, by the name of the format."""
+    """Codes, scales and tables, by the names that the format gives them."""
     shape: tuple[int, ...]
-    """Of the weight."""
+    """Shape of the dequantized weight."""
     dtype: torch.dtype
-    """That it is dequantized to."""
+    """Dtype that it is dequantized to."""
 
     def on_cpu(self) -> QuantizedWeight:
         """Return the same weight with its parts on the CPU."""
         return replace(self, parts={name: part.detach().to("cpu") for name, part in self.parts.items()})
 
     def of(self, parts: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        """Return the weight that other bytes stand for."""
+        """Return the weight with some of its parts replaced."""
         return replace(self, parts={**self.parts, **parts})
 
     def exact(self) -> torch.Tensor:
@@ -70,7 +72,7 @@ class QuantizedWeight(ABC):
         return self._values(torch.float32).to(self.dtype)
 
     def dequantized_allowance(self, exact: torch.Tensor) -> torch.Tensor:
-        """Return how far an implementation may be from `exact`.
+        """Return how far the value of an implementation may be from `exact`, of each element.
 
         Level, scale and product are each rounded, and the store: four roundings, in float32 or in the dtype itself. A
         scale that is a sum has the error of that sum besides, and no level is larger than one.
@@ -79,17 +81,17 @@ class QuantizedWeight(ABC):
         return exact.abs().mul_(4 * u).add_(HALF_SMALLEST_SUBNORMAL[self.dtype] + 4 * self._scale_error())
 
     def requantized(self, exact: torch.Tensor, error: torch.Tensor) -> Requantized:
-        """Return what quantizing values that are known to within `error` may give.
+        """Return the tolerance of quantizing values that are known to within `error`.
 
         Parameters
         ----------
         exact, error : torch.Tensor
             Float64, on the CPU, of the weight's shape.
         """
-        step, of_scale = self._steps(exact, error)
+        step, scale_error = self._steps(exact, error)
         # the weight that comes out is rounded once more where it is dequantized
-        read = self.dequantized_allowance(exact)
-        return Requantized(step=step, allowed=step / 2 + 2 * error + of_scale + read)
+        dequantizing_error = self.dequantized_allowance(exact)
+        return Requantized(step=step, allowed=step / 2 + 2 * error + scale_error + dequantizing_error)
 
     @abstractmethod
     def _values(self, dtype: torch.dtype) -> torch.Tensor:
@@ -97,7 +99,7 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def _steps(self, exact: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the distance of the levels around each value, and the error that the scale's own error makes."""
+        """Return for each value the distance of the levels around it, and the error that the scale's error makes."""
 
     def _scale_error(self) -> float:
         """Return the absolute rounding error of a scale that is a sum, in float32."""
@@ -109,10 +111,11 @@ class FourBit(QuantizedWeight):
     """4-bit codes of bitsandbytes, two in a byte: `codes`, `absmax` and `table`.
 
     Where the scales are quantized too, `absmax` has their codes, `nested_table` their levels, `nested_absmax` the
-    scales of these, and `offset` what is added to all.
+    scales of the scales, and `offset` the number that is added to all scales.
     """
 
     block: int
+    """Values that share a scale."""
 
     def _values(self, dtype: torch.dtype) -> torch.Tensor:
         packed = self.parts["codes"].reshape(-1).view(torch.uint8)
@@ -121,6 +124,7 @@ class FourBit(QuantizedWeight):
         return _times(values, self._scales(dtype), self.block).reshape(self.shape)
 
     def _scales(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the scale of each block, dequantized itself where scales are quantized too."""
         scales = self.parts["absmax"].reshape(-1)
         if "nested_absmax" not in self.parts:
             return scales.to(dtype)
@@ -133,24 +137,25 @@ class FourBit(QuantizedWeight):
     def _steps(self, exact: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         blocks, errors = _blocks(exact.reshape(-1), self.block), _blocks(error.reshape(-1), self.block)
         scales = blocks.abs().amax(dim=1)
-        of_scales = errors.amax(dim=1) + 2 * _FLOAT32 * scales
+        scale_errors = errors.amax(dim=1) + 2 * _FLOAT32 * scales
         if "nested_absmax" in self.parts:
-            of_scales = of_scales + self._nested_error(scales, of_scales)
+            scale_errors = scale_errors + self._nested_error(scales, scale_errors)
         levels = self.parts["table"].to(torch.float64).unique()
+        # a block of zeros has the scale zero: its values are at level zero
         low, high = _around(blocks / scales.clamp(min=torch.finfo(torch.float64).tiny)[:, None], levels)
         step = (high - low) * scales[:, None]
-        of_level = torch.maximum(low.abs(), high.abs()) * of_scales[:, None]
-        return tuple(part.reshape(-1)[: exact.numel()].reshape(exact.shape) for part in (step, of_level))  # type: ignore[return-value]  # two of two
+        level_error = torch.maximum(low.abs(), high.abs()) * scale_errors[:, None]
+        return _without_padding(step, exact), _without_padding(level_error, exact)
 
-    def _nested_error(self, scales: torch.Tensor, of_scales: torch.Tensor) -> torch.Tensor:
-        """Bound the error of quantizing the scales: half of their own step, and what their errors add to it."""
+    def _nested_error(self, scales: torch.Tensor, scale_errors: torch.Tensor) -> torch.Tensor:
+        """Bound the error of quantizing the scales: half of their own step, and the effect of their own errors."""
         offset = scales.mean()
-        around = _blocks(scales - offset, _NESTED_BLOCK)
-        largest = around.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-        low, high = _around(around / largest, self.parts["nested_table"].to(torch.float64).unique())
-        half = ((high - low) * largest / 2).reshape(-1)[: scales.numel()]
+        centered = _blocks(scales - offset, _NESTED_BLOCK)
+        largest = centered.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+        low, high = _around(centered / largest, self.parts["nested_table"].to(torch.float64).unique())
+        half_step = ((high - low) * largest / 2).reshape(-1)[: scales.numel()]
         # the largest and the offset are off by as much as any scale, and a scale's own error may cross a level
-        return half + 4 * of_scales.amax()
+        return half_step + 4 * scale_errors.amax()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,23 +167,22 @@ class EightBit(QuantizedWeight):
 
     def _steps(self, exact: torch.Tensor, error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # bitsandbytes casts to float16 before it quantizes: each value is rounded, the largest of a row among them
-        half = exact.abs() * UNIT_ROUNDOFF[torch.float16] + HALF_SMALLEST_SUBNORMAL[torch.float16]
+        cast_error = exact.abs() * UNIT_ROUNDOFF[torch.float16] + HALF_SMALLEST_SUBNORMAL[torch.float16]
         largest = exact.abs().amax(dim=1, keepdim=True)
-        of_largest = error.amax(dim=1, keepdim=True) + half.amax(dim=1, keepdim=True) + 4 * _FLOAT32 * largest
-        share = exact.abs() / largest.clamp(min=torch.finfo(torch.float64).tiny)
-        return (largest / 127).expand_as(exact), 2 * half + share * of_largest
+        largest_error = error.amax(dim=1, keepdim=True) + cast_error.amax(dim=1, keepdim=True) + 4 * _FLOAT32 * largest
+        fraction = exact.abs() / largest.clamp(min=torch.finfo(torch.float64).tiny)
+        return (largest / 127).expand_as(exact), 2 * cast_error + fraction * largest_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affine(QuantizedWeight):
-    """Integers of torchao: `(qdata - zero_point) * scale`, in blocks of a shape of their own.
-
-    `lowest` and `highest` are the integers that there are.
-    """
+    """Integers of torchao: `(qdata - zero_point) * scale`, with a scale for each block."""
 
     block: tuple[int, ...]
+    """Shape of a block: rows and columns."""
     lowest: int
     highest: int
+    """`lowest`, `highest`: the range of the integers."""
 
     def _values(self, dtype: torch.dtype) -> torch.Tensor:
         codes = self.parts["qdata"].to(dtype)
@@ -196,16 +200,17 @@ class Affine(QuantizedWeight):
             values = _by_block(exact, self.block)
             span = values.amax(dim=-1).clamp(min=0) - values.amin(dim=-1).clamp(max=0)
             scales = span / (self.highest - self.lowest)
-        of_scales = _by_block(error, self.block).amax(dim=-1) + (4 * u * self.highest) * scales
+        scale_errors = _by_block(error, self.block).amax(dim=-1) + (4 * u * self.highest) * scales
         scales = scales.clamp(min=torch.finfo(torch.float32).eps)  # torchao has no smaller scale
-        return _spread(scales, self.shape), _spread(of_scales, self.shape)
+        return _spread(scales, self.shape), _spread(scale_errors, self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Float8(QuantizedWeight):
-    """8-bit floats of torchao: `qdata * scale`, in blocks of a shape of their own."""
+    """8-bit floats of torchao: `qdata * scale`, with a scale for each block."""
 
     block: tuple[int, ...]
+    """Shape of a block: rows and columns."""
 
     def _values(self, dtype: torch.dtype) -> torch.Tensor:
         return self.parts["qdata"].to(dtype) * _spread(self.parts["scale"].to(dtype), self.shape)
@@ -214,18 +219,24 @@ class Float8(QuantizedWeight):
         kind = self.parts["qdata"].dtype
         largest = _by_block(exact.abs(), self.block).amax(dim=-1)
         scales = (largest / torch.finfo(kind).max).clamp(min=torch.finfo(torch.float64).tiny)
-        of_largest = _by_block(error, self.block).amax(dim=-1) + 4 * _FLOAT32 * largest
+        largest_error = _by_block(error, self.block).amax(dim=-1) + 4 * _FLOAT32 * largest
+        # the levels are all numbers of the 8-bit float
         levels = torch.arange(256, dtype=torch.uint8).view(kind).to(torch.float64)
         spread = _spread(scales, self.shape)
         low, high = _around(exact / spread, levels[levels.isfinite()].unique())
-        share = exact.abs() / _spread(largest, self.shape).clamp(min=torch.finfo(torch.float64).tiny)
-        return (high - low) * spread, share * _spread(of_largest, self.shape)
+        fraction = exact.abs() / _spread(largest, self.shape).clamp(min=torch.finfo(torch.float64).tiny)
+        return (high - low) * spread, fraction * _spread(largest_error, self.shape)
 
 
 def _around(values: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the levels on both sides of each value; of one past the last, the last two."""
+    """Return the levels on both sides of each value; for a value beyond the last level, the last two."""
     above = torch.bucketize(values.contiguous(), levels).clamp(1, len(levels) - 1)
     return levels[above - 1], levels[above]
+
+
+def _without_padding(blocks: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return `(blocks, values)` in the shape of a weight, without the zeros that fill the last block."""
+    return blocks.reshape(-1)[: like.numel()].reshape(like.shape)
 
 
 def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
@@ -234,6 +245,7 @@ def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _times(values: torch.Tensor, scales: torch.Tensor, size: int) -> torch.Tensor:
+    """Multiply flat values by the scales of their blocks of `size`."""
     return (_blocks(values, size) * scales[:, None]).reshape(-1)[: values.numel()]
 
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from consistency.numerics.precision import Precision
 
 _TF32_DROPPED = 13
-"""Of float32's 23 stored mantissa bits, those that TF32 does not have."""
+"""Number of float32's 23 stored mantissa bits that TF32 does not have."""
 
 _aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ _CONVOLUTION: dict[Any, tuple[int, ...]] = {
     _aten.convolution.default: (0, 1),
     _aten.convolution_backward.default: (0, 1, 2),
 }
-"""Operations with the places of the operands that are multiplied; what is added is not rounded."""
+"""Convolutions, and where the operands that are multiplied are among the arguments; a bias is added, not rounded."""
 
 
 def truncated_to_tf32(values: torch.Tensor) -> torch.Tensor:
@@ -79,9 +79,14 @@ class ReducedProducts(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in self._round:
-            places, cut = self._round[func]
-            args = tuple(cut(a) if i in places and _is_float32(a) else a for i, a in enumerate(args))
-        elif torch.is_inference_mode_enabled() and func._can_decompose():  # which inference mode leaves whole
+            places, round_operand = self._round[func]
+            operands = list(args)
+            for place, operand in enumerate(args):
+                if place in places and _is_float32(operand):
+                    operands[place] = round_operand(operand)
+            args = tuple(operands)
+        elif torch.is_inference_mode_enabled() and func._can_decompose():
+            # inference mode leaves composite operations whole: their products are inside
             with self:
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
@@ -98,31 +103,36 @@ GROUPED = torch.ops.aten._grouped_mm.default
 def grouped_product(
     a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> torch.Tensor:
-    """Return what `torch.ops.aten._grouped_mm` does, one product per group; rows of no group are zero.
+    """Compute `torch.ops.aten._grouped_mm` as one product per group; rows of no group are zero.
 
     Parameters
     ----------
     a, b : torch.Tensor
         `(groups, m, k)` and `(groups, k, n)`; where one has no first dimension, `offs` divides its rows (of `b`, its
         columns) into groups; where neither has, it divides the dimension that is summed.
+    offs : torch.Tensor or None
+        End of each group; None where both have a first dimension.
+    bias, out_dtype : optional
+        Added to the product, and the dtype of the result; None for neither.
     """
     if offs is None:
-        return _as(a @ b, bias, out_dtype)
+        return _finish(a @ b, bias, out_dtype)
     ends = offs.tolist()
     parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     if a.dim() == 2 and b.dim() == 2:
-        return _as(torch.stack([a[:, part] @ b[part] for part in parts]), bias, out_dtype)
+        return _finish(torch.stack([a[:, part] @ b[part] for part in parts]), bias, out_dtype)
     if a.dim() == 2:
-        found = a.new_zeros(a.shape[0], b.shape[-1])
+        product = a.new_zeros(a.shape[0], b.shape[-1])
         for group, part in enumerate(parts):
-            found[part] = a[part] @ b[group]
-        return _as(found, bias, out_dtype)
-    found = b.new_zeros(a.shape[1], b.shape[-1])
+            product[part] = a[part] @ b[group]
+        return _finish(product, bias, out_dtype)
+    product = b.new_zeros(a.shape[1], b.shape[-1])
     for group, part in enumerate(parts):
-        found[:, part] = a[group] @ b[:, part]
-    return _as(found, bias, out_dtype)
+        product[:, part] = a[group] @ b[:, part]
+    return _finish(product, bias, out_dtype)
 
 
-def _as(found: torch.Tensor, bias: Any, dtype: Any) -> torch.Tensor:
-    found = found if bias is None else found + bias
-    return found if dtype is None else found.to(dtype)
+def _finish(product: torch.Tensor, bias: Any, dtype: Any) -> torch.Tensor:
+    """Add the bias, if there is one, and convert to a dtype, if one is given."""
+    result = product if bias is None else product + bias
+    return result if dtype is None else result.to(dtype)

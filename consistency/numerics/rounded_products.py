@@ -1,4 +1,4 @@
-r"""Products of a half type by float32 kernels whose results are rounded: what matrix units compute, on any processor.
+r"""Products of a half type by float32 kernels whose results are rounded: as matrix units compute, on any processor.
 
 A processor without fast kernels of a half type multiplies matrices in it a hundred to ten thousand times as slowly as
 in float32, because libraries then fall back to loops that nobody tuned. Matrix units, and the fast kernels, multiply
@@ -37,7 +37,8 @@ _PRODUCTS = frozenset(
         _aten.convolution_backward.default,
     }
 )
-"""What every product of torch's public functions becomes when attention runs by its formula, as it is pinned to."""
+"""Operations that every product of torch's public functions becomes when attention runs by its formula, which it is
+pinned to."""
 
 
 class RoundedProducts(TorchDispatchMode):
@@ -53,11 +54,12 @@ class RoundedProducts(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
-        half = next((a.dtype for a in args if isinstance(a, torch.Tensor) and a.dtype in HALF), None)
-        if half is None:
+        half_types = (arg.dtype for arg in args if isinstance(arg, torch.Tensor) and arg.dtype in HALF)
+        dtype = next(half_types, None)
+        if dtype is None:
             return func(*args, **kwargs)
-        found = None if kwargs else self._wide.product(func, args)
-        if found is None:
+        product = None if kwargs else self._wide.product(func, args)
+        if product is None:  # no large weight: the operands are widened whole
             args, kwargs = each_tensor(self._wide.of, (args, kwargs))
-            found = func(*args, **kwargs)
-        return each_tensor(lambda value: value.to(half), found)
+            product = func(*args, **kwargs)
+        return each_tensor(lambda value: value.to(dtype), product)

@@ -67,7 +67,7 @@ from consistency.numerics.reduced_products import GROUPED, MATRIX_PRODUCTS
 _aten = torch.ops.aten
 
 _FACTORS: dict[Any, tuple[int, int]] = {**MATRIX_PRODUCTS, GROUPED: (0, 1)}
-"""Matrix products, and the places of their factors."""
+"""Matrix products, and where their two factors are among the arguments."""
 
 _CONVOLUTIONS = frozenset({_aten.convolution.default, _aten.convolution_backward.default})
 
@@ -83,16 +83,17 @@ _IN_STEPS = frozenset({
     # torch 2.8 computes the gradient of _fused_rms_norm by other operators
     *([_aten._fused_rms_norm_backward.default] if hasattr(_aten, "_fused_rms_norm_backward") else []),
 })  # fmt: skip
-"""What torch computes at once, and other libraries in steps that round."""
+"""Operations that torch computes at once, and other libraries in steps that round."""
 
 _SCALED_NORMS = {_aten.native_layer_norm.default: (2, 3), _aten.native_group_norm.default: (1, 2)}
-"""Norms, and the places of their weight and bias."""
+"""Norms, and where their weight and bias are among the arguments."""
 
-_NORMS_BACK = {
+_NORM_GRADIENTS = {
     _aten.native_layer_norm_backward.default: lambda args: math.prod(args[1].shape) // math.prod(args[2]),
     _aten.native_group_norm_backward.default: lambda args: args[5] * args[7],
 }
-"""Backward passes of norms, and how many rows the gradients of their parameters add up."""
+"""Backward passes of norms, each with a function of its arguments: how many rows the gradients of weight and bias
+add up."""
 
 _BATCH_NORMS = frozenset({_aten.native_batch_norm.default, _aten._native_batch_norm_legit.default})
 
@@ -128,10 +129,14 @@ _FUNCTIONS = frozenset({
 _ACCUMULATING = frozenset(
     {"scatter_add", "index_add", "index_put", "embedding_dense_backward", "scatter_reduce", "index_reduce"}
 )
-"""Operations that add what has the same index."""
+"""Operations that add the values that have the same index."""
+
+_SOURCES = {"embedding_dense_backward": 0, "index_put": 2}
+"""Place of the added values among the arguments; 3 in all other accumulating operations."""
 
 _CHOOSING = frozenset({"amax", "amin"})
-"""What some of them do instead: their gradient goes where the result is equal to an element, so it must stay one."""
+"""Reductions of some of these operations that choose instead of adding: their gradient goes where the result is equal
+to an element, so the result must stay one."""
 
 _TRANSFORMS = frozenset({"_fft_r2c", "_fft_c2c", "_fft_c2r"})
 
@@ -162,9 +167,11 @@ _STRIDE = 40_503
 """Steps of the beginnings in the pool: prime to its length, and near the golden ratio of 2¹⁶, so that they spread."""
 
 _MOVED = {False: 11, True: 43}
-"""Of 256 elements, those moved up, and as many down: 22/256 · (2u)² = 0.34 u², of functions four times that."""
+"""Number of elements of 256 that are moved up, and as many down; True is for library functions. The variance is
+22/256 · (2u)² = 0.34 u², for functions four times that."""
 
 _MOVED_HALF = 1
+"""Number of elements of 256 that are moved up in a half type, and as many down: a probability of 1/128 together."""
 
 _TESTED = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -174,7 +181,7 @@ _SMALLEST = {dtype: torch.finfo(dtype).min for dtype in _TESTED}
 
 
 class _Kind(enum.Enum):
-    """What an operation does to its operands."""
+    """How an operation rounds, which decides where noise is put."""
 
     EXACT = enum.auto()
     IN_STEPS = enum.auto()
@@ -187,7 +194,9 @@ class _Kind(enum.Enum):
     TRANSFORM = enum.auto()
     FACTORIZATION = enum.auto()
     WITH_MASKS = enum.auto()
+    """Arithmetic by which masks of the smallest number are applied: noise must not make them minus infinity."""
     ROUNDING = enum.auto()
+    """Any other operation: each element of its result is rounded once."""
 
 
 _BY_NAME: dict[str, _Kind] = {
@@ -203,16 +212,20 @@ _BY_NAME: dict[str, _Kind] = {
 
 
 class _Operation:
-    """What is to be known of an operation; a pass of a small model takes most of its time to ask.
+    """The properties of an operation, looked up once: a pass of a small model takes most of its time to ask for them.
 
     Attributes
     ----------
+    func : torch._ops.OpOverload
+        The operation itself.
     name : str
-        Without that of its form, nor the mark of one that writes in place.
+        Name without the overload's, and without the underscore of an operation that writes in place.
     factors : tuple of int
-        Of a matrix product, the places of its factors.
+        Where the two factors of a matrix product are among its arguments.
     is_mutable : bool
         Whether it writes in place.
+    kind : _Kind
+        How it rounds.
     """
 
     __slots__ = ("factors", "func", "is_mutable", "kind", "name")
@@ -222,9 +235,9 @@ class _Operation:
         self.name = str(func._schema.name.partition("::")[2].removesuffix("_"))
         self.factors = _FACTORS.get(func, (0, 1))
         self.is_mutable = bool(func._schema.is_mutable)
-        self.kind = self._kind()
+        self.kind = self._find_kind()
 
-    def _kind(self) -> _Kind:
+    def _find_kind(self) -> _Kind:
         func = self.func
         if func.is_view:
             return _Kind.EXACT
@@ -234,20 +247,26 @@ class _Operation:
             return _Kind.CONVOLUTION
         if func in _IN_STEPS and func in decomposition_table:
             return _Kind.IN_STEPS
-        by_name = _BY_NAME.get(self.name)
-        # a composite operation may return an operand as it is
-        return _Kind.IN_STEPS if by_name is None and func._can_decompose() else by_name or _Kind.ROUNDING
+        kind = _BY_NAME.get(self.name)
+        if kind is not None:
+            return kind
+        # a composite operation may return an operand as it is, so its parts are looked at instead
+        if func._can_decompose():
+            return _Kind.IN_STEPS
+        return _Kind.ROUNDING
 
 
 _operations: dict[int, _Operation] = {}
-"""By the identity of the function, which its `_Operation` keeps: torch computes the hash of one in Python."""
+"""Operations by the identity of the function, which its `_Operation` keeps alive: torch computes the hash of a function
+in Python."""
 
 
 def _operation(func: Any) -> _Operation:
-    found = _operations.get(id(func))
-    if found is None:
-        found = _operations[id(func)] = _Operation(func)
-    return found
+    """Return the properties of an operation, which are looked up at its first call."""
+    operation = _operations.get(id(func))
+    if operation is None:
+        operation = _operations[id(func)] = _Operation(func)
+    return operation
 
 
 @functools.cache
@@ -257,64 +276,85 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 class _Pools:
-    """Factors of a seed: of each kind twice as many as a tensor takes."""
+    """Pools of random factors of one seed, each of `2 * _LENGTH` elements; a pool is made when it is first needed."""
 
     def __init__(self, seed: int) -> None:
         generator = np.random.Generator(np.random.PCG64(seed))
         self.deviates = torch.from_numpy(generator.standard_normal(2 * _LENGTH, dtype=np.float32))
         self._bytes = torch.from_numpy(generator.integers(0, 256, 2 * _LENGTH, dtype=np.uint8))
-        self._made: dict[tuple[torch.dtype, float], torch.Tensor] = {}
+        self._pools: dict[tuple[torch.dtype, float], torch.Tensor] = {}
 
     def normal(self, units: float) -> torch.Tensor:
         """Return factors that differ from 1 by a normal deviate of so many unit roundoffs of float32."""
         key = torch.float32, units
-        if key not in self._made:
-            self._made[key] = 1 + self.deviates * (units * UNIT_ROUNDOFF[torch.float32])
-        return self._made[key]
+        if key not in self._pools:
+            self._pools[key] = 1 + self.deviates * (units * UNIT_ROUNDOFF[torch.float32])
+        return self._pools[key]
 
     def moving(self, dtype: torch.dtype, kind: _Kind) -> torch.Tensor:
         """Return factors that leave most elements and move the others to a neighbour."""
         moved = _MOVED_HALF if dtype != torch.float32 else _MOVED[kind is _Kind.FUNCTION]
-        key = dtype, -moved
-        if key not in self._made:
+        key = dtype, -moved  # negative, so that no number of units in `normal` is the same key
+        if key not in self._pools:
             sign = (self._bytes < moved).to(torch.float32) - (self._bytes >= 256 - moved).to(torch.float32)
-            self._made[key] = (1 + 2 * UNIT_ROUNDOFF[dtype] * sign).to(dtype)
-        return self._made[key]
+            self._pools[key] = (1 + 2 * UNIT_ROUNDOFF[dtype] * sign).to(dtype)
+        return self._pools[key]
 
 
-_kept = functools.cache(_Pools)
+_kept_pools = functools.cache(_Pools)
+"""Return the pools of a seed, and keep them for the next pass with it."""
 
 
-def _stored_between(steps: Any, args: tuple[Any, ...], weight: int, bias: int) -> Any:
-    """Compute a norm, and store what is normalized before it is scaled, and that before the bias is added."""
-    bare = tuple(None if place in (weight, bias) else value for place, value in enumerate(args))
-    found, *others = steps(*bare)
+def _norm_with_stores(steps: Any, args: tuple[Any, ...], weight: int, bias: int) -> Any:
+    """Compute a norm with two more stores: of the normalized values, and of their product with the weight.
+
+    Parameters
+    ----------
+    steps : callable
+        Torch's decomposition of the norm.
+    args : tuple
+        Its arguments.
+    weight, bias : int
+        Where weight and bias are among the arguments.
+    """
+    bare_args = list(args)
+    bare_args[weight] = bare_args[bias] = None
+    normalized, *statistics = steps(*bare_args)
     # along the last dimensions of a layer, along the channels of groups
     shape = args[1] if weight == 2 else (1, -1, *[1] * (args[0].dim() - 2))
     if args[weight] is not None:
-        found = found * args[weight].reshape(shape)
+        normalized = normalized * args[weight].reshape(shape)
     if args[bias] is not None:
-        found = found + args[bias].reshape(shape)
-    return (found, *others)
+        normalized = normalized + args[bias].reshape(shape)
+    return (normalized, *statistics)
 
 
-def _of_stored_statistics(steps: Any, args: tuple[Any, ...]) -> Any:
-    """Normalize a batch by its mean and deviation as they are stored in the half type, and keep them so."""
+def _batch_norm_by_stored_statistics(steps: Any, args: tuple[Any, ...]) -> Any:
+    """Normalize a batch by its mean and inverse deviation as they are stored in the half type.
+
+    The running mean and variance, where there are any, are updated by statistics that are stored so too.
+    """
     x, weight, bias, *running, _, momentum, _ = args
     _, *statistics = steps(x, weight, bias, None, None, *args[5:])
     channels = [dimension for dimension in range(x.dim()) if dimension != 1]
     wide = x.to(torch.float32)
-    for kept, found in zip(running, (wide.mean(channels), wide.var(channels)), strict=True):
-        if kept is not None:
-            kept.copy_(momentum * found.to(x.dtype) + (1 - momentum) * kept)
+    for average, statistic in zip(running, (wide.mean(channels), wide.var(channels)), strict=True):
+        if average is not None:
+            average.copy_(momentum * statistic.to(x.dtype) + (1 - momentum) * average)
     shape = (1, -1, *[1] * (x.dim() - 2))
-    mean, inverse = (one.to(x.dtype).to(torch.float32).reshape(shape) for one in statistics)
-    found = (wide - mean) * inverse
+    mean, inverse = (statistic.to(x.dtype).to(torch.float32).reshape(shape) for statistic in statistics)
+    result = (wide - mean) * inverse
     if weight is not None:
-        found = found * weight.reshape(shape).to(torch.float32)
+        result = result * weight.reshape(shape).to(torch.float32)
     if bias is not None:
-        found = found + bias.reshape(shape).to(torch.float32)
-    return (found.to(x.dtype), *statistics)
+        result = result + bias.reshape(shape).to(torch.float32)
+    return (result.to(x.dtype), *statistics)
+
+
+def _log_softmax_with_stored_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Compute the logarithm of softmax with a store of the sum whose logarithm is taken."""
+    shifted = x - x.amax(dim, keepdim=True)
+    return shifted - shifted.exp().sum(dim, keepdim=True).log()
 
 
 class RoundingNoise(TorchDispatchMode):
@@ -347,9 +387,10 @@ class RoundingNoise(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped
         self._toward_zero = toward_zero
         self._partial_terms = partial_terms or {}
-        self._pools = (_kept if is_kept or seed < _KEPT_SEEDS else _Pools)(seed)
+        keeps_pools = is_kept or seed < _KEPT_SEEDS
+        self._pools = _kept_pools(seed) if keeps_pools else _Pools(seed)
         self._operations = 0
-        self._stores_steps = seed % 2 == 1
+        self._stores_steps = seed % 2 == 1  # every other seed, see "Norms in a half type" above
 
     def __enter__(self) -> RoundingNoise:
         RoundingNoise._active.append(self)
@@ -363,21 +404,24 @@ class RoundingNoise(TorchDispatchMode):
     @classmethod
     @contextmanager
     def repeating(cls, first: list[int]) -> Iterator[None]:
-        """Compute a part of the active pass, if there is one; with the same list, again with the same errors."""
+        """Compute a part of the active pass, if there is one; with the same list, again with the same errors.
+
+        The list is empty before the first time, and then has the number of the operation at which the part began.
+        """
         if not cls._active:
             yield
             return
         active = cls._active[-1]
-        outer = active._operations
+        count_before = active._operations
         if not first:
-            first.append(outer)
+            first.append(count_before)
             yield
             return
         active._operations = first[0]
         try:
             yield
         finally:
-            active._operations = outer
+            active._operations = count_before
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -389,19 +433,7 @@ class RoundingNoise(TorchDispatchMode):
         if kind is _Kind.PRODUCT:
             return self._product(operation, args, kwargs)
         if kind is _Kind.IN_STEPS:
-            with self:
-                steps = decomposition_table.get(func, func.decompose)
-                if self._stores_steps and args[0].dtype in _HALF:
-                    if func in _SCALED_NORMS:
-                        return _stored_between(steps, args, *_SCALED_NORMS[func])
-                    if func in _NORMS_BACK:
-                        return self._added_in_half(steps, args, _NORMS_BACK[func](args))
-                    if func in _BATCH_NORMS and args[5]:
-                        return _of_stored_statistics(steps, args)
-                    if func is _aten._log_softmax.default and not args[2] and args[0].numel():
-                        shifted = args[0] - args[0].amax(args[1], keepdim=True)
-                        return shifted - shifted.exp().sum(args[1], keepdim=True).log()
-                return steps(*args, **kwargs)
+            return self._in_steps(func, args, kwargs)
         if kind is _Kind.CAST:
             return self._cast(operation, args, kwargs)
         if kind is _Kind.CONVOLUTION:
@@ -410,48 +442,86 @@ class RoundingNoise(TorchDispatchMode):
             return self._accumulated(operation, args, kwargs)
         if kind is _Kind.TRANSFORM or kind is _Kind.FACTORIZATION:
             return self._noisy(operation, func(*self._perturbed(kind, args), **kwargs), args, 1)
-        if kind is not _Kind.SUM:
-            return self._noisy(operation, func(*args, **kwargs), args, 1)
-        terms = _reduced(operation.name, args)
+        if kind is _Kind.SUM:
+            return self._sum(operation, args, kwargs)
+        return self._noisy(operation, func(*args, **kwargs), args, 1)
+
+    def _in_steps(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Compute an operation by torch's decomposition, with noise on each step; of some, with more stores."""
+        with self:  # torch leaves a mode while it dispatches to it, and the steps need noise too
+            steps = decomposition_table.get(func, func.decompose)
+            if self._stores_steps and args[0].dtype in _HALF:
+                if func in _SCALED_NORMS:
+                    return _norm_with_stores(steps, args, *_SCALED_NORMS[func])
+                if func in _NORM_GRADIENTS:
+                    return self._norm_gradients_in_half(steps, args, _NORM_GRADIENTS[func](args))
+                if func in _BATCH_NORMS and args[5]:  # in training: else the statistics are given
+                    return _batch_norm_by_stored_statistics(steps, args)
+                if func is _aten._log_softmax.default and not args[2] and args[0].numel():
+                    return _log_softmax_with_stored_sum(args[0], args[1])
+            return steps(*args, **kwargs)
+
+    def _sum(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Compute a sum with the noise of its partial sums."""
+        terms = _count_terms(operation.name, args)
         if terms > 1 and _are_whole(args[0]):  # counts, which no device rounds
-            return func(*args, **kwargs)
-        return self._noisy(operation, func(*self._shaken(args, 0, terms), **kwargs), args, terms)
+            return operation.func(*args, **kwargs)
+        return self._noisy(operation, operation.func(*self._shaken(args, 0, terms), **kwargs), args, terms)
 
     def _product(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Compute a matrix product with the noise of its partial sums, put on the smaller factor and the result."""
         left, right = operation.factors
         terms = args[left].shape[-1]
+        # noise on either factor does the same, and for the smaller one less of it is drawn
         smaller = left if args[left].numel() <= args[right].numel() else right
-        each = self._partial_terms.get(args[left].dtype)
-        if each and operation.func in MATRIX_PRODUCTS and (parts := partial_sums(terms, each)) > 1:
-            return self._in_parts(operation, args, kwargs, smaller, parts)
+        terms_per_part = self._partial_terms.get(args[left].dtype)
+        if terms_per_part and operation.func in MATRIX_PRODUCTS:
+            parts = partial_sums(terms, terms_per_part)
+            if parts > 1:
+                return self._product_in_parts(operation, args, kwargs, smaller, parts)
         return self._noisy(operation, operation.func(*self._shaken(args, smaller, terms), **kwargs), args, terms)
 
-    def _in_parts(
+    def _product_in_parts(
         self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, parts: int
     ) -> Any:
-        """Multiply half types with the noise of so many partial sums that are stored in the type."""
-        unit = UNIT_ROUNDOFF[args[place].dtype] / UNIT_ROUNDOFF[torch.float32]
-        wide = [one.to(torch.float32) if isinstance(one, torch.Tensor) else one for one in args]
-        wide[place] = wide[place] * self._normal(unit * math.sqrt(parts / 18), wide[place])
-        found = operation.func(*wide, **kwargs)
-        return (found * self._normal(unit * math.sqrt(parts / 9 + 1 / 3), found)).to(args[place].dtype)
+        """Multiply half types with the noise of `parts` partial sums that are stored in the type.
 
-    def _added_in_half(self, steps: Any, args: tuple[Any, ...], rows: int) -> Any:
-        """Compute the gradients of a norm, those of its parameters with partial sums that are stored in the type."""
+        Parameters
+        ----------
+        place : int
+            Where the factor that gets noise is among the arguments.
+        """
+        unit = UNIT_ROUNDOFF[args[place].dtype] / UNIT_ROUNDOFF[torch.float32]
+        wide = [_as_float32(value) for value in args]
+        # the formula of one accumulator, with partial sums for terms and the half type's roundoff
+        wide[place] = wide[place] * self._normal(unit * math.sqrt(parts / 18), wide[place])
+        product = operation.func(*wide, **kwargs)
+        return (product * self._normal(unit * math.sqrt(parts / 9 + 1 / 3), product)).to(args[place].dtype)
+
+    def _norm_gradients_in_half(self, steps: Any, args: tuple[Any, ...], rows: int) -> Any:
+        """Compute the gradients of a norm, with partial sums in the half type for the gradients of its parameters.
+
+        The gradient of the input is computed apart, from the arguments as they are.
+        """
         dtype, unit = args[0].dtype, UNIT_ROUNDOFF[args[0].dtype] / UNIT_ROUNDOFF[torch.float32]
-        found, *others = steps(*args)
-        up, *wide = (one.to(torch.float32) if isinstance(one, torch.Tensor) else one for one in args)
-        shaken = steps(up * self._normal(unit * math.sqrt(rows / 18), up), *wide)[1:]
+        input_gradient, *plain_gradients = steps(*args)
+        output_gradient, *wide = (_as_float32(value) for value in args)
+        noisy_gradients = steps(output_gradient * self._normal(unit * math.sqrt(rows / 18), output_gradient), *wide)[1:]
         factor = unit * math.sqrt(rows / 9 + 1 / 3)
-        return found, *(
-            None if plain is None else (one * self._normal(factor, one)).to(dtype)
-            for plain, one in zip(others, shaken, strict=True)
-        )
+        parameter_gradients: list[torch.Tensor | None] = []
+        for plain, noisy in zip(plain_gradients, noisy_gradients, strict=True):
+            if plain is None:
+                parameter_gradients.append(None)
+            else:
+                parameter_gradients.append((noisy * self._normal(factor, noisy)).to(dtype))
+        return input_gradient, *parameter_gradients
 
     def _convolution(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Compute a convolution, or its gradients, with the noise of sums as long as its longest inner product."""
         if operation.func is _aten.convolution.default:
-            weight = args[1]
-            terms = weight.numel() // max(1, weight.shape[1 if args[6] else 0])
+            weight, is_transposed = args[1], args[6]
+            output_channels = weight.shape[1] if is_transposed else weight.shape[0]
+            terms = weight.numel() // max(1, output_channels)
         else:
             gradient, weight = args[0], args[2]
             channels = gradient.shape[1]
@@ -459,7 +529,7 @@ class RoundingNoise(TorchDispatchMode):
         return self._noisy(operation, operation.func(*self._shaken(args, 0, terms), **kwargs), args, terms)
 
     def _perturbed(self, kind: _Kind, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return operands with what all steps of a transform, or of a factorization, are off by together."""
+        """Return the operands with the noise of all steps of a transform, or of a factorization, together."""
         if kind is _Kind.TRANSFORM:
             stages = math.log2(max(2, math.prod(args[0].shape[dimension] for dimension in args[1])))
             return self._shaken(args, 0, math.ceil(6 * stages))  # of a sum K / 18, of stages a third each
@@ -469,29 +539,38 @@ class RoundingNoise(TorchDispatchMode):
         return args
 
     def _accumulated(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Compute an operation that adds by index, with the noise of as many terms as there may be for one index."""
         name = operation.name
-        if _CHOOSING.intersection(value for value in (*args, *kwargs.values()) if isinstance(value, str)):
+        options = {value for value in (*args, *kwargs.values()) if isinstance(value, str)}
+        if _CHOOSING & options:  # it adds nothing
             return operation.func(*args, **kwargs)
-        if name == "index_put" and not (len(args) > 3 and args[3]) and not kwargs.get("accumulate", False):
+        if name == "index_put" and not _accumulates(args, kwargs):
             return operation.func(*args, **kwargs)
-        indices = [t for t in _tensors(args) if not t.is_floating_point()]
-        source = 0 if name == "embedding_dense_backward" else 2 if name == "index_put" else 3
-        terms = max((index.numel() if index.dim() < 2 else max(index.shape) for index in indices), default=1)
+        indices = [tensor for tensor in _tensors(args) if not tensor.is_floating_point()]
+        terms = max(map(_count_indices, indices), default=1)
+        source = _SOURCES.get(name, 3)
         return self._noisy(operation, operation.func(*self._shaken(args, source, terms), **kwargs), args, terms)
 
     def _cast(self, operation: _Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Convert to another dtype, with noise where it is narrower."""
         result = operation.func(*args, **kwargs)
         source = args[1] if operation.name == "copy" else args[0]
-        wide, narrow = (UNIT_ROUNDOFF.get(t.dtype) for t in (source, result))
-        rounds = narrow is not None and wide is not None and wide < narrow
-        return self._noisy(operation, result, args, 1) if rounds else result
+        source_unit, result_unit = (UNIT_ROUNDOFF.get(tensor.dtype) for tensor in (source, result))
+        if source_unit is None or result_unit is None or source_unit >= result_unit:
+            return result
+        return self._noisy(operation, result, args, 1)
 
     def _shaken(self, args: tuple[Any, ...], place: int, terms: int) -> tuple[Any, ...]:
-        """Return the operands with noise on one of them: what other orders of so many terms do to their sum."""
+        """Return the arguments with noise on the one at `place`: the effect of other orders on a sum of so many terms.
+
+        They are returned as they are where nothing is added up, or where the operand is computed in another dtype than
+        float32.
+        """
         operand = args[place] if place < len(args) else None
         if terms < 2 or not isinstance(operand, torch.Tensor) or operand.dtype not in _IN_FLOAT32:
             return args
         if self._toward_zero:
+            # the mean and the deviation of cut partial sums, see "Where partial sums are cut" above
             cut = self._normal(max(terms, 4) / math.sqrt(12), operand) - UNIT_ROUNDOFF[torch.float32] * terms / 2
             return (*args[:place], operand * cut, *args[place + 1 :])
         # with fewer terms the factors would be rounded to 1
@@ -499,8 +578,9 @@ class RoundingNoise(TorchDispatchMode):
         return (*args[:place], operand * noise, *args[place + 1 :])
 
     def _noisy(self, operation: _Operation, result: Any, args: tuple[Any, ...], terms: int) -> Any:
-        """Return a result with the noise of a sum of so many terms; what was written in place is written again."""
+        """Return a result with the noise of a sum of so many terms; a tensor written in place is written again."""
         if operation.is_mutable:
+            # the result is the operand itself: noise has to be in its memory
             target = args[0]
             noisy = self._with_noise(target, terms, operation.kind)
             if noisy is not target:
@@ -513,10 +593,13 @@ class RoundingNoise(TorchDispatchMode):
         return self._with_noise(result, terms, operation.kind)
 
     def _with_noise(self, value: Any, terms: int, kind: _Kind) -> Any:
-        if isinstance(value, torch.Tensor) and value.dtype == torch.complex64 and value.layout is torch.strided:
+        """Return a tensor with noise on each element; anything that is not rounded as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.dtype == torch.complex64 and value.layout is torch.strided:
             parts = torch.view_as_real(value.resolve_conj())
             return torch.view_as_complex(self._with_noise(parts, terms, kind).contiguous())
-        if not isinstance(value, torch.Tensor) or value.dtype not in _TESTED or not value.numel():
+        if value.dtype not in _TESTED or not value.numel():
             return value
         if value.layout is not torch.strided or value._is_zerotensor():  # exact zeros, without memory to write noise to
             return value
@@ -530,17 +613,20 @@ class RoundingNoise(TorchDispatchMode):
         return noisy
 
     def _normal(self, units: float, like: torch.Tensor) -> torch.Tensor:
-        """Return factors of a tensor's shape that differ from 1 by so many unit roundoffs; of a small one no pool."""
+        """Return factors of a tensor's shape that differ from 1 by a normal deviate of so many unit roundoffs."""
+        # a pool has at least eight times the elements of a small tensor, so none is made for it
         if like.numel() < _LENGTH // 4:
             return 1 + self._drawn(self._pools.deviates, like) * (units * UNIT_ROUNDOFF[torch.float32])
         return self._drawn(self._pools.normal(units), like)
 
     def _drawn(self, pool: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return noise of a tensor's shape from a pool, from another place of it for each operation."""
-        elements, parts = like.numel(), []
+        elements = like.numel()
         if elements <= _LENGTH:
             self._operations += 1
             return pool.as_strided(like.shape, _strides(like.shape), self._operations * _STRIDE % _LENGTH)
+        parts = []
+        # the pool is too short for a large tensor: each stretch takes noise from another place
         for start in range(0, elements, _LENGTH):
             self._operations += 1
             begin = self._operations * _STRIDE % _LENGTH
@@ -548,7 +634,18 @@ class RoundingNoise(TorchDispatchMode):
         return torch.cat(parts).view(like.shape)
 
 
+def _as_float32(value: Any) -> Any:
+    """Return a tensor in float32; anything else as it is."""
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) else value
+
+
+def _accumulates(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Report whether an `index_put` adds to the elements instead of replacing them."""
+    return bool(len(args) > 3 and args[3]) or bool(kwargs.get("accumulate", False))
+
+
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among values, and in lists and tuples of any depth."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -556,28 +653,40 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _reduced(name: str, args: tuple[Any, ...]) -> int:
+def _count_terms(name: str, args: tuple[Any, ...]) -> int:
     """Return how many terms an operation adds into each element of its result; 1 where it adds none."""
     operand = args[0] if args else None
     if not isinstance(operand, torch.Tensor) or not operand.dim():
         return 1
-    if name in _RUNNING:
+    if name in _RUNNING:  # the last element has all terms
         return max(1, int(operand.shape[args[1]]))
     if name not in _REDUCING:
         return 1
-    along = next((value for value in args[1:] if _is_dimension(value)), None)
-    dimensions = range(operand.dim()) if along in (None, [], ()) else [along] if isinstance(along, int) else along
+    dimensions = next((value for value in args[1:] if _is_dimension(value)), None)
+    if isinstance(dimensions, int):
+        dimensions = [dimensions]
+    elif not dimensions:  # none given: it adds along all
+        dimensions = range(operand.dim())
     return max(1, math.prod(int(operand.shape[dimension]) for dimension in dimensions))
 
 
+def _count_indices(index: torch.Tensor) -> int:
+    """Return how often one index may occur among indices: along one dimension where there are several."""
+    return index.numel() if index.dim() < 2 else max(index.shape)
+
+
 def _are_whole(values: torch.Tensor) -> bool:
-    """Report whether all are whole numbers whose sums are exact."""
-    if (
-        values.dtype not in _TESTED or not values.numel() or bool(values.reshape(-1)[:1] % 1)
-    ):  # an element tells nearly always
+    """Report whether all values are whole numbers whose sums are exact."""
+    if values.dtype not in _TESTED or not values.numel():
+        return False
+    first = values.reshape(-1)[:1]
+    if bool(first % 1):  # the first element tells nearly always
         return False
     return torch.equal(values, values.round()) and float(values.abs().sum(dtype=torch.float64)) < 2**24
 
 
 def _is_dimension(value: object) -> bool:
-    return type(value) is int or (isinstance(value, (list, tuple)) and all(type(one) is int for one in value))
+    """Report whether an argument is a dimension, or several; True and False are none."""
+    if isinstance(value, (list, tuple)):
+        return all(type(dimension) is int for dimension in value)
+    return type(value) is int

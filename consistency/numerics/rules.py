@@ -56,7 +56,7 @@ FALSE_ALARM = 1e-9
 """How often `error_factor` may fail a healthy tensor: 1000 machines produce some 10⁹ rows in a few years."""
 
 _MOST_SAMPLES = 2**14
-"""From here on the factor is below 2."""
+"""Most errors that `error_factor` counts: from here on the factor is below 2."""
 
 LEAST_FACTOR = 2.0
 """The least `error_factor`: a device whose rounding errors are not random may exceed random ones a little."""
@@ -109,32 +109,38 @@ def error_factor(samples: int, drawn: int, freedom: int = 1, *, chance: float = 
         Degrees of freedom of each.
     """
     n, m = (_rounded_down(min(max(1, count), _MOST_SAMPLES)) for count in (samples, drawn))
-    return _error_factor(n, m, max(one for one in FREEDOMS if one <= max(1, freedom)), chance)
+    known_freedom = max(degrees for degrees in FREEDOMS if degrees <= max(1, freedom))
+    return _error_factor(n, m, known_freedom, chance)
 
 
 def _rounded_down(count: int) -> int:
+    """Return a count rounded down to four significant bits, so that few different factors are computed."""
     step = 1 << max(0, count.bit_length() - 4)
     return count // step * step
 
 
 @functools.cache
 def _error_factor(n: int, m: int, freedom: int, chance: float) -> float:
+    """Return the c of `error_factor`, at most 5e-6 of itself too large; `LEAST_FACTOR` at least."""
     nodes = _nodes(m, freedom)
 
-    def excess(log_c: float) -> float:  # the logarithm of the chance over `chance`, by the trapezoidal rule
+    def excess(log_c: float) -> float:
+        """Return the logarithm of the probability at c over `chance`; the integral is by the trapezoidal rule."""
         c = math.exp(log_c)
-        above = ((weight, min(_above(c * x, freedom), 1 - 2**-53)) for x, weight in nodes)
-        found = -math.fsum(weight * math.expm1(n * math.log1p(-one)) for weight, one in above)
-        return math.log(max(found, 1e-300) / chance)
+        tails = ((weight, min(_above(c * x, freedom), 1 - 2**-53)) for x, weight in nodes)
+        probability = -math.fsum(weight * math.expm1(n * math.log1p(-tail)) for weight, tail in tails)
+        return math.log(max(probability, 1e-300) / chance)
 
     low, high = math.log(LEAST_FACTOR), math.log(2 * LEAST_FACTOR)
     at_low, at_high = excess(low), excess(high)
     if at_low <= 0:
         return LEAST_FACTOR
+    # the chance falls with c: go up until it is low enough, and then search in the last interval
     while at_high > 0:
         low, at_low, high = high, at_high, high + math.log(4)
         at_high = excess(high)
     while high - low > 5e-6:  # the Illinois method, which keeps an end on either side
+        # never nearer to an end than 2e-6, or the interval would hardly shrink
         middle = min(max((low * at_high - high * at_low) / (at_high - at_low), low + 2e-6), high - 2e-6)
         at_middle = excess(middle)
         if at_middle > 0:
@@ -162,17 +168,17 @@ def _nodes(m: int, freedom: int) -> tuple[tuple[float, float], ...]:
 
 
 def _above(x: float, freedom: int) -> float:
-    """Return with which probability the root of chi-squared exceeds x: a finite sum for whole degrees of freedom."""
+    """Return the probability that the root of chi-squared exceeds x: a finite sum for whole degrees of freedom."""
     half = x * x / 2
     if freedom % 2:
-        found, power = math.erfc(x / math.sqrt(2)), 0.5
+        probability, power = math.erfc(x / math.sqrt(2)), 0.5
     else:
-        found, power = 0.0, 0.0
+        probability, power = 0.0, 0.0
     term = math.exp(-half) * half**power / math.gamma(power + 1)
     for _ in range(freedom // 2):
-        found, power = found + term, power + 1
+        probability, power = probability + term, power + 1
         term *= half / power
-    return found
+    return probability
 
 
 def relative_allowance(error: RoundingError, magnitude: float, dtype: str) -> float:
@@ -187,7 +193,7 @@ def relative_allowance(error: RoundingError, magnitude: float, dtype: str) -> fl
 
 
 class Verdict(NamedTuple):
-    """The verdict of the `relative` rule on an error; `ratio` is the error over `allowed`."""
+    """The verdict of the `relative` rule on an error; `ratio` is the error over its tolerance, `allowed`."""
 
     ratio: float
     allowed: float
@@ -195,12 +201,14 @@ class Verdict(NamedTuple):
 
 
 def judge_relative(found: Measure, dtype: str, error: RoundingError) -> Verdict:
-    """Judge a tensor's largest error against float64 by what rounding makes; see `relative_allowance`."""
+    """Judge a tensor's largest error against float64 by the error that rounding makes; see `relative_allowance`."""
     allowed = relative_allowance(error, float(found.magnitude), dtype)
-    share = ratio(float(found.max_abs), allowed)
-    if share == 0 and found.mismatched == 0:
-        return Verdict(share, allowed, "equal")
-    return Verdict(share, allowed, "within" if passes(share) else "outside")
+    error_ratio = ratio(float(found.max_abs), allowed)
+    if error_ratio == 0 and found.mismatched == 0:
+        return Verdict(error_ratio, allowed, "equal")
+    if passes(error_ratio):
+        return Verdict(error_ratio, allowed, "within")
+    return Verdict(error_ratio, allowed, "outside")
 
 
 def ratio(error: float, allowed: float) -> float:

@@ -1,4 +1,4 @@
-r"""Exact values with a bound on the error of a device: running error analysis in float64.
+r"""Exact values with a bound on the error of a device, step by step: running error analysis in float64.
 
 A `Tracked` array holds the exact value of every element, in float64, and a bound on the error of a device that takes
 the same steps in its own arithmetic (Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., section 3.3,
@@ -53,11 +53,11 @@ class Arithmetic:
 
     unit: float
     floor: float
-    """`unit`, `floor`: unit roundoff of the computation, and half its smallest subnormal."""
+    """`unit`, `floor`: unit roundoff of the dtype that it computes in, and half that dtype's smallest subnormal."""
     product: float
     """Unit roundoff of the accumulation of inner products."""
     products: Precision = Precision.FLOAT32
-    """In which float32 products may run."""
+    """Precision in which float32 products may run."""
     partial_terms: int | None = None
     """Terms of a partial sum, where those of a half type may be stored in that type."""
     stored: float = 0.0
@@ -65,7 +65,7 @@ class Arithmetic:
     """`stored`, `stored_floor`: unit roundoff of the dtype, and half its smallest subnormal, if it is narrower than the
     computation; else 0."""
     steps: bool = False
-    """Whether each step rounds to that narrower dtype, sums too; inner products are added up in the wider one."""
+    """Whether each step rounds to the narrower dtype, sums too; inner products are added up in the wider one."""
     shares: int = 1
     """2 if the reference has no wider dtype, and so as large an error; else 1."""
 
@@ -86,7 +86,7 @@ class Arithmetic:
         truncating : bool
             Whether bfloat16 and float16 are multiplied on units that truncate when they accumulate.
         products : Precision
-            In which float32 products may run, on units that truncate too unless it is float32 itself.
+            Precision in which float32 products may run; unless it is float32 itself, on units that truncate too.
         partial_terms : int or None
             Terms of a partial sum, where those of a half type may be stored in that type.
         steps : bool
@@ -95,37 +95,38 @@ class Arithmetic:
         if dtype == torch.float64:
             unit, floor = UNIT_ROUNDOFF[dtype], HALF_SMALLEST_SUBNORMAL[dtype]
             return cls(unit=unit, floor=floor, product=unit, shares=2)
-        narrow = dtype in (torch.bfloat16, torch.float16)
         unit, floor = UNIT_ROUNDOFF[torch.float32], HALF_SMALLEST_SUBNORMAL[torch.float32]
-        reduced = products is not Precision.FLOAT32 and not narrow
-        return cls(
-            unit=unit,
-            floor=floor,
-            product=2 * unit if reduced or (truncating and narrow) else unit,
-            products=products if reduced else Precision.FLOAT32,
-            partial_terms=partial_terms if narrow else None,
-            stored=UNIT_ROUNDOFF[dtype] if narrow else 0.0,
-            stored_floor=HALF_SMALLEST_SUBNORMAL[dtype] if narrow else 0.0,
-            steps=steps and narrow,
-        )
+        if dtype in (torch.bfloat16, torch.float16):
+            return cls(
+                unit=unit,
+                floor=floor,
+                product=2 * unit if truncating else unit,
+                partial_terms=partial_terms,
+                stored=UNIT_ROUNDOFF[dtype],
+                stored_floor=HALF_SMALLEST_SUBNORMAL[dtype],
+                steps=steps,
+            )
+        product = unit if products is Precision.FLOAT32 else 2 * unit
+        return cls(unit=unit, floor=floor, product=product, products=products)
 
     def known(self, values: np.ndarray) -> Tracked:
-        """Return inputs of the device: they have no error."""
+        """Return inputs of the device, which have no error."""
         return Tracked(value=values, error=np.zeros_like(values), by=self)
 
     def constant(self, value: float) -> Tracked:
-        """Return a constant of the program, which is rounded once."""
+        """Return a constant of the program, which the device rounds once."""
         exact = np.asarray(value, dtype=np.float64)
         return Tracked(value=exact, error=np.abs(exact) * self.unit, by=self).stepped()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tracked:
-    """Exact values, and a bound on the error of a device: float64 of one shape."""
+    """Exact values, and a bound on the error of a device that computes them by an arithmetic: float64 of one shape."""
 
     value: np.ndarray
     error: np.ndarray
     by: Arithmetic
+    """The device's arithmetic."""
 
     @property
     def allowed(self) -> np.ndarray:
@@ -133,7 +134,7 @@ class Tracked:
         return self.error * self.by.shares
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray]) -> Tracked:
-        """Move elements: nothing is computed."""
+        """Move elements, as a function moves them in an array: nothing is computed."""
         return self._with(move(self.value), move(self.error))
 
     def __neg__(self) -> Tracked:
@@ -156,6 +157,7 @@ class Tracked:
 
     def exp(self) -> Tracked:
         value = np.exp(self.value)
+        # beyond 700 the exponential would overflow
         return self._rounded(value, value * np.expm1(np.minimum(self.error, 700.0)), ulps=ULPS["exp"])
 
     def log(self) -> Tracked:
@@ -168,8 +170,9 @@ class Tracked:
 
     def rsqrt(self) -> Tracked:
         value = 1 / np.sqrt(self.value)
-        most = over(np.ones_like(value), np.sqrt(np.maximum(self.value - self.error, 0)))
-        return self._rounded(value, most - value, ulps=ULPS["rsqrt"])
+        # the function is convex, so the error is largest on the side of zero
+        largest = over(np.ones_like(value), np.sqrt(np.maximum(self.value - self.error, 0)))
+        return self._rounded(value, largest - value, ulps=ULPS["rsqrt"])
 
     def tanh(self) -> Tracked:
         return self._rounded(np.tanh(self.value), self.error, ulps=ULPS["tanh"])
@@ -185,7 +188,7 @@ class Tracked:
         return self._with(value, self.error * 2 / math.sqrt(math.pi) + ERF_UNITS * self.by.unit).stepped()
 
     def max(self, *, axis: int = -1) -> Tracked:
-        """Return the largest along an axis, which stays, with one element."""
+        """Return the largest element along an axis, which stays, with one element."""
         return self.moved(lambda x: x.max(axis=axis, keepdims=True))
 
     def sum(self, *, axis: int = -1) -> Tracked:
@@ -199,13 +202,15 @@ class Tracked:
     def matmul(self, other: Tracked) -> Tracked:
         """Multiply matrices, or stacks of them."""
         terms = self.value.shape[-1]
-        mine, its = np.abs(self.value) + self.error, np.abs(other.value) + other.error
+        left_size, right_size = np.abs(self.value) + self.error, np.abs(other.value) + other.error
+        # accumulation in any order, and the rounding of each product's operands
         factor = gamma(terms, self.by.product) + self.by.products.product_error
         if self.by.partial_terms is not None:
             factor += partial_sums_error(terms, self.by.stored, each=self.by.partial_terms)
-        error = factor * np.matmul(mine, its) + terms * (self.by.floor + 2 * self.by.products.smallest)
+        # besides, each product and each sum may be rounded to a subnormal, or flushed to zero
+        error = factor * np.matmul(left_size, right_size) + terms * (self.by.floor + 2 * self.by.products.smallest)
         if self.error.any() or other.error.any():  # exact operands add no error
-            error = error + np.matmul(mine, other.error) + np.matmul(self.error, np.abs(other.value))
+            error = error + np.matmul(left_size, other.error) + np.matmul(self.error, np.abs(other.value))
         return self._with(np.matmul(self.value, other.value), error)
 
     def store(self) -> Tracked:
@@ -221,8 +226,10 @@ class Tracked:
         return Tracked(value=value, error=error, by=self.by)
 
     def _added(self, add: Callable[[np.ndarray], np.ndarray], axis: int) -> Tracked:
+        """Add up by a function, with the error of as many terms as there are along an axis, in any order."""
         size = np.abs(self.value) + self.error
-        terms, unit = self.value.shape[axis], self.by.stored if self.by.steps else self.by.unit
+        terms = self.value.shape[axis]
+        unit = self.by.stored if self.by.steps else self.by.unit
         if terms * unit >= 1:  # lemma 3.1 says nothing then
             return self._with(add(self.value), np.full_like(add(size), np.inf))
         return self._with(add(self.value), add(self.error + gamma(terms, unit) * size))
@@ -234,16 +241,16 @@ class Tracked:
 
 
 def times(size: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """Multiply magnitudes, of which one may be infinite: no part of an unbounded error is no error."""
+    """Multiply magnitudes; zero times infinity is zero, for none of an unbounded error is no error."""
     with np.errstate(invalid="ignore"):
         return np.where((size == 0) | (error == 0), 0.0, size * error)
 
 
 def over(error: np.ndarray, least: np.ndarray) -> np.ndarray:
-    """Divide an error by the smallest value of what it is relative to; infinite where that may be zero."""
-    found = np.full(np.broadcast_shapes(np.shape(error), np.shape(least)), np.inf)
-    np.divide(error, least, out=found, where=least > 0)
-    return found
+    """Divide an error by the least magnitude of the value that it is relative to; infinite where that may be zero."""
+    relative = np.full(np.broadcast_shapes(np.shape(error), np.shape(least)), np.inf)
+    np.divide(error, least, out=relative, where=least > 0)
+    return relative
 
 
 class Bounded(Protocol):
@@ -258,37 +265,38 @@ class Bounded(Protocol):
 
 def measure_tracked(actual: torch.Tensor, exact: Bounded) -> Measure:
     """Measure how far a tensor on the CPU is from exact values of its shape, by the tolerance of each element."""
-    value, allowed = (torch.from_numpy(np.ascontiguousarray(part)) for part in (exact.value, exact.allowed))
+    value, allowed = (torch.from_numpy(np.ascontiguousarray(array)) for array in (exact.value, exact.allowed))
     return measure_against_exact(actual, value, allowed)
 
 
 _U64 = UNIT_ROUNDOFF[torch.float64]
+"""Unit roundoff of the reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum:
-    """An exact sum, and what each element may be off by: float64 of one shape."""
+    """An exact sum, and the tolerance of each element: float64 of one shape."""
 
     value: np.ndarray
     allowed: np.ndarray
 
 
 def exact_sum(terms: torch.Tensor, *, average: bool) -> Sum:
-    """Return the sum over the first dimension, or the average, in the terms' dtype in any order.
+    """Return the exact sum over the first dimension, or the average, with the tolerance of one in the terms' dtype.
 
     Parameters
     ----------
     terms : torch.Tensor
-        `(n, ...)` of a floating-point dtype, on the CPU.
+        `(n, ...)` of a floating-point dtype, on the CPU, added up in any order.
     """
     exact = terms.to(torch.float64).numpy()
-    part = 1 / len(exact) if average else 1.0
-    allowed = sum_error(np.abs(exact).sum(0) * part, len(exact), name_of(terms.dtype), average=average)
-    return Sum(value=exact.sum(0) * part, allowed=allowed)
+    weight = 1 / len(exact) if average else 1.0
+    allowed = sum_error(np.abs(exact).sum(0) * weight, len(exact), name_of(terms.dtype), average=average)
+    return Sum(value=exact.sum(0) * weight, allowed=allowed)
 
 
 def sum_error(sizes: np.ndarray, count: int, dtype: str, *, average: bool) -> np.ndarray:
-    r"""Return what sums of n terms may be off by, in any order.
+    r"""Return the largest error of sums of n terms, in any order, that a device and a float64 reference make.
 
     It is at most :math:`\gamma_{n-1} \sum |x_i|`. Where a sum is divided by n, or its terms are multiplied by the
     rounded 1/n, two roundings more. Each rounding may be to a subnormal.
@@ -297,8 +305,12 @@ def sum_error(sizes: np.ndarray, count: int, dtype: str, *, average: bool) -> np
     ----------
     sizes : np.ndarray
         Sum of the magnitudes of each element's terms, divided by n for an average.
+    count : int
+        n.
+    dtype : str
+        Name of the dtype in which the device adds.
     """
     roundings = count + 1 if average else count - 1
     weight = gamma(roundings, UNIT_ROUNDOFF[named(dtype)]) + gamma(count + 1, _U64)
-    found: np.ndarray = weight * sizes + roundings * HALF_SMALLEST_SUBNORMAL[named(dtype)]
-    return found
+    error: np.ndarray = weight * sizes + roundings * HALF_SMALLEST_SUBNORMAL[named(dtype)]
+    return error

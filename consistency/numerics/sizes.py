@@ -1,4 +1,4 @@
-"""How much of a tensor is held at a time; the estimates of memory read it here too. No torch here."""
+"""Sizes of the parts of a tensor that are held at a time; the estimates of memory read them here too. No torch here."""
 
 from __future__ import annotations
 

@@ -21,19 +21,21 @@ from consistency.numerics.distance import measure
 from consistency.numerics.dtype import name_of
 from consistency.numerics.measure import Measure
 
-_AT_ONCE = 1 << 22  # elements: a large tensor must not fill the memory
+_AT_ONCE = 1 << 22
+"""Elements that are compared at once: a large tensor must not fill the memory."""
 
 
 def as_tensor(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     """View bytes as a tensor; as plain bytes, `(n,)` uint8, if torch has no such dtype."""
-    known = getattr(torch, dtype, None)
-    if not isinstance(known, torch.dtype):
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
         return torch.from_numpy(raw)
     if not len(raw):
-        return torch.empty(shape, dtype=known)
+        return torch.empty(shape, dtype=torch_dtype)
     # a file's tensors start at any address; torch reads elements only at multiples of their size
-    size = known.itemsize // 2 if known.is_complex else known.itemsize
-    return torch.from_numpy(raw if raw.ctypes.data % size == 0 else _moved(raw)).view(known).reshape(shape)
+    size = torch_dtype.itemsize // 2 if torch_dtype.is_complex else torch_dtype.itemsize
+    aligned = raw if raw.ctypes.data % size == 0 else _moved(raw)
+    return torch.from_numpy(aligned).view(torch_dtype).reshape(shape)
 
 
 @contextmanager
@@ -63,28 +65,39 @@ def measure_stored(
     `other` returns the name of another stored tensor with the same bytes as `actual`, if there is one.
     """
     a, e = as_tensor(actual, shape, dtype), as_tensor(expected, shape, dtype)
-    found = measure(a, e)
-    return found, diagnose_moved(a, e, found, known=Known(swapped=lambda _: other()))
+    distance = measure(a, e)
+    return distance, diagnose_moved(a, e, distance, known=Known(swapped=lambda _: other()))
 
 
 def count_not_rounded(actual: np.ndarray, dtype: str, expected: np.ndarray, expected_dtype: str) -> int | None:
-    """Return how many elements are not those of another stored tensor, rounded to nearest in this dtype.
+    """Return how many elements differ from the elements of another stored tensor, rounded to nearest in this dtype.
 
     Both are given as uint8; None where torch does not know a dtype, or one of them is not of floating-point numbers.
     """
-    known = [getattr(torch, name, None) for name in (dtype, expected_dtype)]
-    sizes = [one.itemsize for one in known if isinstance(one, torch.dtype) and one.is_floating_point]
-    if len(sizes) < len(known):
+    size, expected_size = _float_size(dtype), _float_size(expected_dtype)
+    if size is None or expected_size is None:
         return None
     count = 0
-    for start in range(0, len(actual) // sizes[0], _AT_ONCE):
-        a, e = (
-            as_tensor(part := raw[start * size : (start + _AT_ONCE) * size], (len(part) // size,), name)
-            for raw, size, name in zip((actual, expected), sizes, (dtype, expected_dtype), strict=True)
-        )
-        same = as_bytes(a).view(-1, sizes[0]) == as_bytes(e.to(a.dtype)).view(-1, sizes[0])
+    for start in range(0, len(actual) // size, _AT_ONCE):
+        a = _elements_from(actual, start, size, dtype)
+        e = _elements_from(expected, start, expected_size, expected_dtype)
+        same = as_bytes(a).view(-1, size) == as_bytes(e.to(a.dtype)).view(-1, size)
         count += int((~same.all(dim=1)).sum())
     return count
+
+
+def _float_size(name: str) -> int | None:
+    """Return the bytes of an element of a floating-point dtype; None for any other name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return None
+    return dtype.itemsize
+
+
+def _elements_from(raw: np.ndarray, start: int, size: int, dtype: str) -> torch.Tensor:
+    """View the `_AT_ONCE` elements of `size` bytes from number `start` on, fewer at the end, as a flat tensor."""
+    part = raw[start * size : (start + _AT_ONCE) * size]
+    return as_tensor(part, (len(part) // size,), dtype)
 
 
 def read_pickle(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, np.ndarray]]:
@@ -94,20 +107,21 @@ def read_pickle(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, np.ndar
     """
     try:
         # files from before torch 1.6 are not archives, and cannot be mapped
-        found: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        contents: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # a damaged pickle can raise anything
         # torch's first sentences explain how to disable its check
         reason = str(error).rpartition("WeightsUnpickler error: ")[2]
-        reason = "it contains more than tensors" if reason.startswith("Weights only load failed") else reason
+        if reason.startswith("Weights only load failed"):
+            reason = "it contains more than tensors"
         raise InputError(
             "cannot read the pickle with weights_only=True", where=file, got=f"{type(error).__name__}: {_short(reason)}"
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(contents, dict):
         raise InputError(
-            "the pickle contains no state dict", where=file, got=type(found).__name__, wanted="a dict of tensors"
+            "the pickle contains no state dict", where=file, got=type(contents).__name__, wanted="a dict of tensors"
         )
     try:
-        tensors = list(_tensors(found))
+        tensors = list(_tensors(contents))
     except RecursionError:
         raise InputError("the pickle contains itself", where=file, wanted="a dict of tensors") from None
     for name, tensor in tensors:
@@ -118,14 +132,17 @@ def read_pickle(file: Path) -> Iterator[tuple[str, tuple[int, ...], str, np.ndar
         yield name, tuple(tensor.shape), name_of(tensor.dtype), raw
 
 
-def _short(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")[:300]
+def _short(message: str) -> str:
+    """Return the first line of a message, cut to 300 characters."""
+    return next(iter(message.strip().splitlines()), "")[:300]
 
 
 def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested dicts and lists with their paths; anything else is left out."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, (Mapping, list, tuple)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, part in items:
-            yield from _tensors(part, f"{name}.{key}" if name else str(key))
+        for key, element in items:
+            path = f"{name}.{key}" if name else str(key)
+            yield from _tensors(element, path)

@@ -30,15 +30,15 @@ from consistency.numerics.running_error import ULPS, Arithmetic, Tracked, over
 HALF_TYPES = frozenset({torch.bfloat16, torch.float16})
 
 REFERENCE = 2.0**-26
-"""Share of a bound that the reference's own roundings take, with room: each is 2⁻²⁹ of that of the same step in
-float32, and its sum with the base is rounded by 2⁻⁵³ of it, where the device may round by 2⁻²⁵. Without it a tie would
-be outside by the last bit."""
+"""Fraction of a bound that is added for the reference's own roundings, with room: each is 2⁻²⁹ of the rounding of the
+same step in float32, and its sum with the base is rounded by 2⁻⁵³ of it, where the device may round by 2⁻²⁵. Without it
+a tie would be outside by the last bit."""
 
 _EXPONENT = np.int64(0x7FF0_0000_0000_0000)
 """Bits of the exponent of a float64."""
 
 ArithmeticOf = Callable[[torch.dtype], Arithmetic]
-"""How a device computes products in a dtype."""
+"""Return how a device computes products in a dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +57,13 @@ class Typed:
 
     @property
     def allowed(self) -> np.ndarray:
-        """Return the tolerance of each element: the bound, and that of the reference, which takes the same steps."""
-        return self.error * (2 if self.dtype == torch.float64 else 1 + REFERENCE)
+        """Return the tolerance of each element: the bound, and the error of the reference in the same steps."""
+        factor = 2 if self.dtype == torch.float64 else 1 + REFERENCE
+        return self.error * factor
 
     @property
     def size(self) -> np.ndarray:
-        """Return the largest magnitude that the device may have computed, of each element."""
+        """Return for each element the largest magnitude that the device may have computed."""
         return np.asarray(np.abs(self.value) + self.error)
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray]) -> Typed:
@@ -87,16 +88,17 @@ class Typed:
     def scaled(self, scale: float, *, held_in: torch.dtype = torch.float64) -> Typed:
         """Multiply by a number that the program holds in a dtype, and a kernel converts to its own or the tensor's."""
         dtypes = {held_in} if self.dtype == torch.float64 else {torch.float32, self.dtype}
-        off = max(abs(scale - torch.tensor(scale, dtype=torch.float64).to(dtype).item()) for dtype in dtypes)
-        error = np.abs(self.value) * off + self.error * (abs(scale) + off)
+        exact_scale = torch.tensor(scale, dtype=torch.float64)
+        scale_error = max(abs(scale - exact_scale.to(dtype).item()) for dtype in dtypes)
+        error = np.abs(self.value) * scale_error + self.error * (abs(scale) + scale_error)
         return stored(self.value * scale, error, self.dtype)
 
     def matmul(self, other: Typed, arithmetic: ArithmeticOf) -> Typed:
         """Multiply matrices of one dtype, or stacks of them."""
         by = arithmetic(self.dtype)
-        left, right = (Tracked(value=one.value, error=one.error, by=by) for one in (self, other))
-        found = left.matmul(right).store()
-        return Typed(value=found.value, error=found.error, dtype=self.dtype)
+        left, right = (Tracked(value=operand.value, error=operand.error, by=by) for operand in (self, other))
+        product = left.matmul(right).store()
+        return Typed(value=product.value, error=product.error, dtype=self.dtype)
 
     def to(self, dtype: torch.dtype) -> Typed:
         """Convert: where the dtype does not hold all values of this one, each is rounded; float64 through float32."""
@@ -108,7 +110,15 @@ class Typed:
 
 
 def stored(value: np.ndarray, error: np.ndarray, dtype: torch.dtype, *, ulps: float = 0.5) -> Typed:
-    """Return a computed value with the roundings of its last step: of the computation, and of the store."""
+    """Return a computed value with the roundings of its last step: of the computation, and of the store.
+
+    Parameters
+    ----------
+    value, error : np.ndarray
+        The exact value, and the error before the last step is rounded.
+    ulps : float
+        Largest error of the last step, in units in the last place.
+    """
     computed_in = torch.float32 if dtype in HALF_TYPES else dtype
     error = error + 2 * ulps * half_ulp(np.abs(value) + error, computed_in)
     if dtype in HALF_TYPES:
@@ -148,9 +158,9 @@ def tucker(core: Typed, rows: Typed, columns: Typed, arithmetic: ArithmeticOf) -
         inner = np.tensordot(c, b, axes=(1, 0))  # (i, k, r')
         return np.tensordot(a, inner, axes=(0, 0)).transpose(0, 2, 1)
 
-    sizes = [np.abs(one.value) for one in (core, rows, columns)]
+    sizes = [np.abs(operand.value) for operand in (core, rows, columns)]
     factor = math.expm1(2 * (math.log1p(relative) + math.log1p(by.stored)))
     floor = rank * (by.floor + 2 * by.products.smallest) + by.stored_floor
-    most = max((float(size.max(initial=0.0)) for size in sizes[1:]), default=0.0)
-    error = factor * contracted(*sizes) + floor * (1 + rank * most) * (1 + factor)
+    largest = max((float(size.max(initial=0.0)) for size in sizes[1:]), default=0.0)
+    error = factor * contracted(*sizes) + floor * (1 + rank * largest) * (1 + factor)
     return Typed(value=contracted(core.value, rows.value, columns.value), error=error, dtype=core.dtype)

@@ -17,14 +17,14 @@ from consistency.numerics import sizes
 _LARGE = 1 << 16
 """Elements from which a matrix is widened into the buffer; smaller ones get memory of their own, which is reused."""
 
-_SECOND = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
-"""Products of two matrices, with the place of the second one."""
+_SECOND_MATRIX = {torch.ops.aten.mm.default: 1, torch.ops.aten.addmm.default: 2}
+"""Products of two matrices, and where the second one is among the arguments."""
 
 _OUT: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.mm.default: torch.mm,
     torch.ops.aten.addmm.default: torch.addmm,
 }
-"""The same, of which BLAS writes the columns of a part to their place."""
+"""The same products as functions with `out=`, through which BLAS writes the columns of a part to their place."""
 
 
 class Widening:
@@ -33,9 +33,9 @@ class Widening:
     Parameters
     ----------
     dtype : torch.dtype
-        The wider one.
+        The dtype that operands are widened to.
     narrow : frozenset of torch.dtype
-        Those that are widened.
+        The dtypes that are widened.
     """
 
     def __init__(self, dtype: torch.dtype, narrow: frozenset[torch.dtype]) -> None:
@@ -52,37 +52,38 @@ class Widening:
 
         No inner product is split, so each element is the same sum.
         """
-        place = _SECOND.get(func)
+        place = _SECOND_MATRIX.get(func)
         weight = None if place is None else args[place]
         if weight is None or weight.dtype not in self._narrow or weight.device.type != "cpu" or weight.numel() < _LARGE:
             return None
-        *added, left = map(self.of, args[:place])
+        *biases, left = map(self.of, args[:place])
         rows, columns = weight.shape
+        # as many columns as fill the buffer
         step = max(1, sizes.PART_BYTES // (rows * self._dtype.itemsize))
-        found: torch.Tensor = left.new_empty(left.shape[0], columns)
+        product: torch.Tensor = left.new_empty(left.shape[0], columns)
         for start in range(0, columns, step):
             part = slice(start, start + step)
-            biases = [_columns(bias, part, columns) for bias in added]
-            _OUT[func](*biases, left, self._buffered(weight[:, part]), out=found[:, part])
-        return found
+            bias_parts = [_columns(bias, part, columns) for bias in biases]
+            _OUT[func](*bias_parts, left, self._buffered(weight[:, part]), out=product[:, part])
+        return product
 
     def _buffered(self, part: torch.Tensor) -> torch.Tensor:
         """Widen a matrix into the buffer, in the order in which its elements are in memory."""
         if self._buffer is None or self._buffer.numel() < part.numel():
             self._buffer = torch.empty(max(part.numel(), sizes.PART_BYTES // self._dtype.itemsize), dtype=self._dtype)
-        transposed = part.stride(0) == 1
-        source = part.t() if transposed else part
+        is_transposed = part.stride(0) == 1
+        source = part.t() if is_transposed else part
         wide = self._buffer[: part.numel()].view(source.shape).copy_(source)
-        return wide.t() if transposed else wide
+        return wide.t() if is_transposed else wide
 
 
 def _columns(bias: torch.Tensor, part: slice, columns: int) -> torch.Tensor:
-    """Return what is added to some columns; one column is added to all."""
+    """Return the part of a bias for some of `columns` columns; a bias of one column serves all of them."""
     return bias[..., part] if bias.dim() and bias.shape[-1] == columns else bias
 
 
 def each_tensor(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Replace every tensor in a value, in lists, tuples and dictionaries of any depth, by what a function makes of it.
+    """Replace every tensor in a value by a function's result, in lists, tuples and dictionaries of any depth.
 
     Operations take no other containers. torch's own `tree_map` handles any, and takes several times as long: a tenth
     of a backward pass in float64 whose every operation goes through it.
@@ -90,7 +91,7 @@ def each_tensor(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if type(value) in (list, tuple):
-        return type(value)([each_tensor(function, one) for one in value])
+        return type(value)([each_tensor(function, element) for element in value])
     if type(value) is dict:
-        return {name: each_tensor(function, one) for name, one in value.items()}
+        return {name: each_tensor(function, element) for name, element in value.items()}
     return value

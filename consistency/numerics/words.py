@@ -10,10 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple, NewType
 
 Word = NewType("Word", str)
-"""What a difference looks like; `registered` checks one that is given."""
+"""The kind of a difference, by what it looks like; `registered` checks that a name is one."""
 
 
 class _Phrases(NamedTuple):
+    """How reports put a word into sentences; the fields are the parameters of `declare`."""
+
     phrase: str
     computed: str
     copies: str
@@ -35,15 +37,15 @@ def declare(
     computed : str, optional
         The same for tensors that were computed rather than moved.
     copies : str, optional
-        What copies between devices do that leave this behind: "copies npu:0→npu:1 *deliver zeros*".
+        Says what copies between devices do that leave this behind: "copies npu:0→npu:1 *deliver zeros*".
     of_device : Word, optional
-        What a device is accused of in its place, where the word accuses the model's code and another worker got it
-        right by the same code.
+        The word that a device is accused of instead, where this word accuses the model's code and another worker got
+        it right by the same code.
 
     Raises
     ------
     ValueError
-        The word is declared already, and otherwise.
+        The word is declared already with other phrases.
     """
     phrases = _Phrases(
         phrase=phrase or name,
@@ -57,7 +59,7 @@ def declare(
 
 
 def declared() -> tuple[Word, ...]:
-    """Return every word that is declared, in the order of that."""
+    """Return every word that is declared, in the order of their declarations."""
     return tuple(map(Word, _DECLARED))
 
 
@@ -75,28 +77,31 @@ def registered(name: str) -> Word:
 
 
 def phrase_of(word: Word, *, computed: bool = False) -> str:
-    """Return what names the difference; `{}` in it stands for the tensors."""
-    phrases = _of(word)
+    """Return the phrase that names the difference; `{}` in it stands for the tensors."""
+    phrases = _phrases_of(word)
     return phrases.computed if computed else phrases.phrase
 
 
 def about(word: Word, tensors: str, *, computed: bool = False) -> str:
     """Return the phrase with the tensors that it is about: `zeros instead of a result in 3 of 4 weight tensors`."""
-    text = phrase_of(word, computed=computed)
-    return text.replace("{}", tensors) if "{}" in text else f"{text} in {tensors}"
+    phrase = phrase_of(word, computed=computed)
+    if "{}" in phrase:
+        return phrase.replace("{}", tensors)
+    return f"{phrase} in {tensors}"
 
 
 def of_copies(word: Word) -> str:
-    """Return what copies between devices do that leave this behind."""
-    return _of(word).copies
+    """Return the phrase for copies between devices that leave this behind."""
+    return _phrases_of(word).copies
 
 
 def of_device(word: Word | None) -> Word | None:
-    """Return what a device is accused of in place of a word that accuses the model's code; None for any other."""
-    return None if word is None else _of(word).of_device
+    """Return the word that a device is accused of, for a word that accuses the model's code; None for any other."""
+    return None if word is None else _phrases_of(word).of_device
 
 
-def _of(word: Word) -> _Phrases:
+def _phrases_of(word: Word) -> _Phrases:
+    """Return the phrases of a word; a word of another version is its own phrase."""
     unknown = _Phrases(phrase=word, computed=word, copies=f"deliver wrong bytes ({word})", of_device=None)
     return _DECLARED.get(word, unknown)
 

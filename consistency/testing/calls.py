@@ -1,4 +1,4 @@
-"""Call a function on equal inputs: on its device, in float64, and with random rounding errors."""
+"""Call a function several times with equal inputs: on its device, in float64, and with random rounding errors."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ from consistency.numerics.widening import each_tensor
 from consistency.worker import determinism
 
 Computed = dict[str, Any]
-"""What a call returned, left in its inputs, and made of gradients, by name; tensors are on the CPU, without a graph."""
+"""The results of a call, the inputs that it changed, and the gradients, by name; tensors are on the CPU, without a
+graph."""
 
 Noise = Callable[[int], AbstractContextManager[None]]
-"""The context of a pass with noise, by its seed."""
+"""Return the context of a pass with noise, by its seed."""
 
 GRADIENT = "gradient of "
+"""Beginning of the name of a gradient."""
 
-_COPIED = 1
-"""Writes that a copy was made by."""
+_WRITES_OF_A_COPY = 1
+"""Version of a tensor that was written to once, to copy another one into it."""
 
 _LARGE = 1 << 14
-"""Elements of an input that are not compared after each pass: that takes as long as the pass."""
+"""Elements from which an input is not compared after each pass: that takes as long as the pass."""
 
 _OFFSETS = 256
-"""Elements. Of the offset of an input, a copy keeps what is beyond a multiple of it, by which its memory is aligned,
-and one such multiple: so a part of a large tensor is copied without the memory before it."""
+"""Elements. A copy keeps the remainder of an input's offset over this, which decides how its memory is aligned, and one
+multiple of it: so a part of a large tensor is copied without the memory before it."""
 
 TESTED = frozenset(UNIT_ROUNDOFF) - {torch.float64}
-"""What inputs may be rounded to."""
+"""Dtypes that inputs may be rounded to."""
 
 
 class FunctionCall:
@@ -51,13 +53,18 @@ class FunctionCall:
     function : callable
         A module's parameters and buffers are inputs too, so that its reference may be computed elsewhere.
     reference : callable or None
-        What is computed in float64 and with noise instead; a module has parameters of the same names.
+        The function that is computed in float64 and with noise instead; a module has parameters of the same names.
     inputs : sequence
         Tensors, in lists, tuples and dictionaries of any depth, and anything else.
     dtype : torch.dtype or None
-        What floating-point inputs are rounded to.
+        Dtype that floating-point inputs are rounded to; None leaves them as they are.
     gradients : bool
-        Of the inputs that require them; of all floating-point ones where none does.
+        Whether to compute gradients: of the inputs that require them, or of all floating-point ones where none does.
+
+    Raises
+    ------
+    UsageError
+        A module has a reference that is none, or has other parameters; or no input has a dtype whose rounding is known.
     """
 
     def __init__(
@@ -72,24 +79,18 @@ class FunctionCall:
         state: dict[str, torch.Tensor] = {}
         if isinstance(function, torch.nn.Module):
             state = {**dict(function.named_parameters()), **dict(function.named_buffers())}
-            if reference is not None and not isinstance(reference, torch.nn.Module):
-                raise UsageError(
-                    "a module needs a module as its reference",
-                    got=type(reference).__name__,
-                    hint="or give functions that take the parameters among their inputs",
-                )
-            if isinstance(reference, torch.nn.Module):
-                _check_parameters(function, reference)
-        self._function, self._reference = function, function if reference is None else reference
-        placed, self._spec = tree_flatten_with_path((tuple(inputs), state))
-        self._names = [_named(_part(path), path[1:]) for path, _ in placed]
-        self._leaves = [_rounded(leaf, dtype) for _, leaf in placed]
+            _check_reference(function, reference)
+        self._function = function
+        self._reference = function if reference is None else reference
+        paths_and_leaves, self._spec = tree_flatten_with_path((tuple(inputs), state))
+        self._names = [_leaf_name(path) for path, _ in paths_and_leaves]
+        self._leaves = [_round_leaf(leaf, dtype) for _, leaf in paths_and_leaves]
         self._gradients = gradients
-        self._drawn: dict[tuple[int, Sequence[int]], torch.Tensor] = {}
-        self._writes = False
-        asked = any(_has_gradient(leaf) for _, leaf in placed)
-        self._with_gradient = [_has_gradient(leaf) if asked or _part(path) else gradients for path, leaf in placed]
+        self._incoming_gradients: dict[tuple[int, Sequence[int]], torch.Tensor] = {}
+        self._writes = False  # whether the function writes to its inputs, which the first call shows
+        self._with_gradient = _choose_gradients(paths_and_leaves, default=gradients)
         real = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        # float64 inputs alone show no rounding: float64 is the reference
         tested = [leaf.dtype for leaf in real if leaf.dtype in TESTED]
         if real and not tested:
             raise UsageError(
@@ -99,14 +100,14 @@ class FunctionCall:
                 hint="dtype= rounds the inputs",
             )
         self.dtype: torch.dtype = max(tested, key=UNIT_ROUNDOFF.__getitem__, default=torch.float32)
-        """The one whose rounding is the largest."""
+        """The dtype of an input whose rounding is the largest."""
         self.device: torch.device = next(
             (leaf.device for leaf in self._leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu")
         )
         self.has_nan: bool = any(bool(leaf.isnan().any()) for leaf in real if leaf.layout is torch.strided)
 
     def on(self, device: torch.device) -> Computed:
-        """Compute what is judged."""
+        """Compute the function that is judged, on a device."""
         return self._computed(self._function, device, by_torch=False)
 
     def exact(self) -> Computed:
@@ -119,8 +120,10 @@ class FunctionCall:
         return [self._noisy(noise(seed)) for seed in seeds]
 
     def _noisy(self, *modes: AbstractContextManager[Any]) -> Computed:
+        """Compute the reference on the CPU inside some modes, and in the autocast that is on for the device."""
         kind = self.device.type
         with _eagerly(), ExitStack() as stack:
+            # the CPU has an autocast of its own, which the device's does not switch on
             if kind != "cpu" and torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast("cpu", dtype=torch.get_autocast_dtype(kind)))
             for mode in (*modes, _needed("on the CPU")):
@@ -128,7 +131,10 @@ class FunctionCall:
             return self._computed(self._reference, torch.device("cpu"))
 
     def decisions(self, passes: int, noise: Noise) -> list[tuple[Decision, list[torch.Tensor]]]:
-        """Compute once more what decides, such as a comparison or an order: each with its operand in every pass."""
+        """Compute the reference once more for its decisions, such as a comparison or an order.
+
+        Each is returned with its operand in every pass; decisions whose operands have other shapes there are left out.
+        """
         exact: list[Decision] = []
         with _eagerly(), Float64Mode(), _SameDraws(self.dtype), _noting(exact):
             self._computed(self._reference, torch.device("cpu"), wide=True)
@@ -136,50 +142,74 @@ class FunctionCall:
         for seed in range(passes):
             drawn.append([])
             self._noisy(noise(seed), _noting(drawn[-1]))
-        return [
-            (one, [other.operand for other in others])
-            for one, *others in zip(exact, *drawn, strict=False)
-            if all(other.operand.shape == one.operand.shape for other in others)
-        ]
+        decisions = []
+        for decision, *noisy_decisions in zip(exact, *drawn, strict=False):
+            operands = [noisy.operand for noisy in noisy_decisions]
+            if all(operand.shape == decision.operand.shape for operand in operands):
+                decisions.append((decision, operands))
+        return decisions
 
     def _computed(
         self, function: Callable[..., Any], device: torch.device, *, wide: bool = False, by_torch: bool = True
     ) -> Computed:
+        """Call a function, and return its results, the inputs that it changed, and the gradients.
+
+        Parameters
+        ----------
+        wide : bool
+            Whether the inputs are converted to float64.
+        by_torch : bool
+            Whether torch computes it all, and so counts most of the writes to an input: kernels do not.
+        """
         with _disable_current_modes():
             leaves = [
                 self._prepared(leaf, device, wide, has_gradient and self._gradients)
                 for leaf, has_gradient in zip(self._leaves, self._with_gradient, strict=True)
             ]
-            given = [_copied(leaf) for leaf in leaves]
+            arguments = [_copied(leaf) for leaf in leaves]
         with torch.set_grad_enabled(self._gradients or torch.is_grad_enabled()), determinism.seeded():
             if self._writes:
-                given = [_copied(leaf, keeps_graph=True) for leaf in leaves]
+                arguments = [_copied(leaf, keeps_graph=True) for leaf in leaves]
             try:
-                result = self._called(function, given)
+                result = self._called(function, arguments)
             except RuntimeError as error:
                 # a leaf cannot be written to; what is not one warns under torch.compile, so it is no more than needed
                 if self._writes or "leaf" not in str(error):
                     raise
-                self._writes = True
+                self._writes = True  # from now on arguments are copies that keep the graph, which can be written to
                 return self._computed(function, device, wide=wide, by_torch=by_torch)
-            found = {f"result{keystr(path)}": one for path, one in tree_flatten_with_path(result)[0]}
-            for name, before, after in zip(self._names, leaves, given, strict=True):
-                if not any(after is one for one in found.values()) and not _same(before, after, by_torch=by_torch):
-                    found[f"{name} after the call"] = after
-            sources = leaves if self._writes else given
-            return {**each_tensor(_finished, found), **(self._backward(found, sources) if self._gradients else {})}
+            results = {f"result{keystr(path)}": value for path, value in tree_flatten_with_path(result)[0]}
+            self._add_changed_inputs(results, leaves, arguments, by_torch=by_torch)
+            computed: Computed = each_tensor(_finished, results)
+            if self._gradients:
+                # copies that keep the graph are no leaves: their gradients are those of what they were copied from
+                sources = leaves if self._writes else arguments
+                computed |= self._backward(results, sources)
+            return computed
 
-    def _called(self, function: Callable[..., Any], given: Sequence[Any]) -> Any:
-        inputs, state = tree_unflatten(given, self._spec)
+    def _add_changed_inputs(
+        self, results: dict[str, Any], leaves: Sequence[Any], arguments: Sequence[Any], *, by_torch: bool
+    ) -> None:
+        """Add the arguments that a call has changed to its results, unless it returned them."""
+        for name, before, after in zip(self._names, leaves, arguments, strict=True):
+            is_returned = any(after is value for value in results.values())
+            if not is_returned and not _is_unchanged(before, after, by_torch=by_torch):
+                results[f"{name} after the call"] = after
+
+    def _called(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """Call a function with the flattened arguments; a module also with its parameters and buffers."""
+        inputs, state = tree_unflatten(arguments, self._spec)
         if isinstance(function, torch.nn.Module):
             return torch.func.functional_call(function, state, inputs)
         return function(*inputs)
 
     def _prepared(self, leaf: Any, device: torch.device, wide: bool, has_gradient: bool) -> Any:
+        """Return an input on a device: in float64 if `wide`, and a leaf of autograd if it `has_gradient`."""
         if isinstance(leaf, torch.Generator):
             return leaf.clone_state()
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        # float64 inputs and integers stay as they are, and have no gradient
         differentiable = leaf.dtype in TESTED or leaf.is_complex()
         dtype = leaf.dtype
         if wide and differentiable:
@@ -191,31 +221,40 @@ class FunctionCall:
             leaf = _laid_out(leaf, device=device)
         return leaf.requires_grad_(has_gradient and differentiable)
 
-    def _backward(self, found: Mapping[str, Any], leaves: Sequence[Any]) -> Computed:
-        """Go back from all results at once, from gradients that are the same in every pass."""
+    def _backward(self, results: Mapping[str, Any], leaves: Sequence[Any]) -> Computed:
+        """Return the gradients of all leaves, from output gradients that are the same in every pass.
+
+        One backward pass goes from all results at once. A leaf that no result depends on has a gradient of zeros.
+        """
         names = [name for name, leaf in zip(self._names, leaves, strict=True) if _has_gradient(leaf)]
-        wanted = [leaf for leaf in leaves if _has_gradient(leaf)]
-        ends = [one for one in found.values() if _has_gradient(one)]
-        if not ends or not wanted:
+        differentiated = [leaf for leaf in leaves if _has_gradient(leaf)]
+        outputs = [value for value in results.values() if _has_gradient(value)]
+        if not outputs or not differentiated:
             return {}
-        incoming = [self._incoming_gradient(result, number) for number, result in enumerate(ends)]
-        gradients = torch.autograd.grad(ends, wanted, incoming, allow_unused=True)
-        zeros = (torch.zeros_like(leaf) if one is None else one for leaf, one in zip(wanted, gradients, strict=True))
-        return {f"{GRADIENT}{name}": _finished(one) for name, one in zip(names, zeros, strict=True)}
+        incoming = [self._incoming_gradient(output, number) for number, output in enumerate(outputs)]
+        gradients = torch.autograd.grad(outputs, differentiated, incoming, allow_unused=True)
+        computed: Computed = {}
+        for name, leaf, gradient in zip(names, differentiated, gradients, strict=True):
+            whole = torch.zeros_like(leaf) if gradient is None else gradient  # None where no result depends on the leaf
+            computed[f"{GRADIENT}{name}"] = _finished(whole)
+        return computed
 
     def _incoming_gradient(self, result: torch.Tensor, number: int) -> torch.Tensor:
-        """Return normal deviates of few bits, which every dtype has: drawn once, as that takes as long as a pass.
+        """Return the output gradient of a result: normal deviates of few bits, which every dtype has.
+
+        They are drawn once, as that takes as long as a pass.
 
         They have seeds of their own. From those that tests take by habit they would be the numbers that the test's
         inputs were drawn as, and with a gradient that is x itself the gradient of a weight, x.T @ x, is its transpose.
         """
         shape = (*result.shape, 2) if result.is_complex() else result.shape
         with _disable_current_modes():
-            if (number, shape) not in self._drawn:
+            if (number, shape) not in self._incoming_gradients:
                 generator = torch.Generator().manual_seed(zlib.crc32(f"incoming gradient {number}".encode()))
                 deviates = torch.randn(shape, generator=generator)
-                self._drawn[number, shape] = deviates.to(torch.bfloat16).to(torch.float16).to(torch.float64)
-            deviates = self._drawn[number, shape]
+                few_bits = deviates.to(torch.bfloat16).to(torch.float16).to(torch.float64)
+                self._incoming_gradients[number, shape] = few_bits
+            deviates = self._incoming_gradients[number, shape]
             if result.is_complex():
                 deviates = torch.view_as_complex(deviates)
             return deviates.to(result.device, result.dtype)
@@ -243,16 +282,46 @@ class _SameDraws(TorchDispatchMode):
                 narrow.append((value, value.to(self._dtype)))
                 return narrow[-1][1]
 
-            found = func(*each_tensor(narrowed, args), **each_tensor(narrowed, kwargs))
+            result = func(*each_tensor(narrowed, args), **each_tensor(narrowed, kwargs))
             if func._schema.is_mutable:
                 for value, drawn in narrow:
                     value.copy_(drawn)
-            written = {id(drawn): value for value, drawn in narrow}
-            return each_tensor(lambda one: written.get(id(one), one.double() if one.dtype in TESTED else one), found)
+            wide_by_narrow = {id(drawn): value for value, drawn in narrow}
+
+            def widened(drawn: torch.Tensor) -> torch.Tensor:
+                if id(drawn) in wide_by_narrow:  # the operand itself, as of an operation in place
+                    return wide_by_narrow[id(drawn)]
+                return drawn.double() if drawn.dtype in TESTED else drawn
+
+            return each_tensor(widened, result)
+
+
+def _choose_gradients(paths_and_leaves: Sequence[tuple[Sequence[Any], Any]], *, default: bool) -> list[bool]:
+    """Return for each leaf whether its gradient is computed: where no leaf requires one, `default` holds for inputs."""
+    any_requires_gradient = any(_has_gradient(leaf) for _, leaf in paths_and_leaves)
+    chosen = []
+    for path, leaf in paths_and_leaves:
+        # a module says itself which of its parameters have gradients
+        is_stated = any_requires_gradient or _is_of_module(path)
+        chosen.append(_has_gradient(leaf) if is_stated else default)
+    return chosen
+
+
+def _check_reference(module: torch.nn.Module, reference: Callable[..., Any] | None) -> None:
+    """Raise an error unless a module's reference is a module too, with parameters of the same names; None is fine."""
+    if reference is None:
+        return
+    if not isinstance(reference, torch.nn.Module):
+        raise UsageError(
+            "a module needs a module as its reference",
+            got=type(reference).__name__,
+            hint="or give functions that take the parameters among their inputs",
+        )
+    _check_parameters(module, reference)
 
 
 def _check_parameters(module: torch.nn.Module, reference: torch.nn.Module) -> None:
-    """Raise an error unless every parameter of one is one of the other: the reference computes with the module's."""
+    """Raise an error unless both have parameters of the same names: the reference computes with the module's."""
     names = {name for name, _ in module.named_parameters()}
     of_reference = {name for name, _ in reference.named_parameters()}
     if names == of_reference:
@@ -266,17 +335,19 @@ def _check_parameters(module: torch.nn.Module, reference: torch.nn.Module) -> No
     )
 
 
-def _noting(found: list[Decision]) -> DecisionMode:
+def _noting(decisions: list[Decision]) -> DecisionMode:
+    """Return a mode that appends every decision, with copies of its tensors, to a list."""
+
     def watch(decision: Decision) -> None:
         copies = {name: getattr(decision, name).clone() for name in ("operand", "decided")}
-        found.append(replace(decision, **copies))
+        decisions.append(replace(decision, **copies))
 
     return DecisionMode(watch, gradient=False)
 
 
 @contextmanager
 def _eagerly() -> Iterator[None]:
-    """Run what `torch.compile` made as it was written, and keep nothing that autocast rounds."""
+    """Run compiled functions as they were written, and leave no weights that autocast rounded in its cache."""
     torch.clear_autocast_cache()
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:
@@ -287,6 +358,7 @@ def _eagerly() -> Iterator[None]:
 
 @contextmanager
 def _needed(how: str) -> Iterator[None]:
+    """Raise any error of the reference as a user's: without the reference there is nothing to compare with."""
     try:
         yield
     except Exception as error:  # of any function
@@ -297,25 +369,31 @@ def _needed(how: str) -> Iterator[None]:
         ) from error
 
 
-def _part(path: Sequence[Any]) -> int:
-    """Return 0 for an input, 1 for a tensor of the module."""
-    return int(path[0].idx)
+def _is_of_module(path: Sequence[Any]) -> bool:
+    """Report whether a path into `(inputs, state)` leads to a tensor of the module."""
+    return bool(path[0].idx == 1)
 
 
-def _named(part: int, path: Sequence[Any]) -> str:
-    return f"input {path[0].idx}{keystr(tuple(path[1:]))}" if part == 0 else str(path[0].key)
+def _leaf_name(path: Sequence[Any]) -> str:
+    """Return the name of a leaf by its path: `input 0['x']`, or the name of a module's parameter or buffer."""
+    if _is_of_module(path):
+        return str(path[1].key)
+    return f"input {path[1].idx}{keystr(tuple(path[2:]))}"
 
 
-def _rounded(leaf: Any, dtype: torch.dtype | None) -> Any:
-    if not isinstance(leaf, torch.Tensor) or dtype is None or not (leaf.is_floating_point() or leaf.is_complex()):
+def _round_leaf(leaf: Any, dtype: torch.dtype | None) -> Any:
+    """Return a floating-point tensor rounded to a dtype, a complex one to complex64; anything else as it is."""
+    if dtype is None or not isinstance(leaf, torch.Tensor):
         return leaf
     if leaf.is_complex():
         dtype = torch.complex64
+    elif not leaf.is_floating_point():
+        return leaf
     return leaf if leaf.dtype == dtype else _laid_out(leaf.detach(), dtype=dtype)
 
 
 def _copied(value: Any, *, keeps_graph: bool = False) -> Any:
-    """Copy a tensor with its place in memory; a new leaf unless it `keeps_graph`."""
+    """Copy a tensor with its layout in memory; a new leaf of autograd unless the copy `keeps_graph`."""
     if not isinstance(value, torch.Tensor):
         return value
     if keeps_graph:
@@ -344,14 +422,14 @@ def _laid_out(
     return torch.empty(0, dtype=dtype, device=device).set_(memory, offset, shape, strides).copy_(tensor)
 
 
-def _same(before: Any, after: Any, *, by_torch: bool) -> bool:
-    """Report whether a call left an input as it was; NaN is not itself.
+def _is_unchanged(before: Any, after: Any, *, by_torch: bool) -> bool:
+    """Report whether a call left an input as it was, where NaN counts as the same as NaN.
 
     Torch counts what it writes, but not the statistics of a batch, which are small. Kernels count nothing.
     """
     if not isinstance(after, torch.Tensor) or after.layout is not torch.strided:
         return True
-    if by_torch and after.numel() >= _LARGE and after._version <= _COPIED:
+    if by_torch and after.numel() >= _LARGE and after._version <= _WRITES_OF_A_COPY:
         return True
     with _disable_current_modes(), torch.no_grad():
         return torch.equal(before, after) or bool(((before == after) | ((before != before) & (after != after))).all())
@@ -362,5 +440,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _finished(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a result: on the CPU, dense, without a graph."""
     tensor = tensor.detach()
-    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).cpu().clone()
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return dense.cpu().clone()

@@ -13,8 +13,10 @@ from consistency.numerics.precision import Precision
 from consistency.testing.calls import TESTED
 
 Choice = Literal["fail", "skip", "pass"]
+"""Outcome of a test that is inconclusive."""
 
 _HALF_TYPES = ("float16", "bfloat16")
+"""Names of the dtypes in which partial sums may be stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class Allow:
     inconclusive: Choice = "fail"
 
     def __post_init__(self) -> None:
-        """Refuse a value that is none of these: a misspelt one could be taken for one that allows more."""
+        """Refuse a value that is not one of those above: a misspelt one could be taken for one that allows more."""
         for name in ("toward_zero", "nan", "dtype"):
             _check_truth_value(f"Allow({name}=)", getattr(self, name))
         if self.inconclusive not in get_args(Choice):
@@ -54,7 +56,7 @@ class Allow:
 
 
 def _unusable(where: str, got: object, wanted: str) -> UsageError:
-    """Return the error of a value that would be taken for another one, or fail far from where it was given."""
+    """Return the error of an option's value: unrefused, it would be taken for another one, or fail far from here."""
     return UsageError("this value cannot be used", where=where, got=repr(got), wanted=wanted)
 
 
@@ -64,6 +66,7 @@ def _check_truth_value(where: str, value: object) -> None:
 
 
 def _check_products(products: object) -> None:
+    """Raise an error unless each field of `Products` has a value of its kind."""
     where = "Allow(products=)"
     if not isinstance(products, Products):
         raise _unusable(where, products, "consistency.testing.Products(...)")
@@ -78,6 +81,7 @@ def _check_products(products: object) -> None:
 
 
 def _is_whole(value: object, *, least: int) -> bool:
+    """Report whether a value is a whole number of at least this; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

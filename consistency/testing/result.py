@@ -1,4 +1,4 @@
-"""What a call is judged by: the error of each of its results in units of what rounding makes there."""
+"""Judge the results of a call: the error of each element, in units of its rounding error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from consistency.errors import UsageError
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
-from consistency.numerics.error_spread import Spread
+from consistency.numerics.error_spread import ErrorFigures, Spread
 from consistency.numerics.not_finite import count_not_finite
 from consistency.numerics.real import Real
 from consistency.numerics.rules import LEAST_FACTOR, error_factor, passes
@@ -20,7 +20,7 @@ from consistency.numerics.rules import LEAST_FACTOR, error_factor, passes
 Status = Literal["within", "inconclusive", "outside"]
 
 MOST_OF_SIGNAL = 0.1
-"""Where rounding may be more of the values than that, a result that passes says little: torchtitan's gate."""
+"""Where rounding may be a larger part of the values than this, a result that passes says little: torchtitan's gate."""
 
 _ONE_ROUNDING = 3.0
 """The square of the largest error of one rounding, over its variance: u² x² over u² x² / 3."""
@@ -29,10 +29,11 @@ _BY_CHANCE = 6 * math.sqrt(0.8)
 """Six deviations of that square, whose mean is 1 and whose variance is 9/5 - 1 for a uniform error."""
 
 _NOTHING_ROUNDS = 512
-"""Elements of all passes: float32 would be moved in one of twelve, so that all stay with a chance of 10⁻²⁰."""
+"""Exact elements of all passes from which on nothing rounds: in float32 one of twelve would be moved, so that all stay
+with a chance of 10⁻²⁰."""
 
 Undecided = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
-"""Of a discrete result, the exact one, and those of the passes: return where another one is right too."""
+"""Return where another value is right too, from a discrete result, the exact one, and those of the passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,9 @@ class ResultError:
     share: float = 0.0
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.status}" + (f", {self.reason}" if self.reason else "")]
+        lines = [f"{self.name}: {self.status}"]
+        if self.reason:
+            lines[0] += f", {self.reason}"
         if self.worst is not None:
             lines += [
                 f"  worst element {list(self.worst)}: got {self.got:.9g}, exact {self.exact:.9g}",
@@ -82,7 +85,7 @@ class ResultError:
 
 
 def allowance(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
-    """Return what rounding makes in a result, and its limits, by passes with noise; all are finite and real.
+    """Return the spread of rounding errors in a result, with its limits, by passes with noise; all are finite and real.
 
     Rows may be sums over the same terms, as those of a gradient are. Of a few elements all passes may be exact by
     chance, and a result that is rounded once is right: the largest figure is that of one rounding at least, and as much
@@ -92,15 +95,15 @@ def allowance(drawn: Sequence[torch.Tensor], exact: torch.Tensor) -> Spread:
     count, limits = exact.numel(), spread.limits
     if float(limits.largest) == 0 and count * len(drawn) > _NOTHING_ROUNDS:
         return spread
-    chance = error_factor(count, count * len(drawn)) / LEAST_FACTOR
+    margin = error_factor(count, count * len(drawn)) / LEAST_FACTOR
     of_row = min(_ONE_ROUNDING, 1 + _BY_CHANCE / math.sqrt(spread.columns.shape[1]))
     return replace(
         spread,
         limits=msgspec.structs.replace(
             limits,
-            element=Real(max(float(limits.element), chance * math.sqrt(_ONE_ROUNDING))),
-            row=Real(max(float(limits.row), chance * math.sqrt(of_row))),
-            scale=Real(max(float(limits.scale), chance * UNIT_ROUNDOFF[drawn[0].dtype])),
+            element=Real(max(float(limits.element), margin * math.sqrt(_ONE_ROUNDING))),
+            row=Real(max(float(limits.row), margin * math.sqrt(of_row))),
+            scale=Real(max(float(limits.scale), margin * UNIT_ROUNDOFF[drawn[0].dtype])),
         ),
     )
 
@@ -115,81 +118,92 @@ def judged(
     actual, exact : torch.Tensor or other
         On the CPU; a tensor that is not of floating-point numbers, and anything else, is to be equal.
     drawn : sequence
-        The same of each pass with noise, which has the same inputs as the function under test: of the dtype that the
+        The result of each pass with noise, which has the same inputs as the function under test: in the dtype that the
         reference returns for them.
     undecided : callable
-        Tell of discrete results where another one is right too.
+        Returns for discrete results where another value is right too.
     any_dtype : bool
         A tensor may have another dtype of the same kind (floating-point, complex, whole) than the reference's; it is
         judged as what it is.
     """
     if not isinstance(actual, torch.Tensor) or not isinstance(exact, torch.Tensor):
-        if type(actual) is type(exact) and isinstance(actual, float | complex):
+        is_of_one_type = type(actual) is type(exact)
+        if is_of_one_type and isinstance(actual, float | complex):
             actual, *drawn = (as_tensor(number) for number in (actual, *drawn))
             return judged(name, actual, as_tensor(exact, wide=True), drawn, undecided)
-        return _equal(
-            name, type(actual) is type(exact) and actual == exact, f"got {actual!r}, the reference has {exact!r}"
-        )
+        is_equal = is_of_one_type and actual == exact
+        return _equal(name, is_equal, f"got {actual!r}, the reference has {exact!r}")
     if actual.shape != exact.shape:
         return _outside(name, f"its shape is {tuple(actual.shape)}, the reference's {tuple(exact.shape)}")
-    wanted = drawn[0].dtype
-    is_of_the_kind = (actual.is_complex(), actual.is_floating_point()) == (wanted.is_complex, wanted.is_floating_point)
-    if actual.dtype != wanted and not (any_dtype and is_of_the_kind):
-        reason = f"its dtype is {name_of(actual.dtype)}, the reference's {name_of(wanted)} for the same inputs"
-        if is_of_the_kind:
-            reason = f"{reason}: allow=Allow(dtype=True) accepts another"
-        return _outside(name, reason)
+    wrong_dtype = _describe_wrong_dtype(actual.dtype, drawn[0].dtype, any_dtype=any_dtype)
+    if wrong_dtype is not None:
+        return _outside(name, wrong_dtype)
+    return _judge_values(name, actual, exact, drawn, undecided)
+
+
+def _describe_wrong_dtype(actual: torch.dtype, wanted: torch.dtype, *, any_dtype: bool) -> str | None:
+    """Return in words that a result has another dtype than it may have; None if it may have it."""
+    if actual == wanted:
+        return None
+    is_of_one_kind = (actual.is_complex, actual.is_floating_point) == (wanted.is_complex, wanted.is_floating_point)
+    if any_dtype and is_of_one_kind:
+        return None
+    reason = f"its dtype is {name_of(actual)}, the reference's {name_of(wanted)} for the same inputs"
+    return f"{reason}: allow=Allow(dtype=True) accepts another" if is_of_one_kind else reason
+
+
+def _judge_values(
+    name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: Sequence[torch.Tensor], undecided: Undecided
+) -> ResultError:
+    """Judge the values of a tensor; the parameters are those of `judged`."""
     if actual.is_complex():
-        actual, exact, *drawn = (parts_of(one) for one in (actual, exact, *drawn))
+        actual, exact, *drawn = (parts_of(tensor) for tensor in (actual, exact, *drawn))
     if not actual.is_floating_point():
-        differs = actual != exact
-        wrong = int((differs & ~undecided(actual, exact, drawn)).sum()) if bool(differs.any()) else 0
+        wrong = _count_wrong_choices(actual, exact, drawn, undecided)
         return _equal(name, not wrong, f"{wrong} of {actual.numel()} elements differ where rounding decides nothing")
     if not actual.numel():
         return ResultError(name=name, status="within")
-    if actual.dtype == torch.float64:
-        actual = actual.to(drawn[0].dtype if drawn[0].dtype in UNIT_ROUNDOFF else torch.float32)
+    if actual.dtype == torch.float64:  # which a function returns whose inputs are narrower: judged by the passes' dtype
+        dtype = drawn[0].dtype if drawn[0].dtype in UNIT_ROUNDOFF else torch.float32
+        actual = actual.to(dtype)
     check_dtype(name, actual.dtype)
-    return _of_numbers(name, actual, exact.to(torch.float64), [one.to(actual.dtype) for one in drawn])
+    return _judge_numbers(name, actual, exact.to(torch.float64), [tensor.to(actual.dtype) for tensor in drawn])
 
 
-def _of_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: list[torch.Tensor]) -> ResultError:
-    stored = exact.to(actual.dtype)  # what is beyond the largest number is infinite
+def _count_wrong_choices(
+    actual: torch.Tensor, exact: torch.Tensor, drawn: Sequence[torch.Tensor], undecided: Undecided
+) -> int:
+    """Return how many elements of a discrete result differ where no other value is right."""
+    differs = actual != exact
+    if not bool(differs.any()):  # most results: the passes with decisions are spared
+        return 0
+    return int((differs & ~undecided(actual, exact, drawn)).sum())
+
+
+def _judge_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: list[torch.Tensor]) -> ResultError:
+    """Judge a result of floating-point numbers; `exact` is float64, and passes have the dtype of the result."""
+    # values beyond the largest number of the dtype become infinite
+    stored = exact.to(actual.dtype)
     if any(map(count_not_finite, (actual, stored, *drawn))):
-        places = ~stored.isfinite()
-        same = torch.where(places | ~actual.isfinite(), (actual == stored) | (actual.isnan() & stored.isnan()), True)
-        overflow = exact.isfinite() & torch.stack([~one.isfinite() & (one != stored) for one in drawn]).any(0)
-        if not bool((same | overflow).all()):
-            worst = _index(~same & ~overflow)
-            got, wanted = float(actual[worst]), float(stored[worst])
-            return ResultError(
-                name=name,
-                status="outside",
-                reason=f"{int((~same).sum())} elements are not the same NaN or infinity, or not finite",
-                ratio=math.inf,
-                worst=worst,
-                got=got,
-                exact=wanted,
-                error=math.inf,
-                ulp=math.inf,
-            )
-        if bool(overflow.any()):
-            return ResultError(name=name, status="inconclusive", reason="passes with noise overflow")
-        actual, exact, *drawn = (one.masked_fill(places, 0) for one in (actual, exact, *drawn))
+        mismatch = _judge_not_finite(name, actual, exact, stored, drawn)
+        if mismatch is not None:
+            return mismatch
+        is_not_finite = ~stored.isfinite()
+        actual, exact, *drawn = (tensor.masked_fill(is_not_finite, 0) for tensor in (actual, exact, *drawn))
     spread = allowance(drawn, exact)
     figures, allowed = spread.figures(actual, exact), spread.allowed(exact, actual.dtype)
     error = (actual.to(torch.float64) - exact).abs()
-    of_row = float(spread.limits.row) / max(float(spread.limits.element), 1e-300)
-    share = of_row * _rms(allowed) / max(_rms(exact), 1e-300)
-    worst = _index(error / allowed.clamp_min(1e-300))
-    largest = float(error[worst])
-    status: Status = "outside"
-    parts = {"rows": figures.row, "elements": figures.element, "scale": figures.scale}
-    reason = ", ".join(f"{part} {ratio:.3g} times the limit" for part, ratio in parts.items() if not passes(ratio))
-    if passes(figures.ratio):
-        status = "within"
-        if share > MOST_OF_SIGNAL and (figures.ratio or float(spread.limits.largest)):
-            status, reason = "inconclusive", "rounding may be more than a tenth of the values"
+    # the limit of a row over that of an element: `allowed` is of each element by itself
+    row_factor = float(spread.limits.row) / max(float(spread.limits.element), 1e-300)
+    share = row_factor * _rms(allowed) / max(_rms(exact), 1e-300)
+    worst = _index_of_largest(error / allowed.clamp_min(1e-300))
+    worst_error = float(error[worst])
+    status: Status = "within"
+    reason = ""
+    if not passes(figures.ratio):
+        status, reason = "outside", _figures_beyond_limit(figures)
+    elif share > MOST_OF_SIGNAL and (figures.ratio or float(spread.limits.largest)):
+        status, reason = "inconclusive", "rounding may be more than a tenth of the values"
     return ResultError(
         name=name,
         status=status,
@@ -198,11 +212,47 @@ def _of_numbers(name: str, actual: torch.Tensor, exact: torch.Tensor, drawn: lis
         worst=worst,
         got=float(actual[worst]),
         exact=float(exact[worst]),
-        error=largest,
+        error=worst_error,
         allowed=float(allowed[worst]),
         share=share,
-        ulp=largest / _spacing(float(exact[worst]), actual.dtype),
+        ulp=worst_error / _spacing(float(exact[worst]), actual.dtype),
     )
+
+
+def _judge_not_finite(
+    name: str, actual: torch.Tensor, exact: torch.Tensor, stored: torch.Tensor, drawn: list[torch.Tensor]
+) -> ResultError | None:
+    """Judge the elements that are NaN or infinite, in the result or its reference; None where all are right.
+
+    `stored` are the exact values in the dtype of the result. Where passes with noise overflow, a device may too: the
+    result is inconclusive then.
+    """
+    is_judged = ~stored.isfinite() | ~actual.isfinite()
+    is_same = (actual == stored) | (actual.isnan() & stored.isnan())
+    same = torch.where(is_judged, is_same, True)
+    overflow = exact.isfinite() & torch.stack([~noisy.isfinite() & (noisy != stored) for noisy in drawn]).any(0)
+    if not bool((same | overflow).all()):
+        worst = _index_of_largest(~same & ~overflow)
+        return ResultError(
+            name=name,
+            status="outside",
+            reason=f"{int((~same).sum())} elements are not the same NaN or infinity, or not finite",
+            ratio=math.inf,
+            worst=worst,
+            got=float(actual[worst]),
+            exact=float(stored[worst]),
+            error=math.inf,
+            ulp=math.inf,
+        )
+    if bool(overflow.any()):
+        return ResultError(name=name, status="inconclusive", reason="passes with noise overflow")
+    return None
+
+
+def _figures_beyond_limit(figures: ErrorFigures) -> str:
+    """Return in words the figures that are not within their limits."""
+    ratios = {"rows": figures.row, "elements": figures.element, "scale": figures.scale}
+    return ", ".join(f"{name} {ratio:.3g} times the limit" for name, ratio in ratios.items() if not passes(ratio))
 
 
 def _equal(name: str, is_equal: bool, reason: str) -> ResultError:
@@ -214,20 +264,22 @@ def _outside(name: str, reason: str) -> ResultError:
 
 
 def as_tensor(number: float | complex, *, wide: bool = False) -> torch.Tensor:
-    """Return a Python number as a tensor, in float32 unless `wide`: what made it was a tensor of that or narrower."""
+    """Return a Python number as a tensor, in float32 unless `wide`: the tensor that made it was that or narrower."""
     if isinstance(number, complex):
-        return torch.tensor(number, dtype=torch.complex128 if wide else torch.complex64)
-    return torch.tensor(number, dtype=torch.float64 if wide else torch.float32)
+        dtype = torch.complex128 if wide else torch.complex64
+    else:
+        dtype = torch.float64 if wide else torch.float32
+    return torch.tensor(number, dtype=dtype)
 
 
 def parts_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the real and the imaginary parts, one after the other."""
+    """Return the real and the imaginary parts of a complex tensor, stacked: `(2, *shape)`."""
     value = value.resolve_conj()
     return torch.stack([value.real, value.imag])
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise an error unless it is known how numbers of a dtype are rounded."""
+    """Raise an error about a result unless it is known how numbers of its dtype are rounded."""
     if dtype not in UNIT_ROUNDOFF:
         raise UsageError(
             f"{name} has a dtype whose rounding is not known",
@@ -236,13 +288,16 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def _index(values: torch.Tensor) -> tuple[int, ...]:
-    """Return the place of the largest."""
-    found = int(values.reshape(-1).to(torch.float64).argmax())
-    return tuple(int(one) for one in torch.unravel_index(torch.tensor(found), values.shape)) if values.dim() else ()
+def _index_of_largest(values: torch.Tensor) -> tuple[int, ...]:
+    """Return the index of the largest element; of a scalar, `()`."""
+    flat_index = int(values.reshape(-1).to(torch.float64).argmax())
+    if not values.dim():
+        return ()
+    return tuple(int(index) for index in torch.unravel_index(torch.tensor(flat_index), values.shape))
 
 
 def _rms(values: torch.Tensor) -> float:
+    """Return the root of the mean square."""
     return math.sqrt(float(values.square().mean()))
 
 

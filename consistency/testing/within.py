@@ -1,10 +1,10 @@
-"""The three public functions."""
+"""The three public functions: judge a function, assert that it is within rounding, and return its tolerances."""
 
 from __future__ import annotations
 
 import math
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,11 @@ from consistency.worker.cpu_error import by_formula, with_noise
 from consistency.worker.precision import products_of
 
 PASSES = 8
-"""With noise: those of gradients in the tool, and enough for a tensor of one row."""
+"""Passes with noise: as many as the tool computes for gradients, and enough for a tensor of one row."""
 
-_MOST = 4
-"""Times as many are computed at most, where few elements leave a result inconclusive: of one row the limit is 19 times
-the largest figure of 8 passes, 4.2 times that of 32."""
+_MOST_TIMES = 4
+"""Up to so many times the passes are computed where few elements leave a result inconclusive: of one row the limit is
+19 times the largest figure of 8 passes, 4.2 times that of 32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +53,22 @@ class WithinRounding:
     @property
     def status(self) -> Status:
         """The worst status of the results."""
-        found = {one.status for one in self.results}
-        return "outside" if "outside" in found else "inconclusive" if "inconclusive" in found else "within"
+        statuses = {result.status for result in self.results}
+        if "outside" in statuses:
+            return "outside"
+        return "inconclusive" if "inconclusive" in statuses else "within"
 
     def __bool__(self) -> bool:
         return self.status == "within"
 
     def __str__(self) -> str:
-        told = [one for one in self.results if one.status != "within"] or list(self.results)
+        shown = [result for result in self.results if result.status != "within"] or list(self.results)
         head = {
             "outside": "beyond what rounding may do",
             "inconclusive": "inconclusive: rounding may be as large as a fault would be",
             "within": "within what rounding may do",
         }[self.status]
-        return "\n".join([f"{self.name}: {head}", *map(str, told)])
+        return "\n".join([f"{self.name}: {head}", *map(str, shown)])
 
 
 class RoundingTolerance(dict[str, Any]):  # floats, and of any type to what takes ``**tolerance``
@@ -84,37 +86,66 @@ class RoundingTolerance(dict[str, Any]):  # floats, and of any type to what take
 
 
 def _noise(allow: Allow, device: torch.device) -> Noise:
-    """Return the context in which a pass is computed as such a device may, by its seed."""
+    """Return the context of a pass with noise, by its seed: as an implementation may compute on such a device."""
     products = products_of(device) if allow.products is None else allow.products
     return lambda seed: with_noise(products, seed, toward_zero=allow.toward_zero, is_kept=seed < PASSES)
 
 
-def _missing(name: str, *, is_of_actual: bool) -> str:
-    if is_of_actual:
-        return "the reference has no such result"
-    hint = ": gradients=False compares values alone" if name.startswith(GRADIENT) else ""
-    return f"the function has none, and its reference has one{hint}"
+def _missing_results(actual: Computed, exact: Computed) -> Iterator[ResultError]:
+    """Yield an error for each result that only the function has, or only its reference."""
+    for name in {**actual, **exact}:
+        if name in actual and name in exact:
+            continue
+        reason = "the reference has no such result"
+        if name in exact:
+            hint = ": gradients=False compares values alone" if name.startswith(GRADIENT) else ""
+            reason = f"the function has none, and its reference has one{hint}"
+        yield ResultError(name=name, status="outside", ratio=math.inf, reason=reason)
+
+
+def _check_no_nan(name: str, exact: Computed) -> None:
+    """Raise an error if the reference of a function is NaN somewhere: there is nothing to compare with."""
+    for result, value in exact.items():
+        if isinstance(value, torch.Tensor) and bool(value.isnan().any()):
+            raise UsageError(
+                f"{name}: the reference is NaN in its {result}",
+                where="the float64 pass",
+                hint="choose inputs for which it is defined, or allow=Allow(nan=True)",
+            )
 
 
 def _may_differ(
     decision: Decision, operands: list[torch.Tensor], got: torch.Tensor, truth: torch.Tensor
 ) -> torch.Tensor:
-    """Return where a decision that made a result may go another way, as its margin is what rounding may do."""
-    nothing = torch.zeros_like(truth, dtype=torch.bool)
+    """Return where a decision that made a result may go another way, as rounding may move it by its margin.
+
+    Nowhere, if the decision did not make this result.
+
+    Parameters
+    ----------
+    decision : Decision
+        From the exact pass.
+    operands : list of torch.Tensor
+        Its operand in each pass with noise.
+    got, truth : torch.Tensor
+        The discrete result of the function, and the exact one.
+    """
+    nowhere = torch.zeros_like(truth, dtype=torch.bool)
     chosen, operand = decision.decided, decision.operand.to(torch.float64)
     if chosen.numel() != truth.numel() or operands[0].dtype not in UNIT_ROUNDOFF:
-        return nothing
+        return nowhere
     if not torch.equal(chosen.reshape(truth.shape).to(truth.dtype), truth):
-        return nothing
-    if not all(bool(one.isfinite().all()) for one in (operand, *operands)):
-        return nothing
+        return nowhere  # the decision is another one, whose outcome is not this result
+    if not all(bool(tensor.isfinite().all()) for tensor in (operand, *operands)):
+        return nowhere
     allowed = allowance(operands, operand).allowed(operand, operands[0].dtype)
     if decision.dim is None:
         is_close = decision.margins(operand) <= decision.scores * allowed
         if decision.name == TO_INTEGER:
-            # what an earlier rounding made whole is at the edge of a cast, and yet the cast decides nothing
-            is_close &= ~torch.stack([one == one.round() for one in (operand, *operands)]).all(0)
+            # a number that an earlier rounding made whole is at the edge of a cast, and yet the cast decides nothing
+            is_close &= ~torch.stack([tensor == tensor.round() for tensor in (operand, *operands)]).all(0)
         return is_close.reshape(truth.shape)
+    # a selection: the exact scores of both elements have to be as close as their errors together may be
     other = got.reshape(chosen.shape).long().clamp(0, operand.shape[decision.dim] - 1)
     together = allowed.gather(decision.dim, chosen) + allowed.gather(decision.dim, other)
     is_close = gaps(operand, decision.dim, chosen, other) <= together
@@ -136,43 +167,51 @@ def within_rounding(
         function, reference=reference, device=device, dtype=dtype, gradients=gradients, passes=passes, allow=allow
     )
     call = FunctionCall(function, reference, inputs, dtype=dtype, gradients=gradients)
-    place = call.device if device is None else torch.device(device)
+    target = call.device if device is None else torch.device(device)
     allow = allow or Allow()
-    noise = _noise(allow, place)
+    noise = _noise(allow, target)
     # autocast has other operations in float32 on a device than on the CPU, where the passes with noise are
-    any_dtype = allow.dtype or (place.type != "cpu" and torch.is_autocast_enabled(place.type))
-    actual, exact = call.on(place), call.exact()
+    any_dtype = allow.dtype or (target.type != "cpu" and torch.is_autocast_enabled(target.type))
+    actual, exact = call.on(target), call.exact()
     name = getattr(function, "__name__", type(function).__name__)
-    for result, value in exact.items():
-        if not (call.has_nan or allow.nan) and isinstance(value, torch.Tensor) and bool(value.isnan().any()):
-            raise UsageError(
-                f"{name}: the reference is NaN in its {result}",
-                where="the float64 pass",
-                hint="choose inputs for which it is defined, or allow=Allow(nan=True)",
-            )
+    if not call.has_nan and not allow.nan:
+        _check_no_nan(name, exact)
 
-    def undecided(got: torch.Tensor, truth: torch.Tensor, others: Any) -> torch.Tensor:
-        found = torch.stack([other != truth for other in others]).any(0)
+    results, pass_count = _judge_results(call, noise, passes, actual, exact, any_dtype=any_dtype)
+    title = f"{name} ({name_of(call.dtype)}, {target}, {pass_count} passes with noise)"
+    return WithinRounding(name=title, results=(*results, *_missing_results(actual, exact)))
+
+
+def _judge_results(
+    call: FunctionCall, noise: Noise, passes: int, actual: Computed, exact: Computed, *, any_dtype: bool
+) -> tuple[list[ResultError], int]:
+    """Judge the results that the function and its reference both have; return them, and the number of passes.
+
+    There are `passes` passes with noise, and up to `_MOST_TIMES` as many while a result is inconclusive.
+    """
+
+    def undecided(got: torch.Tensor, truth: torch.Tensor, noisy: Sequence[torch.Tensor]) -> torch.Tensor:
+        may_differ = torch.stack([tensor != truth for tensor in noisy]).any(0)
         for decision, operands in call.decisions(passes, noise):
-            found |= _may_differ(decision, operands, got, truth)
-        return found
+            may_differ |= _may_differ(decision, operands, got, truth)
+        return may_differ
 
     drawn: list[Computed] = []
     results: dict[str, ResultError] = {}
-    while not drawn or (len(drawn) < _MOST * passes and any(one.status == "inconclusive" for one in results.values())):
+    while not drawn or (len(drawn) < _MOST_TIMES * passes and any(map(_is_inconclusive, results.values()))):
         with by_formula():
+            # each further round doubles the passes
             drawn += call.with_noise(range(len(drawn), len(drawn) + max(passes, len(drawn))), noise)
-        for result, value in exact.items():
-            if result in actual and (result not in results or results[result].status == "inconclusive"):
-                passed = [one[result] for one in drawn]
-                results[result] = judged(result, actual[result], value, passed, undecided, any_dtype=any_dtype)
-    missing = [
-        ResultError(name=one, status="outside", ratio=math.inf, reason=_missing(one, is_of_actual=one in actual))
-        for one in {**actual, **exact}
-        if (one in actual) != (one in exact)
-    ]
-    title = f"{name} ({name_of(call.dtype)}, {place}, {len(drawn)} passes with noise)"
-    return WithinRounding(name=title, results=(*results.values(), *missing))
+        for name, value in exact.items():
+            is_open = name not in results or _is_inconclusive(results[name])
+            if name in actual and is_open:
+                noisy = [computed[name] for computed in drawn]
+                results[name] = judged(name, actual[name], value, noisy, undecided, any_dtype=any_dtype)
+    return [*results.values()], len(drawn)
+
+
+def _is_inconclusive(result: ResultError) -> bool:
+    return result.status == "inconclusive"
 
 
 def assert_within_rounding(
@@ -227,7 +266,7 @@ def assert_within_rounding(
     The rule is that of `consistency.numerics.error_spread`.
     """
     __tracebackhide__ = True
-    found = within_rounding(
+    within = within_rounding(
         function,
         *inputs,
         reference=reference,
@@ -238,10 +277,10 @@ def assert_within_rounding(
         allow=allow,
     )
     choice = (allow or Allow()).inconclusive
-    if found.status == "inconclusive" and choice == "skip":
-        raise unittest.SkipTest(str(found))
-    if found.status == "outside" or (found.status == "inconclusive" and choice == "fail"):
-        raise AssertionError(str(found))
+    if within.status == "inconclusive" and choice == "skip":
+        raise unittest.SkipTest(str(within))
+    if within.status == "outside" or (within.status == "inconclusive" and choice == "fail"):
+        raise AssertionError(str(within))
 
 
 def rounding_tolerance(
@@ -280,12 +319,11 @@ def rounding_tolerance(
     """
     check_options(function, device=device, dtype=dtype, passes=passes, allow=allow)
     call = FunctionCall(function, None, inputs, dtype=dtype, gradients=False)
-    noise = _noise(allow or Allow(), call.device if device is None else torch.device(device))
+    target = call.device if device is None else torch.device(device)
+    noise = _noise(allow or Allow(), target)
     with by_formula():
         drawn = call.with_noise(range(passes), noise)
-    relative = 0.0
-    allowed: dict[str, torch.Tensor] = {}
-    sizes: dict[str, torch.Tensor] = {}
+    tolerances: dict[str, _ResultTolerance] = {}
     has_numbers = False
     for name, exact in call.exact().items():
         passed = [computed[name] for computed in drawn]
@@ -294,26 +332,49 @@ def rounding_tolerance(
         if not isinstance(exact, torch.Tensor) or not (exact.is_floating_point() or exact.is_complex()):
             continue
         has_numbers = True
-        if not exact.numel():
-            continue
-        is_complex = exact.is_complex()
-        if is_complex:
-            exact, passed = parts_of(exact), [parts_of(values) for values in passed]
-        check_dtype(name, passed[0].dtype)
-        places = torch.stack([exact, *passed]).isfinite().all(0)
-        truth, *finite = (values.masked_fill(~places, 0) for values in (exact, *passed))
-        spread = allowance(finite, truth)
-        allowed[name], sizes[name] = spread.allowed(truth, finite[0].dtype), truth.abs()
-        if is_complex:
-            # a distance in the plane: where each part is off by at most a + r |part|, both are by |a, a'| + r |number|
-            allowed[name] = torch.linalg.vector_norm(allowed[name], dim=0)
-            sizes[name] = torch.linalg.vector_norm(sizes[name], dim=0)
-        relative = max(relative, 2 * float(spread.limits.element) * UNIT_ROUNDOFF[finite[0].dtype] / math.sqrt(3))
+        if exact.numel():
+            tolerances[name] = _tolerance_of_result(name, exact, passed)
     if not has_numbers:
         raise UsageError(
             "no result has floating-point numbers: others have no tolerance",
             where="rounding_tolerance",
             hint="compare for equality, or by assert_within_rounding, which knows where a choice is open",
         )
-    absolute = max((float((2 * allowed[name] - relative * size).max()) for name, size in sizes.items()), default=0.0)
+    relative = max((tolerance.relative for tolerance in tolerances.values()), default=0.0)
+    absolute = max((tolerance.absolute_beside(relative) for tolerance in tolerances.values()), default=0.0)
+    allowed = {name: tolerance.allowed for name, tolerance in tolerances.items()}
     return RoundingTolerance(rtol=relative, atol=absolute, allowed=allowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ResultTolerance:
+    """The tolerance of one result."""
+
+    allowed: torch.Tensor
+    """The error that each element may have, float64."""
+    sizes: torch.Tensor
+    """Magnitude of each exact element, float64."""
+    relative: float
+    """Least relative tolerance of two results that are compared with each other."""
+
+    def absolute_beside(self, relative: float) -> float:
+        """Return the least absolute tolerance of two results, beside a relative one."""
+        return float((2 * self.allowed - relative * self.sizes).max())
+
+
+def _tolerance_of_result(name: str, exact: torch.Tensor, passed: list[torch.Tensor]) -> _ResultTolerance:
+    """Return the tolerance of a result of floating-point or complex numbers, by passes with noise."""
+    is_complex = exact.is_complex()
+    if is_complex:
+        exact, passed = parts_of(exact), [parts_of(values) for values in passed]
+    check_dtype(name, passed[0].dtype)
+    is_finite = torch.stack([exact, *passed]).isfinite().all(0)
+    truth, *finite = (values.masked_fill(~is_finite, 0) for values in (exact, *passed))
+    spread = allowance(finite, truth)
+    allowed, sizes = spread.allowed(truth, finite[0].dtype), truth.abs()
+    if is_complex:
+        # a distance in the plane: where each part is off by at most a + r |part|, both are by |a, a'| + r |number|
+        allowed = torch.linalg.vector_norm(allowed, dim=0)
+        sizes = torch.linalg.vector_norm(sizes, dim=0)
+    relative = 2 * float(spread.limits.element) * UNIT_ROUNDOFF[finite[0].dtype] / math.sqrt(3)
+    return _ResultTolerance(allowed=allowed, sizes=sizes, relative=relative)

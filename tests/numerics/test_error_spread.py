@@ -89,7 +89,7 @@ def test_a_large_tensor_in_parts_has_the_same_figures(monkeypatch: pytest.Monkey
     exact, drawn, device = made(3)
     whole = Spread.of(drawn, exact)
     monkeypatch.setattr(error_spread, "_AT_ONCE", 5 * COLUMNS)
-    monkeypatch.setattr(error_spread, "_KEPT", 0)
+    monkeypatch.setattr(error_spread, "_MOST_KEPT_ERRORS", 0)
     parts = Spread.of(drawn, exact)
     assert parts.limits.row == pytest.approx(whole.limits.row)
     assert parts.figures(device, exact).ratio == pytest.approx(whole.figures(device, exact).ratio)

@@ -29,8 +29,11 @@ def compile_kernel(source: Path, target: Path, *flags: str) -> str | None:
         return "CONSISTENCY_NO_KERNEL is set"
     if sys.platform not in ("linux", "darwin"):
         return f"{sys.platform} is not supported"
-    wanted = os.environ.get("CC")
-    compiler = wanted.split() if wanted else [next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")]
+    chosen_compiler = os.environ.get("CC")
+    if chosen_compiler:
+        compiler = chosen_compiler.split()
+    else:
+        compiler = [next(filter(shutil.which, ("cc", "gcc", "clang")), "cc")]
     checksum = f"-DSOURCE={zlib.crc32(source.read_bytes())}u"
     command = [*compiler, *FLAGS, checksum, *flags, str(source), "-o", str(target)]
     try:
@@ -38,7 +41,8 @@ def compile_kernel(source: Path, target: Path, *flags: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{type(error).__name__}: {error}"
     if done.returncode:
-        return next((line for line in done.stderr.splitlines() if "error" in line), f"{compiler[0]} failed")
+        error_lines = (line for line in done.stderr.splitlines() if "error" in line)
+        return next(error_lines, f"{compiler[0]} failed")
     return None if target.exists() else f"{compiler[0]} produced no library"
 
 

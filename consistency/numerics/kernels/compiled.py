@@ -28,15 +28,16 @@ CHUNK = 64 * BLOCK
 """Elements that share a sum: few enough for a small rounding error, many enough that storing the sums costs nothing."""
 
 _MIN_BYTES_PER_THREAD = 1 << 20
-"""Handing work to a thread takes some 30 µs; measuring this much takes some 200 µs."""
+"""Least bytes that a thread measures: to hand work to it takes some 30 µs; to measure this much takes some 200 µs."""
 
 _MIN_DIGESTED_PER_THREAD = 4 << 20
-"""Bytes: a digest of this much takes some 500 µs."""
+"""Least bytes that a thread digests: this much takes some 500 µs."""
 
 KINDS = ("float16", "bfloat16", "float32", "float64")
 """The dtypes that the kernel measures, in the order of `enum kind` in `kernel.c`."""
 
 DIGEST = "digest"
+"""The purpose of digesting rows."""
 
 
 def errors_in(kind: str) -> str:
@@ -45,10 +46,10 @@ def errors_in(kind: str) -> str:
 
 
 PURPOSES = (*KINDS, *map(errors_in, KINDS), DIGEST)
-"""What the kernel is used for: measuring two tensors of a dtype, or one and its exact values; and digests."""
+"""Purposes that the kernel is used for: measuring two tensors of a dtype, or one and its exact values; and digests."""
 
 VARIANTS = ("plain", "avx2", "avx512")
-
+"""Names of the kernel's variants, by their numbers in `kernel.c`."""
 
 _NONE = np.empty(0, np.int64)
 
@@ -69,7 +70,7 @@ class _Range(ctypes.Structure):
 
 
 class Errors(ctypes.Structure):
-    """What was seen of a tensor against its exact value; `struct errors` of `kernel.c`, which documents the fields."""
+    """The errors of a tensor against its exact value; `struct errors` of `kernel.c`, which documents the fields."""
 
     _fields_ = (
         ("mismatched", ctypes.c_int64),
@@ -119,6 +120,7 @@ class Kernel:
         if SOURCE.exists() and library.consistency_source() != zlib.crc32(SOURCE.read_bytes()):
             raise ValueError(f"{path.name} was compiled from another {SOURCE.name}: install the package again")
         self.variants: int = library.consistency_variants()
+        # variants are numbered from the plainest one on, and the library counts those that this processor can run
         self.variant = self.variants - 1 if variant is None else variant
         if not 0 <= self.variant < self.variants:
             raise ValueError(f"this processor cannot run {VARIANTS[self.variant]}")
@@ -161,12 +163,12 @@ class Kernel:
         """
         sums = np.zeros((2, -(-elements // chunk)))
         width = 2 if kind.endswith("16") else int(kind[-2:]) // 8
-        most = max(1, min(threads, elements * width // _MIN_BYTES_PER_THREAD))
-        step = max(1, -(-sums.shape[1] // most)) * chunk
+        thread_count = max(1, min(threads, elements * width // _MIN_BYTES_PER_THREAD))
+        step = max(1, -(-sums.shape[1] // thread_count)) * chunk
 
         def measure_from(start: int) -> _Range:
-            found = _Range()
-            offset, place = start * width, start // chunk
+            measured = _Range()
+            offset, first_chunk = start * width, start // chunk
             self._measure(
                 self.variant,
                 KINDS.index(kind),
@@ -175,32 +177,37 @@ class Kernel:
                 expected + offset,
                 min(step, elements - start),
                 chunk,
-                sums[0, place:].ctypes.data,
-                sums[1, place:].ctypes.data,
-                ctypes.addressof(found),
+                sums[0, first_chunk:].ctypes.data,
+                sums[1, first_chunk:].ctypes.data,
+                ctypes.addressof(measured),
             )
-            return found
+            return measured
 
         starts = range(0, elements, step)
-        others = [pool(os.getpid(), threads - 1).submit(measure_from, start) for start in starts[1:]]
-        ranges = [*map(measure_from, starts[:1]), *(other.result() for other in others)]
+        futures = [pool(os.getpid(), threads - 1).submit(measure_from, start) for start in starts[1:]]
+        # the first range is measured on this thread, while the others run
+        ranges = [*map(measure_from, starts[:1]), *(future.result() for future in futures)]
         return _merged(zip(starts, ranges, strict=True), sums)
 
     def errors(
         self, kind: str, of: Computed, seen: Errors, *, start: int, elements: int, chunk: int, sums: np.ndarray
     ) -> np.ndarray:
-        """Add elements of a tensor to what was seen of it.
+        """Add elements of a tensor to its errors.
 
         Parameters
         ----------
         kind : str
             One of `KINDS`.
+        of : Computed
+            The elements, with exact values and tolerances.
+        seen : Errors
+            The errors of the tensor so far, which are updated.
         start : int
             Number of the first element in the tensor.
         chunk : int
             Elements that share a sum, a multiple of `BLOCK`.
         sums : np.ndarray
-            `(2, chunks)` float64: written are the sums of errors and of their squares.
+            `(2, chunks)` float64, which is overwritten: the sums of errors, and of their squares.
 
         Returns
         -------
@@ -225,36 +232,38 @@ class Kernel:
     def digest(self, data: int, rows: int, w: np.ndarray, v: np.ndarray, out: np.ndarray, *, threads: int = 1) -> None:
         """Digest whole rows at an address, with the weights of a row, into contiguous int64; `threads` at most."""
         row_bytes, weights = w.nbytes, (w.ctypes.data, v.ctypes.data)
-        most = max(1, min(threads, rows * row_bytes // _MIN_DIGESTED_PER_THREAD))
-        step = max(1, -(-rows // most))
+        thread_count = max(1, min(threads, rows * row_bytes // _MIN_DIGESTED_PER_THREAD))
+        step = max(1, -(-rows // thread_count))
 
         def digest_from(start: int) -> None:
-            place = data + start * row_bytes, min(step, rows - start)
-            self._digest(self.variant, *place, *weights, out.ctypes.data + start * out.itemsize)
+            address, count = data + start * row_bytes, min(step, rows - start)
+            self._digest(self.variant, address, count, *weights, out.ctypes.data + start * out.itemsize)
 
         starts = range(0, rows, step)
-        others = [pool(os.getpid(), threads - 1).submit(digest_from, start) for start in starts[1:]]
-        for start in starts[:1]:
+        futures = [pool(os.getpid(), threads - 1).submit(digest_from, start) for start in starts[1:]]
+        for start in starts[:1]:  # on this thread, while the others run
             digest_from(start)
-        for other in others:
-            other.result()
+        for future in futures:
+            future.result()
 
 
 def _merged(ranges: Iterable[tuple[int, _Range]], sums: np.ndarray) -> Tally:
     """Merge ranges, each given with its first element, in order."""
     tally = Tally(sums=sums[0].tolist(), squares=sums[1].tolist())
     flips = np.zeros(64, np.int64)
-    for start, found in ranges:
-        if not found.mismatched:
+    for start, measured in ranges:
+        if not measured.mismatched:
             continue
-        tally.mismatched += found.mismatched
-        tally.max_abs, tally.max_rel = worse(tally.max_abs, found.max_abs), worse(tally.max_rel, found.max_rel)
-        tally.max_ulp = max(tally.max_ulp or 0, found.max_ulp)
-        tally.first = start + found.first if tally.first is None else tally.first
-        tally.last = start + found.last
-        if tally.worst is None or is_worse(found.max_abs, tally.worst[0]):
-            tally.worst = (found.max_abs, start + found.worst)
-        flips += np.ctypeslib.as_array(found.flips)
+        tally.mismatched += measured.mismatched
+        tally.max_abs = worse(tally.max_abs, measured.max_abs)
+        tally.max_rel = worse(tally.max_rel, measured.max_rel)
+        tally.max_ulp = max(tally.max_ulp or 0, measured.max_ulp)
+        if tally.first is None:
+            tally.first = start + measured.first
+        tally.last = start + measured.last
+        if tally.worst is None or is_worse(measured.max_abs, tally.worst[0]):
+            tally.worst = (measured.max_abs, start + measured.worst)
+        flips += np.ctypeslib.as_array(measured.flips)
     if math.isnan(tally.max_abs):  # NaN on one side alone has no place in the order
         tally.max_ulp = None
     tally.flipped = {bit: count for bit, count in enumerate(flips.tolist()) if count}
@@ -263,7 +272,7 @@ def _merged(ranges: Iterable[tuple[int, _Range]], sums: np.ndarray) -> Tally:
 
 @functools.cache
 def pool(process: int, threads: int) -> ThreadPoolExecutor:  # noqa: ARG001 - a forked process has none of the threads
-    """Return threads for a process's measuring."""
+    """Return the threads on which a process measures and digests."""
     return ThreadPoolExecutor(threads, thread_name_prefix="consistency-kernel")
 
 

@@ -13,9 +13,14 @@ from consistency.numerics.kernels.tally import ErrorTally, WorstError
 
 
 class CompiledErrors:
-    """What the kernel saw of a tensor, stretch by stretch; NumPy measures the chunks in which it saw no finite number.
+    """Measure a tensor with the kernel, stretch by stretch; NumPy measures the chunks that the kernel leaves out.
 
-    `chunk` is how many elements share a sum.
+    Those are the chunks in which something is not finite.
+
+    Parameters
+    ----------
+    chunk : int
+        Elements that share a sum.
     """
 
     def __init__(self, kernel: Kernel, *, chunk: int = CHUNK) -> None:
@@ -32,59 +37,63 @@ class CompiledErrors:
         if not elements:
             return
         sums = np.empty((2, -(-elements // self._chunk)))
-        of = _computed(stretch)
-        self._has_ratio = self._has_ratio or of.allowance != ALLOWANCES.index("none")
+        computed = _computed(stretch)
+        self._has_ratio = self._has_ratio or computed.allowance != ALLOWANCES.index("none")
         kind = name_of(stretch.actual.dtype)
         left_out = self._kernel.errors(
-            kind, of, self._seen, start=stretch.start, elements=elements, chunk=self._chunk, sums=sums
+            kind, computed, self._seen, start=stretch.start, elements=elements, chunk=self._chunk, sums=sums
         )
         self._sums.append(sums)
         for number in left_out.tolist():
             self._by_numpy.include(errors_by_numpy(stretch.chunk(number * self._chunk, self._chunk)))
 
     def tally(self) -> ErrorTally:
-        seen, sums = self._seen, self._sums
-        found = ErrorTally(
+        """Return the tally of all stretches so far."""
+        seen = self._seen
+        tally = ErrorTally(
             mismatched=seen.mismatched,
             max_abs=seen.max_abs,
             max_rel=seen.max_rel,
             max_ulp=seen.max_ulp,
             ratio=seen.ratio if self._has_ratio else None,
             magnitude=seen.magnitude,
-            sums=[value for one in sums for value in one[0].tolist()],
-            squares=[value for one in sums for value in one[1].tolist()],
         )
+        for sums in self._sums:
+            tally.sums += sums[0].tolist()
+            tally.squares += sums[1].tolist()
         if seen.worst >= 0:
             score = seen.ratio if self._has_ratio else seen.max_abs
-            found.worst = WorstError(score=score, index=seen.worst, exact=seen.worst_exact)
-        found.include(self._by_numpy)
-        return found
+            tally.worst = WorstError(score=score, index=seen.worst, exact=seen.worst_exact)
+        tally.include(self._by_numpy)
+        return tally
 
 
 def fits(stretch: Stretch) -> bool:
     """Report whether the kernel can measure a stretch: arrays without gaps, the base in the tested dtype."""
     actual, base = stretch.actual, stretch.base
-    return (
-        name_of(actual.dtype) in KINDS
-        and actual.is_contiguous()
-        and (base is None or (base.dtype == actual.dtype and base.is_contiguous()))
-        and all(a is None or (a.dtype == np.float64 and a.flags.c_contiguous) for a in (stretch.value, stretch.size))
-    )
+    if name_of(actual.dtype) not in KINDS or not actual.is_contiguous():
+        return False
+    if base is not None and (base.dtype != actual.dtype or not base.is_contiguous()):
+        return False
+    arrays = [array for array in (stretch.value, stretch.size) if array is not None]
+    return all(array.dtype == np.float64 and array.flags.c_contiguous for array in arrays)
 
 
 def _computed(stretch: Stretch) -> Computed:
+    """Return the arrays and the allowance of a stretch as the kernel takes them, by the addresses of the arrays."""
     base, allowance, size = stretch.base, stretch.allowance, stretch.size
-    of = Computed(actual=stretch.actual.data_ptr(), value=stretch.value.ctypes.data)
+    computed = Computed(actual=stretch.actual.data_ptr(), value=stretch.value.ctypes.data)
     if base is not None:
-        of.base = base.data_ptr()
+        computed.base = base.data_ptr()
     if isinstance(allowance, UserAllowance):
-        of.allowance = ALLOWANCES.index("user")
-        of.product_or_rtol, of.floor_or_atol = allowance.rtol, allowance.atol
+        computed.allowance = ALLOWANCES.index("user")
+        computed.product_or_rtol, computed.floor_or_atol = allowance.rtol, allowance.atol
+    elif isinstance(allowance, Allowance) and size is not None:
+        computed.allowance = ALLOWANCES.index("derived")
+        computed.product_or_rtol, computed.weight = allowance.product, allowance.weight
+        computed.floor_or_atol = allowance.floor
     elif size is not None:
-        of.allowance = ALLOWANCES.index("given")
-        if isinstance(allowance, Allowance):
-            of.allowance = ALLOWANCES.index("derived")
-            of.product_or_rtol, of.weight, of.floor_or_atol = allowance.product, allowance.weight, allowance.floor
+        computed.allowance = ALLOWANCES.index("given")
     if size is not None:
-        of.size = size.ctypes.data
-    return of
+        computed.size = size.ctypes.data
+    return computed

@@ -20,9 +20,12 @@ from consistency.numerics.kernels.numpy_digest import ROW_WORDS, weights_of_row
 PROVEN = "proven"
 
 _ROWS = 5
+"""Rows of test words."""
 
 _states: dict[torch.device, str] = {}
+"""The results of `state`, by device."""
 _faults: dict[torch.device, str] = {}
+"""The results of `fault`, by device."""
 
 
 def state(device: torch.device) -> str:
@@ -31,7 +34,7 @@ def state(device: torch.device) -> str:
 
 
 def fault(device: torch.device) -> str:
-    """Return what a device got wrong; empty for one that is right, untried, or without an operation."""
+    """Return the reason why a device is faulty; empty for one that is right, untried, or without an operation."""
     return _faults.get(device, "")
 
 
@@ -58,22 +61,26 @@ def sums(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _check(w: torch.Tensor, v: torch.Tensor) -> str:
+    """Digest test words on the device of the weights, and return its state."""
     words = made_up(np.dtype(np.int64), _ROWS * ROW_WORDS)
     words[ROW_WORDS : 3 * ROW_WORDS] = -1  # the largest sums of halves
     expected = np.empty(_ROWS, np.int64)
     numpy_digest.sum_rows(words.view(np.uint8), expected)
     try:
-        there = torch.from_numpy(words.view(np.uint8)).to(w.device)  # bytes, as tensors come
-        sent = zip((there.view(torch.int64), w, v), (words, *weights_of_row()), strict=True)
-        if not all(np.array_equal(tensor.cpu().numpy(), right) for tensor, right in sent):
+        on_device = torch.from_numpy(words.view(np.uint8)).to(w.device)  # bytes, as tensors come
+        copies = zip((on_device.view(torch.int64), w, v), (words, *weights_of_row()), strict=True)
+        if not all(np.array_equal(copy.cpu().numpy(), original) for copy, original in copies):
             return _faulty(w.device, "test words do not come back from the device as they were sent")
-        actual = sums(there.view(torch.int64), w, v).cpu().numpy()
+        actual = sums(on_device.view(torch.int64), w, v).cpu().numpy()
     except (RuntimeError, TypeError) as error:
         return f"host: the device cannot digest: {first_line(error)}"
     wrong = int((actual != expected).sum())
-    return _faulty(w.device, f"the device's sums are wrong in {wrong} of {_ROWS} test rows") if wrong else PROVEN
+    if wrong:
+        return _faulty(w.device, f"the device's sums are wrong in {wrong} of {_ROWS} test rows")
+    return PROVEN
 
 
 def _faulty(device: torch.device, reason: str) -> str:
+    """Note the fault of a device, and return its state."""
     _faults[device] = reason
     return f"host: {reason}"

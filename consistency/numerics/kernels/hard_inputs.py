@@ -1,4 +1,4 @@
-"""Inputs that cover the hard cases of a measure: on them the compiled kernel is held against NumPy."""
+"""Inputs that cover the hard cases of a measure: on them the compiled kernel is compared with NumPy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from consistency.numerics.chunks import Stretch
 from consistency.numerics.dtype import bit_patterns
 from consistency.numerics.kernels.compiled import BLOCK
 
-_ELEMENTS = 3 * BLOCK + 78  # whole blocks and a partial one; even, for complex numbers
+_ELEMENTS = 3 * BLOCK + 78
+"""Elements of an input: whole blocks and a partial one; even, for complex numbers."""
 
 HARD_CHUNK = 2 * BLOCK
-"""Elements that share a sum on them: a chunk has whole blocks and a partial one."""
+"""Elements of these inputs that share a sum: a chunk has whole blocks and a partial one."""
 
 
 def hard_stretches(dtype: torch.dtype) -> list[tuple[str, Stretch]]:
-    """Return stretches that are off by some roundings, by every kind of allowance; and with arbitrary values.
+    """Return named stretches: with errors of some roundings, for every kind of allowance; and with arbitrary values.
 
     Exact values are no numbers of the dtype; some are subnormal, zero, a tie between two numbers, or round to infinity.
     """
@@ -33,12 +34,13 @@ def hard_stretches(dtype: torch.dtype) -> list[tuple[str, Stretch]]:
     special = (0.0, -0.0, 1 + info.eps / 2, 1 + 1.5 * info.eps, 2.5 * tiny)
     exact[BLOCK : BLOCK + len(special)] = special
     base = torch.from_numpy(stream.standard_normal(_ELEMENTS)).to(dtype)
-    on_top = exact + base.to(torch.float64).numpy()
-    alone, merged = (torch.from_numpy(numbers * (1 + steps * info.eps)).to(dtype) for numbers in (exact, on_top))
+    exact_merged = exact + base.to(torch.float64).numpy()
+    alone, merged = (torch.from_numpy(numbers * (1 + steps * info.eps)).to(dtype) for numbers in (exact, exact_merged))
     plain = Stretch(start=7, actual=alone, value=exact)
     on_base = Stretch(start=0, actual=merged, value=exact, base=base)
-    share = {"product": 3 * info.eps, "weight": 2 * info.eps, "floor": float(info.eps)}
-    bounds = [Allowance(**{"product": 0.0, name: value}) for name, value in share.items()] + [Allowance(**share)]
+    terms = {"product": 3 * info.eps, "weight": 2 * info.eps, "floor": float(info.eps)}
+    # each term of a bound alone, and all together
+    bounds = [Allowance(**{"product": 0.0, name: value}) for name, value in terms.items()] + [Allowance(**terms)]
     user = UserAllowance(atol=info.eps, rtol=2 * info.eps)
     return [
         ("errors", plain),
@@ -54,6 +56,7 @@ def hard_stretches(dtype: torch.dtype) -> list[tuple[str, Stretch]]:
 
 
 def _extreme_stretches(plain: Stretch, steps: np.ndarray, size: np.ndarray) -> list[tuple[str, Stretch]]:
+    """Return named stretches with the smallest and the largest numbers, infinities, ties, and arbitrary values."""
     dtype, info = plain.actual.dtype, torch.finfo(plain.actual.dtype)
     tiny = info.tiny * info.eps
     about_zero = torch.from_numpy(np.where(steps == 0, -0.0, steps * tiny)).to(dtype)
@@ -62,8 +65,8 @@ def _extreme_stretches(plain: Stretch, steps: np.ndarray, size: np.ndarray) -> l
     with np.errstate(over="ignore"):  # of float64
         beyond = np.minimum(info.max * factors, np.finfo(np.float64).max)
     twice, exact_twice = plain.actual.clone(), plain.value.copy()
-    for place in (BLOCK + 7, 2 * BLOCK + 9):
-        exact_twice[place], twice[place] = 3.0, 2.0
+    for index in (BLOCK + 7, 2 * BLOCK + 9):
+        exact_twice[index], twice[index] = 3.0, 2.0
     one_infinity, exact_infinity = plain.actual.clone(), plain.value.copy()
     one_infinity[BLOCK + 3], exact_infinity[BLOCK + 3] = math.inf, beyond[-1]
     anything = torch.from_numpy(made_up(np.dtype(f"i{dtype.itemsize}"), _ELEMENTS)).view(dtype)
@@ -82,7 +85,7 @@ def _extreme_stretches(plain: Stretch, steps: np.ndarray, size: np.ndarray) -> l
 
 
 def hard_pairs(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Return pairs of tensors: close values, values of any size, and arbitrary bits.
+    """Return named pairs of tensors: close values, values of any size, and arbitrary bits.
 
     NaN on one side spoils every largest difference, so only the last pair has it. The close values differ away from
     zero, so that it matters which of the two a difference is divided by.
@@ -94,7 +97,8 @@ def hard_pairs(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor
     steps[BLOCK : 2 * BLOCK] = 0  # a block that is equal
     close = (bit_patterns(numbers).numpy() + steps).view(bits)
     x, y = _pairs_of_extremes(dtype), made_up(bits, _ELEMENTS)
-    anything = [torch.from_numpy(side).view(dtype) for side in (np.concatenate([x[0], y]), np.concatenate([x[1], -y]))]
+    bits_of_both = np.concatenate([x[0], y]), np.concatenate([x[1], -y])
+    anything = [torch.from_numpy(side).view(dtype) for side in bits_of_both]
     finite = [torch.where(torch.isfinite(side), side, 0) for side in anything]
     both_nan = torch.isnan(anything[0]) & torch.isnan(anything[1])
     paired = [torch.where(both_nan, side, number) for side, number in zip(anything, finite, strict=True)]
@@ -109,12 +113,13 @@ def hard_pairs(dtype: torch.dtype) -> list[tuple[str, torch.Tensor, torch.Tensor
 
 
 def _pairs_of_extremes(dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Pair zeros, subnormals, neighbouring numbers, the largest, infinities and NaNs, each with each."""
+    """Return the bits of zeros, subnormals, neighbouring numbers, the largest, infinities and NaNs, each with each."""
     info = torch.finfo(dtype)
     numbers = (0.0, info.tiny / 2, info.tiny, 1.0, 1.0 + info.eps, 2.0, info.max, math.inf, math.nan)
-    ones = bit_patterns(torch.tensor(numbers, dtype=torch.float64).to(dtype)).numpy()
-    extremes = np.concatenate([ones, ones + np.ones(1, ones.dtype)])  # the next one: NaN gets another payload
-    extremes = np.concatenate([extremes, extremes | np.iinfo(ones.dtype).min])
+    patterns = bit_patterns(torch.tensor(numbers, dtype=torch.float64).to(dtype)).numpy()
+    neighbours = patterns + np.ones(1, patterns.dtype)  # NaN gets another payload
+    extremes = np.concatenate([patterns, neighbours])
+    extremes = np.concatenate([extremes, extremes | np.iinfo(patterns.dtype).min])  # with the other sign
     return np.repeat(extremes, len(extremes)), np.tile(extremes, len(extremes))
 
 

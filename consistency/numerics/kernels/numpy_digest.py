@@ -16,7 +16,9 @@ ROW_BYTES = 8 * 1024
 ROW_WORDS = ROW_BYTES // 8
 _ROWS = BLOCK_BYTES // ROW_BYTES
 _WEIGHT_SEED = 0x636F6E7369737465  # "consiste"; NumPy promises PCG64's stream across versions and platforms
-_CHUNK_ROWS = 64  # 512 KiB: it and its shifted copy stay in a level-2 cache of 1 MiB, and a call's overhead is small
+_CHUNK_ROWS = 64
+"""Rows that are digested at once, 512 KiB: they and their shifted copy stay in a level-2 cache of 1 MiB, and a call's
+overhead is small."""
 
 
 def sum_rows(raw: np.ndarray, out: np.ndarray) -> None:
@@ -48,9 +50,10 @@ def fold(rows: np.ndarray) -> np.ndarray:
 
 
 def _summed(x: np.ndarray, weights: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Return the weighted sum of each row of words, `(rows,)` int64."""
     w, v = weights
-    found: np.ndarray = np.einsum("ri,i->r", x, w) + np.einsum("ri,i->r", x >> 32, v)
-    return found
+    sums: np.ndarray = np.einsum("ri,i->r", x, w) + np.einsum("ri,i->r", x >> 32, v)
+    return sums
 
 
 _buffers = threading.local()
@@ -60,8 +63,8 @@ def _scratch() -> np.ndarray:
     """Return this thread's buffer, `(_CHUNK_ROWS, ROW_WORDS)`: a new one would cost a page fault per page."""
     if not hasattr(_buffers, "scratch"):
         _buffers.scratch = np.empty((_CHUNK_ROWS, ROW_WORDS), np.int64)
-    found: np.ndarray = _buffers.scratch
-    return found
+    scratch: np.ndarray = _buffers.scratch
+    return scratch
 
 
 @functools.cache
@@ -82,5 +85,6 @@ def weights_of_row() -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _weights_of_block() -> tuple[np.ndarray, np.ndarray]:
+    """Return the weights of a block's rows, `(_ROWS,)` int64 each: `w`, and `v - 2**32 w`."""
     w, v = _weights()[:, ROW_WORDS:].copy()
     return w, v

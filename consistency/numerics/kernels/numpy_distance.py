@@ -25,12 +25,13 @@ _STRETCH = 8
 """Chunks compared as memory at once: 1 MiB of float32, so that the call itself costs little."""
 
 _SPARSE = 8
-"""Where fewer than one element in this many differs, the differing ones are gathered before they are measured."""
+"""Differing elements are gathered before they are measured, where fewer than one element in this many differs."""
 
 _NO_SIGN = getattr(torch, "float8_e8m0fnu", None)
-"""Its highest bit belongs to the exponent. Torch has it from 2.7 on."""
+"""The dtype without a sign: its highest bit belongs to the exponent. Torch has it from 2.7 on."""
 
-_DIRECT = frozenset({torch.float64, torch.float32})  # NumPy has no bfloat16 and is slow at float16
+_DIRECT = frozenset({torch.float64, torch.float32})
+"""Dtypes that NumPy computes in: it has no bfloat16 and is slow at float16."""
 
 
 def measure_by_numpy(a: torch.Tensor, e: torch.Tensor, parts: int) -> Tally:
@@ -53,7 +54,7 @@ def measure_by_numpy(a: torch.Tensor, e: torch.Tensor, parts: int) -> Tally:
 def _add(
     tally: Tally, bits: BitCount, a: torch.Tensor, e: torch.Tensor, x: np.ndarray, y: np.ndarray, start: int, parts: int
 ) -> None:
-    """Add a chunk; `x` and `y` are the bits of `a` and `e`."""
+    """Add the chunk whose first element has the number `start`; `x` and `y` are the bits of `a` and `e`."""
     differs = np.not_equal(x, y)
     count = int(np.count_nonzero(differs))
     if count == 0:
@@ -61,8 +62,12 @@ def _add(
     if tally.first is None:
         tally.first = start + int(np.argmax(differs))
     tally.last = start + len(differs) - 1 - int(np.argmax(differs[::-1]))
-    tally.mismatched += count if parts == 1 else int(np.count_nonzero(differs[0::2] | differs[1::2]))
+    if parts == 1:
+        tally.mismatched += count
+    else:  # a complex number differs where either of its parts does
+        tally.mismatched += int(np.count_nonzero(differs[0::2] | differs[1::2]))
     places = None
+    # elements that are equal add nothing, so where most are, the others are gathered
     if count * _SPARSE < len(differs):
         places = np.flatnonzero(differs)
         a, e, x, y, differs = elements(a, places), elements(e, places), x[places], y[places], differs[places]
@@ -73,16 +78,22 @@ def _add(
     if numbers.dtype == np.float32 and a.element_size() > 1:
         difference = _exact_in_float32(tally, numbers, reference, farthest(x, y), torch.finfo(a.dtype).eps)
     if difference is None:
-        words = (part.astype(np.int16) for part in (x, y, flips)) if a.dtype == _NO_SIGN else (x, y, flips)
-        steps = Steps.between(*words) if a.dtype.is_floating_point else None
+        steps = _steps(a.dtype, x, y, flips)
         difference = _in_float64(tally, numbers, reference, steps)
     largest = float(difference.max())  # NaN is the largest
     if tally.worst is None or is_worse(largest, tally.worst[0]):
         # argmax takes the first NaN; where bits differ and all values are equal, the first of them is shown
-        i = int(np.argmax(difference if largest != 0 else differs))
-        where = start + (i if places is None else int(places[i]))
-        tally.worst = (largest, where)
+        i = int(np.argmax(difference)) if largest != 0 else int(np.argmax(differs))
+        place = i if places is None else int(places[i])
+        tally.worst = (largest, start + place)
     bits.add(flips)  # takes the array over
+
+
+def _steps(dtype: torch.dtype, x: np.ndarray, y: np.ndarray, flips: np.ndarray) -> Steps | None:
+    """Return the distances in units in the last place; None for a dtype that has none."""
+    if dtype == _NO_SIGN:  # in wider integers, so that the highest bit is no sign
+        x, y, flips = (bits.astype(np.int16) for bits in (x, y, flips))
+    return Steps.between(x, y, flips) if dtype.is_floating_point else None
 
 
 def _exact_in_float32(
@@ -135,7 +146,8 @@ def _in_float64(tally: Tally, numbers: np.ndarray, reference: np.ndarray, steps:
     if steps is None or math.isnan(largest):
         tally.max_ulp = None
     elif tally.max_ulp is not None:
-        tally.max_ulp = max(tally.max_ulp, steps.largest if both_nan is None else steps.without(both_nan))
+        farthest_apart = steps.largest if both_nan is None else steps.without(both_nan)
+        tally.max_ulp = max(tally.max_ulp, farthest_apart)
     return difference
 
 
@@ -143,7 +155,8 @@ def numbers_of(part: torch.Tensor) -> np.ndarray:
     """Return a flat real tensor as NumPy floats, exact in float64 except for integers beyond 2**53."""
     if part.dtype in _DIRECT:
         return part.numpy()
-    return part.to(torch.float32 if part.dtype.is_floating_point else torch.float64).numpy()
+    wide = torch.float32 if part.dtype.is_floating_point else torch.float64
+    return part.to(wide).numpy()
 
 
 def square_sum(values: np.ndarray) -> float:
@@ -152,6 +165,7 @@ def square_sum(values: np.ndarray) -> float:
 
 
 def _largest_relative(difference: np.ndarray, reference: np.ndarray) -> float:
+    """Return the largest difference over the magnitude of the reference; 0 / 0 is 0, infinity / infinity infinite."""
     relative = np.divide(difference, np.abs(reference), dtype=np.float64)
     largest = float(np.maximum.reduce(relative))
     if math.isnan(largest):
@@ -168,8 +182,10 @@ drain at the end."""
 _DIRECT_BYTES = 2048
 """Up to this many bytes are counted directly: draining the adders costs as much as counting some ten thousand words."""
 
-_LANE = 128  # so many ones fit into a byte
+_LANE = 128
+"""Words that are added up in bytes: so many ones fit into a byte."""
 _LOWEST_BITS = np.uint64(0x0101010101010101)
+"""The lowest bit of each byte of a word."""
 
 
 class BitCount:
@@ -193,7 +209,9 @@ class BitCount:
             return
         for start in range(0, len(raw), 8 * _WORDS):
             part = raw[start : start + 8 * _WORDS]
-            self._carry(part.view(np.uint64) if len(part) == 8 * _WORDS else _padded(part, _WORDS))
+            is_full = len(part) == 8 * _WORDS
+            words_of_part = part.view(np.uint64) if is_full else _padded(part, _WORDS)
+            self._carry(words_of_part)
 
     def result(self) -> dict[int, int]:
         """Return the count by bit position, 0 the least significant; positions that were never set are left out."""
@@ -206,7 +224,7 @@ class BitCount:
         return {bit: int(count) for bit, count in enumerate(by_bit) if count}
 
     def _carry(self, array: np.ndarray) -> None:
-        """Add an array of bits; it is taken over."""
+        """Add an array of bits, and carry over while a level has two; the array is taken over."""
         level = 0
         while level < len(self._ones):
             first = self._waiting[level]

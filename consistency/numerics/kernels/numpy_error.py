@@ -28,6 +28,7 @@ def errors_by_numpy(chunk: Chunk) -> ErrorTally:
 
 
 def _errors(actual: torch.Tensor, exact: np.ndarray, allowed: np.ndarray | None, start: int) -> ErrorTally:
+    """Measure a chunk whose first element has the number `start`."""
     difference, quotient, size, narrow = _buffers(len(exact))
     rounded = _rounded(exact, actual.dtype, narrow)
     x, y = bit_patterns(actual).numpy(), bit_patterns(rounded).numpy()
@@ -44,13 +45,13 @@ def _errors(actual: torch.Tensor, exact: np.ndarray, allowed: np.ndarray | None,
         total = float(np.add.reduce(difference))
     largest = float(np.maximum.reduce(difference))  # NaN counts as the largest, here and below
     tally = ErrorTally(max_abs=largest, sums=[total], squares=[square_sum(difference)])
-    badness = difference
+    scores = difference
     if allowed is not None:
-        badness = _divided(difference, allowed, quotient)
-        tally.ratio = float(np.maximum.reduce(badness))
-    score = float(np.maximum.reduce(badness))
+        scores = _divided(difference, allowed, quotient)
+        tally.ratio = float(np.maximum.reduce(scores))
+    score = float(np.maximum.reduce(scores))
     if math.isnan(score) or score > 0:  # an exact result has no worst element
-        i = int(np.argmax(badness))
+        i = int(np.argmax(scores))
         tally.worst = WorstError(score=score, index=start + i, exact=float(exact[i]))
     np.abs(exact, out=size)
     tally.magnitude = float(np.maximum.reduce(size))
@@ -58,6 +59,7 @@ def _errors(actual: torch.Tensor, exact: np.ndarray, allowed: np.ndarray | None,
         finite = np.isfinite(size)
         tally.magnitude = float(np.max(size, where=finite, initial=0.0))
         tally.not_finite = len(size) - int(np.count_nonzero(finite))
+    # in the buffer of the scores, which have told the worst element
     relative = _divided(difference, size, quotient)
     if not math.isfinite(largest):
         relative[np.isinf(difference)] = math.inf  # not NaN where the reference is infinite too
@@ -69,6 +71,7 @@ def _errors(actual: torch.Tensor, exact: np.ndarray, allowed: np.ndarray | None,
 
 
 def _ulp(dtype: torch.dtype, x: np.ndarray, y: np.ndarray, largest: float, both_nan: np.ndarray | None) -> int | None:
+    """Return the largest distance in units in the last place; None where it is not defined."""
     if not dtype.is_floating_point or math.isnan(largest):
         return None
     steps = Steps.between(x, y, np.bitwise_xor(x, y))
@@ -91,12 +94,13 @@ def _rounded(exact: np.ndarray, dtype: torch.dtype, narrow: np.ndarray) -> torch
     return torch.from_numpy(exact).to(dtype)
 
 
-_kept = threading.local()
+_thread_buffers = threading.local()
 
 
 def _buffers(length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return three float64 buffers and a float32 buffer of this thread: new ones would cost a page fault per page."""
-    if not hasattr(_kept, "wide") or _kept.wide.shape[1] < length:
-        _kept.wide, _kept.narrow = np.empty((3, max(CHUNK, length))), np.empty(max(CHUNK, length), np.float32)
-    a, b, c = _kept.wide[:, :length]
-    return a, b, c, _kept.narrow[:length]
+    if not hasattr(_thread_buffers, "wide") or _thread_buffers.wide.shape[1] < length:
+        _thread_buffers.wide = np.empty((3, max(CHUNK, length)))
+        _thread_buffers.narrow = np.empty(max(CHUNK, length), np.float32)
+    a, b, c = _thread_buffers.wide[:, :length]
+    return a, b, c, _thread_buffers.narrow[:length]

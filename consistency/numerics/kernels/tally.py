@@ -1,4 +1,4 @@
-"""What a comparison has counted so far, of two tensors or of one and its exact value, by NumPy or by the kernel."""
+"""Counts, maxima and sums of a comparison, of two tensors or of one and its exact value, by NumPy or by the kernel."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Tally:
     max_ulp: int | None = 0
     sums: list[float] = field(default_factory=list)
     squares: list[float] = field(default_factory=list)
-    """`sums`, `squares`: of the differences, by chunk."""
+    """`sums`, `squares`: sum of the differences in each chunk, and of their squares."""
     flipped: dict[int, int] = field(default_factory=dict)
-    """By bit, the number of elements that differ in it."""
+    """Number of elements that differ in a bit, by the bit."""
     first: int | None = None
     last: int | None = None
-    """`first`, `last`: elements that differ."""
+    """`first`, `last`: numbers of the first and the last element that differ."""
     worst: tuple[float, int] | None = None
     """The largest difference and its element; the first element whose bits differ where all values are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorstError:
-    """The element of the largest `score`: its ratio, or its error where nothing is known to be allowed."""
+    """The element of the largest `score`: its ratio, or its error where no tolerance is known."""
 
     score: float
     index: int
@@ -61,11 +61,14 @@ class ErrorTally:
     worst: WorstError | None = None
 
     def include(self, other: ErrorTally) -> None:
-        """Add what was counted of other elements."""
+        """Add the tally of other elements of the same tensor."""
         self.mismatched += other.mismatched
         self.max_abs = worse(self.max_abs, other.max_abs)
         self.max_rel = worse(self.max_rel, other.max_rel)
-        self.max_ulp = None if self.max_ulp is None or other.max_ulp is None else max(self.max_ulp, other.max_ulp)
+        if self.max_ulp is None or other.max_ulp is None:
+            self.max_ulp = None
+        else:
+            self.max_ulp = max(self.max_ulp, other.max_ulp)
         if other.ratio is not None:
             self.ratio = worse(self.ratio or 0.0, other.ratio)
         self.magnitude = max(self.magnitude, other.magnitude)
@@ -88,7 +91,9 @@ def total(values: list[float]) -> float:
 
 def worse(a: float, b: float) -> float:
     """Return the larger; NaN is larger than any number."""
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+    if math.isnan(a) or math.isnan(b):
+        return math.nan
+    return max(a, b)
 
 
 def is_worse(a: float, b: float) -> bool:

@@ -30,10 +30,13 @@ _WORTH_BYTES = 16 << 20
 bytes, takes 35 µs for as much, about what launching the kernel from Python takes; and a process that meets nothing
 larger never pays the seconds of the first compilation."""
 
-_MOST_TURNS = 16  # rows per program: the weights, twice what it takes of a row, then add an eighth to what is read
-_FEWEST_GROUPS = 2048  # by 2 parts of a row: 4096 programs, two for each that an H200 can hold (132 · 16)
+_MOST_TURNS = 16
+"""Most rows per program: the weights, twice what a program takes of a row, then add an eighth to what is read."""
+_FEWEST_GROUPS = 2048
+"""Fewest groups of rows, by 2 parts of a row: 4096 programs, two for each that an H200 can hold (132 · 16)."""
 
 _states: dict[torch.device, str] = {}
+"""The results of `state`, by device."""
 
 
 def state(device: torch.device) -> str:
@@ -62,6 +65,7 @@ def sums(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor 
 
 
 def _launch(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int) -> torch.Tensor:
+    """Launch the kernel on the device of the tensor: see `triton_digest_kernel.launch`."""
     from consistency.numerics.kernels import triton_digest_kernel
 
     with torch.cuda.device(words.device):  # Triton launches on the current device, wherever the tensor is
@@ -69,6 +73,7 @@ def _launch(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor, *, turns: int
 
 
 def _check(w: torch.Tensor, v: torch.Tensor) -> str:
+    """Run the kernel on the device of the weights, and return the state of that device."""
     if os.environ.get(PLAIN_VARIABLE):
         return f"plain: {PLAIN_VARIABLE} is set"
     try:
@@ -90,7 +95,7 @@ def _compare(w: torch.Tensor, v: torch.Tensor) -> str:
     count = 4 * w.numel() + w.numel() // 5  # four rows and a short fifth
     words = _made_up(count + w.numel())  # words beyond them must not be read
     on_device = words.to(w.device)
-    for first in (0, 1):
+    for first in (0, 1):  # on a multiple of 16 bytes, and not
         part = slice(first, first + count)
         expected = _plain(words[part], w.cpu(), v.cpu())
         for turns in (1, 3):
@@ -110,5 +115,6 @@ def _made_up(count: int) -> torch.Tensor:
 
 
 def _plain(words: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return the sum of each row by the formula, the last row possibly short."""
     rows = words.split(w.numel())
-    return torch.stack([(b * w[: len(b)] + (b >> 32) * v[: len(b)]).sum() for b in rows])
+    return torch.stack([(row * w[: len(row)] + (row >> 32) * v[: len(row)]).sum() for row in rows])

@@ -23,28 +23,34 @@ from consistency.numerics.kernels.compiled_error import CompiledErrors
 from consistency.numerics.kernels.hard_inputs import HARD_CHUNK, hard_pairs, hard_stretches, made_up
 from consistency.numerics.kernels.numpy_distance import measure_by_numpy
 from consistency.numerics.kernels.numpy_error import errors_by_numpy
-from consistency.numerics.kernels.tally import ErrorTally, Tally, total
+from consistency.numerics.kernels.tally import ErrorTally, Tally, WorstError, total
 
 
 @functools.cache
 def _refused(purpose: str) -> str | None:
-    found = load()
-    return found if isinstance(found, str) else check(found, purpose)
+    """Return the reason why the kernel may not be used for a purpose; None if it may."""
+    kernel = load()
+    return kernel if isinstance(kernel, str) else check(kernel, purpose)
 
 
 def trusted(purpose: str) -> Kernel | None:
     """Return the kernel if it may be used for one of `PURPOSES`; None means NumPy."""
-    found = load()
-    return found if isinstance(found, Kernel) and _refused(purpose) is None else None
+    kernel = load()
+    if isinstance(kernel, Kernel) and _refused(purpose) is None:
+        return kernel
+    return None
 
 
 def state() -> str:
     """Return which path this process takes: `compiled: ` and the variant, or `numpy: ` and the reason."""
-    found = load()
-    if isinstance(found, str):
-        return f"numpy: {found}"
-    refused = [f"{purpose}: {reason}" for purpose in compiled.PURPOSES if (reason := _refused(purpose)) is not None]
-    return f"numpy: {'; '.join(refused)}" if refused else f"compiled: {compiled.VARIANTS[found.variant]}"
+    kernel = load()
+    if isinstance(kernel, str):
+        return f"numpy: {kernel}"
+    reasons = {purpose: _refused(purpose) for purpose in compiled.PURPOSES}
+    refused = [f"{purpose}: {reason}" for purpose, reason in reasons.items() if reason is not None]
+    if refused:
+        return f"numpy: {'; '.join(refused)}"
+    return f"compiled: {compiled.VARIANTS[kernel.variant]}"
 
 
 def forget() -> None:
@@ -60,17 +66,21 @@ n <= CHUNK and u = 2**-53; a square and the sum over the chunks add one rounding
 mean is off by no more; the root halves it."""
 
 _OVERFLOWING_BYTES = 257 << 10
-"""The kernel counts set bits of 16 vectors of 64 bytes at a time, and keeps at most 255 such counts in a byte."""
+"""Bytes of flipped bits that overflow the kernel's small counters: it counts set bits of 16 vectors of 64 bytes at a
+time, and keeps at most 255 such counts in a byte."""
 
 
 def check(kernel: Kernel, purpose: str) -> str | None:
-    """Return what the kernel gets wrong for a purpose; None if it may be trusted."""
+    """Return the first error of the kernel in a purpose, in words; None if it may be trusted."""
     if purpose == DIGEST:
         return _check_digest(kernel)
-    return _check_measures(kernel, purpose) if purpose in KINDS else _check_errors(kernel, purpose)
+    if purpose in KINDS:
+        return _check_measures(kernel, purpose)
+    return _check_errors(kernel, purpose)
 
 
 def _check_digest(kernel: Kernel) -> str | None:
+    """Compare digests of test words with NumPy's, aligned and not."""
     words = numpy_digest.ROW_WORDS
     rows = made_up(np.dtype(np.int64), 7 * words)
     rows[words : 3 * words] = -1  # the largest sums of halves
@@ -81,6 +91,7 @@ def _check_digest(kernel: Kernel) -> str | None:
 
 
 def _check_measures(kernel: Kernel, kind: str) -> str | None:
+    """Compare measures of two tensors of a dtype with NumPy's, real and complex."""
     dtype = named(kind)
     for name, a, e in hard_pairs(dtype):
         for parts in (1, 2):
@@ -92,6 +103,7 @@ def _check_measures(kernel: Kernel, kind: str) -> str | None:
 
 
 def _check_errors(kernel: Kernel, purpose: str) -> str | None:
+    """Compare measures against exact values with NumPy's."""
     dtype = named(next(kind for kind in KINDS if errors_in(kind) == purpose))
     for name, stretch in hard_stretches(dtype):
         wrong = errors_differ_in(*errors_by_both(kernel, stretch))
@@ -101,7 +113,10 @@ def _check_errors(kernel: Kernel, purpose: str) -> str | None:
 
 
 def digests_differ_in(kernel: Kernel, raw: np.ndarray, *, threads: int = 1) -> str | None:
-    """Return in how many rows of bytes the kernel's sums are not NumPy's; what is left of a row is not read."""
+    """Return in words in how many rows of bytes the kernel's sums are not NumPy's; None where all are equal.
+
+    A last row that is not whole is not read.
+    """
     rows = len(raw) // numpy_digest.ROW_BYTES
     expected, actual = np.empty(rows, np.int64), np.full(rows, -1)
     numpy_digest.sum_rows(raw[: rows * numpy_digest.ROW_BYTES], expected)
@@ -139,12 +154,16 @@ def errors_differ_in(actual: ErrorTally, expected: ErrorTally) -> str | None:
     for name in ("mismatched", "max_abs", "max_rel", "max_ulp", "ratio", "magnitude", "not_finite"):
         if not _same(getattr(actual, name), getattr(expected, name)):
             return name
-    x, y = actual.worst, expected.worst
-    if (x is None) != (y is None) or (x is not None and y is not None and x.index != y.index):
-        return "worst"
-    if x is not None and y is not None and not (_same(x.score, y.score) and _same(x.exact, y.exact)):
+    if not _same_worst(actual.worst, expected.worst):
         return "worst"
     return _sums_differ_in(actual, expected)
+
+
+def _same_worst(x: WorstError | None, y: WorstError | None) -> bool:
+    """Report whether two paths found the same worst element."""
+    if x is None or y is None:
+        return x is y
+    return x.index == y.index and _same(x.score, y.score) and _same(x.exact, y.exact)
 
 
 def measure_by(
@@ -174,6 +193,7 @@ def differs_in(actual: Tally, expected: Tally) -> str | None:
 
 
 def _sums_differ_in(actual: Tally | ErrorTally, expected: Tally | ErrorTally) -> str | None:
+    """Return the first sum in which two paths differ by more than `SUMS_APART`."""
     for name in ("sums", "squares"):
         x, y = total(getattr(actual, name)), total(getattr(expected, name))
         if not _same(x, y) and not abs(x - y) <= SUMS_APART * abs(y):
@@ -182,4 +202,5 @@ def _sums_differ_in(actual: Tally | ErrorTally, expected: Tally | ErrorTally) ->
 
 
 def _same(x: object, y: object) -> bool:
+    """Report whether two values are equal, or both NaN."""
     return x == y or (x != x and y != y)
