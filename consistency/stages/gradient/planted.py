@@ -1,4 +1,4 @@
-"""What the faults of the stage `gradient` do: to gradients, and to the optimizer's step."""
+"""The planted faults of the stage `gradient`, in gradients and in the optimizer's step."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ _gradient = instead("consistency.stages.gradient.worker:computed")
 
 
 @instead("consistency.stages.gradient.worker:gradients_of")
-def gradients_off(real: Callable[..., dict[str, torch.Tensor]], of: Any, *given: Any) -> dict[str, torch.Tensor]:
-    factor = factor_beyond_rounding(next(of.model.parameters()).dtype, 1e-3)
-    return {name: gradient * factor for name, gradient in real(of, *given).items()}
+def gradients_off(real: Callable[..., dict[str, torch.Tensor]], backward: Any, *args: Any) -> dict[str, torch.Tensor]:
+    """Multiply all gradients by a factor that no rounding explains."""
+    factor = factor_beyond_rounding(next(backward.model.parameters()).dtype, 1e-3)
+    return {name: gradient * factor for name, gradient in real(backward, *args).items()}
 
 
 def one_layer_lost() -> Undo:
-    """Lose the gradients of LoRA's factors B in block 0; of another method, that of the parameter that comes first."""
+    """Replace the gradients of LoRA's factors B in block 0 by zeros; without LoRA, that of the first parameter."""
     first: list[str] = []
 
     @_gradient
     def computed(real: Compute, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        found = real(name, gradient)
-        if "lora_" not in name:
-            first[:] = first or [name]
-        lost = name in first or ("lora_B" in name and ".0." in name)
-        return torch.zeros_like(found) if lost else found
+        value = real(name, gradient)
+        if "lora_" not in name and not first:
+            first.append(name)
+        is_lost = name in first or ("lora_B" in name and ".0." in name)
+        return torch.zeros_like(value) if is_lost else value
 
     return computed()
 
