@@ -6,7 +6,10 @@ from consistency.case.budget.costs import DIGEST_BYTES, WINDOW_BYTES, Cost, Sett
 
 
 def base(s: Setting) -> Cost:
-    """Digest every tensor in place, and its bytes in the file: these are mapped already, or in the page cache."""
+    """Return the memory for digesting every tensor in place, and its bytes in the file.
+
+    These are mapped already, or in the page cache.
+    """
     largest = s.shape.largest_elements * s.shape.width
     return Cost(
         host_bytes=largest if s.shape.converted_bytes else 0,
