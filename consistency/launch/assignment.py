@@ -100,6 +100,8 @@ class Assignment:
         """Return the job as the worker reads it; its parent is this process, or one that forks it."""
         change = self.plan.change or Change()
         tolerance = of_architecture(self.case.tolerance, self.plan.info.architecture)
+        if parent_pid is None:
+            parent_pid = os.getpid()
         peers = (Peer(type=info.spec.type, settings=settings_of(info, self.case)) for info in self.plan.peers)
         return Job(
             case=msgspec.structs.replace(self.case, tolerance=tolerance),
@@ -115,7 +117,7 @@ class Assignment:
             threads=threads,
             alternative_paths=self.plan.alternative_paths,
             peers=tuple(peers),
-            parent_pid=os.getpid() if parent_pid is None else parent_pid,
+            parent_pid=parent_pid,
             fault=self.fault,
             autocast_adapter_dtype=change.autocast_adapter_dtype is not False,
             uuid=self.plan.info.uuid,
@@ -204,14 +206,16 @@ class Assignment:
         environment = state.get("environment", {})
         device["uuid"] = device["uuid"] or environment.get("device_uuid")
         device["simulated"] = device["simulated"] or bool(environment.get("simulated"))
+        reason = f"{ended.reason}: {ended.meaning}" if ended.meaning else ended.reason
+        stack = None if ended.status == "ok" else self.stack()
         return WorkerInfo(
             **device,
             **state,
             name=self.plan.name,
             load_path=self.plan.load_path,
             status=ended.status,
-            reason=f"{ended.reason}: {ended.meaning}" if ended.meaning else ended.reason,
-            stack=None if ended.status == "ok" else self.stack(),
+            reason=reason,
+            stack=stack,
             elapsed_s=round(time.monotonic() - self.started, 3),
             planted=self.fault,
         )

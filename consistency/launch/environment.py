@@ -127,7 +127,10 @@ def shared_out(wave: Sequence[WorkerPlan], *, waits: bool) -> list[int]:
     maker = next((plan for plan in wave if plan.makes_reference and plan.info.spec.is_cpu), None)
     if maker is None or not waits or all(plan.info.spec.is_cpu for plan in wave):
         return [share] * len(wave)
-    threads = [share if plan.info.spec.is_cpu else min(share, MOST_BESIDE_REFERENCE) for plan in wave]
+    beside = min(share, MOST_BESIDE_REFERENCE)
+    threads = []
+    for plan in wave:
+        threads.append(share if plan.info.spec.is_cpu else beside)
     remaining_cores = available_cores() - sum(threads)
     threads[wave.index(maker)] += max(0, remaining_cores)
     return threads

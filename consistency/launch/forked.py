@@ -45,6 +45,7 @@ class Importer:
 
     def __init__(self, environment: Mapping[str, str], *, models: bool, folder: Path) -> None:
         self.is_usable = True
+        libraries = "models" if models else "torch"
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as printed:
             self._process = subprocess.Popen(
@@ -53,7 +54,7 @@ class Importer:
                     "consistency.worker.importer",
                     str(theirs.fileno()),
                     str(os.getpid()),
-                    "models" if models else "torch",
+                    libraries,
                     str(folder),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -135,7 +136,7 @@ class ForkedProcess:
         self._importer.is_usable = False
 
     def close(self) -> None:
-        """Close what is open: a worker that starts later reads the end of its input, and ends."""
+        """Close the files of the process: a worker that starts later reads the end of its input, and ends."""
         self.stdin.close()
         self._report.close()
 

@@ -35,7 +35,7 @@ POLL_S = 0.05
 """Seconds between two looks at the workers."""
 
 _WAITED_FOR = stages_of(lambda spec: spec.feeds_inputs)
-"""Stages of which one worker computes the float64 values for all."""
+"""Stages whose float64 values one worker computes for all."""
 
 
 class LocalEngine:
@@ -136,7 +136,8 @@ class _Run:
         self._cases = cases
         self._limits = limits
         self._watch = watch
-        self._devices = list({plan.name: plan.info for case in cases for plan in case.plans}.values())
+        plans = itertools.chain.from_iterable(case.plans for case in cases)
+        self._devices = list({plan.name: plan.info for plan in plans}.values())
         self._host = read_host(self._devices)
         self._importers = importers
 
@@ -253,7 +254,8 @@ class _Run:
         if ended.status != "ok":
             self._watch(assignment.plan.label, Event(at=time.time(), kind="failed", message=ended.reason or ""))
         # a single case whose files cannot be used ends at once; among several, all of its workers have their turn
-        if case.workers_left and (case.error is None or len(self._cases) > 1):
+        ends_at_once = case.error is not None and len(self._cases) == 1
+        if case.workers_left and not ends_at_once:
             return None
         self._host = read_host(self._devices)
         return case.close(self._host)

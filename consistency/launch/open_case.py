@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class OpenCase:
     @property
     def plans(self) -> list[WorkerPlan]:
         """The workers of the case."""
-        return [plan for wave in self.task.waves for plan in wave]
+        return list(itertools.chain.from_iterable(self.task.waves))
 
     def close(self, after: HostFacts) -> Captured:
         """Commit the capture when the last worker has ended; without one, return the error of the case."""

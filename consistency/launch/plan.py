@@ -91,6 +91,7 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
             if info.spec.is_cpu and not is_first:
                 continue
             makes_reference = is_first and info is maker
+            peers = tuple(devices) if makes_reference else ()
             load_path, alternatives = main, sides
             if info.spec.is_cpu:
                 load_path = LoadPath.ISOLATED
@@ -101,13 +102,15 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
                     load_path=load_path,
                     alternative_paths=alternatives,
                     makes_reference=makes_reference,
-                    peers=tuple(devices) if makes_reference else (),
+                    peers=peers,
                     turn=turns[info.spec.name],
                 )
             )
         waves += _by_turn(plans)
-    has_others = sum(map(len, waves)) != 1
-    return [[replace(plan, others_wait=has_others) for plan in wave] for wave in waves]
+    is_alone = sum(map(len, waves)) == 1
+    if is_alone:
+        waves = [[replace(waves[0][0], others_wait=False)]]
+    return waves
 
 
 def _rank_as_maker(info: DeviceInfo) -> int:

@@ -80,14 +80,14 @@ def run(
         The input cannot be used, or the capture cannot be written. A mismatch is never raised.
     """
     where = {"devices": devices, "timeout": timeout_s, "stall": stall_s, "threads": threads}
-    given = dict(options)
-    given |= {name: value for name, value in where.items() if value is not None}
+    named_options = dict(options)
+    named_options |= {name: value for name, value in where.items() if value is not None}
     if isinstance(case, Case):
         if options:
             raise TypeError(f"a complete case takes no further options: {', '.join(sorted(options))}")
-        plan = pipeline.plan_of(case, make_options(given))
+        plan = pipeline.plan_of(case, make_options(named_options))
     else:
-        plan = pipeline.prepare(make_options(given, case or Options()))
+        plan = pipeline.prepare(make_options(named_options, case or Options()))
     target = None if out is None else Path(out)
     return pipeline.run(
         plan,
@@ -167,7 +167,9 @@ def compare(
     `groups` is a file that maps hosts to what the site groups them by; `history` and `baseline` are as for `run`.
     """
     site_groups = NO_GROUPS if groups is None else read_site_groups(Path(groups))
-    sources = [capture if isinstance(capture, Capture) else as_text(capture) for capture in captures]
+    sources: list[Capture | str] = []
+    for capture in captures:
+        sources.append(capture if isinstance(capture, Capture) else as_text(capture))
     return comparing.compare_folders(
         sources,
         None,

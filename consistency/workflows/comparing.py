@@ -279,4 +279,6 @@ def _is_suite(path: str | Path) -> bool:
     if isinstance(path, str) and travels(path):
         return False  # a suite is no archive, and at no URL
     folder = Path(path)
-    return not holds_capture(folder) and ((folder / CASES).is_dir() or (folder / SUITE).exists())
+    if holds_capture(folder):
+        return False
+    return (folder / CASES).is_dir() or (folder / SUITE).exists()

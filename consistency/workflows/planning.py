@@ -123,7 +123,9 @@ def _fit_to_devices(case: Case, devices: Sequence[DeviceInfo]) -> Case:
         case = msgspec.structs.replace(case, not_shared=reason)
     of_level = set(requested(case.level, case))
     are_stages_chosen = set(case.stages) not in (of_level, of_level & set(MODEL_LESS))
-    if are_stages_chosen or case.level is not Level.THOROUGH or not _are_two_equal(devices) or reason:
+    if are_stages_chosen or case.level is not Level.THOROUGH:
+        return case
+    if reason or not _are_two_equal(devices):
         return case
     stages = tuple(stage for stage, spec in SPECS.items() if stage in case.stages or spec.with_equal_cards)
     return msgspec.structs.replace(case, stages=stages)

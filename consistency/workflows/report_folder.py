@@ -242,7 +242,7 @@ def _read_content(path: Path) -> tuple[bytes, Path]:
 
 
 def _hint_at_report(path: Path, file: Path) -> str | None:
-    """Return what is at a path in the place of a report, and what to do with it; None where nobody knows.
+    """Return a hint at the suite, reports or capture that a path has in the place of a report; None without these.
 
     `file` is where the report should be.
     """

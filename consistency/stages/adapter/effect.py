@@ -25,7 +25,7 @@ _SAVED = f".modules_to_save.{ADAPTER_NAME}"
 
 
 def effect_of(context: Context) -> tuple[Effect, dict[str, Any]]:
-    """Return what is certain of the adapter's effect, empty where nothing is, and the evidence."""
+    """Return the effect of the adapter as far as it is certain (empty where it is not), and the evidence."""
     model: Any = context.model
     config = model.peft_config[ADAPTER_NAME]
     if getattr(config, "is_prompt_learning", False):

@@ -170,8 +170,9 @@ def _record_missing(context: Context, state: dict[str, Any]) -> set[str]:
     loaded_addresses = {start_of(state[name]) for name in context.expected if name in state}
     missing = set()
     for name, tensor in state.items():
-        is_of_adapter = prefix and prefix in name and f".{ADAPTER_NAME}" in name and name in parameters
-        if not is_of_adapter or name in context.expected or start_of(tensor) in loaded_addresses:
+        is_of_adapter = f".{ADAPTER_NAME}" in name and name in parameters
+        is_of_method = prefix and prefix in name
+        if not is_of_adapter or not is_of_method or name in context.expected or start_of(tensor) in loaded_addresses:
             continue
         missing.add(name)
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
@@ -234,9 +235,9 @@ def _remarks(context: Context, computed: list[str]) -> dict[str, Any]:
 
 
 def _remark_on_draws(context: Context, computed: list[str]) -> AdapterRemark | None:
-    """Return a remark where loading draws at random what it computes; record why where that cannot be found out.
+    """Return a remark where loading draws tensors at random, by loading base and adapter a second time.
 
-    That takes a second base.
+    Where there is no room for that, the reason is recorded, and None returned.
     """
     needed_bytes = sum(tensor.nbytes for tensor in context.base.tensors.values())
     free_bytes = available_bytes()
@@ -277,7 +278,8 @@ def _record_settings(context: Context, computed: list[str]) -> None:
         SETTINGS_LAYER,
         RANK_AND_SCALING,
         rule=Rule.PEER,
-        status="outside" if inactive or scalings_by_layer else "measured",
+        # without a word it is for the other workers to judge
+        status="measured" if word is None else "outside",
         word=word,
         evidence=evidence,
         effect=effect,

@@ -54,6 +54,7 @@ def _record_moved(
     base = context.base
     layer, part = split_name(name)
     key = base.file_names.get(name, name)
+    name_in_file = "" if key == name else key
     row = TensorRecord(
         "base",
         layer,
@@ -61,7 +62,7 @@ def _record_moved(
         rule=Rule.BITWISE,
         status="equal",
         evidence=_evidence(context, name, "values made from its name"),
-        name_in_file="" if key == name else key,
+        name_in_file=name_in_file,
         not_finite=base.not_finite.get(name, 0),
     )
     context.record.moved(row, actual=tensor, expected=expected, digests=(actual_digest, base.in_file[name]))
@@ -151,5 +152,6 @@ def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             continue  # it needs more than its config: the reference worker is the reference
         for part, table in twin.named_buffers(recurse=False):
             if table.dtype == torch.float64 and table.device.type == "cpu":
-                tables[f"{name}.{part}" if name else part] = table
+                path = f"{name}.{part}" if name else part
+                tables[path] = table
     return tables

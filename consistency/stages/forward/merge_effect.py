@@ -138,7 +138,7 @@ def _widest_rounding(layers: Sequence[Any], *, default: str) -> str:
 
 
 def _shared_weights(model: torch.nn.Module) -> tuple[str, ...]:
-    """Name the weights of adapted layers that other layers have too, as a tied head has that of the embeddings."""
+    """Name the weights that several layers share, one of them adapted, as a tied head and the embeddings do."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for place, module in base_of(model).named_modules():  # a module in two places is adapted in both
         for name, parameter in module.named_parameters(prefix=place.removesuffix(".base_layer"), recurse=False):
@@ -181,13 +181,15 @@ def _with_float64_passes(
     unmerged = exact_on[: merged.shape[0]]
     if unmerged.shape != merged.shape:  # the first dimension of the output is not that of the inputs
         unmerged = in_float64(run)[effect.output]
-    return replace(
+    effect = replace(
         effect,
         moved=_largest_difference(merged, unmerged),
         must=_largest_difference(rounded, unrounded),
         exact=_largest_difference(unrounded, unmerged),
-        float32=_largest_difference(in_float32[0], unmerged) if in_float32 else None,
     )
+    if in_float32:
+        effect = replace(effect, float32=_largest_difference(in_float32[0], unmerged))
+    return effect
 
 
 def _why_left_out(context: Context, model: torch.nn.Module) -> str:

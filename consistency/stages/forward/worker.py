@@ -28,7 +28,7 @@ from consistency.capture.names import ADAPTER_MERGED as MERGED
 from consistency.capture.names import ADAPTER_OFF as OFF
 from consistency.capture.names import ADAPTER_ON as ON
 from consistency.capture.names import ATTENTION, BY_BLOCKS, END_TO_END, LOGITS, WHOLE_MODEL
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case import standard
 from consistency.case.stage import Stage
 from consistency.case.stages import SPECS
@@ -337,7 +337,8 @@ def by_blocks(
 def row_of(mode: str, name: str) -> tuple[str, str]:
     """Return layer and tensor of the row of a result, by the name of its place."""
     place = ResultPlace.of(name)
-    return place.layer, f"{mode}.{place.part}" if place.part else mode
+    tensor = f"{mode}.{place.part}" if place.part else mode
+    return place.layer, tensor
 
 
 def _in_mode_or_skip(context: Context, inputs: Activations, mode: str, run: Callable[[], T]) -> T:
@@ -395,13 +396,14 @@ def _record_end(
         if tolerance is not None:
             chunks = functools.partial(exact_chunks, compared, truth, tolerance)
     is_finite = measure is not None and math.isfinite(float(measure.max_abs))
+    status: RecordStatus = "within" if is_finite else "measured"
     not_judged = NOT_JUDGED if truth is not None and not tolerance else None
     row = TensorRecord(
         "forward",
         name,
         f"{mode}.{END_TO_END}",
         rule=Rule.BLOCK,
-        status="within" if is_finite else "measured",
+        status=status,
         evidence=evidence,
         reason=reference.tables.failures.get(_exact_mode(mode)) or not_judged,
     )
@@ -552,7 +554,10 @@ def _draw(
     drawn = draw(context, model, compute, passes, named=_products_suffix(mode))
     if _output_judges(context):
         _draw_ends(context, model, inputs, mode, exact)
-    return {title: [results.get for results in noisy_passes] for title, noisy_passes in drawn.items()}
+    readers: dict[str, list[Callable[[str], torch.Tensor | None]]] = {}
+    for title, noisy_passes in drawn.items():
+        readers[title] = [results.get for results in noisy_passes]
+    return readers
 
 
 def _draw_ends(context: Context, model: torch.nn.Module, inputs: Activations, mode: str, exact: Exact) -> None:
@@ -586,7 +591,9 @@ def _let_plugins_judge(context: Context, model: torch.nn.Module, inputs: Activat
     if not judges:
         return
     ends = {mode: exact.ends[f"{mode}::{LOGITS}"] for mode in (ON, OFF) if f"{mode}::{LOGITS}" in exact.ends}
-    drawn = {mode: [outputs[LOGITS] for outputs in noisy_passes] for mode, noisy_passes in exact.ends_drawn.items()}
+    drawn: dict[str, list[torch.Tensor]] = {}
+    for mode, noisy_passes in exact.ends_drawn.items():
+        drawn[mode] = [ends_of_pass[LOGITS] for ends_of_pass in noisy_passes]
     outputs = ForwardOutputs(
         model=model,
         inputs=inputs,

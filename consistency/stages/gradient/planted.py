@@ -24,7 +24,7 @@ def gradients_off(real: Callable[..., dict[str, torch.Tensor]], backward: Any, *
 
 
 def one_layer_lost() -> Undo:
-    """Replace the gradients of LoRA's factors B in block 0 by zeros; without LoRA, that of the first parameter."""
+    """Replace the gradients of LoRA's factors B in block 0 by zeros; without LoRA, the gradient that comes first."""
     first: list[str] = []
 
     @_gradient
@@ -32,7 +32,8 @@ def one_layer_lost() -> Undo:
         value = real(name, gradient)
         if "lora_" not in name and not first:
             first.append(name)
-        is_lost = name in first or ("lora_B" in name and ".0." in name)
+        is_b_of_block_0 = "lora_B" in name and ".0." in name
+        is_lost = name in first or is_b_of_block_0
         return torch.zeros_like(value) if is_lost else value
 
     return computed()

@@ -25,8 +25,8 @@ def one_elsewhere(model: Any) -> None:
     path, _, leaf = names[min(1, len(names) - 1)].rpartition(".")
     module = model.get_submodule(path)
     parameter = getattr(module, leaf)
-    without_accelerator = torch.device("meta" if parameter.device.type == "cpu" else "cpu")
-    elsewhere = next(iter(other_devices(parameter.device)), without_accelerator)
+    host_or_nowhere = "meta" if parameter.device.type == "cpu" else "cpu"
+    elsewhere = next(iter(other_devices(parameter.device)), torch.device(host_or_nowhere))
     setattr(module, leaf, torch.nn.Parameter(parameter.detach().to(elsewhere)))
 
 

@@ -90,16 +90,12 @@ def _record_allocations(record: Recorder, placement: Placement, device: torch.de
             record.fact("memory", str(device), counter, status="equal", evidence=evidence)
             continue
         evidence.update(_first_use(placement, device, counter), passing_bytes=passing_bytes)
-        has_ratio = counter == "allocated" and is_released
+        # the allocator keeps its segments, so reserved bytes mean no more than allocated ones
+        status: RecordStatus = "within" if passed_through else "outside"
+        # bytes that stay have no limit to be a ratio of
+        limit_ratio = passing_ratio if counter == "allocated" and is_released else None
         record.fact(
-            "memory",
-            str(device),
-            counter,
-            # the allocator keeps its segments, so reserved bytes mean no more than allocated ones
-            status="within" if passed_through else "outside",
-            word=words.TOUCHED,
-            share=passing_ratio if has_ratio else None,
-            evidence=evidence,
+            "memory", str(device), counter, status=status, word=words.TOUCHED, share=limit_ratio, evidence=evidence
         )
 
 
@@ -221,7 +217,7 @@ def _merge_peak(
 
 
 def _figures(peak: MergePeak, *, layer_bytes: int, model_bytes: int) -> dict[str, Any]:
-    """Return the bytes of a merge as evidence, beside those of the layer and of the model."""
+    """Return the memory of a merge as evidence, in bytes, layers and models."""
     measured = peak.seen
     evidence: dict[str, Any] = {
         "peak_bytes": measured.whole,

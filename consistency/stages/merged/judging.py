@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from msgspec import structs
 
 from consistency.capture.names import DELTA, SAFE_WEIGHT, WEIGHT
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import Effect, TensorRecord
 from consistency.numerics.bound import Allowance
 from consistency.numerics.chunks import Chunk, Chunks, LowRankProduct, LowRankTensor, exact_chunks, low_rank_chunks
 from consistency.numerics.diagnosis import Diagnosis
@@ -82,7 +83,7 @@ class Computed:
 
     @property
     def key(self) -> tuple[bool | None, str]:
-        """What tells the tensor's measure from those of the others of its layer: how it was merged, and its bits."""
+        """Key of the tensor's measure among those of its layer: how it was merged, and its bits."""
         return self.safe, self.bits
 
 
@@ -108,12 +109,11 @@ def judge(
             place,
             _tensor_name(safe=tensor.safe),
             rule=tensor.rule,
-            # a delta that no worker can judge is skipped: what the merge makes of the weight is judged instead
-            status="skipped" if is_delta else "measured",
-            reason=_why_not_judged(tensor) if is_delta and measure is None else None,
+            status="measured",
             rounding=rounding,
-            effect="zero-delta" if is_delta and _is_zero(tensor.actual) else "",
         )
+        if is_delta:
+            row = _as_delta_row(row, tensor, measure)
         context.record.computed(
             row,
             tensor.actual,
@@ -124,6 +124,15 @@ def judge(
             tolerance=tensor.tolerance,
             ingredients=_ingredients(tensor, measure),
         )
+
+
+def _as_delta_row(row: TensorRecord, delta: Computed, measure: Measure | None) -> TensorRecord:
+    """Return the row of a delta: skipped unless it has an exact value, as the merged weight is judged."""
+    reason = None
+    if measure is None:
+        reason = _why_not_judged(delta)
+    effect: Effect = "zero-delta" if _is_zero(delta.actual) else ""
+    return structs.replace(row, status="skipped", reason=reason, effect=effect)
 
 
 def _tensor_name(*, safe: bool | None) -> str:
@@ -156,7 +165,8 @@ def _measure(computed: Sequence[Computed], known: Collection[str]) -> dict[tuple
     measured_bits = set(known)
     for tensor in computed:
         is_weight = tensor.safe is not None
-        if not tensor.truth.judges(tensor.actual, safe=tensor.safe) or (is_weight and tensor.bits in measured_bits):
+        is_measured = is_weight and tensor.bits in measured_bits
+        if is_measured or not tensor.truth.judges(tensor.actual, safe=tensor.safe):
             continue
         if is_weight:
             measured_bits.add(tensor.bits)
@@ -225,22 +235,27 @@ def _diagnose(tensor: Computed, found: Measure, chunks: Chunks) -> Diagnosis:
     bound = tensor.tested.allowance
     if not isinstance(bound, Allowance):  # the user's tolerance
         return diagnose_computed(found, chunks)
-    may_be_tf32 = low_rank.adapter == torch.float32  # no other dtype is multiplied in TF32
-    diagnosis = diagnose_computed(found, chunks, in_tf32=measure_in_tf32 if may_be_tf32 else None)
+    # no other dtype is multiplied in TF32
+    in_tf32 = measure_in_tf32 if low_rank.adapter == torch.float32 else None
+    diagnosis = diagnose_computed(found, chunks, in_tf32=in_tf32)
     figures = {"product": bound.product, "weight": bound.weight, "floor": bound.floor}
     recipe = {"scaling": low_rank.scaling, "safe": bool(tensor.safe), "allowance": figures}
     return replace(diagnosis, evidence={**diagnosis.evidence, "recipe": recipe})
 
 
 def _ingredients(tensor: Computed, measure: Measure | None) -> dict[str, torch.Tensor | None]:
-    """Return what `Recorder.computed` keeps of a tensor outside its rule: what it is made from, or its exact value."""
+    """Return the tensors that `Recorder.computed` keeps beside one outside its rule: its factors, or its exact value.
+
+    None are kept of a form's tensor that is too large, since its exact value would be made as a whole.
+    """
     truth = tensor.truth
     if truth.form is not None:
         is_outside = measure is not None and measure.ratio is not None and not passes(measure.ratio)
         if not is_outside or 8 * tensor.actual.numel() > KEEP_BYTES:
             return {}
         exact, allowed = whole(truth.form.chunks(tensor.by_form), tensor.actual.shape)
-        return {"exact": exact, "allowed": allowed if tensor.tolerance is None else None}
+        bound = allowed if tensor.tolerance is None else None
+        return {"exact": exact, "allowed": bound}
     if truth.low_rank is None:
         return {"exact": truth.exact}
     return {"left": truth.low_rank.left, "right": truth.low_rank.right, "base": truth.base}

@@ -37,7 +37,8 @@ def record(context: Context, place: str, layer: Any, low_rank: LowRank | None) -
     """
     base = None if low_rank is None else from_file(context.base, place, layer.get_base_layer())
     exact = None
-    for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
+    ways = (False, True) if context.job.case.plan.safe_merge else (False,)
+    for safe in ways:
         tensor = SAFE_WEIGHT if safe else WEIGHT
         with context.record.skipping("merged", tensor, layer=place):
             with model_code(context.device, "PEFT does not merge this layer: ", kinds=(*NO_MERGE, AssertionError)):

@@ -161,8 +161,10 @@ def _merged_weights(
     rule = Rule.RELATIVE if low_rank is None and form is None else Rule.BOUND
     truth: Truth | None = None
     exact = exact_bias(context, name, layer)
-    for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
-        with context.record.skipping("merged", SAFE_WEIGHT if safe else WEIGHT, layer=place, rule=rule):
+    ways = (False, True) if context.job.case.plan.safe_merge else (False,)
+    for safe in ways:
+        tensor = SAFE_WEIGHT if safe else WEIGHT
+        with context.record.skipping("merged", tensor, layer=place, rule=rule):
             with model_code(context.device, "PEFT does not merge this layer: ", kinds=NO_MERGE):
                 _refuse_without_weight(layer)
                 tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
@@ -173,10 +175,9 @@ def _merged_weights(
                     first_digest, bias = digest(weight), bias_of(layer)
                 more_digests = [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
             if exact is not None and bias is not None:
-                tensor = SAFE_BIAS if safe else BIAS
-                record_bounded(
-                    context.record, "merged", place, tensor, actual=bias.to("cpu"), exact=exact, digests=[digest(bias)]
-                )
+                bias_tensor = SAFE_BIAS if safe else BIAS
+                host, digests = bias.to("cpu"), [digest(bias)]
+                record_bounded(context.record, "merged", place, bias_tensor, actual=host, exact=exact, digests=digests)
             yield Computed(
                 actual=weight,
                 safe=safe,

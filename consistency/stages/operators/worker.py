@@ -124,10 +124,12 @@ def _try(trials: Trials, record: Recorder, operation: Operation, dtype: str) -> 
         return
 
     def measure_in_tf32() -> Measure:
-        in_tf32 = trials.arithmetic(operation, torch.float32, tf32=True)
-        return measure_tracked(actual, _exact(operation, host, in_tf32))
+        arithmetic_in_tf32 = trials.arithmetic(operation, torch.float32, tf32=True)
+        return measure_tracked(actual, _exact(operation, host, arithmetic_in_tf32))
 
+    # an unexpected TF32 is a diagnosis only where the settings do not permit it anyway
     may_be_tf32 = operation.multiplies and dtype == "float32" and arithmetic.products is Precision.FLOAT32
+    in_tf32 = measure_in_tf32 if may_be_tf32 else None
     record_bounded(
         record,
         _STAGE,
@@ -136,7 +138,7 @@ def _try(trials: Trials, record: Recorder, operation: Operation, dtype: str) -> 
         actual=actual,
         exact=exact,
         digests=[digest(result) for result in results],
-        in_tf32=measure_in_tf32 if may_be_tf32 else None,
+        in_tf32=in_tf32,
     )
 
 

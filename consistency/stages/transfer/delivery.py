@@ -221,7 +221,8 @@ class Sender:
         if not witness.digest:
             by_digest, seen = by_copy, digest(host)
         # a lane to the host that is known to be wrong is reported as that pair, and proves nothing about another
-        is_wrong = not by_digest or (not by_copy and lane not in self.broken)
+        copy_proves = lane not in self.broken
+        is_wrong = not by_digest or (copy_proves and not by_copy)
         return Delivery(
             payload=payload,
             seen=seen,

@@ -204,7 +204,8 @@ class Copies:
         is_alone = all(place.is_host or place == own for place in path)
         if ends_the_worker(error, own.device) is not None and not computes(own.device):
             raise error
-        if is_out_of_memory(error) and (not is_alone or kind in map(large_copy, LARGE)):
+        may_lack_memory = not is_alone or kind in map(large_copy, LARGE)
+        if may_lack_memory and is_out_of_memory(error):
             self._record_absent(name, kind, "skipped", "no memory left for it", evidence)
             return
         if is_alone and ends_the_worker(error, own.device) is not None:

@@ -67,7 +67,10 @@ class Form(ABC):
 
     def judges(self, tensor: torch.Tensor, *, safe: bool | None) -> bool:
         """Report whether there is an exact value of a tensor; `safe` is None for a delta."""
-        return tensor.shape == self.shape and (self.has_delta or safe is not None)
+        is_delta = safe is None
+        if is_delta and not self.has_delta:
+            return False
+        return tensor.shape == self.shape
 
     def measure(self, tensors: Sequence[Judged]) -> list[Measure]:
         """Measure tensors against their exact values, which are made once."""
@@ -168,4 +171,10 @@ class AddedForm(Form):
             added = delta.to(base.dtype) if self.rounds_delta[safe] else delta
             return replace((base + added).to(base.dtype), value=delta.value)
 
-        return [delta if tested.safe is None else bounded_sum(safe=tested.safe) for tested in tensors]
+        exact_rows: list[Typed] = []
+        for tested in tensors:
+            if tested.safe is None:
+                exact_rows.append(delta)
+            else:
+                exact_rows.append(bounded_sum(safe=tested.safe))
+        return exact_rows

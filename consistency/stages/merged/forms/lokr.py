@@ -55,7 +55,7 @@ class LoKr(AddedForm):
 
 
 def _matrix(source: Source, number: int) -> Typed | None:
-    """Return the first or second matrix of the Kronecker product; None where the file lacks a factor of it."""
+    """Return the first or second matrix of the Kronecker product; None where a factor is not in the file."""
     if ADAPTER_NAME in getattr(source.layer, f"lokr_w{number}"):
         return source.known(f"lokr_w{number}")
     left, right = source.known(f"lokr_w{number}_a"), source.known(f"lokr_w{number}_b")
@@ -70,7 +70,7 @@ def _matrix(source: Source, number: int) -> Typed | None:
 
 
 def _with_ones(values: np.ndarray, dims: int, *, behind: bool) -> np.ndarray:
-    """Return values with as many dimensions as asked: those of size 1 are behind, or in front."""
+    """Return values with `dims` dimensions: dimensions of size 1 are added behind, or in front."""
     ones = (1,) * (dims - values.ndim)
     if behind:
         return values.reshape(values.shape + ones)
@@ -84,5 +84,6 @@ def _spread(values: np.ndarray, *, after: bool) -> np.ndarray:
     """
     shape: list[int] = []
     for size in values.shape[1:]:
-        shape += (size, 1) if after else (1, size)
+        pair = (size, 1) if after else (1, size)
+        shape += pair
     return values.reshape(len(values), *shape)

@@ -30,7 +30,7 @@ class LowRankFactors:
     scaling: float
     arithmetic: ArithmeticOf
     computed_in: torch.dtype
-    """In which the product is computed."""
+    """The dtype in which the product is computed."""
     dtype: torch.dtype
     """The dtype of the delta that PEFT gives."""
 

@@ -36,7 +36,7 @@ Make = Callable[[Source], Form | None]
 
 
 def form_of(context: Context, name: str, layer: Any, weight: Callable[[], torch.Tensor]) -> Form | None:
-    """Return the closed form of a layer; None where its class has none, or its file no tensor of it.
+    """Return the closed form of a layer; None where its class has no form, or the adapter's file no tensor for it.
 
     `weight` reads the weight before the merge, and is called only if there is a form.
     """
