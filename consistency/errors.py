@@ -8,7 +8,7 @@ from consistency.text import one_line, without_credentials
 
 
 class ConsistencyError(Exception):
-    """An error that a user can act on: what is wrong, where, what was found and expected, and what to do.
+    """An error that a user can act on: it says the problem, the place, the value found and expected, and the remedy.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class ConsistencyError(Exception):
         return {"what": self.what, "where": self.where, "got": self.got, "wanted": self.wanted, "hint": self.hint}
 
     def reword(self, change: Callable[[str], str]) -> None:
-        """Replace the text of every part by what `change` returns for it."""
+        """Replace the text of every part by the text that `change` returns for it."""
 
         def changed(part: str | None) -> str | None:
             return None if part is None else change(part)

@@ -129,7 +129,7 @@ def own() -> tuple[Plugin, ...]:
 
 
 def modules_of(room: str, name: str) -> Iterator[ModuleType]:
-    """Yield the module of this name of each folder of a room of this package, in the order of the folders' names."""
+    """Yield the module `name` of every folder in a room of this package, in the order of the folders' names."""
     for path in sorted((Path(__file__).parent / room).glob(f"*/{name}.py")):
         yield importlib.import_module(f"{__package__}.{room}.{path.parent.name}.{name}")
 
@@ -325,7 +325,7 @@ def statement_of(comparison: Any) -> Statement | None:
 
 
 def api() -> dict[str, str]:
-    """Return the module of each name that plug-ins add to `import consistency`."""
+    """Return the names that plug-ins add to `import consistency`, with their modules."""
     homes: dict[str, str] = {}
     for plugin in plugins():
         homes |= {name: module for name, module in plugin.api.items() if is_there(module)}
@@ -344,7 +344,7 @@ def offered(part: str) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 value = resolved(reference)
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit) as error:  # a module may end the process on import
                 if is_own(reference):
                     raise
                 note_failure(f"{reference} of the plug-in {plugin.name}", error)

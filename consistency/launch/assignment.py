@@ -1,4 +1,4 @@
-"""One case of one worker, seen from outside: its job, its events, and how it ended."""
+"""Assignments of cases to workers, seen from outside: the job, the events, and how the case ended."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Ended:
 
 @dataclass(slots=True, kw_only=True)
 class Assignment:
-    """One case of one worker."""
+    """A case that a worker is to check, and what is known of it so far."""
 
     open_case: OpenCase
     plan: WorkerPlan
@@ -132,7 +132,7 @@ class Assignment:
         self.out_of_memory_before = _out_of_memory_kills()
 
     def events(self) -> list[Event]:
-        """Return the events since the last call, and note what they say."""
+        """Return the events since the last call, and note the end, the failure or the last step that they report."""
         events = self.reader.new()
         if events:
             self.last_event_at, self.began = time.monotonic(), True
@@ -170,6 +170,7 @@ class Assignment:
         """Return how the case ended, by the exit status of the worker's process."""
         if status == 0 and self.done:
             return Ended(status="ok")
+        # a worker that cannot write its capture may not have been able to write its error either
         if status == CANNOT_WRITE:
             return self.lost(f"could not write its capture: {DISK_FULL}")
         if self.failure is not None:
@@ -197,8 +198,9 @@ class Assignment:
         return Ended(status="lost", reason=self._with_last(reason), meaning=meaning)
 
     def info(self, ended: Ended) -> WorkerInfo:
-        """Return the record of the worker: its device as discovered, what it reported, and how it ended."""
+        """Return the record of the worker: its device as discovered, its own report, and how the case ended."""
         device = {name: getattr(self.plan.info, name) for name in DeviceIdentity.__struct_fields__}
+        # a worker that ended early has written no state: what was discovered of its device has to do
         try:
             state = msgspec.structs.asdict(decode_json((self.folder / STATE_FILE).read_bytes(), WorkerState))
         except (OSError, msgspec.MsgspecError):
@@ -227,6 +229,7 @@ class Assignment:
         case.writer.write_worker(self.plan.slug, self.info(ended))
         self._tidy(ended.status)
         case.error = case.error or ended.error
+        # without a word the others would wait for the reference until they exceed their limit
         if self.plan.makes_reference and not (case.scratch / REFERENCE_FILE).exists():
             message = f"{self.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
             (case.scratch / REFERENCE_LOST).write_text(message, encoding="utf-8")

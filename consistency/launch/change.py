@@ -1,4 +1,4 @@
-"""Settings of a worker that differ from those of its device and load path: one trial of a bisection."""
+"""Changes of a worker's environment and settings, which a bisection tries."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Limits:
     stall_s: float = 300.0
     """Seconds that may pass between two events of a worker."""
     threads: int | None = None
-    """Threads of each worker; None shares the processors out."""
+    """Threads per worker; None shares the processors out."""
     at_once: int | None = None
     """How many workers of a case run side by side at most, so that they fit the host's memory; None for all."""
     cases_at_once: int = 1
@@ -45,7 +45,7 @@ class CaseTask:
     waves: Sequence[Sequence[WorkerPlan]]
     """The workers of a host; a wave starts when the one before has ended."""
     target: Path
-    """Folder of the capture of one host, or above those of several hosts."""
+    """Folder of the capture, or above the captures where there are several hosts."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """Fault to plant (of `consistency.worker.faults`) by name of the device."""
 
@@ -78,7 +78,7 @@ class Engine(Protocol):
     """
 
     def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Generator[Captured]:
-        """Run the cases, and yield each of them when all of its workers have ended; the others go on meanwhile.
+        """Run the cases, and yield the captures of a case when its last worker has ended; other cases go on meanwhile.
 
         Raises
         ------
@@ -110,6 +110,7 @@ def capture_case(on: Engine, task: CaseTask, limits: Limits, *, watch: Watcher, 
     ConsistencyError
         The files of the case cannot be used, or the capture not be written.
     """
+    # closing the generator ends everything that the engine has started
     with closing(on.capture(Task(cases=(task,), limits=limits), watch=watch, replace=replace)) as cases:
         captured = next(cases)
     if captured.error is not None:

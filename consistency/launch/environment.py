@@ -111,12 +111,12 @@ def _visibility_variables(info: DeviceInfo, load_path: LoadPath) -> dict[str, st
 
 
 MOST_BESIDE_REFERENCE = 4
-"""Threads of an accelerator's worker beside the CPU's, which computes the float64 passes that it waits for. It copies,
-digests and compares with them; what it computes is computed on its device."""
+"""Most threads of an accelerator's worker while it waits for the CPU's, which computes the float64 passes. It copies,
+digests and compares with them: everything else runs on its device."""
 
 
 def shared_out(wave: Sequence[WorkerPlan], *, waits: bool) -> list[int]:
-    """Return the threads of each worker of a wave: equal shares of the cores, or most of them for the reference.
+    """Return the threads per worker of a wave, in its order: equal parts of the cores, or most for the reference.
 
     Parameters
     ----------

@@ -84,6 +84,7 @@ class Importer:
         our_report, worker_report = os.pipe()
         with suppress(OSError):  # the importer has ended: so has the report
             socket.send_fds(self._channel, [request], [worker_stdin, log.fileno(), worker_report])
+        # the worker has its own copies: the end of its reports shows only when no other copy is open
         os.close(worker_stdin)
         os.close(worker_report)
         return ForkedProcess(self, stdin=our_stdin, report=our_report)
@@ -159,6 +160,7 @@ class ForkedProcess:
                     self.pid = int(number)
                 elif word == ENDED:
                     self.returncode = int(number)
+            # nothing to read is the end of the reports
             if not lines and self.returncode is None:
                 self._note_lost()
         return self.returncode
@@ -200,6 +202,7 @@ class Importers:
             if key not in self._importers:
                 self._importers[key] = Importer(environment, models=self._models, folder=self._folder)
             importer = self._importers[key]
+        # one that has failed to start a worker is asked for no other
         return importer if importer.is_usable else None
 
     def close(self) -> None:

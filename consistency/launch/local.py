@@ -71,9 +71,9 @@ class LocalEngine:
 def _form_groups(
     assigned: Sequence[Assignment], *, stall_s: float, together: NodeGroup | None = None
 ) -> dict[str, tuple[str, ...]]:
-    """Join the workers of a case that run side by side: those of the accelerators of one type, or of the CPU alone.
+    """Form groups of the workers of a case that run side by side, and give each assignment its group.
 
-    Each assignment gets its group.
+    The workers of the accelerators of one type form a group; those of the CPU where the case has no accelerator.
 
     Returns
     -------
@@ -101,7 +101,7 @@ def _form_groups(
 
 
 def _possible_groups(assigned: Sequence[Assignment]) -> Iterator[list[Assignment]]:
-    """Yield the workers of each case by the type of their device: of the CPU only where the case has no accelerator."""
+    """Yield the workers of every case by the type of their device; the CPU's only where there is no accelerator."""
     for number in {assignment.open_case.number for assignment in assigned}:
         of_case = [assignment for assignment in assigned if assignment.open_case.number == number]
         accelerators = {
@@ -125,7 +125,7 @@ def _tell_group(assignment: Assignment, ended: Ended) -> None:
 
 
 def _queue_slug(queue: Sequence[Assignment]) -> str:
-    """Return the name of the process that takes a queue of assignments: all of them have the same device."""
+    """Return the name of the worker that takes a queue of assignments, which all have its device and load path."""
     return queue[0].plan.slug
 
 
@@ -146,6 +146,7 @@ class _Run:
         waves = self._assign()
         self._group(waves)  # before any worker starts: its job names its group
         waves_in_lanes = [self._split_into_lanes(queues) for queues in waves]
+        # all workers are counted before the first starts: importers are only worth it for two of one environment
         for queues, threads in waves_in_lanes:
             for queue in queues:
                 if queue[0].plan.info.spec.is_cpu:
@@ -178,7 +179,7 @@ class _Run:
     def _split_into_lanes(
         self, queues: Sequence[Sequence[Assignment]]
     ) -> tuple[list[list[Assignment]], dict[str, int | None]]:
-        """Return the processes of a wave, for several of its cases side by side, and the threads of each worker."""
+        """Split the processes of a wave so that cases run side by side; return them, and the threads by worker."""
         cases = {assignment.open_case.number for assignment in itertools.chain.from_iterable(queues)}
         lanes = min(self._limits.cases_at_once, len(cases))
         if self._limits.together is not None:
@@ -187,7 +188,7 @@ class _Run:
         return in_lanes(queues, lanes, of=lambda assignment: assignment.open_case.number), threads
 
     def _threads(self, queues: Sequence[Sequence[Assignment]]) -> dict[str, int | None]:
-        """Return the threads of each worker of a wave, by the name of its process; None leaves the user's variables."""
+        """Return the threads by worker of a wave; None leaves the user's variables."""
         assignments = itertools.chain.from_iterable(queues)
         waits = any(set(_WAITED_FOR) & set(assignment.case.stages) for assignment in assignments)
         shared = shared_out([queue[0].plan for queue in queues], waits=waits)
@@ -210,6 +211,7 @@ class _Run:
                     if worker.over:
                         worker.close()
                         running.remove(worker)
+                        # it ended before its last case: a new process takes the others
                         if worker.assignments:
                             remaining = worker.assignments
                             running.append(self._start(remaining, threads[_queue_slug(remaining)]))
@@ -238,6 +240,7 @@ class _Run:
             return
         assignment = worker.assignments[0]
         case = assignment.open_case
+        # the first worker that turns to the case: its capture begins, with room kept for its tables
         if case.before is None:
             case.before = self._host
             case.writer.reserve()

@@ -90,7 +90,7 @@ class OpenCase:
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a scratch folder, of which a store of torch.distributed removes its own file once a rank has left."""
+    """Remove a scratch folder, even while a store of torch.distributed removes its own file: a rank has just left."""
     while folder.exists():
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)

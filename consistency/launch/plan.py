@@ -51,7 +51,7 @@ class WorkerPlan:
         return worker_slug(self.name, self.load_path)
 
     def settings(self, case: Case) -> dict[str, Any]:
-        """Return the settings that differ from the profile's: the user's, the variant's, and those of the change."""
+        """Return the settings that the user, the variant or the change sets in place of the profile's."""
         settings = settings_of(self.info, case)
         if self.change is not None:
             settings = {**settings, **self.change.settings}
@@ -88,6 +88,7 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
         sides = _alternatives(case, load_paths, main)
         plans = []
         for info in devices:
+            # the CPU has one default load path
             if info.spec.is_cpu and not is_first:
                 continue
             makes_reference = is_first and info is maker
@@ -140,7 +141,7 @@ def _by_turn(plans: Sequence[WorkerPlan]) -> list[list[WorkerPlan]]:
 def merged_waves(
     cases: Sequence[Sequence[Sequence[WorkerPlan]]], keys: Sequence[object] = ()
 ) -> list[list[list[tuple[int, WorkerPlan]]]]:
-    """Return the processes that take several cases in turn, in waves, from the waves of each case.
+    """Merge the waves of several cases into waves of processes that take these cases in turn.
 
     There is one process per device and default load path; each is a list of the cases that need it, by number, with
     the worker that it is for them. Every process takes them in the same order, so that none waits for a reference that
@@ -158,6 +159,7 @@ def merged_waves(
     merged: dict[tuple[object, LoadPath, int], dict[str, list[tuple[int, WorkerPlan]]]]
     merged = {wave: {} for wave in itertools.product(different_keys, load_paths, turns)}
     for number, plan in plans:
+        # the CPU has one default load path: its workers run beside the first one of the others
         key = keys[number] if keys else None
         path = load_paths[0] if plan.info.spec.is_cpu else plan.load_path.main
         merged[key, path, plan.turn].setdefault(plan.slug, []).append((number, plan))
@@ -215,7 +217,7 @@ def why_not_shared(devices: Sequence[DeviceInfo]) -> str:
 
 
 def _turns(devices: Sequence[DeviceInfo]) -> dict[str, int]:
-    """Return how many variants of its card come before each device; those of the CPU run side by side."""
+    """Return by device how many variants of the same card come before it; variants of the CPU run side by side."""
     before: Counter[str] = Counter()
     turns = {}
     for info in devices:

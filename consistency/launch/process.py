@@ -37,7 +37,7 @@ class WorkerProcess:
 
     @classmethod
     def start(cls, assignments: Iterable[Assignment], *, threads: int | None, importers: Importers) -> WorkerProcess:
-        """Start a process for cases of one device and load path."""
+        """Start a process for assignments that have the same device and load path; it takes them in their order."""
         queue = deque(assignments)
         first = queue[0]
         folder = first.folder
@@ -55,6 +55,7 @@ class WorkerProcess:
         except OSError as error:
             raise cannot_write(folder, error) from None
         with log:
+            # a worker that is forked has imported the libraries already
             if importer is not None:
                 process = importer.fork(jobs, log, environment)
             else:

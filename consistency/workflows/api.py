@@ -179,7 +179,7 @@ def compare(
 
 
 def load_report(path: AnyPath) -> Report:
-    """Read the report that a run left: `report.json`, its folder, or a folder of dated runs, of which the latest.
+    """Read the report of a run: `report.json`, its folder, or a folder of dated runs, whose latest run is read.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Comparisons of what was made apart: captures of several hosts or days, and folders of suites case by case."""
+"""Comparisons of captures from several hosts or days, and of folders of suites, case by case."""
 
 from __future__ import annotations
 
@@ -167,6 +167,7 @@ def compare_suites(
     cases = _case_names(folders)
     entry = past.suite_entry()
     with suite_output(out, replace=replace, reads=folders) as target:
+        # without --out, no report is written into the scratch folder
         kept = None if out is None else target
         results = [_compare_case(place, name, folders, kept, past, groups, entry) for place, name in cases.items()]
         suite = SuiteResult(
@@ -212,6 +213,7 @@ def _compare_case(
         captures, comparison = compare_read([folder / place for folder in with_capture], groups)
     except ConsistencyError as error:
         return CaseResult.of_error(name or Path(place).name, place, error)
+    # where no suite lists the case, its capture knows the name
     name = name or comparison.case
     comparison = held_against(past, entry, name, captures, comparison)
     if without_capture:
@@ -246,7 +248,7 @@ def _why_no_capture(case: _ListedCase | None) -> str:
 
 
 def _case_names(folders: Sequence[Path]) -> dict[str, str | None]:
-    """Return the names of the cases of all suites, by their folder in that of each suite.
+    """Return the names of the cases of all suites, by their folders relative to the suite.
 
     Cases of the first suite come first, in its order. A name is None where no suite lists the case: its capture knows
     the name.

@@ -63,7 +63,7 @@ NO_PAST = Past()
 def held_against(
     past: Past, entry: PastOfSuite | None, name: str, captures: Sequence[Capture], comparison: Comparison
 ) -> Comparison:
-    """Return the comparison of a suite's case with what the past says of it.
+    """Return the comparison of a suite's case, marked by accepted findings and earlier runs.
 
     The case is added to the entry of the suite, where there is one.
     """

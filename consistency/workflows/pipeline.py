@@ -51,7 +51,7 @@ class Plan:
     engine: str = LOCAL
     """Name of the engine that runs the workers: see `consistency.launch.engine`."""
     stages: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
-    """Stages of each worker by its name, each with its part of the worker's time."""
+    """Stages by the name of the worker, with the part of the worker's time that they take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +177,7 @@ def run(
         refuse_among_weights(out, *folders_of(plan.case))
     with output(out, replace=replace) as folder, past.noted(plan.case.name, out):
         captured = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
+        # an earlier report says nothing of the new captures
         remove_reports(folder)
         captures, unread = read_captures(captured.captures)
         comparison = compare_captures(captures, unread=[*captured.lost, *unread])

@@ -46,6 +46,7 @@ def budgets_of(suite: SuiteOptions, devices: Sequence[DeviceInfo]) -> dict[str, 
         except (InputError, UsageError) as error:
             budgets[name] = error
             continue
+        # a case that is not run cannot check the host for the others
         if budget.refusal is None and _checks_host(budget.case):
             host_checked_by.setdefault(_host_key(budget.case), name)
     return budgets
@@ -94,7 +95,7 @@ def _lanes(suite: SuiteOptions, devices: Sequence[DeviceInfo]) -> int:
 
 
 def _cores(devices: Sequence[DeviceInfo]) -> int:
-    """Return how many cores the workers of one case may use."""
+    """Return how many cores the workers of a single case may use."""
     return min(threads_per_worker(1), len(devices) * _threads(devices))
 
 
@@ -132,7 +133,8 @@ def _fit_to_devices(case: Case, devices: Sequence[DeviceInfo]) -> Case:
 
 
 def _are_two_equal(devices: Sequence[DeviceInfo]) -> bool:
-    """Return whether two cards are of one model, whose type has a library of collective operations."""
+    """Return whether two cards are of the same model, and their type has a library of collective operations."""
+    # by index, since the variants of a card are one card; what is simulated is none
     cards = {info.spec.index: info for info in devices if backend_of(info.spec.type).of_collectives}
     kinds = Counter((info.spec.type, info.architecture, info.model) for info in cards.values() if not info.simulated)
     return max(kinds.values(), default=0) > 1

@@ -59,6 +59,7 @@ def write_all(out: Path, rows: Iterable[Format], found: Comparison | SuiteResult
                 file.write(file_format.render(found, view))
             except CaptureError as error:
                 unwritten[file_format.name] = brief(error)
+        # all that can be written are complete: only now they appear
         complete = [file for file in written if file.path.name not in unwritten]
         for file in complete:
             try:
@@ -113,11 +114,7 @@ def output(
         with scratch_folder("run") as scratch:
             yield scratch
         return
-    refuse_archive(out)
-    if out.exists() and not out.is_dir():
-        raise CaptureError("--out must be a folder", where=out, got="a file")
-    if out.resolve() in [folder.resolve() for folder in reads]:
-        raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
+    _refuse_unwritable(out, reads)
     if writes is None:
         writes = (*(row.name for row in formats(Chosen.OUT)), CAPTURES)
     _refuse_earlier(out, writes, replace=replace)
@@ -131,15 +128,24 @@ def output(
         remove_leftovers(out)
         try:
             yield out
-        except BaseException:
+        except BaseException:  # Ctrl-C is one
             if not existed and not keeps(out):
                 with suppress(OSError):
                     shutil.rmtree(out)
             raise
 
 
+def _refuse_unwritable(out: Path, reads: Sequence[Path]) -> None:
+    """Raise an error where a path cannot be a folder for results: a file, an archive, or a folder that is read."""
+    refuse_archive(out)
+    if out.exists() and not out.is_dir():
+        raise CaptureError("--out must be a folder", where=out, got="a file")
+    if out.resolve() in [folder.resolve() for folder in reads]:
+        raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
+
+
 def refuse_among_weights(out: Path, *folders: str | Path) -> None:
-    """Raise UsageError where a folder for results is, or is inside, that of a base or an adapter."""
+    """Raise UsageError where a folder for results is the folder of a base or an adapter, or inside it."""
     target = out.resolve()
     for folder in folders:
         if Path(folder).is_dir() and target.is_relative_to(Path(folder).resolve()):
@@ -221,7 +227,7 @@ def read_redacted(path: Path) -> tuple[Comparison, Redaction]:
 
 
 def redaction_for(path: Path, texts: Iterable[str]) -> Redaction:
-    """Return the redaction that takes the names of people and machines out of a report, and of texts made of it."""
+    """Return the redaction that takes the names of people and machines out of a report and out of texts made of it."""
     content, file = _read_content(path)
     _check_schema(content, file)
     table = _decode(content, dict[str, Any], file)

@@ -65,7 +65,7 @@ class PlannedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """Cases in the order of their report, and what they share."""
+    """The plan of a suite: cases in the order of their report, and the limits that they share."""
 
     name: str
     cases: tuple[PlannedCase, ...]
@@ -78,7 +78,7 @@ class SuitePlan:
         return dataclasses.replace(self, cases=cases)
 
     def check_place(self, out: Path | None) -> None:
-        """Raise UsageError where the folder for the results is inside that of a case's weights."""
+        """Raise UsageError where the folder for the results is inside a folder of a case's weights."""
         if out is None:
             return
         for case in self.cases:
@@ -159,10 +159,11 @@ def run_suite(
         results = {case.name: _result_of_error(case, case.error) for case in plan.cases if case.error is not None}
         for case, captures in ended:
             results[case.name] = _finish(case, captures, folder, past, entry, each)
+            # nothing is to be kept, so the disk need not hold more than one case
             if out is None:
                 shutil.rmtree(folder / case.folder, ignore_errors=True)
             if fail_fast and results[case.name].verdict != "consistent":
-                ended.close()
+                ended.close()  # ends the workers, which are at other cases
                 unchecked = [other for other in plan.cases if other.name not in results]
                 results |= {other.name: _result_of_error(other, _left_out(case)) for other in unchecked}
         suite = SuiteResult(
@@ -235,7 +236,7 @@ def _finish(
     entry: PastOfSuite | None,
     each: Callable[[str, Comparison], None],
 ) -> CaseResult:
-    """Compare a case, write its report, and return the summary that is kept of it."""
+    """Compare a case, write its report, and return its summary."""
     if captured.error is not None:
         return _result_of_error(case, captured.error)
     try:

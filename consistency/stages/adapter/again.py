@@ -28,6 +28,7 @@ def adapter(context: Context, ledger: Ledger) -> Again:
     def again() -> Iterator[None]:
         base_addresses = context.base.addresses()
         for name, tensor in _tensors(context.model).items():
+            # an offloaded tensor has no bytes here, and a composite one is a quantized weight of the base
             if tensor.is_meta or is_composite(tensor):
                 continue
             if start_of(tensor) in base_addresses and name not in context.expected:

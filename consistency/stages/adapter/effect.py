@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,28 +28,44 @@ def effect_of(context: Context) -> tuple[Effect, dict[str, Any]]:
     """Return the effect of the adapter as far as it is certain (empty where it is not), and the evidence."""
     model: Any = context.model
     config = model.peft_config[ADAPTER_NAME]
+    # a prompt adds no layer: only the outputs show its effect
     if getattr(config, "is_prompt_learning", False):
         return "", {}
     if _acts_on_some_tokens(config):
         return "some-tokens", {}
-    base_addresses = context.base.addresses()
-    has_parameters = any(start_of(tensor) not in base_addresses for tensor in model.parameters())
-    if not has_parameters and not context.rewritten:
+    if not context.rewritten and not _has_own_parameters(context):
         return "no-layer", {}
-    # a layer that is saved whole, or a weight that loading rewrites, may change results whatever the factors are
-    if context.rewritten or any(_is_changed(context, name) for name in context.expected if _SAVED in name):
+    # a weight that loading rewrites, or a layer that is saved whole, changes results whatever the factors are
+    if context.rewritten or _changes_saved_layer(context):
         return "", {}
-    layers = [layer for _, layer in tuner_layers(model)]
+    return _effect_of_layers([layer for _, layer in tuner_layers(model)], context.expected)
+
+
+def _effect_of_layers(
+    layers: Sequence[Any], expected: Mapping[str, tuple[str, torch.Tensor]]
+) -> tuple[Effect, dict[str, Any]]:
+    """Return the effect by scaling and factors; `expected` has the tensors of the adapter's file."""
+    # they say nothing where a layer scales the whole weight too
     if not layers or any(_has_magnitude(layer) for layer in layers):
         return "", {}
-    scaling = [_scaling(layer) for layer in layers]
-    if all(value == 0 for value in scaling):
+    if all(_scaling(layer) == 0 for layer in layers):
         return "zero-scaling", {"zero": f"scaling of {len(layers)} of {len(layers)} layers"}
-    zero_counts = _count_zero_factors(context.expected)
+    zero_counts = _count_zero_factors(expected)
     if zero_counts:
         zero = ", ".join(f"{count} of {count} {factor} tensors" for factor, count in zero_counts.items())
         return "zero-weights", {"zero": zero}
     return "layers", {}
+
+
+def _has_own_parameters(context: Context) -> bool:
+    """Return whether the adapted model has parameters beside those of the base."""
+    base_addresses = context.base.addresses()
+    return any(start_of(parameter) not in base_addresses for parameter in context.model.parameters())
+
+
+def _changes_saved_layer(context: Context) -> bool:
+    """Return whether the file holds a layer that was saved whole and differs from the base's."""
+    return any(_is_changed(context, name) for name in context.expected if _SAVED in name)
 
 
 def _acts_on_some_tokens(config: Any) -> bool:

@@ -53,6 +53,7 @@ def _load_by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str,
     model: Any = context.model
     device = {None: None, "cpu": "cpu", "target": context.job.device}[load_path.torch_device]
     with as_it_was(model, context.expected) as state, _shown_on(model, context.device):
+        # a tensor that this load leaves alone shows the poison
         poison(tensor for tensor in state.values() if tensor.is_floating_point())
         try:
             model.load_adapter(
@@ -226,6 +227,7 @@ def stale_bytes(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> st
     if len(raw) < _LEAST_BYTES or same_memory(raw[_WIDEST:], raw[:-_WIDEST]):  # too few, or one value everywhere
         return None
     for name, other in tensors.items():
+        # a sparse tensor, or one that is too small, does not hold the bytes
         if other.layout is not torch.strided or other.nbytes < len(raw):
             continue
         memory = as_bytes(other.detach().to("cpu")).numpy()
@@ -267,6 +269,7 @@ def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
     first_digests = {name: digest(state[name]).value for name in names}
     loads_by_name = dict.fromkeys(names, Loads())
     with as_it_was(context.model, set(names)) as parameters:
+        # the load that made the model is the first of the runs that are compared
         for _ in range(max(1, context.job.case.repeat - 1)):
             poison(parameters.values())
             try:

@@ -50,6 +50,7 @@ def run(context: Context) -> None:
         if context.job.case.reloads:
             loads_by_name = reload(context, state)
     keys_by_digest = _keys_by_digest(context, state)
+    # in the order of the model; tensors that it lacks come last
     place = {name: number for number, name in enumerate(state)}
     in_model_order = sorted(context.expected.items(), key=lambda item: place.get(item[0], len(place)))
     for done, (name, (key, tensor)) in enumerate(in_model_order):

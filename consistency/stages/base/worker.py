@@ -79,6 +79,7 @@ def _record_computed(
     if exact_table is not None and tensor.dtype in UNIT_ROUNDOFF and exact_table.shape == tensor.shape:
         measure = measure_against_exact(host, exact_table)
     rounding = None
+    # the error that rounding makes is measured on the CPU, for the workers of all devices
     if measure is not None and context.device.type == "cpu":
         rounding = _rounding_error_of_table(measure)
     is_buffer = name not in context.base.persistent

@@ -153,6 +153,7 @@ def run(context: Context) -> None:
     if not inputs_fit(context, "forward", inputs):
         context.record.skipped("forward", "ids or labels are past the end of a table", *_modes(context))
         return
+    # the device's own passes come first: it has no need to wait for the reference
     ends, refused = _run_ends(context, inputs)
     for mode, reason in refused.items():
         context.record.skipped("forward", reason, mode)
@@ -255,6 +256,7 @@ def _compute_blocks(context: Context, inputs: Activations, mode: str, reference:
             results, replay = _in_mode_or_skip(context, inputs, mode, run_blocks)
         for name, result in results.items():
             digests[name] = [digest(result)]
+        # further runs only have to repeat the bits of the first: their results are not kept
         for _ in range(1, context.job.case.repeat):
             for name, result in _in_mode_or_skip(context, inputs, mode, run_blocks)[0].items():
                 digests[name].append(digest(result))
@@ -447,6 +449,7 @@ def _make_reference(context: Context, model: torch.nn.Module, inputs: Activation
         names=tuple(tensors),
         limits=limits_of(spreads_by_title),
     )
+    # a soak reads it from the file again; where nobody does, none is written
     if context.job.others_wait or case.soak_s is not None or _is_read_by_another_stage(case.stages):
         publish(context.scratch, tensors, tables)
     return exact, Reference(path=context.scratch / REFERENCE_FILE, tables=tables, made=tensors)

@@ -146,10 +146,12 @@ def _write_stepped(
     flat = parameter.detach().reshape(-1)
     digests = []
     for repeat in range(context.job.case.repeat):
+        # digests of the blocks of all pieces, which combine to that of the whole parameter
         blocks: list[int] = []
         for piece in pieces(flat.numel()):
             new = stepped(flat[piece], gradient(piece).to(flat.device))
             blocks.extend(block_digests(new))
+            # digests compare the later runs with the first
             if repeat == 0:
                 file.write_elements(UPDATED, piece.start, new.to("cpu").contiguous())
         digests.append(combine(name_of(flat.dtype), tuple(parameter.shape), tuple(blocks)))

@@ -138,6 +138,7 @@ def _compute(context: Context, backward: Backward, reference: Reference) -> _Dev
         ):
             context.events.step(passes.DEVICE, repeat, repeats)
             gradients = gradients_of(backward, reference, followed)
+        # later runs only have to repeat its bits: their gradients are not kept
         first_run = first_run or gradients
         for name, gradient in gradients.items():
             digests.setdefault(name, []).append(digest(gradient))
@@ -247,6 +248,7 @@ def _make_reference(context: Context, backward: Backward) -> Reference:
     tensors, tables = exact.tensors_with(drawn, backward.wanted)
     if failure:
         tables = msgspec.structs.replace(tables, failures={ADAPTER_ON: failure})
+    # a soak reads it from the file again; where nobody does, none is written
     if context.job.others_wait or context.job.case.soak_s is not None:
         publish(context.scratch, tensors, tables, GRADIENT_FILE)
     return Reference(path=context.scratch / GRADIENT_FILE, tables=tables, made=tensors)

@@ -196,7 +196,8 @@ def _merge_peak(
     if meter is None:
         fact(status="skipped", reason=f"torch.{context.device.type} counts no peak of allocated bytes")
         return
-    context.memory.keep()
+    context.memory.keep()  # the peak of the run so far, which is reset next
+    # None where the system does not reset the peak of a process
     before = resident_bytes() if reset_peak() else None
     try:
         with model_code(context.device, "PEFT does not merge this layer: ", kinds=NO_MERGE):

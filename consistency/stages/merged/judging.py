@@ -93,7 +93,7 @@ def judge(
     computed: Sequence[Computed],
     known: dict[str, tuple[Measure | None, RoundingError | None]],
 ) -> None:
-    """Measure and record tensors of one layer.
+    """Measure and record tensors that the device computed for a layer.
 
     `known` is filled with measure and error of rounding of each merged weight by its digest: the same bits have the
     same ones.
@@ -150,31 +150,22 @@ def _why_not_judged(delta: Computed) -> str:
 
 
 def _is_zero(delta: torch.Tensor) -> bool:
-    """Return whether a delta is zero; a row of it tells that nearly always, without a pass over the rest."""
+    """Return whether a delta is zero; its first row tells that nearly always, without a pass over all rows."""
     return not delta[:1].any() and not delta.any()
 
 
 def _measure(computed: Sequence[Computed], known: Collection[str]) -> dict[tuple[bool | None, str], Measure]:
-    """Measure the tensors of one layer that have an exact value, in one pass; return their measures by `Computed.key`.
+    """Measure tensors of a layer that have an exact value, in one pass; return their measures by `Computed.key`.
 
-    Merged weights are left out whose bits have been measured, in this call or before it (`known`).
+    `known` has the digests of merged weights that have been measured before.
     """
+    tensors = list(_to_be_measured(computed, known))
+    by_form = [tensor for tensor in tensors if tensor.truth.form is not None]
+    others = [tensor for tensor in tensors if tensor.truth.form is None]
+    low_rank = [tensor for tensor in others if tensor.truth.exact is None]
     measures: dict[tuple[bool | None, str], Measure] = {}
-    low_rank: list[Computed] = []
-    by_form: list[Computed] = []
-    measured_bits = set(known)
-    for tensor in computed:
-        is_weight = tensor.safe is not None
-        is_measured = is_weight and tensor.bits in measured_bits
-        if is_measured or not tensor.truth.judges(tensor.actual, safe=tensor.safe):
-            continue
-        if is_weight:
-            measured_bits.add(tensor.bits)
-        if tensor.truth.form is not None:
-            by_form.append(tensor)
-        elif tensor.truth.exact is None:
-            low_rank.append(tensor)
-        else:
+    for tensor in others:
+        if tensor.truth.exact is not None:
             host = tensor.actual.to("cpu")
             measures[tensor.key] = measure_against_exact(host, tensor.truth.exact, tensor.tolerance)
     if low_rank:
@@ -188,6 +179,19 @@ def _measure(computed: Sequence[Computed], known: Collection[str]) -> dict[tuple
         of_forms = form.measure([tensor.by_form for tensor in by_form])
         measures |= zip((tensor.key for tensor in by_form), of_forms, strict=True)
     return measures
+
+
+def _to_be_measured(computed: Sequence[Computed], known: Collection[str]) -> Iterator[Computed]:
+    """Yield the tensors that have an exact value, but of merged weights with the same bits only the first."""
+    measured_bits = set(known)
+    for tensor in computed:
+        is_weight = tensor.safe is not None
+        is_measured = is_weight and tensor.bits in measured_bits
+        if is_measured or not tensor.truth.judges(tensor.actual, safe=tensor.safe):
+            continue
+        if is_weight:
+            measured_bits.add(tensor.bits)
+        yield tensor
 
 
 def _count_roundings(truth: Truth, *, safe: bool | None) -> int:

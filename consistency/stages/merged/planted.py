@@ -26,7 +26,7 @@ Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _every_delta(act: Callable[..., torch.Tensor]) -> Install:
-    """Let a function take the place of `get_delta_weight` in LoRA's linear layers, those of quantized bases too."""
+    """Replace `get_delta_weight` of LoRA's linear layers, on quantized bases too, by a function."""
 
     def install() -> Undo:
         from peft.import_utils import is_bnb_available
@@ -50,7 +50,7 @@ def _delta(change: Callable[[torch.Tensor], torch.Tensor]) -> Install:
 
 
 def _every_merge(act: Callable[..., None], *, but: tuple[str, ...] = ()) -> Install:
-    """Let a function take the place of `merge` in the tuner layers of every method, as `instead` does.
+    """Replace `merge` of the tuner layers of every method by a function, as `instead` does.
 
     Those named by `but` are left. A merge in float64 is not changed: a device's kernels of the tested dtype are wrong,
     and the reference is computed by others.
@@ -64,6 +64,7 @@ def _every_merge(act: Callable[..., None], *, but: tuple[str, ...] = ()) -> Inst
             if f"{owner.__module__}:{owner.__qualname__}" in but:
                 continue
 
+            # `real` is a default, so that each class keeps its own merge
             def merge(layer: Any, *args: Any, real: Callable[..., None] = real, **kwargs: Any) -> None:
                 weight = _weight(layer)
                 if inside or weight is None or weight.dtype == torch.float64:
@@ -133,7 +134,7 @@ def _after_merge(change: Change, *, but: tuple[str, ...] = ()) -> Install:
 
 
 def _one_bit(_before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Flip a high bit of the exponent of one float32 element."""
+    """Flip a high bit in the exponent of a float32 element."""
     matrix = after.reshape(-1, after.shape[-1]).view(torch.int32)
     matrix[min(3, matrix.shape[0] - 1), min(5, matrix.shape[1] - 1)] ^= 1 << 27
     return after

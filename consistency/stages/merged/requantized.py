@@ -88,6 +88,7 @@ def _record(
     host, step, allowed = weight.to("cpu"), exact.requantized.step, exact.requantized.allowed
     tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight.dtype)
     limit = tolerance or allowed
+    # where the step is zero, any difference is a large number of steps
     steps = (host.double() - exact.value).abs_().div_(step.clamp(min=torch.finfo(torch.float64).tiny))
     changed = host != exact.before.to(host.dtype)
     row = TensorRecord(

@@ -28,6 +28,7 @@ from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import RoundingError, Rule
+from consistency.numerics.typed import Typed
 from consistency.stages.merged import requantized
 from consistency.stages.merged.forms.bias import bias_of, exact_bias
 from consistency.stages.merged.forms.form import Form
@@ -74,7 +75,7 @@ def run(context: Context) -> None:
 
 
 def _record_layer(context: Context, name: str, place: str, layer: Any) -> None:
-    """Record delta and merged weights of one layer.
+    """Record the delta and the merged weights of a layer.
 
     Parameters
     ----------
@@ -175,9 +176,7 @@ def _merged_weights(
                     first_digest, bias = digest(weight), bias_of(layer)
                 more_digests = [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
             if exact is not None and bias is not None:
-                bias_tensor = SAFE_BIAS if safe else BIAS
-                host, digests = bias.to("cpu"), [digest(bias)]
-                record_bounded(context.record, "merged", place, bias_tensor, actual=host, exact=exact, digests=digests)
+                _record_bias(context, place, bias, exact, safe=safe)
             yield Computed(
                 actual=weight,
                 safe=safe,
@@ -188,6 +187,13 @@ def _merged_weights(
                 rounding=rounding,
             )
             del weight  # or it is held while the safely merged one is made
+
+
+def _record_bias(context: Context, place: str, bias: torch.Tensor, exact: Typed, *, safe: bool) -> None:
+    """Record the bias that a merge has changed, by its bound."""
+    tensor = SAFE_BIAS if safe else BIAS
+    host, digests = bias.to("cpu"), [digest(bias)]
+    record_bounded(context.record, "merged", place, tensor, actual=host, exact=exact, digests=digests)
 
 
 def _refuse_without_weight(layer: Any) -> None:

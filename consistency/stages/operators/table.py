@@ -72,7 +72,7 @@ Draw = Callable[[np.random.Generator], Arrays]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation on inputs of one size."""
+    """An operation on inputs of a fixed size."""
 
     name: str
     """`matmul`."""

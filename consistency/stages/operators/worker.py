@@ -76,6 +76,7 @@ def try_all(trials: Trials, record: Recorder, events: EventLog) -> None:
     for done, operation in enumerate(wanted):
         events.step(f"{operation.name} {operation.size}", done, len(wanted))
         for dtype in operation.dtypes:
+            # each dtype is tried once, whatever the number of its operations
             if dtype not in missing:
                 missing[dtype] = _why_no_dtype(trials.device, dtype)
             reason = missing[dtype] or _why_composed(trials.device, operation, dtype)

@@ -53,7 +53,7 @@ def under_load(devices: Sequence[torch.device]) -> Iterator[None]:
         thread = threading.Thread(target=_work, args=(device, begun, stop), daemon=True)
         thread.start()
         threads.append(thread)
-        begun.wait()
+        begun.wait()  # the copies are to find the device at work
     try:
         yield
     finally:

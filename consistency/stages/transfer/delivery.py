@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """The outcome of one copy."""
+    """A copy as it arrived at the destination."""
 
     payload: Payload
     seen: TensorDigest
@@ -105,9 +105,10 @@ class Sender:
         devices = [place.device for place in path]
         for payload in payloads:
             start = payload.take(self._filled(path[0], payload))
+            # stops on the way are poisoned as the landing is, so that a hop that is dropped shows
             stops = [poisoned(tuple(start.shape), start.dtype, place.device) for place in path[1:-1]]
             landing = payload.landing(path[-1].device)
-            wait(devices)
+            wait(devices)  # earlier work would count as time of this copy
             began = time.perf_counter()
             source = start
             for stop in (*stops, payload.put(landing)):
@@ -167,7 +168,7 @@ class Sender:
             self._tell_unread(place, _made_on_host(), DIGEST_DIFFERS)
 
     def _tell_unread(self, place: Place, host: torch.Tensor, read_back: str) -> None:
-        """Report that a device cannot be read; `host` is what was read of the values that it made itself."""
+        """Report that a device cannot be read; `host` has the values that it made itself, as they were read."""
         expected = _made_on_host()
         delivery = Delivery(
             payload=Payload(name=f"the reading of {place.name}", sent=expected, expected=expected),

@@ -123,14 +123,11 @@ class Copies:
         return pairs + [(other, own) for other in other_devices]
 
     def pair(self, source: Place, destination: Place) -> None:
-        """Check every kind of copy of one pair."""
+        """Check every kind of copy between a source and a destination."""
         name, path = pair_name(source.name, destination.name), (source, destination)
 
         def payloads(kind: str, sizes: Sequence[int]) -> list[Payload]:
             return [contiguous(f"{name} {kind}, {size} bytes", size) for size in sizes]
-
-        def payloads_at_once(kind: str) -> list[Payload]:
-            return [contiguous(f"{name} {kind} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
 
         self._check(DIRECT, path, payloads(DIRECT, SIZES[self._level]))
         self._check(STRIDED, path, [strided(f"{name} {STRIDED}, {size} bytes", size) for size in _LAYOUT_BYTES])
@@ -140,16 +137,22 @@ class Copies:
         if is_between_devices:
             host = self._places[1]
             self._check(HOST_STAGED, (source, host, destination), payloads(HOST_STAGED, _LAYOUT_BYTES))
+        # by way of another device, where this worker sees a third one
         third = next((place for place in self._places if not place.is_host and place not in path), None)
         if third is not None:
             self._check(CHAIN, (source, third, destination), payloads(CHAIN, _LAYOUT_BYTES))
-        self._check(OVERLAPPED, path, payloads_at_once(OVERLAPPED))
+        self._check(OVERLAPPED, path, _payloads_at_once(name, OVERLAPPED))
         is_within_host = source.is_host and destination.is_host
         if self._level is Level.THOROUGH and not is_within_host:
-            if source.is_host or destination.is_host:
-                self._check(PINNED, path, payloads_at_once(PINNED))
-            for size in LARGE:
-                self._check_large(name, path, size)
+            self._check_thoroughly(name, path)
+
+    def _check_thoroughly(self, name: str, path: tuple[Place, Place]) -> None:
+        """Check the kinds of copies of a pair that take most time and memory."""
+        source, destination = path
+        if source.is_host or destination.is_host:  # only memory of the host is pinned
+            self._check(PINNED, path, _payloads_at_once(name, PINNED))
+        for size in LARGE:
+            self._check_large(name, path, size)
 
     def end(self) -> None:
         """Record what needs all pairs: a device's own digest that is wrong, with no wrong copy to explain it."""
@@ -264,7 +267,7 @@ class Copies:
         self._remember(deliveries)
 
     def _record_wrong(self, row: TensorRecord, wrong: Sequence[Delivery], deliveries: Sequence[Delivery]) -> None:
-        """Record copies of which some are wrong, with the difference of the first wrong one."""
+        """Record copies that include wrong ones, with the difference of the first wrong copy."""
         payload = wrong[0].payload
         received, expected = _differing_bytes(wrong[0])
         difference = measure(received, expected)
@@ -304,6 +307,11 @@ class Copies:
             stale=lambda tensor: _owner(tensor, self._sent),
         )
         return diagnose_moved(received, expected, difference, known=known)
+
+
+def _payloads_at_once(name: str, kind: str) -> list[Payload]:
+    """Return the payloads of a pair that are copied at the same time; their kind makes their bytes different."""
+    return [contiguous(f"{name} {kind} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
 
 
 def _has_room(place: Place, size: int) -> bool:

@@ -127,7 +127,7 @@ class Dora(Form):
         return values
 
     def _column_factors(self) -> Typed:
-        """Return the factor of each column, `(1, columns)`, whose norms take a pass over all rows."""
+        """Return the factors of all columns, `(1, columns)`; their norms take a pass over all rows."""
         if self._cached_column_factors is None:
             value, error, size = (np.zeros((1, self.width)) for _ in range(3))
             dtype = self.weight.dtype
@@ -147,7 +147,7 @@ class Dora(Form):
         return value, error, size
 
     def _factor(self, value: np.ndarray, error: np.ndarray, size: np.ndarray, dtype: torch.dtype, rows: slice) -> Typed:
-        """Return magnitude over norm of each output in some rows, from the sums that `_squares` makes."""
+        """Return magnitude over norm of the outputs in some rows, from the sums that `_squares` makes."""
         arithmetic = self._source.matmul(dtype)
         sum_error = error + gamma(self._terms + 1, arithmetic.unit) * size + self._terms * arithmetic.floor
         norm = Tracked(value=value, error=sum_error, by=arithmetic).sqrt().store()
