@@ -260,7 +260,8 @@ class Assignment:
                 raised = kind(error["what"], **facts)
                 return Ended(status="failed", reason=raised.what, error=raised)
         if error["kind"] == UnusableDeviceError.__name__:
-            return Ended(status="failed", reason="; ".join(filter(None, (error["what"], error.get("hint")))))
+            reason = "; ".join(filter(None, (error["what"], error.get("hint"))))
+            return Ended(status="failed", reason=reason)
         if error["kind"] in _LOST:
             return self.lost(f"{_LOST[error['kind']]}: {error['what']}", meaning=error["hint"])
         return Ended(status="failed", reason=self._with_last(error["what"]))

@@ -111,7 +111,8 @@ def capture_case(on: Engine, task: CaseTask, limits: Limits, *, watch: Watcher, 
         The files of the case cannot be used, or the capture not be written.
     """
     # closing the generator ends everything that the engine has started
-    with closing(on.capture(Task(cases=(task,), limits=limits), watch=watch, replace=replace)) as cases:
+    single = Task(cases=(task,), limits=limits)
+    with closing(on.capture(single, watch=watch, replace=replace)) as cases:
         captured = next(cases)
     if captured.error is not None:
         raise captured.error

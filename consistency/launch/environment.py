@@ -125,12 +125,14 @@ def shared_out(wave: Sequence[WorkerPlan], *, waits: bool) -> list[int]:
     """
     share = threads_per_worker(len(wave))
     maker = next((plan for plan in wave if plan.makes_reference and plan.info.spec.is_cpu), None)
+    # nobody waits for the CPU, or all compute on it
     if maker is None or not waits or all(plan.info.spec.is_cpu for plan in wave):
         return [share] * len(wave)
     beside = min(share, MOST_BESIDE_REFERENCE)
     threads = []
     for plan in wave:
-        threads.append(share if plan.info.spec.is_cpu else beside)
+        own_threads = share if plan.info.spec.is_cpu else beside
+        threads.append(own_threads)
     remaining_cores = available_cores() - sum(threads)
     threads[wave.index(maker)] += max(0, remaining_cores)
     return threads

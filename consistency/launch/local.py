@@ -184,7 +184,8 @@ class _Run:
         lanes = min(self._limits.cases_at_once, len(cases))
         if self._limits.together is not None:
             lanes = 1  # a case that waits for other nodes must not begin long before theirs
-        threads = {slug: whole and max(1, whole // lanes) for slug, whole in self._threads(queues).items()}
+        # cases side by side share the threads; None, the user's variables, stays
+        threads = {slug: count and max(1, count // lanes) for slug, count in self._threads(queues).items()}
         return in_lanes(queues, lanes, of=lambda assignment: assignment.open_case.number), threads
 
     def _threads(self, queues: Sequence[Sequence[Assignment]]) -> dict[str, int | None]:
@@ -255,7 +256,8 @@ class _Run:
         assignment.end(ended)
         _tell_group(assignment, ended)
         if ended.status != "ok":
-            self._watch(assignment.plan.label, Event(at=time.time(), kind="failed", message=ended.reason or ""))
+            failed = Event(at=time.time(), kind="failed", message=ended.reason or "")
+            self._watch(assignment.plan.label, failed)
         # a single case whose files cannot be used ends at once; among several, all of its workers have their turn
         ends_at_once = case.error is not None and len(self._cases) == 1
         if case.workers_left and not ends_at_once:

@@ -205,7 +205,8 @@ def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = 
 
 def has_several(devices: Sequence[DeviceInfo]) -> bool:
     """Return whether there is more than one accelerator, whatever its variants."""
-    return len({(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}) > 1
+    cards = {(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}
+    return len(cards) > 1
 
 
 def why_not_shared(devices: Sequence[DeviceInfo]) -> str:

@@ -169,7 +169,8 @@ def compare(
     site_groups = NO_GROUPS if groups is None else read_site_groups(Path(groups))
     sources: list[Capture | str] = []
     for capture in captures:
-        sources.append(capture if isinstance(capture, Capture) else as_text(capture))
+        source = capture if isinstance(capture, Capture) else as_text(capture)
+        sources.append(source)
     return comparing.compare_folders(
         sources,
         None,

@@ -44,7 +44,7 @@ def read_captures(
     for source in sources:
         try:
             captures.append(_read_source(source, scratch, pool))
-        except NoCaptureError:
+        except NoCaptureError:  # a mistake in the command, and no damage
             raise
         except CaptureError as error:
             errors.append(error)

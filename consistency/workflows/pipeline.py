@@ -100,6 +100,7 @@ def plan_of(case: Case, options: Options) -> Plan:
     InputError
         The case does not fit the memory of this host, however it is cut.
     """
+    # an error names the option as the user has written it
     with options.source.naming():
         devices = select(options.devices)
         budget = budget_of(case, devices)
@@ -137,6 +138,7 @@ def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False
     if not is_remote(target):
         refuse_among_weights(Path(target), *folders_of(plan.case))
     with ExitStack() as stack:
+        # now, and not only when the capture is made
         if sent and not replace:
             refuse_to_replace(target)
             if not is_remote(target):

@@ -136,7 +136,8 @@ def _are_two_equal(devices: Sequence[DeviceInfo]) -> bool:
     """Return whether two cards are of the same model, and their type has a library of collective operations."""
     # by index, since the variants of a card are one card; what is simulated is none
     cards = {info.spec.index: info for info in devices if backend_of(info.spec.type).of_collectives}
-    kinds = Counter((info.spec.type, info.architecture, info.model) for info in cards.values() if not info.simulated)
+    real_cards = [info for info in cards.values() if not info.simulated]
+    kinds = Counter((info.spec.type, info.architecture, info.model) for info in real_cards)
     return max(kinds.values(), default=0) > 1
 
 

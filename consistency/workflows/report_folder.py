@@ -117,6 +117,7 @@ def output(
     _refuse_unwritable(out, reads)
     if writes is None:
         writes = (*(row.name for row in formats(Chosen.OUT)), CAPTURES)
+    # before anything is made or claimed: a refusal leaves everything as it was
     _refuse_earlier(out, writes, replace=replace)
     existed = out.exists()
     try:

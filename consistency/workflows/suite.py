@@ -94,6 +94,7 @@ def prepare_suite(suite: SuiteOptions) -> SuitePlan:
     UsageError
         The suite has no such device.
     """
+    # an error names the option as the user has written it
     with suite.shared.source.naming():
         devices = select(suite.shared.devices)
     budgets = budgets_of(suite, devices)
@@ -188,7 +189,10 @@ def capture_suite(
     results: dict[str, tuple[WorkerCapture, ...] | ConsistencyError]
     results = {case.name: case.error for case in plan.cases if case.error is not None}
     plan.check_place(out)
-    with suite_output(out, replace=replace) as folder, closing(captured(plan, folder, "", watch=watch)) as ended:
+    with (
+        suite_output(out, replace=replace) as folder,
+        closing(captured(plan, folder, "", watch=watch)) as ended,
+    ):
         for case, captures in ended:
             workers: list[WorkerCapture] = []
             for path in captures.captures:

@@ -48,4 +48,7 @@ def adapter(context: Context, ledger: Ledger) -> Again:
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return all tensors of a model by name: parameters, buffers, and what else its state has."""
-    return {**dict(model.named_buffers()), **model.state_dict(keep_vars=True), **dict(model.named_parameters())}
+    tensors = dict(model.named_buffers())
+    tensors |= model.state_dict(keep_vars=True)
+    tensors |= dict(model.named_parameters())
+    return tensors

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from consistency.capture.adapter_remarks import REMARKS, AdapterRemark
 from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.capture.wording import size
 from consistency.devices.memory import available_bytes
 from consistency.errors import InputError
@@ -46,6 +46,7 @@ def run(context: Context) -> None:
     """Record the adapter tensor by tensor, its settings, and its alternative load paths."""
     state = context.model.state_dict(keep_vars=True)
     loads_by_name: dict[str, Loads] = {}
+    # before the comparison, which records a later load that went wrong too
     with load_paths.skipping(context):
         if context.job.case.reloads:
             loads_by_name = reload(context, state)
@@ -173,7 +174,9 @@ def _record_missing(context: Context, state: dict[str, Any]) -> set[str]:
     for name, tensor in state.items():
         is_of_adapter = f".{ADAPTER_NAME}" in name and name in parameters
         is_of_method = prefix and prefix in name
-        if not is_of_adapter or not is_of_method or name in context.expected or start_of(tensor) in loaded_addresses:
+        if not is_of_adapter or not is_of_method:
+            continue
+        if name in context.expected or start_of(tensor) in loaded_addresses:
             continue
         missing.add(name)
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
@@ -274,13 +277,14 @@ def _record_settings(context: Context, computed: list[str]) -> None:
         word = words.INACTIVE
     elif scalings_by_layer:
         word = words.SETTINGS
+    # without a word it is for the other workers to judge
+    status: RecordStatus = "measured" if word is None else "outside"
     row = TensorRecord(
         "adapter",
         SETTINGS_LAYER,
         RANK_AND_SCALING,
         rule=Rule.PEER,
-        # without a word it is for the other workers to judge
-        status="measured" if word is None else "outside",
+        status=status,
         word=word,
         evidence=evidence,
         effect=effect,

@@ -44,7 +44,9 @@ def one_bit_on_arrival(real: Callable[..., None], offload: Any, model: torch.nn.
 def _is_matrix_of_a_layer(part: Any) -> bool:
     """Return whether an offloaded part is a linear layer of a numbered block."""
     weight = part.parameters.get("weight")
-    return weight is not None and weight.dim() == 2 and any(word.isdigit() for word in part.name.split("."))
+    is_matrix = weight is not None and weight.dim() == 2
+    is_of_a_layer = any(word.isdigit() for word in part.name.split("."))
+    return is_matrix and is_of_a_layer
 
 
 @_in_base

@@ -143,6 +143,7 @@ def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         config = getattr(module, "config", None)
+        # a module with parameters holds weights too: it is no table
         if not buffers or config is None or next(module.parameters(), None) is not None:
             continue
         if "config" not in inspect.signature(type(module).__init__).parameters:

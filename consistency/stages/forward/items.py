@@ -25,6 +25,7 @@ _WITH_LOGITS = re.compile(r"For(CausalLM|MaskedLM)$|LMHeadModel$")
 
 def forward_items(case: Case) -> Iterator[tuple[str, str]]:
     """Yield layer and tensor of the stage `forward`: blocks and their modules, by the names of the base's weights."""
+    # a base that a function makes has no files to read names from
     if case.factory is not None:
         return
     config = read_json(Path(case.base) / "config.json")

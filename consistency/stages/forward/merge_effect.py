@@ -101,6 +101,7 @@ def _effect_of_computed(
 ) -> MergeEffect:
     """Return the figures that the passes of the stage give; parameters are as in `record_merge_effect`."""
     layers = [layer for _, layer in adapted_layers(model)]
+    # the pass in the merged mode was refused, or there is nothing to merge
     if ADAPTER_MERGED not in computed or not layers:
         method = getattr(model.peft_config[ADAPTER_NAME].peft_type, "value", "")
         no_merge = f"{method} changes no weight of the base, so there is nothing to merge"
@@ -109,6 +110,7 @@ def _effect_of_computed(
     unmerged, merged = computed[ADAPTER_ON][name], computed[ADAPTER_MERGED][name]
     exact_on, exact_off = (exact.get(f"{mode}::{name}") for mode in (ADAPTER_ON, ADAPTER_OFF))
     fields: dict[str, Any] = {}
+    # a head with one output has no most likely word
     if name.endswith("logits") and unmerged.dim() in (2, 3) and unmerged.shape[-1] > 1:
         fields["positions"] = unmerged.shape[:-1].numel()
         fields["top1_changed"] = _count_other_top1(merged, unmerged)
@@ -146,7 +148,8 @@ def _shared_weights(model: torch.nn.Module) -> tuple[str, ...]:
     merged: dict[torch.nn.Parameter, None] = {}
     for _, layer in adapted_layers(model):
         merged |= dict.fromkeys(merged_into(layer))
-    return tuple(" and ".join(names[parameter]) for parameter in merged if len(names.get(parameter, ())) > 1)
+    shared = [names[parameter] for parameter in merged if len(names.get(parameter, ())) > 1]
+    return tuple(" and ".join(layer_names) for layer_names in shared)
 
 
 def _with_float64_passes(

@@ -623,6 +623,7 @@ def _modes(context: Context) -> list[str]:
     """Return the modes in which the model runs; one without an adapter, and one that merges nothing, has fewer."""
     if context.job.case.adapter is None:
         return [OFF]
+    # an adapter without layers, as a prompt, has nothing to merge
     has_adapted_layer = any(True for _ in adapted_layers(context.model))
     return [ON, OFF, MERGED] if has_adapted_layer else [ON, OFF]
 

@@ -190,9 +190,9 @@ def _exact_stretches(
 
 def _exact_step(arithmetic: Arithmetic, before: torch.Tensor, gradient: torch.Tensor) -> Tracked:
     """Return a part of a parameter after the step in float64, and the bound of its rounding errors."""
-    return adamw.exact_step(
-        arithmetic.known(before.to(torch.float64).numpy()), arithmetic.known(gradient.to(torch.float64).numpy())
-    )
+    parameter = arithmetic.known(before.to(torch.float64).numpy())
+    slope = arithmetic.known(gradient.to(torch.float64).numpy())
+    return adamw.exact_step(parameter, slope)
 
 
 def pieces(elements: int) -> Iterator[slice]:

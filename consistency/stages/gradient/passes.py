@@ -18,5 +18,8 @@ def passes(setting: Setting) -> tuple[Pass, ...]:
     if not setting.makes_reference:
         return of_device
     noisy = noisy_gradients(case, shape.matrix_elements)
-    of_reference = (Pass(title=EXACT, blocks=shape.blocks), Pass(title=NOISE, count=noisy, blocks=shape.blocks))
+    of_reference = (
+        Pass(title=EXACT, blocks=shape.blocks),
+        Pass(title=NOISE, count=noisy, blocks=shape.blocks),
+    )
     return (*of_reference, *of_device)

@@ -11,13 +11,14 @@ import torch
 from consistency.worker.faults.planting import Undo, factor_beyond_rounding, instead
 from consistency.worker.training import adamw
 
+Gradients = dict[str, torch.Tensor]
 Compute = Callable[..., torch.Tensor]
 
 _gradient = instead("consistency.stages.gradient.worker:computed")
 
 
 @instead("consistency.stages.gradient.worker:gradients_of")
-def gradients_off(real: Callable[..., dict[str, torch.Tensor]], backward: Any, *args: Any) -> dict[str, torch.Tensor]:
+def gradients_off(real: Callable[..., Gradients], backward: Any, *args: Any) -> Gradients:
     """Multiply all gradients by a factor that no rounding explains."""
     factor = factor_beyond_rounding(next(backward.model.parameters()).dtype, 1e-3)
     return {name: gradient * factor for name, gradient in real(backward, *args).items()}

@@ -33,6 +33,7 @@ ALLOCATOR_BLOCK_BYTES = 512
 
 def run(context: Machine) -> None:
     """Record where the adapter is, which other devices were touched, and the peak of a merge."""
+    # a worker without a base and an adapter
     if not isinstance(context, Context):
         devices(context.record, context.placement)
         return

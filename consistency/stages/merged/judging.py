@@ -102,6 +102,7 @@ def judge(
     for tensor in computed:
         measure, rounding = measures.get(tensor.key), tensor.rounding
         is_delta = tensor.safe is None
+        # bits that a plain merge has made already have its measure
         if not is_delta:
             measure, rounding = known.setdefault(tensor.bits, (measure, rounding))
         row = TensorRecord(
@@ -255,7 +256,8 @@ def _ingredients(tensor: Computed, measure: Measure | None) -> dict[str, torch.T
     truth = tensor.truth
     if truth.form is not None:
         is_outside = measure is not None and measure.ratio is not None and not passes(measure.ratio)
-        if not is_outside or 8 * tensor.actual.numel() > KEEP_BYTES:
+        exact_bytes = 8 * tensor.actual.numel()
+        if not is_outside or exact_bytes > KEEP_BYTES:
             return {}
         exact, allowed = whole(truth.form.chunks(tensor.by_form), tensor.actual.shape)
         bound = allowed if tensor.tolerance is None else None

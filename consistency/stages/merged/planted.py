@@ -136,7 +136,8 @@ def _after_merge(change: Change, *, but: tuple[str, ...] = ()) -> Install:
 def _one_bit(_before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Flip a high bit in the exponent of a float32 element."""
     matrix = after.reshape(-1, after.shape[-1]).view(torch.int32)
-    matrix[min(3, matrix.shape[0] - 1), min(5, matrix.shape[1] - 1)] ^= 1 << 27
+    row, column = min(3, matrix.shape[0] - 1), min(5, matrix.shape[1] - 1)
+    matrix[row, column] ^= 1 << 27
     return after
 
 
@@ -179,9 +180,12 @@ def _fails(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a kernel of this device failed")
 
 
+def _flaky_delta(delta: torch.Tensor) -> torch.Tensor:
+    """Make every other delta larger by one step of float32."""
+    return delta * (1 + 2**-23 * (next(_calls) % 2))
+
+
 zero_delta = together(_delta(torch.zeros_like), _after_merge(lambda before, _: before, but=_LINEAR))
 delta_off = together(_delta(lambda delta: delta * 1.001), _after_merge(_off, but=_LINEAR))
-flaky_delta = together(
-    _delta(lambda delta: delta * (1 + 2**-23 * (next(_calls) % 2))), _after_merge(_flaky, but=_LINEAR)
-)
+flaky_delta = together(_delta(_flaky_delta), _after_merge(_flaky, but=_LINEAR))
 kernel_fails = together(_delta(_fails), _every_merge(_fails, but=_LINEAR))

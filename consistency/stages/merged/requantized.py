@@ -46,6 +46,7 @@ def record(context: Context, place: str, layer: Any, low_rank: LowRank | None) -
                     digests = [digest(weight)]
                 digests += [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
             if base is None or low_rank is None or not base.shape == tuple(weight.shape) == low_rank.shape:
+                # no exact sum: only the other workers can judge the weight
                 row = TensorRecord("merged", place, tensor, rule=Rule.PEER, status="measured", reason=NO_FORMULA)
                 context.record.computed(row, weight, digests=digests)
                 continue
@@ -89,7 +90,8 @@ def _record(
     tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight.dtype)
     limit = tolerance or allowed
     # where the step is zero, any difference is a large number of steps
-    steps = (host.double() - exact.value).abs_().div_(step.clamp(min=torch.finfo(torch.float64).tiny))
+    least_step = torch.finfo(torch.float64).tiny
+    steps = (host.double() - exact.value).abs_().div_(step.clamp(min=least_step))
     changed = host != exact.before.to(host.dtype)
     row = TensorRecord(
         "merged",

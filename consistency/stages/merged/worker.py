@@ -82,9 +82,11 @@ def _record_layer(context: Context, name: str, place: str, layer: Any) -> None:
     name, place : str
         Name of the layer in the adapted model, and in the rows.
     """
+    # linear layers and embeddings are judged by their two factors, all others by their form
     low_rank = low_rank_of(context.device, name, layer, context.expected)
     form = _form(context, name, layer) if low_rank is None else None
     deltas: list[Computed] = []  # one, or none where PEFT gives none
+    # a method that only scales, as IA³, has no delta
     if hasattr(layer, "get_delta_weight"):
         lacks = _first_tensor_not_in_file(context, name, layer)
         deltas += _compute_delta(context, place, layer, Truth(low_rank=low_rank, form=form, lacks=lacks))
@@ -159,9 +161,10 @@ def _merged_weights(
     context: Context, name: str, place: str, layer: Any, low_rank: LowRank | None, form: Form | None
 ) -> Iterator[Computed]:
     """Yield the merged weights of a layer, and record its merged bias; record where PEFT does not merge."""
+    # without factors and form no bound is derived: the error of rounding is measured instead
     rule = Rule.RELATIVE if low_rank is None and form is None else Rule.BOUND
     truth: Truth | None = None
-    exact = exact_bias(context, name, layer)
+    exact = exact_bias(context, name, layer)  # before the merge, which changes the bias in the layer
     ways = (False, True) if context.job.case.plan.safe_merge else (False,)
     for safe in ways:
         tensor = SAFE_WEIGHT if safe else WEIGHT
@@ -286,6 +289,7 @@ def _rounding_error(context: Context, name: str, layer: Any, truth: Truth, *, sa
 def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
     """Copy one layer to the CPU and give it the bytes in the files, so that no fault of the device is in it."""
     twin = copy.deepcopy(layer).to("cpu")
+    # a tensor that no file holds stays as the device has it
     with torch.no_grad():
         for path, tensor in (*twin.named_parameters(), *twin.named_buffers()):
             if f"{name}.{path}" in context.expected:

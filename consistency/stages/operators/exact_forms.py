@@ -24,7 +24,8 @@ def _windows(x: Tracked, kernel: tuple[int, ...], stride: int) -> Tracked:
     def move(values: np.ndarray) -> np.ndarray:
         axes = tuple(range(2, 2 + len(kernel)))
         windows = np.lib.stride_tricks.sliding_window_view(values, kernel, axis=axes)
-        windows = windows[(slice(None), slice(None), *(slice(None, None, stride) for _ in kernel))]
+        strides = [slice(None, None, stride)] * len(kernel)
+        windows = windows[(slice(None), slice(None), *strides)]
         windows = np.moveaxis(windows, 1, 1 + len(kernel))  # channels behind the places
         return windows.reshape(*windows.shape[: 1 + len(kernel)], -1)
 
@@ -64,7 +65,12 @@ def log_softmax(x: Tracked) -> Tracked:
 
 def mean(x: Tracked) -> Tracked:
     """Return the mean of the last dimension."""
-    return x.sum() / x.by.known(np.asarray(float(x.value.shape[-1])))
+    return x.sum() / _number(x, x.value.shape[-1])
+
+
+def _number(x: Tracked, value: float) -> Tracked:
+    """Return a number that every dtype has, in the arithmetic of x."""
+    return x.by.known(np.asarray(float(value)))
 
 
 def _variance(x: Tracked) -> Tracked:
@@ -93,26 +99,26 @@ def rms_norm(x: Tracked, weight: Tracked) -> Tracked:
 
 def gelu(x: Tracked) -> Tracked:
     """Return the exact GELU."""
-    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
-    return x * half * ((x * x.by.constant(0.5**0.5)).erf() + one)
+    root_of_half = x.by.constant(0.5**0.5)
+    return x * _number(x, 0.5) * ((x * root_of_half).erf() + _number(x, 1))
 
 
 def gelu_tanh(x: Tracked) -> Tracked:
     """Return the GELU by the hyperbolic tangent."""
-    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
-    inner = x.by.constant((2 / np.pi) ** 0.5) * (x + x.by.constant(0.044715) * (x * x * x))
-    return x * half * (inner.tanh() + one)
+    cube = x.by.constant(0.044715) * (x * x * x)
+    inner = x.by.constant((2 / np.pi) ** 0.5) * (x + cube)
+    return x * _number(x, 0.5) * (inner.tanh() + _number(x, 1))
 
 
 def silu(x: Tracked) -> Tracked:
     """Return x times its logistic function."""
-    return x / (x.by.known(np.asarray(1.0)) + (-x).exp())
+    return x / (_number(x, 1) + (-x).exp())
 
 
 def rsqrt(x: Tracked) -> Tracked:
     """Return one over the root."""
     # some kernels store the root before they divide
-    return x.by.known(np.asarray(1.0)) / x.sqrt().store()
+    return _number(x, 1) / x.sqrt().store()
 
 
 def embedding(table: Tracked, ids: np.ndarray) -> Tracked:
@@ -156,6 +162,10 @@ def attention(q: Tracked, k: Tracked, v: Tracked) -> Tracked:
 def rotate(x: Tracked, cosines: Tracked, sines: Tracked) -> Tracked:
     """Turn pairs of features, as rotary positions do."""
     half = x.value.shape[-1] // 2
-    turned = x.moved(lambda v: np.concatenate([-v[..., half:], v[..., :half]], axis=-1))
+
+    def turn(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([-values[..., half:], values[..., :half]], axis=-1)
+
+    turned = x.moved(turn)
     turned = Tracked(value=turned.value, error=np.abs(turned.error), by=x.by)  # an error has no sign
     return ((x * cosines).store() + (turned * sines).store()).store()

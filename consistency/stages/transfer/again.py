@@ -66,4 +66,5 @@ class _Deliveries(Recorder):
         assert row.reference_digest is not None
         # a device that could be filled and read in the first run has no row of that there
         self._ledger.learn(row.key, row.reference_digest)
-        self._ledger.see(row.key, TensorDigest(value=row.digest, blocks=()), held=actual, expected=lambda: expected)
+        arrived = TensorDigest(value=row.digest, blocks=())
+        self._ledger.see(row.key, arrived, held=actual, expected=lambda: expected)

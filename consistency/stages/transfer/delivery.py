@@ -222,8 +222,8 @@ class Sender:
         if not witness.digest:
             by_digest, seen = by_copy, digest(host)
         # a lane to the host that is known to be wrong is reported as that pair, and proves nothing about another
-        copy_proves = lane not in self.broken
-        is_wrong = not by_digest or (copy_proves and not by_copy)
+        readings = [by_digest] if lane in self.broken else [by_digest, by_copy]
+        is_wrong = not all(readings)
         return Delivery(
             payload=payload,
             seen=seen,

@@ -84,13 +84,16 @@ def casting(name: str, size: int, source: torch.dtype, destination: torch.dtype)
     different question from whether the copy works.
     """
     raw = _random(name, size // 4 * 4).view(np.uint32)
+    # sign and mantissa are random; of the exponent four bits are, above the one of 2⁻⁸
+    sign_and_mantissa = raw & np.uint32(0x807FFFFF)
     exponent = 119 + ((raw >> 23) & 0xF)
-    numbers = ((raw & np.uint32(0x807FFFFF)) | (exponent << 23)).astype(np.uint32).view(np.float32)
+    numbers = (sign_and_mantissa | (exponent << 23)).astype(np.uint32).view(np.float32)
     sent = torch.from_numpy(numbers).to(source)
     return Payload(name=name, sent=sent, expected=sent.to(destination))
 
 
 def _random(name: str, size: int) -> np.ndarray:
     """Return `size` bytes derived from a name; NumPy guarantees PCG64's raw stream across versions and platforms."""
-    words: np.ndarray = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.ceil(size / 8))
+    generator = np.random.PCG64(zlib.crc32(name.encode()))
+    words: np.ndarray = generator.random_raw(math.ceil(size / 8))
     return words.astype("<u8", copy=False).view(np.uint8)[:size]

@@ -205,6 +205,7 @@ class Copies:
         """
         own = self._places[0]
         is_alone = all(place.is_host or place == own for place in path)
+        # a device that does not compute any more ends the worker, whatever is on the path
         if ends_the_worker(error, own.device) is not None and not computes(own.device):
             raise error
         may_lack_memory = not is_alone or kind in map(large_copy, LARGE)
@@ -213,7 +214,7 @@ class Copies:
             return
         if is_alone and ends_the_worker(error, own.device) is not None:
             raise error
-        self._broken.add(name)
+        self._broken.add(name)  # readings by way of this lane prove nothing any more
         status: RecordStatus = "missing" if device_error(error) is None else "blocked"
         self._record_absent(name, kind, status, f"the copy fails: {first_line(error)}", evidence)
 

@@ -123,7 +123,8 @@ class Dora(Form):
 
     def _actual(self, tested: Judged, rows: slice) -> np.ndarray:
         """Return rows of the device's tensor in float64."""
-        values: np.ndarray = tested.actual.detach().reshape(self.rows, self.width)[rows].to(torch.float64).numpy()
+        matrix = tested.actual.detach().reshape(self.rows, self.width)
+        values: np.ndarray = matrix[rows].to(torch.float64).numpy()
         return values
 
     def _column_factors(self) -> Typed:

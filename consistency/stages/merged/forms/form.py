@@ -86,7 +86,8 @@ class Form(ABC):
 
     def chunks(self, tested: Judged) -> Iterator[Chunk]:
         """Yield a tensor with exact values and tolerances."""
-        for (stretch,) in self._stretches([self.prepare(tested)], range(0, self.rows, self.rows_per_block)):
+        starts = range(0, self.rows, self.rows_per_block)
+        for (stretch,) in self._stretches([self.prepare(tested)], starts):
             yield from stretch.chunks()
 
     @property

@@ -27,7 +27,9 @@ class IA3(Form):
         layer, weight = source.layer, source.weight
         transposed = bool(getattr(layer, "fan_in_fan_out", False)) and weight.dim() == 2
         self._inputs = bool(layer.is_feedforward)
+        # outputs are rows and inputs columns, unless the weight is stored the other way round
         self._by_row = self._inputs == transposed
+        # elements of a kernel, which one input or output scales together
         self._inner = weight[0, 0].numel() if weight.dim() > 2 else 1
         self._outputs_per_group = weight.shape[0] // int(getattr(layer.get_base_layer(), "groups", 1))
 

@@ -33,7 +33,8 @@ class LoKr(AddedForm):
         self._left = left.moved(lambda v: _with_ones(v, dims, behind=behind))
         self._right = right.moved(lambda v: _with_ones(v, dims, behind=False))
         self._scaling = source.lycoris_scaling()
-        super().__init__(source.weight, rows=self._left.value.shape[0] * self._right.value.shape[0])
+        rows = self._left.value.shape[0] * self._right.value.shape[0]
+        super().__init__(source.weight, rows=rows)
 
     @classmethod
     def of(cls, source: Source) -> LoKr | None:
@@ -65,7 +66,8 @@ def _matrix(source: Source, number: int) -> Typed | None:
     if core is None:
         return left.matmul(right, source.matmul)
     kernel = core.value.shape[2:]
-    product = tucker(core.moved(lambda t: t.reshape(*t.shape[:2], -1)), left, right, source.matmul)
+    flat_core = core.moved(lambda t: t.reshape(*t.shape[:2], -1))
+    product = tucker(flat_core, left, right, source.matmul)
     return product.moved(lambda v: v.reshape(*v.shape[:2], *kernel))
 
 

@@ -145,7 +145,8 @@ class Experts(AddedForm):
         while start < rows.stop:
             expert, row = divmod(start, self._height)
             stop = min(rows.stop, (expert + 1) * self._height)
-            of_experts.append(self._experts[expert].delta(slice(row, row + stop - start)).to(self.weight.dtype))
+            delta = self._experts[expert].delta(slice(row, row + stop - start))
+            of_experts.append(delta.to(self.weight.dtype))
             start = stop
         value = np.concatenate([delta.value for delta in of_experts])
         error = np.concatenate([delta.error for delta in of_experts])

@@ -7,7 +7,7 @@ form here, or lacks a tensor in its file, is compared with PEFT's code in float6
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -68,6 +68,11 @@ def maker_of(layer: Any) -> Make | None:
     return makers().get((type(layer), variant))
 
 
+def _without_variant(layers: Iterable[type], make: Make) -> dict[tuple[type, None], Make]:
+    """Return the entries of layer classes whose adapter has no variant, all with the same form."""
+    return {(layer, None): make for layer in layers}
+
+
 @functools.cache
 def makers() -> Mapping[tuple[type, type | None], Make]:
     """Return the functions that make forms, by PEFT's class of the layer and the class of its LoRA's variant.
@@ -92,10 +97,10 @@ def makers() -> Mapping[tuple[type, type | None], Make]:
     for _, forms in plugins.offered("forms"):
         of_plugins |= forms()
     return of_plugins | {
-        **dict.fromkeys(((layer, None) for layer in LoHaModel.layers_mapping.values()), LoHa.of),
-        **dict.fromkeys(((layer, None) for layer in LoKrModel.layers_mapping.values()), LoKr.of),
-        **dict.fromkeys(((layer, None) for layer in (ia3.Linear, ia3.Conv2d, ia3.Conv3d)), IA3.of),
-        **dict.fromkeys(((layer, None) for layer in (lora.Conv1d, lora.Conv2d, lora.Conv3d)), LoraConvolution.of),
+        **_without_variant(LoHaModel.layers_mapping.values(), LoHa.of),
+        **_without_variant(LoKrModel.layers_mapping.values(), LoKr.of),
+        **_without_variant((ia3.Linear, ia3.Conv2d, ia3.Conv3d), IA3.of),
+        **_without_variant((lora.Conv1d, lora.Conv2d, lora.Conv3d), LoraConvolution.of),
         (lora.ParamWrapper, None): of_experts,
         (lora.Linear, variants.DoraLinearVariant): dora_on_linear,
         (lora.Embedding, variants.DoraEmbeddingVariant): dora_on_embedding,
