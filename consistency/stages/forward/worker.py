@@ -171,7 +171,7 @@ def _run_with_reference(
     Parameters
     ----------
     ends : dict of str to dict
-        The outputs of this device from end to end, by mode.
+        The outputs of this device from end to end, by mode; emptied when they are judged.
     refused : dict of str to str
         Why a mode has no outputs.
     """
@@ -183,10 +183,12 @@ def _run_with_reference(
         exact, reference = _make_reference(context, twin, inputs)
     _judge_all(context, inputs, ends, reference)
     with nullcontext() if on_cpu else context.events.on_cpu():
+        computed = ends
         if not on_cpu:  # merged and unmerged outputs are compared on the CPU alone: errors of the device are not in it
-            ends = {mode: in_mode(twin, mode, functools.partial(activations, twin, inputs)) for mode in ends}
+            computed = {mode: in_mode(twin, mode, functools.partial(activations, twin, inputs)) for mode in ends}
+            ends.clear()  # or the caller holds the outputs of the device meanwhile
         again = functools.partial(exact.track.other, f"{ON}.{END_TO_END}")
-        record_merge_effect(context, twin, inputs, computed=ends, refused=refused, exact=exact.ends, again=again)
+        record_merge_effect(context, twin, inputs, computed=computed, refused=refused, exact=exact.ends, again=again)
         _let_plugins_judge(context, twin, inputs, exact)
 
 

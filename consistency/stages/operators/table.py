@@ -7,7 +7,7 @@ Long inner products take values of one sign: there a bound that grows with the l
 result, and an operand that is cut to TF32 moves all terms the same way. Convolutions have strides or one channel per
 group, as in transformers: libraries have no transform (Winograd, FFT) for these, whose error is spread over a tile.
 
-Largest share of the bound that healthy kernels used, over the native kernels, `baseline` and `avx2` of an x86
+Largest ratio of error to bound of healthy kernels, over the native kernels, `baseline` and `avx2` of an x86
 processor with AVX-512 (torch 2.13, one thread), at the level `thorough`:
 
 =============  =======  ========  =======  =======
