@@ -8,7 +8,7 @@ from consistency.text import one_line, without_credentials
 
 
 class ConsistencyError(Exception):
-    """An error that a user can act on: what is wrong, where, what was found and expected, and what to do.
+    """An error that a user can act on: it says the problem, the place, the value found and expected, and the remedy.
 
     Parameters
     ----------
@@ -35,29 +35,34 @@ class ConsistencyError(Exception):
     ) -> None:
         super().__init__(what)
         self.what = what
-        self.where, self.got, self.wanted = map(_part, (where, got, wanted))
+        self.where, self.got, self.wanted = map(_as_text, (where, got, wanted))
         self.hint = hint
 
     @property
     def parts(self) -> dict[str, str | None]:
-        """Return what the error is made of, as its constructor takes it."""
+        """The parts of the error by name, as its constructor takes them."""
         return {"what": self.what, "where": self.where, "got": self.got, "wanted": self.wanted, "hint": self.hint}
 
     def reword(self, change: Callable[[str], str]) -> None:
-        """Change every part of the text."""
+        """Replace the text of every part by the text that `change` returns for it."""
+
+        def changed(part: str | None) -> str | None:
+            return None if part is None else change(part)
+
         self.what = change(self.what)
-        self.where, self.got, self.wanted, self.hint = (
-            None if part is None else change(part) for part in (self.where, self.got, self.wanted, self.hint)
-        )
+        self.where, self.got = changed(self.where), changed(self.got)
+        self.wanted, self.hint = changed(self.wanted), changed(self.hint)
 
     def __str__(self) -> str:
-        named = {f"{label}:": one_line(value) for label, value in self.parts.items() if value is not None}
-        named.pop("what:")
-        lines = [one_line(self.what), *(f"  {label:<8}{value}" for label, value in named.items())]
+        lines = [one_line(self.what)]
+        for name, value in self.parts.items():
+            if name != "what" and value is not None:
+                label = f"{name}:"
+                lines.append(f"  {label:<8}{one_line(value)}")
         return without_credentials("\n".join(lines))
 
 
-def _part(value: object) -> str | None:
+def _as_text(value: object) -> str | None:
     """Return a part of an error as text; another error of this family as one line."""
     if isinstance(value, ConsistencyError):
         return "; ".join(line.strip() for line in str(value).splitlines())
@@ -91,15 +96,20 @@ class InterruptedRunError(ConsistencyError):
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str | None:
-    """Return a hint at the known name that somebody meant who wrote another, None if none is close."""
+    """Return a hint at the known name that is closest to a wrong one; None where no name is close."""
     import difflib
 
-    by_form = {name.lower().replace("_", "-"): name for name in known}
+    names_by_form = {name.lower().replace("_", "-"): name for name in known}
     form = given.lower().replace("_", "-")
-    close = difflib.get_close_matches(form, by_form, n=1)
-    # a part of a word is far from the whole by difflib's measure; two letters are no part
-    close = close or [one for one in by_form if min(map(len, (one, form))) > 2 and (form in one or one in form)]
-    return f"did you mean {by_form[close[0]]}?" if close else None
+    close = difflib.get_close_matches(form, names_by_form, n=1)
+    if not close:  # a part of a word is far from the whole by difflib's measure
+        close = [known_form for known_form in names_by_form if _is_part(form, known_form)]
+    return f"did you mean {names_by_form[close[0]]}?" if close else None
+
+
+def _is_part(a: str, b: str) -> bool:
+    """Return whether one of two words is a part of the other; two letters are no part."""
+    return min(len(a), len(b)) > 2 and (a in b or b in a)
 
 
 def extra_hint(extra: str) -> str:
@@ -109,4 +119,5 @@ def extra_hint(extra: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return an error's type and the first line of its message, at most 300 characters of them."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"[:300]
+    message_lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {message_lines[0]}"[:300]

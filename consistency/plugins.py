@@ -1,4 +1,4 @@
-"""What plugs in: folders of `extras/`, and of other distributions that register one. No torch here.
+"""Plug-ins: the extras of this package (folders of `extras/`), and those of other distributions. No torch here.
 
 An extra is a package with a module `plugin`, whose `PLUGIN` says what it adds. Parts are named as `module:name`, and
 imported when they are used, so that a command pays for no other. A distribution of its own registers the same object as
@@ -7,8 +7,8 @@ an entry point of the group `consistency.plugins`:
     [project.entry-points."consistency.plugins"]
     ours = "our_package.plugin:PLUGIN"
 
-The frame finds an extra here and names none. One whose folder is deleted is not there, and nothing else is missing. One
-of another distribution that cannot be imported costs itself alone: what it would have added is not there, and
+The frame finds an extra here and names none. An extra whose folder is deleted is not there, and nothing else is
+missing. A plug-in of another distribution that cannot be imported costs itself alone: its parts are not there, and
 `failures` says why, by its name.
 """
 
@@ -37,7 +37,7 @@ class Plugin(NamedTuple):
     Attributes
     ----------
     name : str
-        What it is called where somebody is told that it is there, or that it is not.
+        Name of the extra where somebody is told that it is there, or that it is not.
     commands : mapping of str to str
         Module by the name of a command of `consistency`; its `add` declares the command.
     options : tuple of str
@@ -124,19 +124,19 @@ class Failure(NamedTuple):
 
 @functools.cache
 def own() -> tuple[Plugin, ...]:
-    """Return the extras of this package that are there, by name."""
-    return tuple(_checked(module.PLUGIN) for module in modules_of("extras", "plugin"))
+    """Return the extras of this package that are there, in the order of their folders' names."""
+    return tuple(_as_plugin(module.PLUGIN) for module in modules_of("extras", "plugin"))
 
 
 def modules_of(room: str, name: str) -> Iterator[ModuleType]:
-    """Yield the module of this name of each folder of a room of this package, by the folders' names."""
-    for place in sorted((Path(__file__).parent / room).glob(f"*/{name}.py")):
-        yield importlib.import_module(f"{__package__}.{room}.{place.parent.name}.{name}")
+    """Yield the module `name` of every folder in a room of this package, in the order of the folders' names."""
+    for path in sorted((Path(__file__).parent / room).glob(f"*/{name}.py")):
+        yield importlib.import_module(f"{__package__}.{room}.{path.parent.name}.{name}")
 
 
 @functools.cache
-def _others() -> tuple[Plugin, ...]:
-    """Return the plug-ins of other distributions; those that fail are noted."""
+def _of_other_distributions() -> tuple[Plugin, ...]:
+    """Return the plug-ins of other distributions; note those that fail."""
     if not _is_any_registered():
         return ()
     from importlib import metadata  # takes longer than all of the rest
@@ -144,7 +144,7 @@ def _others() -> tuple[Plugin, ...]:
     plugins = []
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
         try:
-            plugins.append(_checked(point.load()))
+            plugins.append(_as_plugin(point.load()))
         except (Exception, SystemExit) as error:  # whatever its code raises, it is that plug-in's
             distribution = point.dist.name if point.dist is not None else point.value
             note_failure(f"the plug-in {point.name} of {distribution}", error)
@@ -154,7 +154,7 @@ def _others() -> tuple[Plugin, ...]:
 def _is_any_registered() -> bool:
     """Report whether any distribution may register a plug-in, by the text of its entry points.
 
-    The import system answers that too, after an import that takes as long as a whole command line otherwise.
+    The import system answers that too, but importing it takes as long as a whole command line otherwise.
     """
     for entry in sys.path:
         folder = entry or "."
@@ -176,24 +176,29 @@ def _registers(file: str) -> bool:
         return False
 
 
-def _checked(found: object) -> Plugin:
-    if not isinstance(found, Plugin):
-        raise TypeError(f"not a consistency.plugins.Plugin, but {type(found).__name__}")
-    return found
+def _as_plugin(value: object) -> Plugin:
+    """Return what a module or an entry point gives as its plug-in; raise TypeError where it is none."""
+    if not isinstance(value, Plugin):
+        raise TypeError(f"not a consistency.plugins.Plugin, but {type(value).__name__}")
+    return value
 
 
 def plugins() -> tuple[Plugin, ...]:
     """Return all plug-ins: the extras of this package first, then those of other distributions."""
-    return own() + _others()
+    return own() + _of_other_distributions()
 
 
 _failures: list[Failure] = []
 
 
 def note_failure(what: str, error: BaseException) -> None:
-    """Note that something of another distribution cannot be used: nobody else is to suffer from it."""
-    text = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
-    failure = Failure(what=what, error=text[:300])
+    """Note that something of another distribution cannot be used: nobody else is to suffer from it.
+
+    `what` is its name in a sentence: `the plug-in ours of our-package`.
+    """
+    message_lines = str(error).strip().splitlines() or ["no message"]
+    reason = f"{type(error).__name__}: {message_lines[0]}"
+    failure = Failure(what=what, error=reason[:300])
     if failure not in _failures:
         _failures.append(failure)
 
@@ -205,11 +210,11 @@ def at_own_cost(reference: str, what: str, *, passes: tuple[type[Exception], ...
     Parameters
     ----------
     reference : str
-        What is called, as `module:name`.
+        The object that is called, as `module:name`.
     what : str
-        What a user calls it: `the section ours.page:SECTION`.
+        Its name for users: `the section ours.page:SECTION`.
     passes : tuple of exception classes
-        What it may raise, whoever wrote it.
+        Errors that are let through, whoever wrote the code.
     """
     try:
         yield
@@ -222,7 +227,7 @@ def at_own_cost(reference: str, what: str, *, passes: tuple[type[Exception], ...
 
 
 def asked(part: str, case: Any) -> Iterator[Any]:
-    """Yield what plug-ins name in a field of `Plugin` whose parts have `is_asked`, as far as a case wants it."""
+    """Yield the parts of plug-ins that a case wants, of a field of `Plugin` whose parts have `is_asked`."""
     for reference, value in offered(part):
         is_wanted = False
         with at_own_cost(reference, f"{reference}, asked whether a case wants it,"):
@@ -232,19 +237,19 @@ def asked(part: str, case: Any) -> Iterator[Any]:
 
 
 def failures() -> tuple[Failure, ...]:
-    """Return what other distributions offered, as far as it was asked for, and cannot be used."""
+    """Return the failures of other distributions' plug-ins, as far as their parts were asked for."""
     return tuple(_failures)
 
 
 INSTALL = "pip install --force-reinstall --no-deps peft-consistency brings it back"
-"""What to do where an extra of this package is not installed."""
+"""Advice where an extra of this package is not installed."""
 
 
 @functools.cache
 def absent(part: str) -> dict[str, str]:
-    """Return what is not here of the commands, stages, options or names (`api`) of this package, each with its extra.
+    """Return the commands, stages, options or names (`api`) that are not installed, each with its extra.
 
-    A file beside this module says what each extra adds, since one that is not here cannot.
+    A file beside this module says what each extra of this package adds, since an extra that is not here cannot.
     """
     import json
 
@@ -252,16 +257,20 @@ def absent(part: str) -> dict[str, str]:
         content = (Path(__file__).parent / "extras.json").read_text(encoding="utf-8")
     except OSError:
         return {}
-    there = {plugin.name for plugin in own()}
-    added_by: dict[str, dict[str, list[str]]] = json.loads(content)
-    return {name: extra for extra, parts in added_by.items() if extra not in there for name in parts[part]}
+    installed = {plugin.name for plugin in own()}
+    parts_by_extra: dict[str, dict[str, list[str]]] = json.loads(content)
+    missing: dict[str, str] = {}
+    for extra, parts in parts_by_extra.items():
+        if extra not in installed:
+            missing |= dict.fromkeys(parts[part], extra)
+    return missing
 
 
 def not_installed(what: str, extra: str) -> str:
-    """Return the sentence for what somebody asks of an extra that is not here."""
-    return (
-        f"{what} is a part of the extra {extra}, which is not installed here" if extra else f"{what} is not installed"
-    )
+    """Return the sentence for a part of an extra that somebody asks for and that is not here."""
+    if extra:
+        return f"{what} is a part of the extra {extra}, which is not installed here"
+    return f"{what} is not installed"
 
 
 def commands(named: str | None = None) -> dict[str, list[str]]:
@@ -270,10 +279,10 @@ def commands(named: str | None = None) -> dict[str, list[str]]:
     Where a command is `named` that an extra of this package has, nothing else is looked for: to ask which distributions
     are installed takes longer than most commands need to start.
     """
-    of_own = _by_module(own())
-    if named is not None and any(named in names for names in of_own.values()):
-        return of_own
-    return _by_module(plugins())
+    own_commands = _commands_by_module(own())
+    if named is not None and any(named in names for names in own_commands.values()):
+        return own_commands
+    return _commands_by_module(plugins())
 
 
 def is_own(module: str) -> bool:
@@ -281,16 +290,16 @@ def is_own(module: str) -> bool:
     return module.startswith(f"{__package__}.")
 
 
-def _by_module(of: tuple[Plugin, ...]) -> dict[str, list[str]]:
+def _commands_by_module(plugins_asked: tuple[Plugin, ...]) -> dict[str, list[str]]:
     modules: dict[str, list[str]] = {}
-    for plugin in of:
+    for plugin in plugins_asked:
         for command, module in plugin.commands.items():
             modules.setdefault(module, []).append(command)
     return modules
 
 
 def resolved(reference: str) -> Any:
-    """Return what a plug-in names as `module:name`."""
+    """Return the object that a plug-in names as `module:name`; this imports its module."""
     import pkgutil
 
     return pkgutil.resolve_name(reference)
@@ -303,26 +312,31 @@ def kinds() -> Iterator[str]:
 
 
 def statement_of(comparison: Any) -> Statement | None:
-    """Return what a plug-in says of a comparison that is no run; None where it is one, or nobody knows."""
+    """Return a plug-in's statement on a comparison that is no run; None for a run, or where no plug-in knows it."""
     if len(comparison.load_paths) != 1:
         return None
-    (compared,) = comparison.load_paths
+    (compared,) = comparison.load_paths  # of what is no run, the name of what was compared
     for plugin in plugins():
-        if compared in plugin.statements and is_there(plugin.statements[compared]):
-            statement: Statement = resolved(plugin.statements[compared])(comparison)
+        reference = plugin.statements.get(compared)
+        if reference is not None and is_there(reference):
+            statement: Statement = resolved(reference)(comparison)
             return statement
     return None
 
 
 def api() -> dict[str, str]:
-    """Return the module of each name that plug-ins add to `import consistency`."""
-    return {name: module for plugin in plugins() for name, module in plugin.api.items() if is_there(module)}
+    """Return the names that plug-ins add to `import consistency`, with their modules."""
+    homes: dict[str, str] = {}
+    for plugin in plugins():
+        homes |= {name: module for name, module in plugin.api.items() if is_there(module)}
+    return homes
 
 
 def offered(part: str) -> Iterator[tuple[str, Any]]:
-    """Yield what plug-ins name in a field of `Plugin` whose parts are `module:name`, each with its reference.
+    """Yield the parts of plug-ins in a field of `Plugin` whose parts are `module:name`, each with its reference.
 
-    What another distribution names and cannot be imported is noted, and left out; so is what was deleted of an extra.
+    A part of another distribution that cannot be imported is noted, and left out. A part of an extra whose module was
+    deleted is left out too.
     """
     for plugin in plugins():
         for reference in getattr(plugin, part):
@@ -330,7 +344,7 @@ def offered(part: str) -> Iterator[tuple[str, Any]]:
                 continue
             try:
                 value = resolved(reference)
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit) as error:  # a module may end the process on import
                 if is_own(reference):
                     raise
                 note_failure(f"{reference} of the plug-in {plugin.name}", error)

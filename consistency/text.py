@@ -1,4 +1,4 @@
-"""Text from strangers made fit to be shown: names in models, adapters, captures and reports can be anybody's.
+"""Text from strangers, escaped to be shown: names in models, adapters, captures and reports can be anybody's.
 
 On a terminal a control character moves the cursor, and a line feed forges a line of its own. GitHub's log obeys lines
 that begin with `::` and a command, after blanks too, and `##[` anywhere. A line may begin at any blank of a text, where
@@ -13,8 +13,13 @@ _COMMAND = re.compile(
     r"(?i)(?<!\S):(?=:)|:(?=:(?:add-(?:mask|matcher|path)|debug|echo|endgroup|error|group|notice|remove-matcher|save-state"
     r"|set-(?:env|output)|stop-commands|warning)\b)"
 )
-"""https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions, and what the runner also obeys."""
+"""A colon that begins a command to GitHub's runner.
 
+Source: https://docs.github.com/en/actions/reference/workflow-commands-for-github-actions, and what the runner also
+obeys.
+"""
+
+# scheme; user and password, without which a URL is shown; host and path; query and fragment
 _URL = re.compile(
     r"([A-Za-z][A-Za-z0-9+.-]*://)"
     r"(?:[^\s?#'\"]*?:[^\s?#'\"]*@|[^\s/@'\"]*:[^\s/'\"]*@|[^\s/?#@'\"]*@)?"  # a password may have any of /?#@
@@ -24,10 +29,11 @@ _URL = re.compile(
 
 def clean(text: str) -> str:
     """Escape control characters, and what a log takes for a command; line feeds stay."""
-    shown = text
+    escaped = text
     if not text.isprintable():  # hardly ever
-        shown = "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
-    return _COMMAND.sub(r"\\x3a", shown).replace("##[", "#\\x23[")
+        unprintable = {character for character in text if not character.isprintable() and character != "\n"}
+        escaped = text.translate({ord(character): f"\\x{ord(character):02x}" for character in unprintable})
+    return _COMMAND.sub(r"\\x3a", escaped).replace("##[", "#\\x23[")
 
 
 def one_line(text: object) -> str:
@@ -36,5 +42,7 @@ def one_line(text: object) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """Return a text with URLs that have no user, no password, no query and no fragment: those hold keys and tokens."""
-    return _URL.sub(r"\1\2", text) if "://" in text else text
+    """Return a text whose URLs have no user, no password, no query and no fragment: those hold keys and tokens."""
+    if "://" not in text:
+        return text
+    return _URL.sub(r"\1\2", text)

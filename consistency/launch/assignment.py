@@ -1,4 +1,4 @@
-"""One case of one worker, seen from outside: its job, its events, and how it ended."""
+"""Assignments of cases to workers, seen from outside: the job, the events, and how the case ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ JOBS = "jobs.json"
 """Name of the file with the jobs of a process, in the folder of the first."""
 
 _LOST = {OUT_OF_MEMORY: "ran out of memory", DEVICE_FAILED: "its device failed"}
-"""What a worker is lost of, by the kind of the error that it reports."""
+"""Why a worker is lost, by the kind of the error that it reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,32 +53,35 @@ class Ended:
     status: WorkerStatus
     reason: str | None = None
     meaning: str = ""
-    """What the reason means and what to do, where the reason is a device's own words."""
+    """Explanation of the reason, and what to do, where the reason is a device's own words."""
     error: ConsistencyError | None = None
-    """It concerns more than the worker: the files are wrong."""
+    """The error that concerns more than the worker: the files are wrong."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Assignment:
-    """One case of one worker."""
+    """A case that a worker is to check, and what is known of it so far."""
 
     open_case: OpenCase
     plan: WorkerPlan
     group: RankGroup | None = None
-    """The workers that it forms a group with, once the waves are known."""
+    """The workers that it computes together with, once the waves are known."""
     folder: Path = field(init=False)
-    """The worker's own, in the capture of the case."""
+    """The worker's own folder, in the capture of the case."""
     reader: EventReader = field(init=False)
     began: bool = False
     """Whether there was any event."""
     done: bool = False
+    """Whether the worker has reported that it has done the case."""
     last: str = "none"
     """The last event for people."""
     failure: dict[str, Any] | None = None
     """The error that the worker reported."""
     started: float = 0.0
+    """When the worker turned to the case, by the monotonic clock."""
     last_event_at: float = 0.0
     out_of_memory_before: int = 0
+    """Processes that the kernel had killed for want of memory by then."""
 
     def __post_init__(self) -> None:
         self.folder = self.open_case.writer.worker_folder(self.plan.slug)
@@ -94,9 +97,12 @@ class Assignment:
         return self.open_case.task.faults.get(self.plan.name)
 
     def job(self, *, threads: int | None, parent_pid: int | None = None) -> Job:
-        """Return what the worker needs to know; its parent is this process, or one that forks it."""
+        """Return the job as the worker reads it; its parent is this process, or one that forks it."""
         change = self.plan.change or Change()
         tolerance = of_architecture(self.case.tolerance, self.plan.info.architecture)
+        if parent_pid is None:
+            parent_pid = os.getpid()
+        peers = (Peer(type=info.spec.type, settings=settings_of(info, self.case)) for info in self.plan.peers)
         return Job(
             case=msgspec.structs.replace(self.case, tolerance=tolerance),
             name=self.plan.name,
@@ -110,8 +116,8 @@ class Assignment:
             others_wait=self.plan.others_wait,
             threads=threads,
             alternative_paths=self.plan.alternative_paths,
-            peers=tuple(Peer(type=info.spec.type, settings=settings_of(info, self.case)) for info in self.plan.peers),
-            parent_pid=os.getpid() if parent_pid is None else parent_pid,
+            peers=tuple(peers),
+            parent_pid=parent_pid,
             fault=self.fault,
             autocast_adapter_dtype=change.autocast_adapter_dtype is not False,
             uuid=self.plan.info.uuid,
@@ -121,33 +127,38 @@ class Assignment:
         )
 
     def begin(self) -> None:
-        """Start its clocks: the worker turns to it now."""
+        """Start the clocks of the case: the worker turns to it now."""
         self.started = self.last_event_at = time.monotonic()
         self.out_of_memory_before = _out_of_memory_kills()
 
     def events(self) -> list[Event]:
-        """Return the events since the last call."""
-        found = self.reader.new()
-        if found:
+        """Return the events since the last call, and note the end, the failure or the last step that they report."""
+        events = self.reader.new()
+        if events:
             self.last_event_at, self.began = time.monotonic(), True
-        for event in found:
+        for event in events:
             if event.kind == "failed":
                 self.failure = event.error
             elif event.kind == "done":
                 self.done = True
             elif event.kind != "alive":
                 self.last = str(event)
-        return found
+        return events
 
-    def by_itself(self) -> Ended | None:
-        """Return how it ended where the worker's process goes on: done, or with files that cannot be used."""
+    def ended_without_exit(self) -> Ended | None:
+        """Return how the case ended where the worker's process goes on with others; None where it has not ended so.
+
+        A process goes on after a case that is done, or whose files cannot be used.
+        """
         if self.done:
             return Ended(status="ok")
-        ended = None if self.failure is None else self._failed(self.failure)
-        return None if ended is None or ended.error is None else ended
+        if self.failure is None:
+            return None
+        ended = self._ended_by_error(self.failure)
+        return None if ended.error is None else ended
 
     def over_limit(self, limits: Limits) -> str | None:
-        """Return which limit it exceeds, None while it exceeds none."""
+        """Return which limit the case exceeds, None while it exceeds none."""
         now = time.monotonic()
         if limits.timeout_s is not None and now - self.started > limits.timeout_s:
             return f"{EXCEEDED_TIMEOUT} {limits.timeout_s:g} s"
@@ -156,27 +167,40 @@ class Assignment:
         return None
 
     def after_exit(self, status: int) -> Ended:
-        """Return how it ended, by the exit status of its process."""
+        """Return how the case ended, by the exit status of the worker's process."""
         if status == 0 and self.done:
             return Ended(status="ok")
+        # a worker that cannot write its capture may not have been able to write its error either
         if status == CANNOT_WRITE:
             return self.lost(f"could not write its capture: {DISK_FULL}")
         if self.failure is not None:
-            return self._failed(self.failure)
+            return self._ended_by_error(self.failure)
         if status < 0:
-            number = -status
-            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-            starved = number == signal.SIGKILL and _out_of_memory_kills() > self.out_of_memory_before
-            return self.lost(f"killed by {name}" + (": out of memory, by the kernel" if starved else ""))
-        tail = self._read("log.txt").splitlines()[-1:]
-        return self.lost(f"ended with exit status {status}" + "".join(f" ({line[:300]})" for line in tail))
+            return self._ended_by_signal(-status)
+        reason = f"ended with exit status {status}"
+        log_lines = self._read("log.txt").splitlines()
+        if log_lines:
+            reason += f" ({log_lines[-1][:300]})"
+        return self.lost(reason)
+
+    def _ended_by_signal(self, number: int) -> Ended:
+        """Return that the worker was killed, and whether by the kernel for want of memory."""
+        name = f"signal {number}"
+        if number in set(signal.Signals):
+            name = signal.Signals(number).name
+        reason = f"killed by {name}"
+        if number == signal.SIGKILL and _out_of_memory_kills() > self.out_of_memory_before:
+            reason += ": out of memory, by the kernel"
+        return self.lost(reason)
 
     def lost(self, reason: str, *, meaning: str = "") -> Ended:
+        """Return that the worker is lost, with the reason and its last event."""
         return Ended(status="lost", reason=self._with_last(reason), meaning=meaning)
 
     def info(self, ended: Ended) -> WorkerInfo:
-        """Return what identifies the worker: its device as discovered, what it reported, and how it ended."""
+        """Return the record of the worker: its device as discovered, its own report, and how the case ended."""
         device = {name: getattr(self.plan.info, name) for name in DeviceIdentity.__struct_fields__}
+        # a worker that ended early has written no state: what was discovered of its device has to do
         try:
             state = msgspec.structs.asdict(decode_json((self.folder / STATE_FILE).read_bytes(), WorkerState))
         except (OSError, msgspec.MsgspecError):
@@ -184,41 +208,48 @@ class Assignment:
         environment = state.get("environment", {})
         device["uuid"] = device["uuid"] or environment.get("device_uuid")
         device["simulated"] = device["simulated"] or bool(environment.get("simulated"))
+        reason = f"{ended.reason}: {ended.meaning}" if ended.meaning else ended.reason
+        stack = None if ended.status == "ok" else self.stack()
         return WorkerInfo(
             **device,
             **state,
             name=self.plan.name,
             load_path=self.plan.load_path,
             status=ended.status,
-            reason=f"{ended.reason}: {ended.meaning}" if ended.meaning else ended.reason,
-            stack=None if ended.status == "ok" else self.stack(),
+            reason=reason,
+            stack=stack,
             elapsed_s=round(time.monotonic() - self.started, 3),
             planted=self.fault,
         )
 
     def end(self, ended: Ended) -> None:
-        """Write down how it ended, for the capture and for the workers that wait for its reference."""
+        """Write down how the case ended, for the capture and for the workers that wait for its reference."""
         case = self.open_case
         case.workers_left -= 1
         case.writer.write_worker(self.plan.slug, self.info(ended))
         self._tidy(ended.status)
         case.error = case.error or ended.error
+        # without a word the others would wait for the reference until they exceed their limit
         if self.plan.makes_reference and not (case.scratch / REFERENCE_FILE).exists():
-            text = f"{self.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
-            (case.scratch / REFERENCE_LOST).write_text(text, encoding="utf-8")
+            message = f"{self.plan.name}, which computes it, is lost: {ended.reason or 'it computed none'}"
+            (case.scratch / REFERENCE_LOST).write_text(message, encoding="utf-8")
 
     def _tidy(self, status: WorkerStatus) -> None:
-        """Remove what the capture does not need; the log of a lost worker stays, and all its events."""
-        for name in (JOBS, STATE_FILE, "stack.txt", *(("log.txt",) if status == "ok" else ())):
+        """Remove files that the capture does not need; the log of a lost worker stays, and all its events."""
+        for name in (JOBS, STATE_FILE, "stack.txt"):
             (self.folder / name).unlink(missing_ok=True)
         if status == "ok":
+            (self.folder / "log.txt").unlink(missing_ok=True)
             self.reader.drop("step", "alive")
 
     def stack(self) -> str | None:
-        """Return where the worker was, as far as it is known."""
-        return (self._read("stack.txt") if self.failure is None else self.failure.get("trace")) or None
+        """Return the stack of the worker when it was killed or failed; None where it is not known."""
+        if self.failure is not None:
+            return self.failure.get("trace") or None
+        return self._read("stack.txt") or None
 
-    def _failed(self, error: dict[str, Any]) -> Ended:
+    def _ended_by_error(self, error: dict[str, Any]) -> Ended:
+        """Return how the case ended, by the error that the worker reported."""
         if error["kind"] == CaptureError.__name__:
             # what it recorded before is compared: the verdict of hours is not lost for want of room
             self.failure = {**error, "trace": ""}  # where in this tool it was writing helps nobody
@@ -226,10 +257,11 @@ class Assignment:
         for kind in (InputError, UsageError):
             if error["kind"] == kind.__name__:
                 facts = {name: error.get(name) for name in ("where", "got", "wanted", "hint")}
-                found = kind(error["what"], **facts)
-                return Ended(status="failed", reason=found.what, error=found)
+                raised = kind(error["what"], **facts)
+                return Ended(status="failed", reason=raised.what, error=raised)
         if error["kind"] == UnusableDeviceError.__name__:
-            return Ended(status="failed", reason="; ".join(filter(None, (error["what"], error.get("hint")))))
+            reason = "; ".join(filter(None, (error["what"], error.get("hint"))))
+            return Ended(status="failed", reason=reason)
         if error["kind"] in _LOST:
             return self.lost(f"{_LOST[error['kind']]}: {error['what']}", meaning=error["hint"])
         return Ended(status="failed", reason=self._with_last(error["what"]))
@@ -238,6 +270,7 @@ class Assignment:
         return f"{reason}; last event: {self.last}"
 
     def _read(self, name: str) -> str:
+        """Return the text of a file of the worker, empty where there is none."""
         with suppress(OSError):
             return (self.folder / name).read_text(encoding="utf-8", errors="replace").strip()
         return ""

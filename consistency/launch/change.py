@@ -1,4 +1,4 @@
-"""Settings of a worker that differ from what its device and load path give it: one trial of a bisection."""
+"""Changes of a worker's environment and settings, which a bisection tries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from consistency.case.load_path import LoadPath
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What differs in a worker."""
+    """Environment, settings and arguments that differ in a worker."""
 
     name: str = ""
     environment: Mapping[str, str | None] = field(default_factory=dict)
@@ -25,21 +25,25 @@ class Change:
 
     @property
     def touches(self) -> frozenset[str]:
-        """Name everything that it sets: two changes that set the same thing cannot be made at once."""
+        """Names of everything that the change sets: two changes that set the same thing cannot be made at once."""
         return frozenset({*self.environment, *self.settings, *self._single()})
 
     def _single(self) -> dict[str, Any]:
         """Return the fields with one value that are set, by name."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.default is None}
+        # those are the fields whose default is None
+        values = {declared.name: getattr(self, declared.name) for declared in fields(self) if declared.default is None}
         return {name: value for name, value in values.items() if value is not None}
 
     @staticmethod
     def together(changes: Iterable[Change]) -> Change:
-        """Return several changes as one."""
+        """Return several changes as one; of two that set the same thing, the later one counts."""
         changes = tuple(changes)
-        return Change(
-            name=" and ".join(change.name for change in changes),
-            environment={name: value for change in changes for name, value in change.environment.items()},
-            settings={name: value for change in changes for name, value in change.settings.items()},
-            **{name: value for change in changes for name, value in change._single().items()},
-        )
+        environment: dict[str, str | None] = {}
+        settings: dict[str, Any] = {}
+        single: dict[str, Any] = {}
+        for change in changes:
+            environment |= change.environment
+            settings |= change.settings
+            single |= change._single()
+        name = " and ".join(change.name for change in changes)
+        return Change(name=name, environment=environment, settings=settings, **single)

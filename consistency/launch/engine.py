@@ -1,4 +1,4 @@
-"""What makes captures: the seam between planning a run and the hosts that it runs on."""
+"""Engines make captures: the seam between planning a run and the hosts that it runs on."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ Watcher = Callable[[str, Event], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long a worker may take for a case, in total and between two events.
-
-    Without `threads`, the processors are shared out; `at_once` is how many workers of a case run side by side at most,
-    so that they fit the host's memory, and `cases_at_once` how many cases do; `together` names the other nodes whose
-    workers form a group with this host's.
-    """
+    """How long workers may take, and how many of them run side by side."""
 
     timeout_s: float | None = None
+    """Seconds that a worker may take for a case in total; None for any time."""
     stall_s: float = 300.0
+    """Seconds that may pass between two events of a worker."""
     threads: int | None = None
+    """Threads per worker; None shares the processors out."""
     at_once: int | None = None
+    """How many workers of a case run side by side at most, so that they fit the host's memory; None for all."""
     cases_at_once: int = 1
+    """How many cases run side by side at most."""
     together: NodeGroup | None = None
+    """The other nodes whose workers form a group with this host's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +45,14 @@ class CaseTask:
     waves: Sequence[Sequence[WorkerPlan]]
     """The workers of a host; a wave starts when the one before has ended."""
     target: Path
-    """Where its captures go: one host's there, those of several hosts below it."""
+    """Folder of the capture, or above the captures where there are several hosts."""
     faults: Mapping[str, str] = field(default_factory=dict)
     """Fault to plant (of `consistency.worker.faults`) by name of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is to be captured: cases, in the order in which each worker takes them."""
+    """Cases to capture, in the order in which each worker takes them."""
 
     cases: Sequence[CaseTask]
     limits: Limits
@@ -77,7 +78,7 @@ class Engine(Protocol):
     """
 
     def capture(self, task: Task, *, watch: Watcher, replace: bool = False) -> Generator[Captured]:
-        """Run the cases, and yield each of them when all of its workers have ended; the others go on meanwhile.
+        """Run the cases, and yield the captures of a case when its last worker has ended; other cases go on meanwhile.
 
         Raises
         ------
@@ -92,19 +93,27 @@ LOCAL = "local"
 ENGINES: dict[str, str] = {
     LOCAL: "consistency.launch.local:LocalEngine",
 }
-"""By name, where the class of each engine is: what it imports is imported when it is used."""
+"""The class of each engine as `module:name`, by the name of the engine: it is imported when it is used."""
 
 
 def engine(name: str) -> Engine:
-    """Return a new engine."""
-    found: Engine = pkgutil.resolve_name(ENGINES[name])()
-    return found
+    """Return a new engine, by a name of `ENGINES`."""
+    made: Engine = pkgutil.resolve_name(ENGINES[name])()
+    return made
 
 
 def capture_case(on: Engine, task: CaseTask, limits: Limits, *, watch: Watcher, replace: bool = False) -> Captured:
-    """Run a single case, and raise why it cannot be used."""
-    with closing(on.capture(Task(cases=(task,), limits=limits), watch=watch, replace=replace)) as found:
-        captured = next(found)
+    """Run a single case, and return its captures.
+
+    Raises
+    ------
+    ConsistencyError
+        The files of the case cannot be used, or the capture not be written.
+    """
+    # closing the generator ends everything that the engine has started
+    single = Task(cases=(task,), limits=limits)
+    with closing(on.capture(single, watch=watch, replace=replace)) as cases:
+        captured = next(cases)
     if captured.error is not None:
         raise captured.error
     return captured

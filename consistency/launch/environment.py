@@ -1,4 +1,4 @@
-"""What a worker's process is given before exec: threads, visible devices, kernel variables."""
+"""The environment that a worker's process starts with: threads, visible devices, kernel variables."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def torch_device(info: DeviceInfo, load_path: LoadPath) -> str:
     """Return the device as torch numbers it inside the worker."""
     if info.spec.index is None:
         return info.spec.type
-    if _mask(info, load_path) is not None:
+    if _mask(info, load_path) is not None:  # the worker sees no other device
         return f"{info.spec.type}:0"
-    return f"{info.spec.type}:{_place(info)}"
+    return f"{info.spec.type}:{_visible_index(info)}"
 
 
 def worker_environment(
@@ -41,17 +41,17 @@ def worker_environment(
     Parameters
     ----------
     threads : int or None
-        None leaves the user's variables.
+        Threads of each library; None leaves the user's variables.
     pinned : bool
         False passes the user's variables on that choose kernels, or lower their precision.
     change : mapping, optional
         Applied last; None in it removes a variable.
     """
     dropped = kernel_variables() if pinned else frozenset()
-    found = {name: value for name, value in os.environ.items() if name not in dropped}
-    found.update(python_path())
-    found.update(worker_variables(pinned=pinned))
-    found.update(
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment.update(python_path())
+    environment.update(worker_variables(pinned=pinned))
+    environment.update(
         HF_HUB_OFFLINE="1",  # models are folders by now, and nothing may use the network without being asked to
         PYTHONHASHSEED="0",
         TOKENIZERS_PARALLELISM="false",
@@ -61,24 +61,30 @@ def worker_environment(
         # a thread that waits for the others spins shortly, less than a millisecond with libgomp, and sleeps: spinning
         # as long as by default takes the cores from other workers, and on small models most of a worker's time;
         # sleeping at once costs a tenth of a large one's
-        if "OMP_WAIT_POLICY" not in found:
-            found = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", **found}
+        # the user's own values of these variables come last, and win
+        if "OMP_WAIT_POLICY" not in environment:
+            environment = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000", **environment}
         if info.spec.is_cpu:
-            found = {**_KEPT_PAGES, **found}
+            environment = {**_KEPT_PAGES, **environment}
     if threads is not None:
-        found.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+        environment.update(OMP_NUM_THREADS=str(threads), MKL_NUM_THREADS=str(threads))
+    changes = dict(_visibility_variables(info, load_path))
     variant = info.spec.numerical_variant()
-    changes = {**_shown(info, load_path), **({} if variant is None else variant.environment), **(change or {})}
+    if variant is not None:
+        changes |= variant.environment
+    changes |= change or {}
     for name, value in changes.items():
-        found.pop(name, None)
+        environment.pop(name, None)
         if value is not None:
-            found[name] = value
-    return found
+            environment[name] = value
+    return environment
 
 
-def _place(info: DeviceInfo) -> int | None:
+def _visible_index(info: DeviceInfo) -> int | None:
     """Return the number of a device among all that are visible."""
-    return info.visible_ids.index(info.visible_id) if info.visible_id in info.visible_ids else info.spec.index
+    if info.visible_id in info.visible_ids:
+        return info.visible_ids.index(info.visible_id)
+    return info.spec.index
 
 
 def _mask(info: DeviceInfo, load_path: LoadPath) -> Visibility | None:
@@ -86,7 +92,7 @@ def _mask(info: DeviceInfo, load_path: LoadPath) -> Visibility | None:
     return visibility_of(info.spec.type) if load_path is LoadPath.ISOLATED else None
 
 
-def _shown(info: DeviceInfo, load_path: LoadPath) -> dict[str, str | None]:
+def _visibility_variables(info: DeviceInfo, load_path: LoadPath) -> dict[str, str | None]:
     """Return the variables that confine a worker to its device, or hide every accelerator from one of the CPU."""
     mask = _mask(info, load_path)
     if mask is not None:
@@ -105,12 +111,12 @@ def _shown(info: DeviceInfo, load_path: LoadPath) -> dict[str, str | None]:
 
 
 MOST_BESIDE_REFERENCE = 4
-"""Threads of an accelerator's worker beside the CPU's, which computes the float64 passes that it waits for. It copies,
-digests and compares with them; what it computes is computed on its device."""
+"""Most threads of an accelerator's worker while it waits for the CPU's, which computes the float64 passes. It copies,
+digests and compares with them: everything else runs on its device."""
 
 
 def shared_out(wave: Sequence[WorkerPlan], *, waits: bool) -> list[int]:
-    """Return the threads of each worker of a wave: equal shares of the cores, or most of them for the reference.
+    """Return the threads per worker of a wave, in its order: equal parts of the cores, or most for the reference.
 
     Parameters
     ----------
@@ -119,21 +125,29 @@ def shared_out(wave: Sequence[WorkerPlan], *, waits: bool) -> list[int]:
     """
     share = threads_per_worker(len(wave))
     maker = next((plan for plan in wave if plan.makes_reference and plan.info.spec.is_cpu), None)
+    # nobody waits for the CPU, or all compute on it
     if maker is None or not waits or all(plan.info.spec.is_cpu for plan in wave):
         return [share] * len(wave)
-    found = [share if plan.info.spec.is_cpu else min(share, MOST_BESIDE_REFERENCE) for plan in wave]
-    left = available_cores() - sum(found)
-    return [threads + max(0, left) if plan is maker else threads for plan, threads in zip(wave, found, strict=True)]
+    beside = min(share, MOST_BESIDE_REFERENCE)
+    threads = []
+    for plan in wave:
+        own_threads = share if plan.info.spec.is_cpu else beside
+        threads.append(own_threads)
+    remaining_cores = available_cores() - sum(threads)
+    threads[wave.index(maker)] += max(0, remaining_cores)
+    return threads
 
 
 def worker_threads(asked: int | None, share: int, *, pinned: bool = True) -> int | None:
-    """Return the threads of a worker: as asked for, else its share of the cores, `OMP_NUM_THREADS` being the most.
+    """Return the threads of a worker: as asked for, else its share of the cores, at most `OMP_NUM_THREADS`.
 
-    As deployed, the user's `OMP_NUM_THREADS` comes before the share: None leaves it.
+    As deployed (`pinned` False), the user's `OMP_NUM_THREADS` comes before the share: None leaves it.
     """
     of_user = os.environ.get("OMP_NUM_THREADS", "")
+    if asked:
+        return asked
     if asked is None and not pinned and of_user:
         return None
-    first = of_user.partition(",")[0].strip()  # OpenMP takes a list, one number per level of nesting
-    most = int(first) if first.isdecimal() else 0
-    return asked or (min(share, most) if most else share)
+    first_level = of_user.partition(",")[0].strip()  # OpenMP takes a list, one number per level of nesting
+    most = int(first_level) if first_level.isdecimal() else 0
+    return min(share, most) if most else share

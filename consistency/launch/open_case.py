@@ -1,7 +1,8 @@
-"""One case of a task while its capture is being made: what all of its workers share."""
+"""One case of a task while its capture is being made, as all of its workers share it."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,26 +32,28 @@ class OpenCase:
     scratch: Path
     """A folder that the workers of the case share, and that no other case uses."""
     workers_left: int = field(init=False)
-    """Workers that have not ended it."""
+    """How many workers have not ended the case."""
     before: HostFacts | None = None
     """The facts of the host when its first worker began."""
     error: ConsistencyError | None = None
-    """What a worker found wrong with the files of the case: there is no capture then."""
+    """The error that a worker found in the files of the case: there is no capture then."""
 
     def __post_init__(self) -> None:
         self.workers_left = len(self.plans)
 
     @property
     def plans(self) -> list[WorkerPlan]:
-        return [plan for wave in self.task.waves for plan in wave]
+        """The workers of the case."""
+        return list(itertools.chain.from_iterable(self.task.waves))
 
     def close(self, after: HostFacts) -> Captured:
-        """Commit the capture when the last worker has ended."""
+        """Commit the capture when the last worker has ended; without one, return the error of the case."""
         remove_scratch(self.scratch)
         if self.error is not None:
             return Captured(task=self.task, error=self.error)
-        judges = standard.FORWARD in self.task.case.stages
-        engines = [self._engine(one.name) for one in self.task.case.engine_outputs if judges]
+        engines: list[str] = []
+        if standard.FORWARD in self.task.case.stages:  # a worker judges outputs of engines there
+            engines += [self._engine_folder(output.name) for output in self.task.case.engine_outputs]
         manifest = CaptureManifest(
             schema=SCHEMA,
             tool=__version__,
@@ -63,30 +66,31 @@ class OpenCase:
         )
         return Captured(task=self.task, captures=(self.writer.commit(manifest),))
 
-    def _engine(self, name: str) -> str:
-        """Return the folder of an inference engine whose outputs a worker has judged; say so where none has."""
+    def _engine_folder(self, name: str) -> str:
+        """Return the name of the folder of an inference engine, whose outputs a worker has judged.
+
+        Where none has judged them, the engine is written as a lost worker.
+        """
         slug = worker_slug(name, LoadPath.ISOLATED)
-        if not (self.writer.worker_folder(slug) / "worker.json").exists():
-            maker = next((plan.name for plan in self.plans if plan.makes_reference), "the reference worker")
-            reason = f"its outputs were not judged: {maker} computed no float64 reference"
-            (self.writer.worker_folder(slug) / "records.jsonl").touch()
-            self.writer.write_worker(
-                slug,
-                WorkerInfo(
-                    architecture=name,
-                    model="",
-                    name=name,
-                    load_path=LoadPath.ISOLATED,
-                    status="lost",
-                    reason=reason,
-                    engine=name,
-                ),
-            )
+        if (self.writer.worker_folder(slug) / "worker.json").exists():
+            return slug
+        maker = next((plan.name for plan in self.plans if plan.makes_reference), "the reference worker")
+        info = WorkerInfo(
+            architecture=name,
+            model="",
+            name=name,
+            load_path=LoadPath.ISOLATED,
+            status="lost",
+            reason=f"its outputs were not judged: {maker} computed no float64 reference",
+            engine=name,
+        )
+        (self.writer.worker_folder(slug) / "records.jsonl").touch()
+        self.writer.write_worker(slug, info)
         return slug
 
 
 def remove_scratch(folder: Path) -> None:
-    """Remove a scratch folder, of which a store of torch.distributed removes its own file once a rank has left."""
+    """Remove a scratch folder, even while a store of torch.distributed removes its own file: a rank has just left."""
     while folder.exists():
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)

@@ -6,6 +6,7 @@ again costs little.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,24 +33,29 @@ class WorkerPlan:
     makes_reference: bool = False
     """Whether it computes the float64 activations for all workers."""
     others_wait: bool = True
-    """Whether the case has any other."""
+    """Whether the case has any other worker, which waits for the reference."""
     peers: tuple[DeviceInfo, ...] = ()
-    """The devices of these."""
+    """The devices of all workers, for the one that makes the reference."""
     change: Change | None = None
     turn: int = 0
-    """Which of the workers on its card it is: they run one after the other."""
+    """How many variants of its card come before it: they run one after the other."""
 
     @property
     def name(self) -> str:
+        """The name of the device."""
         return self.info.spec.name
 
     @property
     def slug(self) -> str:
+        """The name of the worker's folder in a capture."""
         return worker_slug(self.name, self.load_path)
 
     def settings(self, case: Case) -> dict[str, Any]:
-        """Return the settings that differ from the profile's: the user's, the variant's, and those of the change."""
-        return {**settings_of(self.info, case), **({} if self.change is None else self.change.settings)}
+        """Return the settings that the user, the variant or the change sets in place of the profile's."""
+        settings = settings_of(self.info, case)
+        if self.change is not None:
+            settings = {**settings, **self.change.settings}
+        return settings
 
     @property
     def label(self) -> str:
@@ -72,72 +78,118 @@ def plan_waves(case: Case, devices: Sequence[DeviceInfo]) -> list[list[WorkerPla
     The plain CPU computes the float64 activations where there is one.
     """
     load_paths = case.load_paths or default_load_paths(devices, sides=case.plan.sides)
-    loads = case.adapter is not None and standard.ADAPTER in case.stages
-    maker = min(devices, key=lambda info: (not info.spec.is_cpu, info.spec.is_cpu and info.spec.variant is not None))
-    turns = _turns(devices)
-    waves = []
     chosen = {load_path.main for load_path in load_paths}
-    for number, main in enumerate(path for path in LoadPath if path in chosen):
-        sides = tuple(path for path in load_paths if loads and path.main is main and not path.is_main)
-        found = [
-            WorkerPlan(
-                info=info,
-                load_path=LoadPath.ISOLATED if info.spec.is_cpu else main,
-                alternative_paths=_on_cpu(sides, chosen=case.load_paths is not None) if info.spec.is_cpu else sides,
-                makes_reference=number == 0 and info is maker,
-                peers=tuple(devices) if number == 0 and info is maker else (),
-                turn=turns[info.spec.name],
+    mains = [path for path in LoadPath if path in chosen]
+    maker = min(devices, key=_rank_as_maker)
+    turns = _turns(devices)
+    waves: list[list[WorkerPlan]] = []
+    for main in mains:
+        is_first = main is mains[0]
+        sides = _alternatives(case, load_paths, main)
+        plans = []
+        for info in devices:
+            # the CPU has one default load path
+            if info.spec.is_cpu and not is_first:
+                continue
+            makes_reference = is_first and info is maker
+            peers = tuple(devices) if makes_reference else ()
+            load_path, alternatives = main, sides
+            if info.spec.is_cpu:
+                load_path = LoadPath.ISOLATED
+                alternatives = _on_cpu(sides, chosen=case.load_paths is not None)
+            plans.append(
+                WorkerPlan(
+                    info=info,
+                    load_path=load_path,
+                    alternative_paths=alternatives,
+                    makes_reference=makes_reference,
+                    peers=peers,
+                    turn=turns[info.spec.name],
+                )
             )
-            for info in devices
-            if number == 0 or not info.spec.is_cpu
-        ]
-        for turn in sorted({plan.turn for plan in found}):
-            # started first, because the others wait for its result
-            wave = [plan for plan in found if plan.turn == turn]
-            waves.append(sorted(wave, key=lambda plan: not plan.makes_reference))
-    alone = sum(map(len, waves)) == 1
-    return [[replace(plan, others_wait=not alone) for plan in wave] for wave in waves]
+        waves += _by_turn(plans)
+    is_alone = sum(map(len, waves)) == 1
+    if is_alone:
+        waves = [[replace(waves[0][0], others_wait=False)]]
+    return waves
+
+
+def _rank_as_maker(info: DeviceInfo) -> int:
+    """Return a device's rank among those that may make the reference: the plain CPU, its variants, all others."""
+    if not info.spec.is_cpu:
+        return 2
+    return 0 if info.spec.variant is None else 1
+
+
+def _alternatives(case: Case, load_paths: Sequence[LoadPath], main: LoadPath) -> tuple[LoadPath, ...]:
+    """Return the alternatives of a default load path; a case that does not load an adapter has none."""
+    if case.adapter is None or standard.ADAPTER not in case.stages:
+        return ()
+    return tuple(path for path in load_paths if path.main is main and not path.is_main)
+
+
+def _by_turn(plans: Sequence[WorkerPlan]) -> list[list[WorkerPlan]]:
+    """Split the workers of a default load path into waves by their turns."""
+    waves = []
+    for turn in sorted({plan.turn for plan in plans}):
+        wave = [plan for plan in plans if plan.turn == turn]
+        # the maker of the reference is started first, because the others wait for its result
+        waves.append(sorted(wave, key=lambda plan: not plan.makes_reference))
+    return waves
 
 
 def merged_waves(
     cases: Sequence[Sequence[Sequence[WorkerPlan]]], keys: Sequence[object] = ()
 ) -> list[list[list[tuple[int, WorkerPlan]]]]:
-    """Return the processes that take several cases in turn, in waves, from the waves of each case.
+    """Merge the waves of several cases into waves of processes that take these cases in turn.
 
     There is one process per device and default load path; each is a list of the cases that need it, by number, with
     the worker that it is for them. Every process takes them in the same order, so that none waits for a reference that
     is made only after it has ended. Cases with different `keys` share no process, and run one after the other: a device
     has one process at a time.
     """
-    plans = [(number, plan) for number, waves in enumerate(cases) for wave in waves for plan in wave]
+    plans: list[tuple[int, WorkerPlan]] = []
+    for number, waves in enumerate(cases):
+        plans += [(number, plan) for plan in itertools.chain.from_iterable(waves)]
     chosen = {plan.load_path.main for _, plan in plans if not plan.info.spec.is_cpu}
-    order = [path for path in LoadPath if path in chosen] or [LoadPath.ISOLATED]
-    different = list(dict.fromkeys(keys)) or [None]
+    load_paths = [path for path in LoadPath if path in chosen] or [LoadPath.ISOLATED]
+    different_keys = list(dict.fromkeys(keys)) or [None]
     turns = sorted({plan.turn for _, plan in plans})
+    # all waves in their order, before any has a worker
     merged: dict[tuple[object, LoadPath, int], dict[str, list[tuple[int, WorkerPlan]]]]
-    merged = {(key, path, turn): {} for key in different for path in order for turn in turns}
+    merged = {wave: {} for wave in itertools.product(different_keys, load_paths, turns)}
     for number, plan in plans:
-        path = order[0] if plan.info.spec.is_cpu else plan.load_path.main
-        merged[keys[number] if keys else None, path, plan.turn].setdefault(plan.slug, []).append((number, plan))
-    return [list(wave.values()) for wave in merged.values() if wave]
+        # the CPU has one default load path: its workers run beside the first one of the others
+        key = keys[number] if keys else None
+        path = load_paths[0] if plan.info.spec.is_cpu else plan.load_path.main
+        merged[key, path, plan.turn].setdefault(plan.slug, []).append((number, plan))
+    return [list(processes.values()) for processes in merged.values() if processes]
 
 
 def side_by_side(waves: Sequence[Sequence[T]], at_once: int | None) -> list[Sequence[T]]:
     """Split waves so that no more than `at_once` workers run side by side; the order stays."""
-    sizes = [(wave, at_once or max(1, len(wave))) for wave in waves]
-    return [wave[start : start + size] for wave, size in sizes for start in range(0, len(wave), size)]
+    split: list[Sequence[T]] = []
+    for wave in waves:
+        size = at_once or max(1, len(wave))
+        split += [wave[start : start + size] for start in range(0, len(wave), size)]
+    return split
 
 
 def in_lanes(queues: Sequence[Sequence[T]], lanes: int, *, of: Callable[[T], int]) -> list[list[T]]:
-    """Split the queues of a wave so that so many cases run side by side; `of` tells a case's number.
+    """Split the queues of a wave so that at most `lanes` cases run side by side; `of` tells a case's number.
 
     All workers of a case are in one lane, each of which takes its cases in their order: none waits for a case that a
     lane has not begun and never will.
     """
-    numbers = sorted({of(one) for queue in queues for one in queue})
-    lane = {number: place % lanes for place, number in enumerate(numbers)}
-    split = [[one for one in queue if lane[of(one)] == here] for here in range(lanes) for queue in queues]
-    return [queue for queue in split if queue]
+    numbers = sorted({of(turn) for turn in itertools.chain.from_iterable(queues)})
+    lane_of_case = {number: place % lanes for place, number in enumerate(numbers)}
+    split: list[list[T]] = []
+    for lane in range(lanes):
+        for queue in queues:
+            turns = [turn for turn in queue if lane_of_case[of(turn)] == lane]
+            if turns:
+                split.append(turns)
+    return split
 
 
 def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = ()) -> tuple[LoadPath, ...]:
@@ -145,32 +197,38 @@ def default_load_paths(devices: Sequence[DeviceInfo], *, sides: Sequence[str] = 
 
     A worker that sees only its own device cannot hit a broken copy between devices; one accelerator has no such copy.
     """
-    several = has_several(devices) and not why_not_shared(devices)
-    mains = (LoadPath.ISOLATED, LoadPath.SHARED) if several else (LoadPath.ISOLATED,)
+    mains = [LoadPath.ISOLATED]
+    if has_several(devices) and not why_not_shared(devices):
+        mains.append(LoadPath.SHARED)
     return tuple(path for path in LoadPath if path.main in mains and (path.is_main or path.side in sides))
 
 
 def has_several(devices: Sequence[DeviceInfo]) -> bool:
     """Return whether there is more than one accelerator, whatever its variants."""
-    return len({(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}) > 1
+    cards = {(info.spec.type, info.spec.index) for info in devices if not info.spec.is_cpu}
+    return len(cards) > 1
 
 
 def why_not_shared(devices: Sequence[DeviceInfo]) -> str:
     """Return why no process can see all of several devices; empty where one can."""
-    found = [info for info in devices if info.alone] if has_several(devices) else []
-    return f"{found[0].spec.name}, {found[0].alone}" if found else ""
+    if not has_several(devices):
+        return ""
+    unshared = next((info for info in devices if info.alone), None)
+    return f"{unshared.spec.name}, {unshared.alone}" if unshared else ""
 
 
 def _turns(devices: Sequence[DeviceInfo]) -> dict[str, int]:
-    """Return how many variants of its card come before each device; those of the CPU run side by side."""
+    """Return by device how many variants of the same card come before it; variants of the CPU run side by side."""
     before: Counter[str] = Counter()
-    found = {}
+    turns = {}
     for info in devices:
-        # partitions of one AMD card may share its UUID, and not the function of its PCI address
-        card = f"{info.uuid} {info.pci_bus_id}" if info.uuid else f"{info.spec.type}:{info.spec.index}"
-        found[info.spec.name] = 0 if info.spec.is_cpu else before[card]
+        card = f"{info.spec.type}:{info.spec.index}"
+        if info.uuid:
+            # partitions of one AMD card may share its UUID, and not the function of its PCI address
+            card = f"{info.uuid} {info.pci_bus_id}"
+        turns[info.spec.name] = 0 if info.spec.is_cpu else before[card]
         before[card] += 1
-    return found
+    return turns
 
 
 def _on_cpu(sides: Sequence[LoadPath], *, chosen: bool) -> tuple[LoadPath, ...]:

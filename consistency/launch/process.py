@@ -1,4 +1,4 @@
-"""One worker's process, seen from outside: start it with its cases, follow them, end it."""
+"""One worker's process, seen from outside: started with its cases, followed, and ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DUMP_GRACE_S = 5.0  # faulthandler writes its stacks in milliseconds, unless the
 
 @dataclass(slots=True, kw_only=True)
 class WorkerProcess:
-    """A worker's process."""
+    """A worker's process, with the cases that it takes."""
 
     assignments: deque[Assignment]
     """Cases that have not ended, in the order in which it takes them."""
@@ -33,10 +33,11 @@ class WorkerProcess:
     over: bool = False
     """Whether the process has ended."""
     _ended_any: bool = False
+    """Whether any of its cases has ended."""
 
     @classmethod
     def start(cls, assignments: Iterable[Assignment], *, threads: int | None, importers: Importers) -> WorkerProcess:
-        """Start a process for cases of one device and load path."""
+        """Start a process for assignments that have the same device and load path; it takes them in their order."""
         queue = deque(assignments)
         first = queue[0]
         folder = first.folder
@@ -44,7 +45,7 @@ class WorkerProcess:
         importer = importers.one_for(first.plan.info.spec, environment)
         jobs = folder / JOBS
         parent = None if importer is None else importer.pid
-        write_json(jobs, [one.job(threads=threads, parent_pid=parent) for one in queue])
+        write_json(jobs, [assignment.job(threads=threads, parent_pid=parent) for assignment in queue])
         process: subprocess.Popen[bytes] | ForkedProcess
         try:
             log = (folder / "log.txt").open("wb")
@@ -54,6 +55,7 @@ class WorkerProcess:
         except OSError as error:
             raise cannot_write(folder, error) from None
         with log:
+            # a worker that is forked has imported the libraries already
             if importer is not None:
                 process = importer.fork(jobs, log, environment)
             else:
@@ -71,33 +73,46 @@ class WorkerProcess:
     def ended(self, limits: Limits, watch: Watcher) -> Iterator[tuple[Assignment, Ended]]:
         """Pass on new events, and yield each case that has ended; kill a process that takes too long.
 
-        Where the process ends before its last case, `over` is set and `assignments` has the cases that are left.
+        Where the process ends before its last case, `over` is set and `assignments` has the remaining cases: a new
+        process takes them.
         """
         while self.assignments and not self.over:
-            one = self.assignments[0]
+            assignment = self.assignments[0]
             status = self.process.poll()  # before the events are read: none can follow
-            for event in one.events():
-                watch(one.plan.label, event)
-            found = one.by_itself() if len(self.assignments) > 1 else None
-            if self._will_not_start(one, limits):
+            for event in assignment.events():
+                watch(assignment.plan.label, event)
+            ended = None
+            if len(self.assignments) > 1:  # the last case has ended when the process has
+                ended = assignment.ended_without_exit()
+            if self._will_not_start(assignment, limits):
                 self.over = True
-                break  # a new process takes all its cases, and says what is wrong with it
-            if found is None and status is not None:
-                self.over = True
-                if self._ended_any and not one.began:
-                    break  # it ended between two cases: a new process takes this one
-                found = one.after_exit(status)
-            elif found is None and (limit := one.over_limit(limits)) is not None:
-                self._end_with_stack(one)
-                self.over = True
-                found = one.lost(f"{limit} and was killed")
-            if found is None:
-                return
+                return  # the new process says what is wrong with the first case
+            if ended is None:
+                ended = self._ended_with_process(assignment, status, limits)
+            if ended is None:
+                return  # it goes on, or the process has ended between two cases
             self.assignments.popleft()
             self._ended_any = True
             if self.assignments:
                 self.assignments[0].begin()
-            yield one, found
+            yield assignment, ended
+
+    def _ended_with_process(self, assignment: Assignment, status: int | None, limits: Limits) -> Ended | None:
+        """Return how a case ended together with the process; kill one that exceeds a limit.
+
+        None where the process goes on, and where it ended before it began the case, though not its first one.
+        """
+        if status is not None:
+            self.over = True
+            if self._ended_any and not assignment.began:
+                return None
+            return assignment.after_exit(status)
+        limit = assignment.over_limit(limits)
+        if limit is None:
+            return None
+        self._end_with_stack(assignment)
+        self.over = True
+        return assignment.lost(f"{limit} and was killed")
 
     def close(self) -> None:
         """Kill the worker and every process that it has started, unless it has ended."""
@@ -109,11 +124,11 @@ class WorkerProcess:
             with suppress(OSError):
                 self.process.stdin.close()
 
-    def _will_not_start(self, one: Assignment, limits: Limits) -> bool:
-        """Return whether it was to be forked, and never will be or has taken too long to start."""
+    def _will_not_start(self, assignment: Assignment, limits: Limits) -> bool:
+        """Return whether the process was to be forked, and never will be or has taken too long to start."""
         if not isinstance(self.process, ForkedProcess) or self.process.pid is not None:
             return False
-        if self.process.returncode is None and one.over_limit(limits) is None:
+        if self.process.returncode is None and assignment.over_limit(limits) is None:
             return False
         self.process.give_up()
         return True
@@ -125,12 +140,12 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def _end_with_stack(self, one: Assignment) -> None:
+    def _end_with_stack(self, assignment: Assignment) -> None:
         """End the worker and every process that it has started; first it writes where it is, unless it has done so.
 
         Its handler ends it when the stack is written, so that one that was stopped does not go on from there.
         """
-        if hasattr(signal, "SIGUSR1") and self.process.pid is not None and not one.stack():
+        if hasattr(signal, "SIGUSR1") and self.process.pid is not None and not assignment.stack():
             _to_main_thread(self.process.pid, signal.SIGUSR1)
             with suppress(ProcessLookupError, PermissionError):
                 self.process.send_signal(signal.SIGCONT)
@@ -140,11 +155,12 @@ class WorkerProcess:
         self.close()
 
 
-def environment_of(one: Assignment, *, threads: int | None) -> dict[str, str]:
+def environment_of(assignment: Assignment, *, threads: int | None) -> dict[str, str]:
     """Return the environment of the process that takes an assignment first."""
-    change = one.plan.change or Change()
+    plan = assignment.plan
+    change = plan.change or Change()
     return worker_environment(
-        one.plan.info, one.plan.load_path, threads=threads, pinned=one.case.is_pinned, change=change.environment
+        plan.info, plan.load_path, threads=threads, pinned=assignment.case.is_pinned, change=change.environment
     )
 
 

@@ -1,1 +1,1 @@
-"""What a user asks for as a whole: run, drill, doctor, bisect, reproduce."""
+"""Workflows that a user asks for as a whole, composed of other packages: run, suite, compare, doctor."""

@@ -80,13 +80,14 @@ def run(
         The input cannot be used, or the capture cannot be written. A mismatch is never raised.
     """
     where = {"devices": devices, "timeout": timeout_s, "stall": stall_s, "threads": threads}
-    given = {**options, **{name: value for name, value in where.items() if value is not None}}
+    named_options = dict(options)
+    named_options |= {name: value for name, value in where.items() if value is not None}
     if isinstance(case, Case):
         if options:
             raise TypeError(f"a complete case takes no further options: {', '.join(sorted(options))}")
-        plan = pipeline.plan_of(case, make_options(given))
+        plan = pipeline.plan_of(case, make_options(named_options))
     else:
-        plan = pipeline.prepare(make_options(given, case or Options()))
+        plan = pipeline.prepare(make_options(named_options, case or Options()))
     target = None if out is None else Path(out)
     return pipeline.run(
         plan,
@@ -139,12 +140,14 @@ def run_suite(
     ConsistencyError
         A capture cannot be written. A case whose input cannot be used is a result, never raised.
     """
-    found = gather_suite(None if config is None else Path(config), as_text(options), Edge.TOML)
-    if found is None:
+    file = None if config is None else Path(config)
+    suite_options = gather_suite(file, as_text(options), Edge.TOML)
+    if suite_options is None:
         raise UsageError("there is only one case", wanted="a file with [[case]], several adapters, or several dtypes")
+    target = None if out is None else Path(out)
     return suite.run_suite(
-        suite.prepare_suite(found.chosen(tuple(cases))),
-        None if out is None else Path(out),
+        suite.prepare_suite(suite_options.chosen(tuple(cases))),
+        target,
         watch=watch or (lambda *_: None),
         replace=replace,
         past=opened_past(history, baseline),
@@ -163,17 +166,21 @@ def compare(
 
     `groups` is a file that maps hosts to what the site groups them by; `history` and `baseline` are as for `run`.
     """
-    found = NO_GROUPS if groups is None else read_site_groups(Path(groups))
+    site_groups = NO_GROUPS if groups is None else read_site_groups(Path(groups))
+    sources: list[Capture | str] = []
+    for capture in captures:
+        source = capture if isinstance(capture, Capture) else as_text(capture)
+        sources.append(source)
     return comparing.compare_folders(
-        [one if isinstance(one, Capture) else as_text(one) for one in captures],
+        sources,
         None,
-        groups=found,
+        groups=site_groups,
         past=opened_past(history, baseline),
     )
 
 
 def load_report(path: AnyPath) -> Report:
-    """Read the report that a run left: `report.json`, its folder, or a folder of dated runs, of which the latest.
+    """Read the report of a run: `report.json`, its folder, or a folder of dated runs, whose latest run is read.
 
     Raises
     ------
@@ -194,4 +201,5 @@ def assert_consistent(report: Report | Comparison | SuiteResult) -> None:
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
     if report.verdict != "consistent":
-        raise AssertionError("\n".join(problems(report.comparison if isinstance(report, Report) else report)))
+        result = report.comparison if isinstance(report, Report) else report
+        raise AssertionError("\n".join(problems(result)))

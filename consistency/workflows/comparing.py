@@ -1,4 +1,4 @@
-"""Compare what was made apart: captures from hosts and days, folders of suites case by case, and weight files."""
+"""Comparisons of captures from several hosts or days, and of folders of suites, case by case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from consistency.report.summarize import summarize
 from consistency.text import one_line
 from consistency.workflows import report_folder
 from consistency.workflows.judging import compare_captures, read_captures
-from consistency.workflows.past import NO_PAST, Past, PastOfSuite, resolved
+from consistency.workflows.past import NO_PAST, Past, PastOfSuite, held_against, resolved
 from consistency.workflows.report_folder import output, write_reports
 from consistency.workflows.suite import slowest_s, suite_output, write_suite
 
@@ -44,17 +44,21 @@ def compare_folders(
 ) -> Comparison:
     """Compare captures that were made apart; write the report to `out`.
 
-    They are given read, or as folders, ZIP files or URLs of captures or of the `--out` folders of runs. `engines` are
-    outputs of inference engines, which are judged for the case of the first capture. The result is compared with, and
-    added to, a history.
+    The result is compared with, and added to, a history.
+
+    Parameters
+    ----------
+    given : sequence of Capture, str or Path
+        The captures, read, or as folders, ZIP files or URLs of captures or of the `--out` folders of runs.
+    engines : sequence of EngineFile
+        Outputs of inference engines, which are judged for the case of the first capture.
     """
     started = time.monotonic()
-    folders = [one.folder if isinstance(one, Capture) else Path(one) for one in given if _is_local(one)]
-    with output(out, replace=replace, reads=folders), scratch_folder("compare") as scratch:
+    with output(out, replace=replace, reads=_local_folders(given)), scratch_folder("compare") as scratch:
         captures, unread = read_captures(given, scratch)
         if engines:
-            captures.append(_engines(captures[0], engines, scratch, watch))
-        comparison = _compared(captures, unread, given, groups)
+            captures.append(_capture_engines(captures[0], engines, scratch, watch))
+        comparison = _compare(captures, unread, given, groups)
         comparison = past.judged(captures, comparison, out)
         comparison = with_provenance(comparison, time.monotonic() - started)
         return write_reports(comparison, out)
@@ -63,52 +67,65 @@ def compare_folders(
 def compare_read(folders: Sequence[Path], groups: SiteGroups = NO_GROUPS) -> tuple[list[Capture], Comparison]:
     """Compare captures in folders of this host, and write nothing; return them with their comparison."""
     captures, unread = read_captures(folders)
-    return captures, _compared(captures, unread, folders, groups)
+    return captures, _compare(captures, unread, folders, groups)
 
 
-def _compared(
+def _compare(
     captures: Sequence[Capture],
     unread: Sequence[str],
-    given: Sequence[Capture | str | Path],
+    sources: Sequence[Capture | str | Path],
     groups: SiteGroups,
 ) -> Comparison:
+    """Compare captures; the comparison names the places of their sources."""
     comparison = compare_captures(captures, unread=unread, groups=groups)
-    return msgspec.structs.replace(comparison, captures=tuple(map(_place, given)))
+    return msgspec.structs.replace(comparison, captures=tuple(map(_source_name, sources)))
 
 
-def _engines(first: Capture, files: Sequence[EngineFile], scratch: Path, watch: Watcher) -> Capture:
+def _capture_engines(first: Capture, files: Sequence[EngineFile], scratch: Path, watch: Watcher) -> Capture:
     """Return a capture of the outputs of inference engines, judged for the case of another capture.
 
     Raises
     ------
     UsageError
-        Nothing here judges them.
+        No plug-in judges them.
     """
-    for _, judged in plugins.offered("engine_captures"):
-        found: Capture = judged(first, files, scratch / "engines", watch)
-        return found
+    for _, capture_outputs in plugins.offered("engine_captures"):  # the first plug-in that judges them
+        capture: Capture = capture_outputs(first, files, scratch / "engines", watch)
+        return capture
     extra = plugins.absent("options").get("engine_outputs", "")
     raise UsageError(plugins.not_installed("--engine-outputs", extra), hint=plugins.INSTALL)
 
 
-def _place(one: Capture | str | Path) -> str:
-    if isinstance(one, Capture):
-        return str(one.folder)
-    return str(one) if is_remote(str(one)) else str(Path(one).resolve())
+def _source_name(source: Capture | str | Path) -> str:
+    """Return the folder or URL of a source of a capture, as a comparison names it."""
+    if isinstance(source, Capture):
+        return str(source.folder)
+    if is_remote(str(source)):
+        return str(source)
+    return str(Path(source).resolve())
 
 
-def _is_local(one: Capture | str | Path) -> bool:
-    return isinstance(one, Capture) or not travels(str(one))
+def _local_folders(sources: Sequence[Capture | str | Path]) -> list[Path]:
+    """Return the folders of captures on this host, without archives and URLs."""
+    folders = []
+    for source in sources:
+        if isinstance(source, Capture):
+            folders.append(source.folder)
+        elif not travels(str(source)):
+            folders.append(Path(source))
+    return folders
 
 
 class _ListedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """What is needed of a case in `suite.json`, which also lists cases that have no capture."""
+    """A case in `suite.json`, which also lists cases that have no capture; its other fields are not read."""
 
     name: str
     error: str | None = None
 
 
-class _Listed(msgspec.Struct, frozen=True, kw_only=True):
+class _SuiteFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of `suite.json` that is read here."""
+
     cases: tuple[_ListedCase, ...]
 
 
@@ -120,8 +137,8 @@ def are_suites(given: Sequence[str | Path]) -> bool:
     UsageError
         Both are given.
     """
-    suites = [one for one in given if _is_suite(one)]
-    singles = [str(one) for one in given if not _is_suite(one)]
+    suites = [path for path in given if _is_suite(path)]
+    singles = [str(path) for path in given if not _is_suite(path)]
     if suites and singles:
         raise UsageError(
             "a suite cannot be compared with a single capture",
@@ -146,12 +163,13 @@ def compare_suites(
     lack is compared without them, and that is among what was not checked. A history gets one entry for all cases.
     """
     started = time.monotonic()
-    folders = [Path(one) for one in given]
-    cases = _cases(folders)
+    folders = [Path(path) for path in given]
+    cases = _case_names(folders)
     entry = past.suite_entry()
     with suite_output(out, replace=replace, reads=folders) as target:
-        keep = None if out is None else target
-        results = [_compare_case(at, name, folders, keep, past, groups, entry) for at, name in cases.items()]
+        # without --out, no report is written into the scratch folder
+        kept = None if out is None else target
+        results = [_compare_case(place, name, folders, kept, past, groups, entry) for place, name in cases.items()]
         suite = SuiteResult(
             host=origin.host(),
             command=origin.command(),
@@ -174,67 +192,83 @@ def _compare_case(
     groups: SiteGroups,
     entry: PastOfSuite | None,
 ) -> CaseResult:
-    """Compare one case, and write its report; `place` is its folder in that of each suite."""
-    having = [folder for folder in folders if holds_capture(folder / place)]
-    lacking = [str(folder) for folder in folders if folder not in having]
+    """Compare one case, and write its report.
+
+    Parameters
+    ----------
+    place : str
+        Folder of the case, relative to that of each suite.
+    name : str or None
+        Name of the case; None where no suite lists it, so that its capture has to tell.
+    target : Path or None
+        Folder of the suite's report; None writes none.
+    entry : PastOfSuite or None
+        The entry of a history to which the case is added.
+    """
+    with_capture = [folder for folder in folders if holds_capture(folder / place)]
+    without_capture = [str(folder) for folder in folders if folder not in with_capture]
     try:
-        if len(having) < min(2, len(folders)):
-            raise _not_comparable(place, having, folders)
-        captures, comparison = compare_read([folder / place for folder in having], groups)
+        if len(with_capture) < min(2, len(folders)):
+            raise _not_comparable(place, with_capture, folders)
+        captures, comparison = compare_read([folder / place for folder in with_capture], groups)
     except ConsistencyError as error:
         return CaseResult.of_error(name or Path(place).name, place, error)
+    # where no suite lists the case, its capture knows the name
     name = name or comparison.case
-    comparison = past.accepted(comparison) if entry is None else entry.add(name, captures, comparison)
-    if lacking:
-        text = f"case {name} in {some(lacking)}, without a capture of it"
-        comparison = msgspec.structs.replace(comparison, not_checked=(*comparison.not_checked, text))
+    comparison = held_against(past, entry, name, captures, comparison)
+    if without_capture:
+        unchecked = f"case {name} in {some(without_capture)}, without a capture of it"
+        comparison = msgspec.structs.replace(comparison, not_checked=(*comparison.not_checked, unchecked))
     if target is not None:
         (target / place).mkdir(parents=True, exist_ok=True)
         comparison = report_folder.write_reports(with_provenance(comparison), target / place)
     return summarize(name, place, comparison, slowest_s(comparison))
 
 
-def _not_comparable(place: str, having: Sequence[Path], folders: Sequence[Path]) -> CaptureError:
-    """Return why a case is not compared, with what its suites say of it."""
-    known = {folder: _listed(folder).get(place) for folder in folders if folder not in having}
-    texts = [f"{folder}: {_reason(case)}" for folder, case in known.items()]
-    if not having:
-        return CaptureError("no folder has a capture of this case", where=place, got="; ".join(texts))
+def _not_comparable(place: str, with_capture: Sequence[Path], folders: Sequence[Path]) -> CaptureError:
+    """Return the error of a case that is not compared, with the reasons that its suites list."""
+    listed = {folder: _listed_cases(folder).get(place) for folder in folders if folder not in with_capture}
+    reasons = [f"{folder}: {_why_no_capture(case)}" for folder, case in listed.items()]
+    if not with_capture:
+        return CaptureError("no folder has a capture of this case", where=place, got="; ".join(reasons))
     return CaptureError(
-        f"only {having[0]} has a capture of this case",
+        f"only {with_capture[0]} has a capture of this case",
         where=place,
-        got="; ".join(texts),
+        got="; ".join(reasons),
         wanted="a capture of it in two folders",
     )
 
 
-def _reason(case: _ListedCase | None) -> str:
+def _why_no_capture(case: _ListedCase | None) -> str:
     if case is None:
         return "no such case"
-    return "no capture" if case.error is None else one_line(case.error.partition("\n")[0])
+    if case.error is None:
+        return "no capture"
+    return one_line(case.error.partition("\n")[0])
 
 
-def _cases(folders: Sequence[Path]) -> dict[str, str | None]:
-    """Return the cases of all suites, by their folder in that of each suite: those of the first one in its order.
+def _case_names(folders: Sequence[Path]) -> dict[str, str | None]:
+    """Return the names of the cases of all suites, by their folders relative to the suite.
 
-    A case has its name where a suite lists it; otherwise its capture knows the name.
+    Cases of the first suite come first, in its order. A name is None where no suite lists the case: its capture knows
+    the name.
     """
-    found: dict[str, str | None] = {}
+    names: dict[str, str | None] = {}
     for folder in folders:
-        found |= {place: found.get(place) or case.name for place, case in _listed(folder).items()}
-        for home in sorted((folder / CASES).glob("*")):
-            if holds_capture(home):
-                found.setdefault(f"{CASES}/{home.name}", None)
-    return found
+        names |= {place: names.get(place) or case.name for place, case in _listed_cases(folder).items()}
+        for case_folder in sorted((folder / CASES).glob("*")):
+            if holds_capture(case_folder):
+                names.setdefault(f"{CASES}/{case_folder.name}", None)
+    return names
 
 
-def _listed(folder: Path) -> dict[str, _ListedCase]:
+def _listed_cases(folder: Path) -> dict[str, _ListedCase]:
     """Return the cases that a suite lists, by folder; a file from elsewhere must not name any other path."""
     path = folder / SUITE
     try:
-        cases = msgspec.json.decode(read_regular(path, folder), type=_Listed).cases
+        cases = msgspec.json.decode(read_regular(path, folder), type=_SuiteFile).cases
     except FileNotFoundError:
-        return {}  # of captures alone
+        return {}  # a folder of captures alone has no such file
     except OSError as error:
         raise CaptureError("cannot read", where=path, got=error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -242,8 +276,11 @@ def _listed(folder: Path) -> dict[str, _ListedCase]:
     return {f"{CASES}/{folder_name(case.name)}": case for case in cases}
 
 
-def _is_suite(one: str | Path) -> bool:
-    if isinstance(one, str) and travels(one):
-        return False  # a suite has no such form
-    folder = Path(one)
-    return not holds_capture(folder) and ((folder / CASES).is_dir() or (folder / SUITE).exists())
+def _is_suite(path: str | Path) -> bool:
+    """Return whether a path is the folder of a suite."""
+    if isinstance(path, str) and travels(path):
+        return False  # a suite is no archive, and at no URL
+    folder = Path(path)
+    if holds_capture(folder):
+        return False
+    return (folder / CASES).is_dir() or (folder / SUITE).exists()

@@ -1,4 +1,4 @@
-"""The environment of this host for an issue, in the words of a report's, without a run.
+"""The environment of this host for an issue, in the words of a report, without a run.
 
 Versions come from the process itself, devices from `consistency.devices.discovery`: no device is opened here. Of the
 variables of the environment only those are read that a capture records. Paths, ids, and the names of host and user are
@@ -43,7 +43,7 @@ class HostDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """What an issue has to state of a host."""
+    """The facts of a host that an issue has to state."""
 
     consistency: str  # version of this tool
     environment: dict[str, Any]  # as a worker on the CPU records it: versions, threads, kernels in force, variables
@@ -53,13 +53,15 @@ class HostEnvironment(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_host_environment() -> HostEnvironment:
     """Read the environment of this host; where torch cannot be imported, the installed versions and the reason."""
-    found, none = discover(), auto_choice()
-    reason = f"torch is built for {PLATFORMS[none.build].name} and finds no device: {none.reason}" if none.build else ""
+    devices, choice = discover(), auto_choice()
+    no_devices = ""
+    if choice.build:
+        no_devices = f"torch is built for {PLATFORMS[choice.build].name} and finds no device: {choice.reason}"
     stated = HostEnvironment(
         consistency=__version__,
         environment=_environment(),
-        devices=tuple(_device(info) for info in found),
-        no_devices=reason,
+        devices=tuple(_device(info) for info in devices),
+        no_devices=no_devices,
     )
     redacted = redaction_of({}).value(msgspec.to_builtins(stated))
     return msgspec.convert(redacted, HostEnvironment)
@@ -67,10 +69,12 @@ def read_host_environment() -> HostEnvironment:
 
 def as_markdown(stated: HostEnvironment) -> str:
     """Return a block for an issue, folded; its lines are those of the environment in report.md, and further ones."""
-    return "".join(f"{line}\n" for line in folded("Environment", list(_texts(stated)), "")).lstrip("\n")
+    lines = folded("Environment", list(_lines(stated)), "")
+    return "".join(f"{line}\n" for line in lines).lstrip("\n")
 
 
 def _environment() -> dict[str, Any]:
+    """Return the environment as a worker on the CPU records it; versions alone where torch cannot be imported."""
     try:
         from consistency.worker.environment import describe_host
 
@@ -80,7 +84,7 @@ def _environment() -> dict[str, Any]:
             "python": platform.python_version(),
             "platform": platform.platform(),
             **{name: _version(name) for name in _LIBRARIES},
-            "variables": {name: os.environ[name] for name in sorted(recorded_variables()) if name in os.environ},
+            "variables": {name: os.environ[name] for name in sorted(recorded_variables() & os.environ.keys())},
             "torch_error": first_line(error),
         }
 
@@ -98,24 +102,28 @@ def _device(info: DeviceInfo) -> HostDevice:
     return HostDevice(name=info.spec.name, unusable=why_unusable(info), **fields)
 
 
-def _texts(stated: HostEnvironment) -> Iterator[str]:
+def _lines(stated: HostEnvironment) -> Iterator[str]:
+    """Yield the facts of a host, one per line."""
     yield f"consistency version: {stated.consistency}"
     workers = [
         WorkerSummary(
-            name=one.name,
-            architecture=one.architecture,
-            model=one.model,
-            driver=one.driver,
-            simulated=one.simulated,
+            name=device.name,
+            architecture=device.architecture,
+            model=device.model,
+            driver=device.driver,
+            simulated=device.simulated,
             load_path="",
             status="ok",
             environment=stated.environment,
         )
-        for one in stated.devices
+        for device in stated.devices
     ]
     yield from environment_texts(workers)
-    yield from (f"{one.name} cannot be used: {one.unusable}" for one in stated.devices if one.unusable)
-    yield from filter(None, [stated.no_devices])
+    for device in stated.devices:
+        if device.unusable:
+            yield f"{device.name} cannot be used: {device.unusable}"
+    if stated.no_devices:
+        yield stated.no_devices
     facts = stated.environment
     if "torch_error" in facts:
         yield f"torch cannot be imported: {facts['torch_error']}"

@@ -1,7 +1,8 @@
-"""Captures that were made: read and compared."""
+"""Captures that exist, read and compared."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from consistency.comparison.result import Comparison
 from consistency.comparison.site_groups import NO_GROUPS, SiteGroups
 from consistency.errors import CaptureError, UsageError
 
-_MOST_DAMAGE = 6  # one line of an error is no place for a thousand workers
+_MOST_DAMAGE = 6
+"""Damaged files that an error names: one line is no place for a thousand workers."""
 
 
 def read_captures(
@@ -28,7 +30,7 @@ def read_captures(
     Parameters
     ----------
     scratch : Path or None
-        Where those that are no folders are unpacked, as long as the captures are used; None if all are folders.
+        Folder in which archives are unpacked, as long as the captures are used; None if all sources are folders.
 
     Raises
     ------
@@ -36,39 +38,53 @@ def read_captures(
         A folder is missing or is no capture, or no capture can be read.
     """
     pool = RecordPool()
-    found: list[Capture] = []
+    captures: list[Capture] = []
     errors: list[CaptureError] = []
     unread: list[str] = []
-    for one in sources:
+    for source in sources:
         try:
-            if isinstance(one, Capture):
-                found.append(one)
-            else:
-                found.append(read_capture(Path(one), pool) if scratch is None else read_sent(str(one), scratch, pool))
-        except NoCaptureError:
+            captures.append(_read_source(source, scratch, pool))
+        except NoCaptureError:  # a mistake in the command, and no damage
             raise
         except CaptureError as error:
             errors.append(error)
-            unread.append(f"{capture_name(Path(str(one))).removesuffix(ARCHIVE)}: left out: {brief(error)}")
-    if errors and not found:
+            unread.append(f"{capture_name(Path(str(source))).removesuffix(ARCHIVE)}: left out: {brief(error)}")
+    if errors and not captures:
         raise errors[0]
-    return found, unread
+    return captures, unread
+
+
+def _read_source(source: Capture | str | Path, scratch: Path | None, pool: RecordPool) -> Capture:
+    if isinstance(source, Capture):
+        return source
+    if scratch is None:
+        return read_capture(Path(source), pool)
+    return read_sent(str(source), scratch, pool)
 
 
 def compare_captures(
     captures: Sequence[Capture], *, unread: Sequence[str] = (), groups: SiteGroups = NO_GROUPS
 ) -> Comparison:
-    """Compare captures; `unread` has one sentence for each of them that cannot be read.
+    """Compare captures.
+
+    Parameters
+    ----------
+    unread : sequence of str
+        One sentence for each capture that cannot be read.
+    groups : SiteGroups
+        What hosts are grouped by at the user's site.
 
     Raises
     ------
     UsageError
         No tensor was checked, and no worker was lost: the options select nothing.
+    CaptureError
+        The same, because no worker of the captures can be read.
     """
     comparison = compare(captures, unread=unread, groups=groups)
-    if not comparison.tensors and all(worker.status == "ok" for worker in comparison.workers):
-        damage = [text for capture in captures for text in capture.damage]
-        if damage:
-            raise CaptureError("no worker of the capture can be read", got="; ".join(damage[:_MOST_DAMAGE]))
-        raise UsageError("no tensor was checked: the options select none", where="--stages or --only")
-    return comparison
+    if comparison.tensors or any(worker.status != "ok" for worker in comparison.workers):
+        return comparison
+    damage = list(itertools.chain.from_iterable(capture.damage for capture in captures))
+    if damage:
+        raise CaptureError("no worker of the capture can be read", got="; ".join(damage[:_MOST_DAMAGE]))
+    raise UsageError("no tensor was checked: the options select none", where="--stages or --only")

@@ -1,4 +1,4 @@
-"""The one place that composes the steps: case and devices -> capture -> compare -> files of a report."""
+"""The steps of a run, composed here alone: case and devices -> capture -> compare -> files of a report."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ class Plan:
     case: Case
     devices: tuple[DeviceInfo, ...]
     limits: Limits
-    # fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself
     faults: Mapping[str, str] = field(default_factory=dict)
-    engine: str = LOCAL  # what runs the workers, of `consistency.launch.engine`
-    # by worker its stages, with their shares of its time
+    """Fault to plant (of `consistency.worker.faults`) by name of the device, to test the tool itself."""
+    engine: str = LOCAL
+    """Name of the engine that runs the workers: see `consistency.launch.engine`."""
     stages: Mapping[str, Sequence[tuple[str, float]]] = field(default_factory=dict)
+    """Stages by the name of the worker, with the part of the worker's time that they take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +61,9 @@ class Report:
     Attributes
     ----------
     folder : Path or None
-        Holds the files of the report and `captures/`; None where nothing was kept.
+        Folder with the files of the report and `captures/`; None where nothing was kept.
     elapsed_s : float
-        0 in a report of an earlier version, which does not tell.
+        Seconds that the run took; 0 in a report of an earlier version, which does not tell.
     """
 
     comparison: Comparison
@@ -70,7 +71,7 @@ class Report:
     elapsed_s: float
 
     def __repr__(self) -> str:
-        """Return what that of the comparison says."""
+        """Return the text of the comparison, with the name of this class."""
         return repr(self.comparison).replace("<Comparison", "<Report", 1)
 
     @property
@@ -97,8 +98,9 @@ def plan_of(case: Case, options: Options) -> Plan:
     Raises
     ------
     InputError
-        It does not fit the memory of this host, however it is cut.
+        The case does not fit the memory of this host, however it is cut.
     """
+    # an error names the option as the user has written it
     with options.source.naming():
         devices = select(options.devices)
         budget = budget_of(case, devices)
@@ -125,17 +127,18 @@ def capture(plan: Plan, target: Path, *, watch: Watcher, replace: bool = False) 
 
 
 def task_of(plan: Plan, target: Path) -> CaseTask:
-    """Return what an engine has to capture of a case."""
+    """Return the task of an engine for a case, whose captures go to `target`."""
     waves = plan_waves(plan.case, plan.devices)
     return CaseTask(case=plan.case, waves=waves, target=target, faults=plan.faults)
 
 
 def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False) -> Capture:
-    """Leave a capture in a folder, in one file (`….zip`), or at a URL; return what is in it."""
+    """Leave a capture in a folder, in one file (`….zip`), or at a URL; return the capture."""
     sent = travels(target)
     if not is_remote(target):
         refuse_among_weights(Path(target), *folders_of(plan.case))
     with ExitStack() as stack:
+        # now, and not only when the capture is made
         if sent and not replace:
             refuse_to_replace(target)
             if not is_remote(target):
@@ -144,12 +147,12 @@ def capture_to(plan: Plan, target: str, *, watch: Watcher, replace: bool = False
         scratch = stack.enter_context(scratch_folder("capture"))
         folder = Path(scratch, "capture") if sent else Path(target)
         capture(plan, folder, watch=watch, replace=replace)
-        found = read_capture(folder)
+        made = read_capture(folder)
         if sent:
             if not replace:
-                refuse_to_replace(target)  # hours have passed
+                refuse_to_replace(target)  # again: hours have passed
             deliver(folder, target)
-    return found
+    return made
 
 
 def run(
@@ -167,7 +170,7 @@ def run(
     out : Path or None
         Folder for the files of the report and `captures/`; None keeps nothing.
     replace : bool
-        Overwrite what an earlier run left in `out`.
+        Overwrite the results of an earlier run in `out`.
     past : Past
         Earlier runs to compare with and append to, and accepted findings.
     """
@@ -175,10 +178,11 @@ def run(
     if out is not None:
         refuse_among_weights(out, *folders_of(plan.case))
     with output(out, replace=replace) as folder, past.noted(plan.case.name, out):
-        left = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
+        captured = capture(plan, folder / CAPTURES, watch=watch, replace=replace)
+        # an earlier report says nothing of the new captures
         remove_reports(folder)
-        captures, unread = read_captures(left.captures)
-        comparison = compare_captures(captures, unread=[*left.lost, *unread])
+        captures, unread = read_captures(captured.captures)
+        comparison = compare_captures(captures, unread=[*captured.lost, *unread])
         comparison = past.judged(captures, comparison, out)
         elapsed_s = time.monotonic() - started
         comparison = with_provenance(comparison, elapsed_s)
@@ -187,7 +191,7 @@ def run(
 
 
 _STAGES = tuple(stage for stage in MODEL_LESS if SPECS[stage].levels)
-"""Those that some level runs: the others are for who asks for them."""
+"""Stages without a model that some level runs; all others are run only where they are asked for."""
 
 
 def doctor_plan(options: Options) -> Plan:

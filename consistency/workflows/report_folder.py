@@ -1,4 +1,4 @@
-"""The folder that a command writes: made, refused or removed as a whole; a report is written there, and read."""
+"""The folder that a command writes: made, refused or removed as a whole; the report in it, written and read."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ CAPTURES = "captures"
 
 
 def write_reports(comparison: Comparison, out: Path | None) -> Comparison:
-    """Write the files of a report to a folder; return the comparison with what cannot be written.
+    """Write the files of a report to a folder; return the comparison with the names of files that cannot be written.
 
-    The work of hours is not lost for want of room.
+    Such a file raises nothing: the work of hours is not lost for want of room.
     """
     if out is None:
         return comparison
@@ -45,19 +45,21 @@ def write_reports(comparison: Comparison, out: Path | None) -> Comparison:
 
 
 def write_all(out: Path, rows: Iterable[Format], found: Comparison | SuiteResult, view: View) -> list[str]:
-    """Write as many files as can be written; return a text for each of the others.
+    """Write a result in several formats; return a text for each file that cannot be written.
 
     All are written before the first appears, so that whoever reads them, or ends this process, finds files that agree.
     """
     unwritten: dict[str, str] = {}
     written: list[WholeFile] = []
     with ExitStack() as stack:
-        for row in rows:
+        for file_format in rows:
             try:
-                written.append(stack.enter_context(WholeFile(out / row.name)))
-                written[-1].write(row.render(found, view))
+                file = stack.enter_context(WholeFile(out / file_format.name))
+                written.append(file)
+                file.write(file_format.render(found, view))
             except CaptureError as error:
-                unwritten[row.name] = brief(error)
+                unwritten[file_format.name] = brief(error)
+        # all that can be written are complete: only now they appear
         complete = [file for file in written if file.path.name not in unwritten]
         for file in complete:
             try:
@@ -65,8 +67,8 @@ def write_all(out: Path, rows: Iterable[Format], found: Comparison | SuiteResult
             except CaptureError as error:
                 unwritten[file.path.name] = brief(error)
     if any(file.path.name not in unwritten for file in complete):
-        _remove(out, unwritten)  # those of an earlier run say something else
-    return [f"{name}: {text}" for name, text in unwritten.items()]
+        _remove(out, unwritten)  # files of an earlier run say something else than those that are new
+    return [f"{name}: {reason}" for name, reason in unwritten.items()]
 
 
 def remove_reports(out: Path, *, of_suite: bool = False) -> None:
@@ -76,7 +78,7 @@ def remove_reports(out: Path, *, of_suite: bool = False) -> None:
 
 def _remove(out: Path, names: Iterable[str]) -> None:
     for name in names:
-        with suppress(OSError):  # of a folder in the way, the writing says so
+        with suppress(OSError):  # a folder may have that name: writing the file says so
             (out / name).unlink()
 
 
@@ -89,58 +91,74 @@ def output(
     writes: Sequence[str] | None = None,
     keeps: Callable[[Path], bool] = lambda _: False,
 ) -> Iterator[Path]:
-    """Yield the folder to write into, claimed; one that was made here is removed where the work fails.
+    """Yield the folder to write into, claimed; a folder that was made here is removed where the work fails.
 
     Parameters
     ----------
+    out : Path or None
+        The folder; None yields a scratch folder, which is removed afterwards.
     reads : sequence of Path
-        Folders that are read, and so cannot be it.
+        Folders that are read, and so cannot be written.
     writes : sequence of str, optional
-        What will be in it, and must not be there yet unless `replace`; by default what a run writes.
+        Names of the files and folders that will be in it, and must not be there yet unless `replace`; by default those
+        that a run writes.
     keeps : callable
         Reports whether the folder of failed work holds something worth keeping.
+
+    Raises
+    ------
+    CaptureError
+        The folder cannot be made or claimed, is read, or has an earlier run's results.
     """
     if out is None:
         with scratch_folder("run") as scratch:
             yield scratch
         return
-    refuse_archive(out)
-    if out.exists() and not out.is_dir():
-        raise CaptureError("--out must be a folder", where=out, got="a file")
-    if out.resolve() in [folder.resolve() for folder in reads]:
-        raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
-    names = (*(row.name for row in formats(Chosen.OUT)), CAPTURES) if writes is None else writes
-    _refuse_earlier(out, names, replace=replace)
+    _refuse_unwritable(out, reads)
+    if writes is None:
+        writes = (*(row.name for row in formats(Chosen.OUT)), CAPTURES)
+    # before anything is made or claimed: a refusal leaves everything as it was
+    _refuse_earlier(out, writes, replace=replace)
     existed = out.exists()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CaptureError("cannot make the output folder", where=out, got=error) from None
     with claimed(out / CLAIM):
-        _refuse_earlier(out, names, replace=replace)  # of a run that ended since
+        _refuse_earlier(out, writes, replace=replace)  # another run may have ended since
         remove_leftovers(out)
         try:
             yield out
-        except BaseException:
+        except BaseException:  # Ctrl-C is one
             if not existed and not keeps(out):
                 with suppress(OSError):
                     shutil.rmtree(out)
             raise
 
 
+def _refuse_unwritable(out: Path, reads: Sequence[Path]) -> None:
+    """Raise an error where a path cannot be a folder for results: a file, an archive, or a folder that is read."""
+    refuse_archive(out)
+    if out.exists() and not out.is_dir():
+        raise CaptureError("--out must be a folder", where=out, got="a file")
+    if out.resolve() in [folder.resolve() for folder in reads]:
+        raise CaptureError("--out is one of the folders that are compared", where=out, hint="choose another folder")
+
+
 def refuse_among_weights(out: Path, *folders: str | Path) -> None:
-    """Raise UsageError where a folder for results is, or is inside, that of a base or an adapter."""
-    place = out.resolve()
+    """Raise UsageError where a folder for results is the folder of a base or an adapter, or inside it."""
+    target = out.resolve()
     for folder in folders:
-        if Path(folder).is_dir() and place.is_relative_to(Path(folder).resolve()):
+        if Path(folder).is_dir() and target.is_relative_to(Path(folder).resolve()):
             raise UsageError(
                 "--out is inside a folder of weights", where=out, got=folder, hint="choose a folder that is in none"
             )
 
 
 def folders_of(case: Case) -> list[str]:
-    """Return the base and the adapters of a case."""
-    return [one for one in (case.base, case.adapter, *(one.path for one in case.adapters)) if one]
+    """Return the folders of the base and the adapters of a case."""
+    folders = (case.base, case.adapter, *(adapter.path for adapter in case.adapters))
+    return [folder for folder in folders if folder]
 
 
 def refuse_archive(out: Path) -> None:
@@ -152,6 +170,7 @@ def refuse_archive(out: Path) -> None:
 
 
 def _refuse_earlier(out: Path, names: Sequence[str], *, replace: bool) -> None:
+    """Raise CaptureError where an earlier run has left one of these names, unless they are to be replaced."""
     present = [name for name in names if (out / name).exists()]
     if present and not replace:
         raise CaptureError(
@@ -162,7 +181,7 @@ def _refuse_earlier(out: Path, names: Sequence[str], *, replace: bool) -> None:
         )
 
 
-_MOST_FOLDERS = 8  # named where there is no report, but below
+_MOST_FOLDERS = 8  # folders that an error names, where the reports are further below
 
 
 D = TypeVar("D")
@@ -176,71 +195,89 @@ def read_comparison(path: Path) -> tuple[Comparison, Path]:
     UsageError
         There is no report, or its schema is not supported.
     """
-    content, file = _content(path)
+    content, file = _read_content(path)
     _check_schema(content, file)
-    return _tried(lambda: read(content), file), file.parent
+    return _try(lambda: read(content), file), file.parent
 
 
 def read_suite(path: Path) -> tuple[SuiteResult, Path] | None:
     """Return the suite of a folder, or of the folder of dated runs, and its folder; None where there is none."""
-    file = latest_run(path) / SUITE if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        file = latest_run(path) / SUITE
     if file.name != SUITE or (file.parent / REPORT).exists() or not file.exists():
         return None
-    return _decoded(_bytes(file, path), SuiteResult, file), file.parent
+    return _decode(_read_bytes(file, path), SuiteResult, file), file.parent
 
 
 def read_redacted(path: Path) -> tuple[Comparison, Redaction]:
-    """Read the comparison without what names people and machines, and return what took that out."""
-    content, file = _content(path)
+    """Read a report without the names of people and machines; return it with the redaction that took them out."""
+    content, file = _read_content(path)
     _check_schema(content, file)
-    table = _decoded(content, dict[str, Any], file)
-    found: list[Redaction] = []
+    table = _decode(content, dict[str, Any], file)
+    redactions: list[Redaction] = []
 
-    def redacted(plain: dict[str, Any]) -> dict[str, Any]:
-        found.append(redaction_of(plain))
-        changed: dict[str, Any] = found[0].value(plain)
+    def redact(plain: dict[str, Any]) -> dict[str, Any]:
+        redaction = redaction_of(plain)
+        redactions.append(redaction)
+        changed: dict[str, Any] = redaction.value(plain)
         return changed
 
-    table = _tried(lambda: with_names(table, redacted), file)
-    return _tried(lambda: read(encode_json(table)), file), found[0]
+    table = _try(lambda: with_names(table, redact), file)
+    return _try(lambda: read(encode_json(table)), file), redactions[0]
 
 
 def redaction_for(path: Path, texts: Iterable[str]) -> Redaction:
-    """Return what takes the names of people and machines out of a report, and of texts that were made of it."""
-    content, file = _content(path)
+    """Return the redaction that takes the names of people and machines out of a report and out of texts made of it."""
+    content, file = _read_content(path)
     _check_schema(content, file)
-    table = _decoded(content, dict[str, Any], file)
-    return redaction_of(_tried(lambda: named(table), file), more=texts)
+    table = _decode(content, dict[str, Any], file)
+    return redaction_of(_try(lambda: named(table), file), more=texts)
 
 
-def _content(path: Path) -> tuple[bytes, Path]:
+def _read_content(path: Path) -> tuple[bytes, Path]:
+    """Return the bytes of a report and its file: the archive, where the report is in one."""
     if path.is_file() and path.name.endswith(ARCHIVE):
         return read_member(path, REPORT), path
-    file = latest_run(path) / REPORT if path.is_dir() else path
+    file = path
+    if path.is_dir():
+        file = latest_run(path) / REPORT
     if file.exists():
-        return _bytes(file, path), file
-    hint = None
+        return _read_bytes(file, path), file
+    wanted = f"{REPORT}, or the --out folder of a run"
+    raise UsageError("no report here", where=path, wanted=wanted, hint=_hint_at_report(path, file))
+
+
+def _hint_at_report(path: Path, file: Path) -> str | None:
+    """Return a hint at the suite, reports or capture that a path has in the place of a report; None without these.
+
+    `file` is where the report should be.
+    """
     if (file.parent / SUITE).exists():
-        hint = f"this is a suite: give the folder of a case, {file.parent / CASES / 'NAME'}"
-    elif below := sorted(str(one.parent) for one in path.glob(f"*/{REPORT}")):
-        hint = f"there are reports in {some(below, _MOST_FOLDERS)}"
-    elif any((path / name).exists() for name in (MANIFEST, f"captures/{MANIFEST}")):
-        hint = f"this is a capture: consistency compare {shlex.quote(str(path))} makes its report"
-    raise UsageError("no report here", where=path, wanted=f"{REPORT}, or the --out folder of a run", hint=hint)
+        return f"this is a suite: give the folder of a case, {file.parent / CASES / 'NAME'}"
+    below = sorted(str(report.parent) for report in path.glob(f"*/{REPORT}"))
+    if below:
+        return f"there are reports in {some(below, _MOST_FOLDERS)}"
+    if any((path / name).exists() for name in (MANIFEST, f"captures/{MANIFEST}")):
+        return f"this is a capture: consistency compare {shlex.quote(str(path))} makes its report"
+    return None
 
 
-def _bytes(file: Path, given: Path) -> bytes:
+def _read_bytes(file: Path, path: Path) -> bytes:
+    """Read a file at a path that a user has named; one in a folder must not lead out of it."""
+    folder = path if path.is_dir() else None
     try:
-        return read_regular(file, given if given.is_dir() else None)
+        return read_regular(file, folder)
     except OSError as error:
         raise UsageError("cannot read the report", where=file, got=error) from None
 
 
-def _decoded(content: bytes, kind: type[D], file: Path) -> D:
-    return _tried(lambda: decode_json(content, kind), file)
+def _decode(content: bytes, kind: type[D], file: Path) -> D:
+    return _try(lambda: decode_json(content, kind), file)
 
 
-def _tried(attempt: Callable[[], D], file: Path) -> D:
+def _try(attempt: Callable[[], D], file: Path) -> D:
+    """Return what an attempt to decode returns; raise UsageError where the file is no report."""
     try:
         return attempt()
     except (msgspec.DecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -249,9 +286,9 @@ def _tried(attempt: Callable[[], D], file: Path) -> D:
 
 def _check_schema(content: bytes, file: Path) -> None:
     """Raise UsageError where a report has another schema."""
-    found = _decoded(content, _Schema, file).schema
-    if found != SCHEMA:
-        raise UsageError("unsupported report schema", where=file, got=found, wanted=SCHEMA)
+    schema = _decode(content, _Schema, file).schema
+    if schema != SCHEMA:
+        raise UsageError("unsupported report schema", where=file, got=schema, wanted=SCHEMA)
 
 
 class _Schema(msgspec.Struct, frozen=True):

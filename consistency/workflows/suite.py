@@ -30,26 +30,30 @@ from consistency.launch.engine import LOCAL, Captured, CaseTask, Limits, Task, W
 from consistency.report.formats import Chosen, View, formats
 from consistency.report.summarize import summarize
 from consistency.workflows import judging, pipeline, report_folder
-from consistency.workflows.past import NO_PAST, Past, PastOfSuite, resolved
+from consistency.workflows.past import NO_PAST, Past, PastOfSuite, held_against, resolved
 from consistency.workflows.planning import budgets_of, cases_at_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCase:
-    """One case: its plan, or why it cannot be checked; its folder is `below` that of the suite."""
+    """One case of a suite, planned."""
 
     options: Options
     plan: pipeline.Plan | None = None
+    """The plan of the case; None where it cannot be checked."""
     error: ConsistencyError | None = None
+    """Why the case cannot be checked."""
     below: str = CASES
+    """The folder of its own folder, relative to the suite's."""
 
     @property
     def name(self) -> str:
+        """The name of the case."""
         return str(self.options.name)
 
     @property
     def folder(self) -> str:
-        """Return where its report and captures are, relative to the suite's."""
+        """The folder of the case's report and captures, relative to the suite's."""
         return str(PurePosixPath(self.below, folder_name(self.name)))
 
     def with_faults(self, faults: Mapping[str, str]) -> PlannedCase:
@@ -61,7 +65,7 @@ class PlannedCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """Cases in the order of their report, and what they share."""
+    """The plan of a suite: cases in the order of their report, and the limits that they share."""
 
     name: str
     cases: tuple[PlannedCase, ...]
@@ -70,15 +74,16 @@ class SuitePlan:
 
     def with_faults(self, faults: Mapping[str, Mapping[str, str]]) -> SuitePlan:
         """Return this plan with faults to plant, by name of the case."""
-        cases = tuple(one.with_faults(faults.get(one.name, {})) for one in self.cases)
+        cases = tuple(case.with_faults(faults.get(case.name, {})) for case in self.cases)
         return dataclasses.replace(self, cases=cases)
 
     def check_place(self, out: Path | None) -> None:
-        """Raise UsageError where the folder for the results is inside that of a case's weights."""
-        if out is not None:
-            for one in self.cases:
-                if one.plan is not None:
-                    report_folder.refuse_among_weights(out, *report_folder.folders_of(one.plan.case))
+        """Raise UsageError where the folder for the results is inside a folder of a case's weights."""
+        if out is None:
+            return
+        for case in self.cases:
+            if case.plan is not None:
+                report_folder.refuse_among_weights(out, *report_folder.folders_of(case.plan.case))
 
 
 def prepare_suite(suite: SuiteOptions) -> SuitePlan:
@@ -89,17 +94,22 @@ def prepare_suite(suite: SuiteOptions) -> SuitePlan:
     UsageError
         The suite has no such device.
     """
+    # an error names the option as the user has written it
     with suite.shared.source.naming():
         devices = select(suite.shared.devices)
     budgets = budgets_of(suite, devices)
     cases: list[PlannedCase] = []
     for options in suite.cases:
-        found = budgets[str(options.name)]
-        error = found.refusal if isinstance(found, Budget) else found
-        error = error and options.source.reword(error)
-        plan = pipeline.plan_within(found, suite.shared, devices) if isinstance(found, Budget) and not error else None
+        budget = budgets[str(options.name)]
+        error = budget.refusal if isinstance(budget, Budget) else budget
+        if error is not None:
+            error = options.source.reword(error)
+        plan = None
+        if isinstance(budget, Budget) and error is None:
+            plan = pipeline.plan_within(budget, suite.shared, devices)
         cases.append(PlannedCase(options=options, plan=plan, error=error))
-    plans = [one.plan for one in cases if one.plan is not None]
+    plans = [case.plan for case in cases if case.plan is not None]
+    # the workers of all cases run in the same waves, so the case that needs most memory limits them
     fewest = min((plan.limits.at_once for plan in plans if plan.limits.at_once is not None), default=None)
     shared = suite.shared
     limits = Limits(
@@ -114,7 +124,7 @@ def prepare_suite(suite: SuiteOptions) -> SuitePlan:
 
 def expected(plan: SuitePlan) -> Mapping[str, Mapping[str, Sequence[tuple[str, float]]]]:
     """Return the stages of the workers by the name of the case, for a display of the progress."""
-    return {one.name: one.plan.stages for one in plan.cases if one.plan is not None}
+    return {case.name: case.plan.stages for case in plan.cases if case.plan is not None}
 
 
 def run_suite(
@@ -135,7 +145,7 @@ def run_suite(
     Parameters
     ----------
     each : callable
-        Called with the name of each case that was compared, and its comparison, of which nothing is kept afterwards.
+        Called with the name and the comparison of each case that was compared; the comparison is not kept afterwards.
     fail_fast : bool
         Leave the other cases unchecked as soon as one is not consistent.
     """
@@ -147,20 +157,21 @@ def run_suite(
         past.noted(plan.name, out),
         closing(captured(plan, folder, report_folder.CAPTURES, watch=watch)) as ended,
     ):
-        results = {one.name: _of_error(one, one.error) for one in plan.cases if one.error is not None}
-        for one, captures in ended:
-            results[one.name] = _finish(one, captures, folder, past, entry, each)
+        results = {case.name: _result_of_error(case, case.error) for case in plan.cases if case.error is not None}
+        for case, captures in ended:
+            results[case.name] = _finish(case, captures, folder, past, entry, each)
+            # nothing is to be kept, so the disk need not hold more than one case
             if out is None:
-                shutil.rmtree(folder / one.folder, ignore_errors=True)
-            if fail_fast and results[one.name].verdict != "consistent":
-                ended.close()
-                left = (other for other in plan.cases if other.name not in results)
-                results |= {other.name: _of_error(other, _left_out(one)) for other in left}
+                shutil.rmtree(folder / case.folder, ignore_errors=True)
+            if fail_fast and results[case.name].verdict != "consistent":
+                ended.close()  # ends the workers, which are at other cases
+                unchecked = [other for other in plan.cases if other.name not in results]
+                results |= {other.name: _result_of_error(other, _left_out(case)) for other in unchecked}
         suite = SuiteResult(
             host=origin.host(),
             command=origin.command(),
             name=plan.name,
-            cases=tuple(results[one.name] for one in plan.cases),
+            cases=tuple(results[case.name] for case in plan.cases),
             elapsed_s=time.monotonic() - started,
         )
         suite = write_suite(suite, out)
@@ -170,67 +181,82 @@ def run_suite(
 def capture_suite(
     plan: SuitePlan, out: Path, *, watch: Watcher, replace: bool = False, fail_fast: bool = False
 ) -> dict[str, tuple[WorkerCapture, ...] | ConsistencyError]:
-    """Leave a capture of every case at `cases/NAME` in a folder; return what its workers left, or why there is none.
+    """Leave a capture of every case at `cases/NAME` in a folder; return its workers by case, or why it has none.
 
-    With `fail_fast`, there is none of the cases after the first that lost a worker, or whose input cannot be used.
+    With `fail_fast`, there is no capture of the cases after the first that lost a worker, or whose input cannot be
+    used.
     """
-    found: dict[str, tuple[WorkerCapture, ...] | ConsistencyError]
-    found = {one.name: one.error for one in plan.cases if one.error is not None}
+    results: dict[str, tuple[WorkerCapture, ...] | ConsistencyError]
+    results = {case.name: case.error for case in plan.cases if case.error is not None}
     plan.check_place(out)
-    with suite_output(out, replace=replace) as folder, closing(captured(plan, folder, "", watch=watch)) as ended:
-        for one, captures in ended:
-            workers = [worker for path in captures.captures for worker in read_capture(path).workers]
-            found[one.name] = captures.error or tuple(workers)
-            if fail_fast and (captures.error or any(worker.info.status != "ok" for worker in workers)):
+    with (
+        suite_output(out, replace=replace) as folder,
+        closing(captured(plan, folder, "", watch=watch)) as ended,
+    ):
+        for case, captures in ended:
+            workers: list[WorkerCapture] = []
+            for path in captures.captures:
+                workers += read_capture(path).workers
+            results[case.name] = captures.error or tuple(workers)
+            has_failed = captures.error is not None or any(worker.info.status != "ok" for worker in workers)
+            if fail_fast and has_failed:
                 ended.close()
-                found = {other.name: _left_out(one) for other in plan.cases} | found
-    return {one.name: found[one.name] for one in plan.cases}
+                results = {other.name: _left_out(case) for other in plan.cases} | results
+    return {case.name: results[case.name] for case in plan.cases}
 
 
 def captured(
     plan: SuitePlan, folder: Path, below: str, *, watch: Watcher, replace: bool = False
 ) -> Generator[tuple[PlannedCase, Captured]]:
-    """Yield each case with its captures when the last of its workers has ended; `below` its folder are the captures."""
-    of: dict[Path, PlannedCase] = {}
+    """Yield each case with its captures when the last of its workers has ended.
+
+    Parameters
+    ----------
+    folder : Path
+        The folder of the suite.
+    below : str
+        Folder of the captures, relative to that of their case.
+    """
+    case_by_target: dict[Path, PlannedCase] = {}
     tasks: list[CaseTask] = []
-    for one in _in_turn(plan.cases):
-        assert one.plan is not None
-        task = pipeline.task_of(one.plan, folder / one.folder / below)
+    for case in _in_turn(plan.cases):
+        assert case.plan is not None
+        task = pipeline.task_of(case.plan, folder / case.folder / below)
         tasks.append(task)
-        of[task.target] = one
+        case_by_target[task.target] = case
     if not tasks:
         return
-    whole = Task(cases=tasks, limits=plan.limits)
-    with closing(engine(plan.engine).capture(whole, watch=watch, replace=replace)) as found:
-        for captures in found:
-            yield of[captures.task.target], captures
+    suite_task = Task(cases=tasks, limits=plan.limits)
+    with closing(engine(plan.engine).capture(suite_task, watch=watch, replace=replace)) as ended:
+        for captures in ended:
+            yield case_by_target[captures.task.target], captures
 
 
 def _finish(
-    one: PlannedCase,
+    case: PlannedCase,
     captured: Captured,
     folder: Path,
     past: Past,
     entry: PastOfSuite | None,
     each: Callable[[str, Comparison], None],
 ) -> CaseResult:
-    """Compare a case, write its report, and return what is kept of it."""
+    """Compare a case, write its report, and return its summary."""
     if captured.error is not None:
-        return _of_error(one, captured.error)
+        return _result_of_error(case, captured.error)
     try:
         captures, unread = judging.read_captures(captured.captures)
         comparison = judging.compare_captures(captures, unread=[*captured.lost, *unread])
     except ConsistencyError as error:
-        return _of_error(one, error)
-    comparison = past.accepted(comparison) if entry is None else entry.add(one.name, captures, comparison)
+        return _result_of_error(case, error)
+    comparison = held_against(past, entry, case.name, captures, comparison)
     comparison = with_provenance(comparison, slowest_s(comparison))
-    comparison = report_folder.write_reports(comparison, folder / one.folder)
-    each(one.name, comparison)
-    return summarize(one.name, one.folder, comparison, slowest_s(comparison))
+    comparison = report_folder.write_reports(comparison, folder / case.folder)
+    each(case.name, comparison)
+    return summarize(case.name, case.folder, comparison, slowest_s(comparison))
 
 
 def write_suite(suite: SuiteResult, out: Path | None) -> SuiteResult:
-    """Write the files of a suite's own report to a folder; return the suite with what cannot be written."""
+    """Write the files of a suite's own report to a folder; return the suite with the files that cannot be written."""
     if out is None:
         return suite
     view = View(elapsed_s=suite.elapsed_s, folder=str(out))
@@ -243,10 +269,11 @@ def slowest_s(comparison: Comparison) -> float:
     return max((worker.elapsed_s for worker in comparison.workers), default=0.0)
 
 
-def _of_error(one: PlannedCase, error: ConsistencyError) -> CaseResult:
-    options = one.options
+def _result_of_error(case: PlannedCase, error: ConsistencyError) -> CaseResult:
+    """Return the result of a case that could not be checked."""
+    options = case.options
     return CaseResult.of_error(
-        one.name, one.folder, error, base=options.base or "", adapter=options.adapter, dtype=options.dtype
+        case.name, case.folder, error, base=options.base or "", adapter=options.adapter, dtype=options.dtype
     )
 
 
@@ -256,28 +283,35 @@ def _left_out(stopped_by: PlannedCase) -> UsageError:
 
 def _in_turn(cases: Iterable[PlannedCase]) -> list[PlannedCase]:
     """Return the cases that can be checked, those with the same base one after the other: it is loaded once."""
-    planned = [one for one in cases if one.plan is not None]
-    first: dict[object, int] = {}
-    for number, one in enumerate(planned):
-        first.setdefault(_base_key(one), number)
-    return sorted(planned, key=lambda one: first[_base_key(one)])
+    planned = [case for case in cases if case.plan is not None]
+    first_with_base: dict[object, int] = {}
+    for number, case in enumerate(planned):
+        first_with_base.setdefault(_base_key(case), number)
+    return sorted(planned, key=lambda case: first_with_base[_base_key(case)])
 
 
-def _base_key(one: PlannedCase) -> object:
-    assert one.plan is not None
-    case = one.plan.case
+def _base_key(planned: PlannedCase) -> object:
+    """Return what cases that load the same base in the same way have in common."""
+    assert planned.plan is not None
+    case = planned.plan.case
     return case.process_key, case.base, case.dtype, case.allow_pickle, case.trust_remote_code
 
 
 @contextmanager
 def suite_output(out: Path | None, *, replace: bool, reads: Sequence[Path] = ()) -> Iterator[Path]:
-    """Yield the folder to write into, without the cases of an earlier suite; `reads` are folders that are read."""
+    """Yield the folder to write into, without the cases of an earlier suite; `reads` are folders that are read.
+
+    Raises
+    ------
+    CaptureError
+        As for `report_folder.output`, or a folder that is read would be removed with the earlier cases.
+    """
     if out is not None:
         cases = (out / CASES).resolve()
-        inside = next((folder for folder in reads if folder.resolve().is_relative_to(cases)), None)
-        if inside is not None:
+        read_inside = next((folder for folder in reads if folder.resolve().is_relative_to(cases)), None)
+        if read_inside is not None:
             hint = "choose another folder"
-            raise CaptureError("--out holds a folder that is compared", where=out, got=inside, hint=hint)
+            raise CaptureError("--out holds a folder that is compared", where=out, got=read_inside, hint=hint)
 
     def has_complete_cases(folder: Path) -> bool:
         return any((folder / CASES).glob("*/report.json")) or any((folder / CASES).glob(f"*/{MANIFEST}"))

@@ -151,7 +151,7 @@ def test_no_more_workers_than_fit_are_started_and_the_reference_comes_first(
         started.append([queue[0].plan.name for queue in queues])
         yield from ()
 
-    monkeypatch.setattr(_Run, "_wave", wave)
+    monkeypatch.setattr(_Run, "_run_wave", wave)
     names = ("cpu@avx2", "cpu", "cpu@baseline")
     devices = [DeviceInfo(spec=parse_device(name), architecture="a", model="m") for name in names]
     case = Case(name="x", base="base", adapter="adapter")
@@ -174,6 +174,6 @@ def test_lanes_share_the_threads_and_a_group_of_nodes_has_one(
 ) -> None:
     run: Any = SimpleNamespace(_limits=limits, _threads=lambda _: {"cpu.isolated": 4})
     queue: Any = [SimpleNamespace(open_case=SimpleNamespace(number=number)) for number in range(3)]
-    queues, shared = _Run._in_lanes(run, [queue])
+    queues, shared = _Run._split_into_lanes(run, [queue])
     assert [[one.open_case.number for one in lane] for lane in queues] == expected
     assert shared == {"cpu.isolated": threads}

@@ -1,4 +1,4 @@
-"""The stage `adapter` again, in a soak."""
+"""The stage `adapter` again, as a soak repeats it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from consistency.capture.names import (
-    adapter_place,
-)
+from consistency.capture.names import adapter_place
 from consistency.case import standard
 from consistency.numerics.identity import start_of
 from consistency.worker.context import Context
@@ -19,19 +17,25 @@ from consistency.worker.quantized.held import is_composite
 
 
 def adapter(context: Context, ledger: Ledger) -> Again:
-    """Digest every tensor of the adapter again, and those that its method computed when it was loaded."""
+    """Return what digests every tensor of the adapter again, and those that its method computed on loading."""
 
     def expected(name: str, dtype: torch.dtype) -> torch.Tensor | None:
-        return context.expected[name][1].to(dtype) if name in context.expected else None
+        if name not in context.expected:
+            return None
+        _, tensor = context.expected[name]
+        return tensor.to(dtype)
 
     def again() -> Iterator[None]:
-        of_base = context.base.addresses()
+        base_addresses = context.base.addresses()
         for name, tensor in _tensors(context.model).items():
+            # an offloaded tensor has no bytes here, and a composite one is a quantized weight of the base
             if tensor.is_meta or is_composite(tensor):
                 continue
-            if start_of(tensor) in of_base and name not in context.expected:
-                continue
-            key = context.expected[name][0] if name in context.expected else name.replace(f".{ADAPTER_NAME}", "")
+            if start_of(tensor) in base_addresses and name not in context.expected:
+                continue  # of the base: its own stage digests it
+            key = name.replace(f".{ADAPTER_NAME}", "")
+            if name in context.expected:
+                key, _ = context.expected[name]
             ledger.see(
                 (standard.ADAPTER, *adapter_place(key)),
                 tensor,
@@ -43,4 +47,8 @@ def adapter(context: Context, ledger: Ledger) -> Again:
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_buffers()), **model.state_dict(keep_vars=True), **dict(model.named_parameters())}
+    """Return all tensors of a model by name: parameters, buffers, and what else its state has."""
+    tensors = dict(model.named_buffers())
+    tensors |= model.state_dict(keep_vars=True)
+    tensors |= dict(model.named_parameters())
+    return tensors

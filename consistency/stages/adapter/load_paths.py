@@ -1,4 +1,4 @@
-"""Alternative load paths of the stage `adapter`: the file loaded again over poison, with other arguments or loaders.
+"""The checks of alternative load paths: the adapter's file loaded again over poison, by other arguments or loaders.
 
 A load takes hundredths of a second where starting a worker takes seconds, so one worker checks all its alternative load
 paths. Each leaves the model as it was: the same parameter objects with the same bytes.
@@ -34,21 +34,26 @@ from consistency.worker.recorder import Skip
 
 
 def run(context: Context, by_digest: Mapping[str, str]) -> None:
-    """Check every alternative load path of this worker; `by_digest` has the keys of the file's tensors."""
+    """Check every alternative load path of this worker.
+
+    `by_digest` has the keys of the tensors in the adapter's file, by the digests of their bytes.
+    """
     paths = context.job.alternative_paths
     for done, load_path in enumerate(paths):
         context.events.step(f"load path {load_path}", done, len(paths))
         with context.record.on_load_path(load_path), skipping(context):
             if load_path.by_transformers:
-                _by_transformers(context, load_path, by_digest)
+                _load_by_transformers(context, load_path, by_digest)
             else:
-                _by_peft(context, load_path, by_digest)
+                _load_by_peft(context, load_path, by_digest)
 
 
-def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
+def _load_by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
+    """Load the adapter with PEFT's `load_adapter` into the model, over poison, and record what arrived."""
     model: Any = context.model
     device = {None: None, "cpu": "cpu", "target": context.job.device}[load_path.torch_device]
     with as_it_was(model, context.expected) as state, _shown_on(model, context.device):
+        # a tensor that this load leaves alone shows the poison
         poison(tensor for tensor in state.values() if tensor.is_floating_point())
         try:
             model.load_adapter(
@@ -56,10 +61,10 @@ def _by_peft(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]
             )
         except UNUSABLE as error:
             raise refusal(context, error, f"PEFT cannot load this adapter twice: {first_line(error)}") from error
-        _look(context, load_path, by_digest, model.state_dict(keep_vars=True))
+        _record_loaded(context, load_path, by_digest, model.state_dict(keep_vars=True))
 
 
-def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
+def _load_by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[str, str]) -> None:
     """Load the adapter with the base's own `load_adapter`, onto a stand-in that has no PEFT around it."""
     if not hasattr(context.base.model, "load_adapter"):
         raise Skip("the base is not a transformers model: it has no load_adapter")
@@ -73,35 +78,40 @@ def _by_transformers(context: Context, load_path: LoadPath, by_digest: Mapping[s
                 context.job.case.adapter, adapter_name=ADAPTER_NAME, low_cpu_mem_usage=load_path.low_memory
             )
     except UNUSABLE as error:
-        lacks = "its method computes from the base's values, which the stand-in for the base lacks"
-        why = lacks if context.rewritten else first_line(error)
-        raise refusal(context, error, f"transformers cannot load this adapter: {why}") from error
-    # the names that they have under PEFT's own model
+        reason = first_line(error)
+        if context.rewritten:
+            reason = "its method computes from the base's values, which the stand-in for the base lacks"
+        raise refusal(context, error, f"transformers cannot load this adapter: {reason}") from error
     state = shell.state_dict(keep_vars=True)
-    _look(context, load_path, by_digest, {name: state.get(module_place(name)) for name in context.expected})
+    # by the names under PEFT's own model, which is not around the stand-in
+    by_name = {name: state.get(module_place(name)) for name in context.expected}
+    _record_loaded(context, load_path, by_digest, by_name)
 
 
 def refusal(context: Context, error: Exception, reason: str) -> Skip:
-    """Return why a load is refused, where another device than the worker's may fail; raise what its own says."""
-    other = of_another(error, context.device)
-    if other is None and is_of_the_device(error, context.device):
+    """Return the `Skip` for a load that raised an error, with the reason; raise an error of the worker's own device.
+
+    A load goes by way of another device too, whose failure blocks the rows instead of skipping them.
+    """
+    other_device = of_another(error, context.device)
+    if other_device is not None:
+        return Skip(f"another device, by way of which it loads, fails: {other_device.words}", status="blocked")
+    if is_of_the_device(error, context.device):
         raise error
-    if other is None:
-        return Skip(reason)
-    return Skip(f"another device, by way of which it loads, fails: {other.words}", status="blocked")
+    return Skip(reason)
 
 
 def skipping(context: Context) -> AbstractContextManager[None, bool]:
-    """Record why the adapter cannot be loaded again."""
+    """Return a context that records a `Skip` as the reason why the adapter cannot be loaded again."""
     if not context.record.wants("adapter", SETTINGS_LAYER):
         return suppress(Skip)
     return context.record.skipping("adapter", LOADED_AGAIN, layer=SETTINGS_LAYER)
 
 
-def _look(
+def _record_loaded(
     context: Context, load_path: LoadPath, by_digest: Mapping[str, str], state: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Compare every tensor that this load path has loaded with the adapter's file."""
+    """Compare every tensor that this load path has loaded with the adapter's file, and record it."""
     if context.record.wants("adapter", SETTINGS_LAYER):
         context.record.fact("adapter", SETTINGS_LAYER, LOADED_AGAIN, status="equal")
     for name, (key, tensor) in context.expected.items():
@@ -114,10 +124,10 @@ def _look(
         evidence = {} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)}
         if load_path.low_memory and digest(actual).value != digest(expected).value:
             # PEFT casts the parameter to the dtype of the base first, and then to its own
-            way = getattr(torch, context.base.dtype, actual.dtype)
-            through = tensor.to(way).to(actual.dtype)
-            if digest(actual).value == digest(through).value:
-                expected, cast = through, context.base.dtype
+            base_dtype = getattr(torch, context.base.dtype, actual.dtype)
+            cast_twice = tensor.to(base_dtype).to(actual.dtype)
+            if digest(actual).value == digest(cast_twice).value:
+                expected, cast = cast_twice, context.base.dtype
         context.record.moved(
             TensorRecord("adapter", layer, part, rule=Rule.BITWISE, status="equal", cast=cast, evidence=evidence),
             actual=actual,
@@ -134,7 +144,7 @@ def _look(
 def _shown_on(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Put stand-ins of an offloaded base on the device: PEFT moves an adapter to the device of the weight below it.
 
-    With `low_cpu_mem_usage=True` it does so on every load. What it finds here is put back by `as_it_was`.
+    With `low_cpu_mem_usage=True` it does so on every load. `as_it_was` puts the tensors on `meta` back.
     """
     for module in model.modules():
         for name, tensor in module._parameters.items():
@@ -158,13 +168,17 @@ def stand_in(model: torch.nn.Module, device: torch.device) -> Any:
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) not in (torch.nn.Parameter, torch.Tensor):
             raise TypeError(f"no stand-in for a {type(tensor).__name__}")
-        copies[id(tensor)] = _without_memory(tensor, device if tensor.is_meta else tensor.device)
+        place = device if tensor.is_meta else tensor.device
+        copies[id(tensor)] = _without_memory(tensor, place)
     return copy.deepcopy(model, copies)
 
 
 def _without_memory(tensor: torch.Tensor, device: torch.device) -> Any:
-    one = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-    return torch.nn.Parameter(one, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else one
+    """Return zeros of a tensor's shape and dtype, all at one address; a parameter for a parameter."""
+    zeros = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(zeros, requires_grad=False)
+    return zeros
 
 
 @contextmanager
@@ -178,10 +192,10 @@ def _poisoned_injection() -> Iterator[None]:
         config: Any, model: torch.nn.Module, adapter_name: str = ADAPTER_NAME, *args: Any, **options: Any
     ) -> Any:
         before = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-        done = real(config, model, adapter_name, *args, **options)
-        new = (t for t in model.state_dict(keep_vars=True).values() if id(t) not in before)
-        poison(t for t in new if t.is_floating_point() and t.is_contiguous())
-        return done
+        injected = real(config, model, adapter_name, *args, **options)
+        created = (tensor for tensor in model.state_dict(keep_vars=True).values() if id(tensor) not in before)
+        poison(tensor for tensor in created if tensor.is_floating_point() and tensor.is_contiguous())
+        return injected
 
     with mock.patch.object(peft, "inject_adapter_in_model", inject):
         yield
@@ -196,35 +210,39 @@ _WIDEST = 8  # bytes of the widest number: every narrower one repeats at such a 
 
 
 def file_of_another(by_digest: Mapping[str, str], own: str, tensor: torch.Tensor) -> str | None:
-    """Return the key of another tensor of the adapter's file whose bytes these are; `own` is the right one's digest."""
+    """Return the key of another tensor of the adapter's file that has the bytes of a tensor, None where none has.
+
+    `by_digest` has the keys of the file's tensors; `own` is the digest of the right one.
+    """
     value = digest(tensor).value
     return by_digest.get(value) if value != own else None
 
 
 def stale_bytes(tensors: Mapping[str, torch.Tensor], tensor: torch.Tensor) -> str | None:
-    """Return where else in the model the bytes of a tensor are, as `name` or `bytes 512 to 2560 of name`.
+    """Return where else in the model the bytes of a tensor are, as `name` or `bytes 512 to 2560 of name`, or None.
 
-    `tensors` is what the model held before, on any device; they are read to the CPU one at a time.
+    `tensors` are those that the model held before, on any device; they are read to the CPU one at a time.
     """
     raw = as_bytes(tensor.detach().to("cpu")).numpy()
     if len(raw) < _LEAST_BYTES or same_memory(raw[_WIDEST:], raw[:-_WIDEST]):  # too few, or one value everywhere
         return None
     for name, other in tensors.items():
+        # a sparse tensor, or one that is too small, does not hold the bytes
         if other.layout is not torch.strided or other.nbytes < len(raw):
             continue
-        held = as_bytes(other.detach().to("cpu")).numpy()
-        for start in _candidates(raw, held):
-            if same_memory(held[start : start + len(raw)], raw):
-                return name if len(raw) == len(held) else f"bytes {start} to {start + len(raw)} of {name}"
+        memory = as_bytes(other.detach().to("cpu")).numpy()
+        for start in _candidates(raw, memory):
+            if same_memory(memory[start : start + len(raw)], raw):
+                return name if len(raw) == len(memory) else f"bytes {start} to {start + len(raw)} of {name}"
     return None
 
 
-def _candidates(raw: np.ndarray, held: np.ndarray) -> list[int]:
-    """Return the offsets in `held`, multiples of the allocator's granularity, at which `raw` could begin."""
-    starts = np.arange(0, len(held) - len(raw) + 1, _GRANULARITY)
+def _candidates(raw: np.ndarray, memory: np.ndarray) -> list[int]:
+    """Return the offsets in `memory`, multiples of the allocator's granularity, at which `raw` could begin."""
+    starts = np.arange(0, len(memory) - len(raw) + 1, _GRANULARITY)
     fits = np.ones(len(starts), bool)
-    for byte in range(8):
-        fits &= held[starts + byte] == raw[byte]
+    for byte in range(8):  # the first bytes rule out nearly all offsets
+        fits &= memory[starts + byte] == raw[byte]
     return [int(start) for start in starts[fits]]
 
 
@@ -235,31 +253,37 @@ class Loads:
     digests: tuple[str, ...] = ()
     """One per load."""
     wrong: torch.Tensor | None = None
-    """The first that differs from the first load of all, on the CPU."""
+    """The first tensor that differs from the first load of all, on the CPU."""
 
 
 def reload(context: Context, state: dict[str, Any]) -> dict[str, Loads]:
     """Load the adapter again under the same name, over parameters filled with NaN, and return the results by name.
 
-    The parameters are left as the first load set them.
+    The parameters are left as the first load set them. `state` has the parameters of the model, by name.
     """
-    names = [n for n in context.expected if n in state and state[n].is_floating_point() and not state[n].is_meta]
-    right = {name: digest(state[name]).value for name in names}
-    found = dict.fromkeys(names, Loads())
-    with as_it_was(context.model, set(names)) as held:
+    names = [
+        name
+        for name in context.expected
+        if name in state and state[name].is_floating_point() and not state[name].is_meta
+    ]
+    first_digests = {name: digest(state[name]).value for name in names}
+    loads_by_name = dict.fromkeys(names, Loads())
+    with as_it_was(context.model, set(names)) as parameters:
+        # the load that made the model is the first of the runs that are compared
         for _ in range(max(1, context.job.case.repeat - 1)):
-            poison(held.values())
+            poison(parameters.values())
             try:
                 context.model.load_adapter(context.job.case.adapter, ADAPTER_NAME)  # type: ignore[operator]
             except UNUSABLE as error:
                 raise refusal(context, error, f"PEFT cannot load this adapter twice: {first_line(error)}") from error
-            for name, before in found.items():
-                value, wrong = digest(state[name]).value, before.wrong
-                if wrong is None and value != right[name]:
+            for name, loads in loads_by_name.items():
+                value, wrong = digest(state[name]).value, loads.wrong
+                if wrong is None and value != first_digests[name]:
                     wrong = state[name].detach().to("cpu", copy=True)
-                found[name] = Loads(digests=(*before.digests, value), wrong=wrong)
+                loads_by_name[name] = Loads(digests=(*loads.digests, value), wrong=wrong)
     if context.record.wants("adapter", SETTINGS_LAYER):
-        done = torch.ones((), dtype=torch.uint8)
+        # a constant: the row only says that the adapter loads again here, which the workers have to agree on
+        loaded = torch.ones((), dtype=torch.uint8)
         row = TensorRecord("adapter", SETTINGS_LAYER, LOADED_AGAIN, rule=Rule.PEER, status="measured")
-        context.record.computed(row, done)
-    return found
+        context.record.computed(row, loaded)
+    return loads_by_name

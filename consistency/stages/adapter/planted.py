@@ -1,4 +1,4 @@
-"""Faults between the adapter's file and its parameters, and in the adapted model."""
+"""Planted faults between the adapter's file and its parameters, and in the adapted model."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _in_adapter_file(change: Callable[[Tensors], None], *, spared: int = 0) -> Install:
-    """Change what PEFT reads from the adapter's file, after so many spared loads."""
+    """Change the tensors that PEFT reads from the adapter's file, in place; the first `spared` loads are left."""
     loads = 0
 
     @changing("peft.peft_model:load_peft_weights")
     def load(tensors: Tensors) -> Tensors:
         nonlocal loads
         loads += 1
-        found = {name: tensor.clone() for name, tensor in tensors.items()}
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
         if loads > spared:
-            change(found)
-        return found
+            change(copies)
+        return copies
 
     return load
 
 
 @_in_adapter_file
 def zeros(tensors: Tensors) -> None:
-    for name in [name for name in tensors if "lora_B" in name] or [_any_tensor(tensors)]:
+    names = [name for name in tensors if "lora_B" in name]
+    for name in names or [_any_tensor(tensors)]:
         tensors[name].zero_()
 
 
@@ -46,21 +47,23 @@ def one_bit_of_a(tensors: Tensors) -> None:
 
 
 def _flip(tensors: Tensors, name: str) -> None:
-    held = tensors[name]
-    raw = held.reshape(-1).view(torch.uint8)
-    raw[min(5, held.numel() - 1) * held.element_size() + max(0, held.element_size() - 2)] ^= 1 << 4
+    """Flip a bit of the sixth element, in the byte before its last."""
+    tensor = tensors[name]
+    raw = tensor.reshape(-1).view(torch.uint8)
+    element_start = min(5, tensor.numel() - 1) * tensor.element_size()
+    raw[element_start + max(0, tensor.element_size() - 2)] ^= 1 << 4
 
 
 @_in_adapter_file
 def other_tensor(tensors: Tensors) -> None:
-    name, other = _of_one_shape(tensors)
-    tensors[name].copy_(tensors[other])
+    first, second = _two_of_a_shape(tensors)
+    tensors[first].copy_(tensors[second])
 
 
 @_in_adapter_file
 def two_layers(tensors: Tensors) -> None:
-    one, other = _of_one_shape(tensors)
-    tensors[one], tensors[other] = tensors[other], tensors[one]
+    first, second = _two_of_a_shape(tensors)
+    tensors[first], tensors[second] = tensors[second], tensors[first]
 
 
 def _through(dtype: torch.dtype) -> Callable[[Tensors], None]:
@@ -106,20 +109,22 @@ no_a_later = _in_adapter_file(_no_a, spared=1)
 
 
 def _any_tensor(tensors: Tensors) -> str:
-    """Return the second tensor of lora_B, or where the method has none of all that are not integers."""
+    """Return the name of the second tensor of lora_B, or, without two of these, of all floating-point tensors."""
     names = sorted(name for name in tensors if "lora_B" in name)
-    names = names if len(names) > 1 else sorted(name for name in tensors if tensors[name].is_floating_point())
+    if len(names) < 2:
+        names = sorted(name for name in tensors if tensors[name].is_floating_point())
     return names[min(1, len(names) - 1)]
 
 
-def _of_one_shape(tensors: Tensors) -> tuple[str, str]:
-    """Return two tensors of the same shape, of lora_B where the method has it."""
+def _two_of_a_shape(tensors: Tensors) -> tuple[str, str]:
+    """Return the names of two tensors of the same shape, of lora_B where the method has it."""
     names = sorted(name for name in tensors if "lora_B" in name)
-    names = names if len(names) > 1 else sorted(tensors)
-    for one in (_any_tensor(tensors), *names):
-        for other in names:
-            if other != one and tensors[other].shape == tensors[one].shape:
-                return one, other
+    if len(names) < 2:
+        names = sorted(tensors)
+    for first in (_any_tensor(tensors), *names):
+        for second in names:
+            if second != first and tensors[second].shape == tensors[first].shape:
+                return first, second
     raise ValueError("no two tensors have the same shape")
 
 
@@ -129,11 +134,12 @@ def _a_tensor(tensors: Tensors, part: str = "lora_B") -> str:
 
 @in_adapted_model
 def old_bytes(model: Any) -> None:
-    """Leave in a parameter what another tensor of the model left in memory, as a copy into recycled memory would."""
-    own = own_parameters(model)
-    parameter = model.get_parameter(next((name for name in own if "lora_B" in name), own[0]))
-    held = max((p for name, p in model.named_parameters() if name not in own), key=lambda p: p.numel())
-    parameter.copy_(held.reshape(-1)[: parameter.numel()].reshape(parameter.shape))
+    """Fill a parameter with the bytes of the base's largest tensor, as a dropped copy into recycled memory would."""
+    adapter_names = own_parameters(model)
+    parameter = model.get_parameter(next((name for name in adapter_names if "lora_B" in name), adapter_names[0]))
+    base_parameters = (p for name, p in model.named_parameters() if name not in adapter_names)
+    largest = max(base_parameters, key=lambda p: p.numel())
+    parameter.copy_(largest.reshape(-1)[: parameter.numel()].reshape(parameter.shape))
 
 
 @in_adapted_model

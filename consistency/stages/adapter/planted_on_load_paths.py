@@ -1,4 +1,4 @@
-"""Faults of one load path: where PEFT chooses the device, with `low_cpu_mem_usage`, or in transformers' loader."""
+"""Planted faults of one load path: of the device that PEFT chooses, of `low_cpu_mem_usage`, of transformers' loader."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _on_load_paths(applies: Callable[[dict[str, Any]], bool], change: Callable[[Tensors], None]) -> Install:
-    """Change what PEFT reads from the adapter's file, in calls with certain options."""
-    hit = False
+    """Change the tensors that PEFT reads from the adapter's file, in place, in calls to whose options it applies."""
+    is_chosen = False
 
     @instead("peft:PeftModel.load_adapter")
-    def note(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        nonlocal hit
-        hit = applies(options)
+    def note_options(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        nonlocal is_chosen
+        is_chosen = applies(options)
         return real(*args, **options)
 
     @changing("peft.peft_model:load_peft_weights")
     def load(tensors: Tensors) -> Tensors:
-        found = {name: tensor.clone() for name, tensor in tensors.items()}
-        if hit:
-            change(found)
-        return found
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        if is_chosen:
+            change(copies)
+        return copies
 
-    return together(note, load)
+    return together(note_options, load)
 
 
 def _drop_b(tensors: Tensors) -> None:
@@ -49,9 +49,10 @@ through_bfloat16 = _on_load_paths(lambda options: bool(options.get("low_cpu_mem_
 
 @instead("transformers.integrations.peft:PeftAdapterMixin.load_adapter")
 def zeros(real: Callable[..., Any], model: torch.nn.Module, *args: Any, **options: Any) -> Any:
-    done = real(model, *args, **options)
+    """Fill LoRA's factors B with zeros after transformers has loaded them."""
+    loaded = real(model, *args, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
-    return done
+    return loaded

@@ -1,4 +1,4 @@
-"""Stage `adapter`: what it declares."""
+"""The declaration of the stage `adapter`. No torch here."""
 
 from __future__ import annotations
 

@@ -20,30 +20,36 @@ from consistency.worker.model.merging import adapted_layers
 
 
 def stated(context: Context) -> dict[str, Any]:
-    """Return the evidence: each only where it is so."""
+    """Return the evidence by its name: only the statements that do not fit this base or this PEFT."""
     case, model = context.job.case, cast("Any", context.model)
     config = model.peft_config[ADAPTER_NAME]
     assert case.adapter is not None
     table = read_json(Path(case.adapter) / "adapter_config.json")
-    own = _base_names(case)
-    given = table.get("base_model_name_or_path")
-    found: dict[str, Any] = {}
-    if own and isinstance(given, str) and given.strip("/") and not own & {_name(given)}:
-        found[TRAINED_ON] = f"{_name(given)}{THIS_BASE}{' or '.join(sorted(own))}"
-    ignored = _ignored(table, config)
+    evidence: dict[str, Any] = {}
+    base_names = _base_names(case)
+    stated_base = table.get("base_model_name_or_path")
+    if base_names and isinstance(stated_base, str) and stated_base.strip("/"):
+        trained_on = _last_component(stated_base)
+        if trained_on not in base_names:
+            evidence[TRAINED_ON] = f"{trained_on}{THIS_BASE}{' or '.join(sorted(base_names))}"
+    ignored = _ignored_fields(table, config)
     if ignored:
-        found[IGNORED_FIELDS] = ignored
-    if older := _older_layout(table, model):
-        found[OLDER_LAYOUT] = older
-    return found
+        evidence[IGNORED_FIELDS] = ignored
+    older_layout = _older_layout(table, model)
+    if older_layout:
+        evidence[OLDER_LAYOUT] = older_layout
+    return evidence
 
 
 def _base_names(case: Case) -> set[str]:
-    """Return what the base is called: its folder, and what its config says; nothing for one that a function makes."""
+    """Return the names of the base: of its folder, and in its config; none for a base that a function makes."""
     if case.factory is not None:
         return set()
-    stated_name = read_json(Path(case.base) / "config.json").get("_name_or_path")
-    return {_name(case.base)} | ({_name(stated_name)} if isinstance(stated_name, str) and stated_name else set())
+    names = {_last_component(case.base)}
+    name_in_config = read_json(Path(case.base) / "config.json").get("_name_or_path")
+    if isinstance(name_in_config, str) and name_in_config:
+        names.add(_last_component(name_in_config))
+    return names
 
 
 def _older_layout(table: Mapping[str, Any], model: Any) -> str:
@@ -51,26 +57,31 @@ def _older_layout(table: Mapping[str, Any], model: Any) -> str:
 
     Where a parameter is not square, loading fails.
     """
-    saved_by, own = (_release(version) for version in (table.get("peft_version"), importlib.metadata.version("peft")))
-    if not saved_by or not own:
+    saved_by = _release(table.get("peft_version"))
+    installed = _release(importlib.metadata.version("peft"))
+    if not saved_by or not installed:
         return ""
-    other = [
+    layers = [
         name
         for name, layer in adapted_layers(model)
-        if hasattr(layer, "get_param")
-        and layer.get_param().dim() == 3
-        and layer.in_features == layer.out_features
-        and _exchanged(saved_by, layer) != _exchanged(own, layer)
+        if _holds_square_experts(layer) and _is_exchanged(saved_by, layer) != _is_exchanged(installed, layer)
     ]
-    return f"PEFT {table['peft_version']} saved the experts of {some(other)}" if other else ""
+    return f"PEFT {table['peft_version']} saved the experts of {some(layers)}" if layers else ""
+
+
+def _holds_square_experts(layer: Any) -> bool:
+    """Return whether a layer adapts a stack of square matrices, whose factors fit either way round."""
+    is_stack = hasattr(layer, "get_param") and layer.get_param().dim() == 3
+    return is_stack and bool(layer.in_features == layer.out_features)
 
 
 def _release(version: object) -> tuple[int, ...]:
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
-    return tuple(map(int, found.groups())) if found else ()
+    """Return the three numbers of a version; empty where it is none."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", str(version))
+    return tuple(map(int, match.groups())) if match else ()
 
 
-def _exchanged(release: tuple[int, ...], layer: Any) -> bool:
+def _is_exchanged(release: tuple[int, ...], layer: Any) -> bool:
     """Return whether a PEFT has `lora_A` of experts multiply by their last dimension, from its sources.
 
     0.18 never does; 0.19.0 where the experts say that they are transposed; 0.19.1 and later where they do not.
@@ -79,12 +90,12 @@ def _exchanged(release: tuple[int, ...], layer: Any) -> bool:
     return release >= (0, 19) and transposed == (release < (0, 19, 1))
 
 
-def _name(path: str) -> str:
+def _last_component(path: str) -> str:
     """Return the last component of a path or a hub id; of a snapshot in the hub's cache, that of its repository."""
     return (repository_of(PurePath(path)) or path.rstrip("/")).rpartition("/")[2]
 
 
-def _ignored(table: Mapping[str, Any], config: Any) -> list[str]:
-    """Return the fields that are set and that PEFT's class does not have."""
-    known = {field.name for field in dataclasses.fields(config)}
-    return sorted(name for name, value in table.items() if value and name not in known)
+def _ignored_fields(table: Mapping[str, Any], config: Any) -> list[str]:
+    """Return the names of the fields that are set in the file and that PEFT's class does not have."""
+    field_names = {field.name for field in dataclasses.fields(config)}
+    return sorted(name for name, value in table.items() if value and name not in field_names)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from consistency.capture.adapter_remarks import REMARKS, AdapterRemark
 from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.capture.wording import size
 from consistency.devices.memory import available_bytes
 from consistency.errors import InputError
@@ -44,65 +44,111 @@ from consistency.worker.quantized.held import is_composite
 
 def run(context: Context) -> None:
     """Record the adapter tensor by tensor, its settings, and its alternative load paths."""
-    model, record = context.model, context.record
-    state = model.state_dict(keep_vars=True)
-    again: dict[str, Loads] = {}
+    state = context.model.state_dict(keep_vars=True)
+    loads_by_name: dict[str, Loads] = {}
+    # before the comparison, which records a later load that went wrong too
     with load_paths.skipping(context):
-        again = reload(context, state) if context.job.case.reloads else {}
-    # PEFT loads a file in a half type as float32 unless told otherwise
-    by_digest = {
-        digest(tensor if name not in state else tensor.to(state[name].dtype)).value: key
-        for name, (key, tensor) in context.expected.items()
-    }
+        if context.job.case.reloads:
+            loads_by_name = reload(context, state)
+    keys_by_digest = _keys_by_digest(context, state)
+    # in the order of the model; tensors that it lacks come last
     place = {name: number for number, name in enumerate(state)}
     in_model_order = sorted(context.expected.items(), key=lambda item: place.get(item[0], len(place)))
     for done, (name, (key, tensor)) in enumerate(in_model_order):
         layer, part = adapter_place(key)
-        if not record.wants("adapter", layer):
+        if not context.record.wants("adapter", layer):
             continue
         context.events.step(f"{layer}.{part}", done, len(context.expected))
-        actual = state.get(name)
-        if is_made_anew(state, name):
-            version = importlib.metadata.version("peft")
-            reason = f"PEFT {version} makes this tensor anew and does not load the file's, as PEFT 0.21 does"
-            record.write(replace(_row(layer, part, tensor), status="skipped", reason=reason))
-            continue
-        if actual is None:
-            reason = "in the file, but the model has no such parameter"
-            row = replace(_row(layer, part, tensor), status="unexpected", reason=reason, evidence={"parameter": name})
-            record.write(row)
-            continue
-        if actual.is_meta:
-            reason = "on the device meta: its bytes never arrived"
-            record.write(replace(_row(layer, part, actual), status="missing", reason=reason))
-            continue
-        expected = tensor.to(actual.dtype)
-        own = digest(expected).value
-        evidence = {} if actual.dtype == tensor.dtype else {"dtype_in_file": name_of(tensor.dtype)}
-        if key == name:  # no name of the file: PEFT makes it of the file's tensors
-            evidence["converted"] = "computed from the file when the adapter is loaded"
-        loads = again.get(name, Loads())
-        if loads.wrong is not None and digest(actual).value == own:
-            # right at first: record the result of loading again, over poison
-            actual, evidence = loads.wrong, {**evidence, "when": "loaded again, over NaN"}
-            known = Known(poison=POISON[actual.element_size()])
+        reason_row = _row_without_tensor(state, name, (layer, part), tensor)
+        if reason_row is not None:
+            context.record.write(reason_row)
         else:
-            known = Known(
-                initial=context.initial.get(name),
-                swapped=functools.partial(file_of_another, by_digest, own),
-                stale=functools.partial(stale_bytes, context.base.tensors),
-            )
-        not_finite = count_not_finite(expected) if context.job.makes_reference else 0
-        row = replace(_row(layer, part, actual), repeats=loads.digests, evidence=evidence, not_finite=not_finite)
-        record.moved(row, actual=actual, expected=expected, known=known, keep=True)
-    missing = _missing(context, state)
-    computed = _made_on_loading(context, state, missing)
-    if record.wants("adapter", SETTINGS_LAYER):
-        _settings(context, computed)
-    load_paths.run(context, by_digest)
+            loads = loads_by_name.get(name, Loads())
+            _record_tensor(context, name, state[name], loads, keys_by_digest)
+    missing = _record_missing(context, state)
+    computed = _record_made_on_loading(context, state, missing)
+    if context.record.wants("adapter", SETTINGS_LAYER):
+        _record_settings(context, computed)
+    load_paths.run(context, keys_by_digest)
+
+
+def _keys_by_digest(context: Context, state: dict[str, Any]) -> dict[str, str]:
+    """Return the keys of the file's tensors, by the digests of their bytes in the dtypes of the model."""
+    keys: dict[str, str] = {}
+    for name, (key, tensor) in context.expected.items():
+        # PEFT loads a file in a half type as float32 unless told otherwise
+        cast = tensor.to(state[name].dtype) if name in state else tensor
+        keys[digest(cast).value] = key
+    return keys
+
+
+def _row_without_tensor(
+    state: dict[str, Any], name: str, row: tuple[str, str], tensor: torch.Tensor
+) -> TensorRecord | None:
+    """Return the row of a tensor in the file that cannot be compared with the model's; None where it can.
+
+    Parameters
+    ----------
+    name : str
+        Name of the tensor in the model.
+    row : tuple of str
+        Layer and tensor of the row.
+    tensor : torch.Tensor
+        As the file has it.
+    """
+    if is_made_anew(state, name):
+        version = importlib.metadata.version("peft")
+        reason = f"PEFT {version} makes this tensor anew and does not load the file's, as PEFT 0.21 does"
+        return replace(_row(*row, tensor), status="skipped", reason=reason)
+    actual = state.get(name)
+    if actual is None:
+        reason = "in the file, but the model has no such parameter"
+        return replace(_row(*row, tensor), status="unexpected", reason=reason, evidence={"parameter": name})
+    if actual.is_meta:
+        reason = "on the device meta: its bytes never arrived"
+        return replace(_row(*row, actual), status="missing", reason=reason)
+    return None
+
+
+def _record_tensor(
+    context: Context, name: str, actual: torch.Tensor, loads: Loads, keys_by_digest: dict[str, str]
+) -> None:
+    """Compare a tensor of the model with the file's, and record it.
+
+    Parameters
+    ----------
+    loads : Loads
+        The results of loading the adapter again.
+    keys_by_digest : dict of str to str
+        As `_keys_by_digest` returns it.
+    """
+    key, tensor = context.expected[name]
+    layer, part = adapter_place(key)
+    expected = tensor.to(actual.dtype)
+    expected_digest = digest(expected).value
+    evidence: dict[str, Any] = {}
+    if actual.dtype != tensor.dtype:
+        evidence["dtype_in_file"] = name_of(tensor.dtype)
+    if key == name:  # no name of the file: PEFT makes it of the file's tensors
+        evidence["converted"] = "computed from the file when the adapter is loaded"
+    if loads.wrong is not None and digest(actual).value == expected_digest:
+        # right at first: record the result of loading again, over poison
+        actual = loads.wrong
+        evidence["when"] = "loaded again, over NaN"
+        known = Known(poison=POISON[actual.element_size()])
+    else:
+        known = Known(
+            initial=context.initial.get(name),
+            swapped=functools.partial(file_of_another, keys_by_digest, expected_digest),
+            stale=functools.partial(stale_bytes, context.base.tensors),
+        )
+    not_finite = count_not_finite(expected) if context.job.makes_reference else 0
+    row = replace(_row(layer, part, actual), repeats=loads.digests, evidence=evidence, not_finite=not_finite)
+    context.record.moved(row, actual=actual, expected=expected, known=known, keep=True)
 
 
 def _row(layer: str, part: str, tensor: torch.Tensor) -> TensorRecord:
+    """Return the row of a tensor that is as in its file."""
     return TensorRecord(
         "adapter",
         layer,
@@ -114,7 +160,7 @@ def _row(layer: str, part: str, tensor: torch.Tensor) -> TensorRecord:
     )
 
 
-def _missing(context: Context, state: dict[str, Any]) -> set[str]:
+def _record_missing(context: Context, state: dict[str, Any]) -> set[str]:
     """Record the adapter's parameters that its file does not hold, and so are at initialization. Return their names."""
     from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 
@@ -122,21 +168,25 @@ def _missing(context: Context, state: dict[str, Any]) -> set[str]:
     config = model.peft_config[ADAPTER_NAME]
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")
     parameters = dict(context.model.named_parameters())
-    shared = {start_of(state[name]) for name in context.expected if name in state}
-    found = set()
+    # a parameter that shares the memory of one in the file is loaded under that name
+    loaded_addresses = {start_of(state[name]) for name in context.expected if name in state}
+    missing = set()
     for name, tensor in state.items():
-        in_adapter = prefix and prefix in name and f".{ADAPTER_NAME}" in name and name in parameters
-        if not in_adapter or name in context.expected or start_of(tensor) in shared:
+        is_of_adapter = f".{ADAPTER_NAME}" in name and name in parameters
+        is_of_method = prefix and prefix in name
+        if not is_of_adapter or not is_of_method:
             continue
-        found.add(name)
+        if name in context.expected or start_of(tensor) in loaded_addresses:
+            continue
+        missing.add(name)
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
         if context.record.wants("adapter", layer):
             reason = "in the model, but not in the adapter's file"
             context.record.write(replace(_row(layer, part, tensor), status="missing", reason=reason))
-    return found
+    return missing
 
 
-def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str]) -> list[str]:
+def _record_made_on_loading(context: Context, state: dict[str, Any], missing: set[str]) -> list[str]:
     """Record the method's tensors that are in no file: projections and tables that are computed when it is loaded.
 
     Devices are compared with one another. Where these tensors differ, so do the models, and results differ by more than
@@ -144,14 +194,14 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
     """
     computed = []
     model, record = context.model, context.record
-    known = context.base.addresses()
-    known |= {start_of(state[name]) for name in (*context.expected, *missing) if name in state}
+    recorded_addresses = context.base.addresses()
+    recorded_addresses |= {start_of(state[name]) for name in (*context.expected, *missing) if name in state}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         layer, part = adapter_place(name.replace(f".{ADAPTER_NAME}", ""))
-        strided = tensor.layout is torch.strided and tensor.numel() > 0
+        has_strided_elements = tensor.layout is torch.strided and tensor.numel() > 0
         if tensor.is_meta and context.base.offload is not None:
             continue  # a weight of the base, which is on the host
-        if not strided or is_composite(tensor) or start_of(tensor) in known:
+        if not has_strided_elements or is_composite(tensor) or start_of(tensor) in recorded_addresses:
             continue
         computed.append(name)
         if not record.wants("adapter", layer):
@@ -173,25 +223,31 @@ def _made_on_loading(context: Context, state: dict[str, Any], missing: set[str])
 
 
 def _remarks(context: Context, computed: list[str]) -> dict[str, Any]:
-    """Return what is wrong with the adapter itself, as evidence: of the worker that computes references alone."""
+    """Return the remarks on the adapter itself, as evidence: empty on all workers but the one that makes references.
+
+    `computed` names the adapter's tensors that are computed on loading.
+    """
     if not context.job.makes_reference:
         return {}
     remarks = remarks_on(context.expected.values())
     # the weights of the base that loading changes have another name in the adapted model
-    computed += [name for name, own in context.origins.items() if own in context.rewritten]
-    drawn = _drawn(context, computed) if computed else None
+    computed += [name for name, base_name in context.origins.items() if base_name in context.rewritten]
+    drawn = _remark_on_draws(context, computed) if computed else None
     if drawn is not None:
         remarks.append(drawn)
     return {REMARKS: [remark.as_table() for remark in remarks]} if remarks else {}
 
 
-def _drawn(context: Context, computed: list[str]) -> AdapterRemark | None:
-    """Return whether loading draws what it computes, which takes a second base; say why where that is not possible."""
-    needed = sum(tensor.nbytes for tensor in context.base.tensors.values())
-    left = available_bytes()
-    reason = ""
-    if left is not None and 2 * needed > left:  # the peak of loading is at most the model and its largest parts again
-        reason = f"a second base takes {size(needed)}, and this host has {size(left)} left"
+def _remark_on_draws(context: Context, computed: list[str]) -> AdapterRemark | None:
+    """Return a remark where loading draws tensors at random, by loading base and adapter a second time.
+
+    Where there is no room for that, the reason is recorded, and None returned.
+    """
+    needed_bytes = sum(tensor.nbytes for tensor in context.base.tensors.values())
+    free_bytes = available_bytes()
+    # the peak of loading is at most the model and its largest parts again
+    if free_bytes is not None and 2 * needed_bytes > free_bytes:
+        reason = f"a second base takes {size(needed_bytes)}, and this host has {size(free_bytes)} left"
     else:
         try:
             return remark_on_draws(context.job.case, computed)
@@ -202,38 +258,42 @@ def _drawn(context: Context, computed: list[str]) -> AdapterRemark | None:
     return None
 
 
-def _settings(context: Context, computed: list[str]) -> None:
+def _record_settings(context: Context, computed: list[str]) -> None:
     """Record rank, scaling and active adapters, which are no tensors but change every result."""
     table = rank_and_scaling(context.model)
     inactive = inactive_layers(context.model)
-    other = other_scalings(context.model)
-    effect, why = effect_of(context)
-    if other:
-        own, asked = zip(*other.values(), strict=True)
-        why["got"] = dict(Counter(f"scaling {one:g}" for one in own))
-        why["wanted"] = dict(Counter(f"scaling {one:g}, by adapter_config.json," for one in asked))
-    raw = json.dumps(table, sort_keys=True).encode()
-    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    scalings_by_layer = other_scalings(context.model)
+    effect, effect_evidence = effect_of(context)
+    evidence: dict[str, Any] = {"layers": len(table), "values": _count_values(table), **effect_evidence}
+    if scalings_by_layer:
+        actual, configured = zip(*scalings_by_layer.values(), strict=True)
+        evidence["got"] = dict(Counter(f"scaling {scaling:g}" for scaling in actual))
+        evidence["wanted"] = dict(Counter(f"scaling {scaling:g}, by adapter_config.json," for scaling in configured))
+    evidence |= stated(context)
+    evidence |= _remarks(context, computed)
+    word = None
+    if inactive:
+        evidence["inactive"] = inactive[:8]
+        word = words.INACTIVE
+    elif scalings_by_layer:
+        word = words.SETTINGS
+    # without a word it is for the other workers to judge
+    status: RecordStatus = "measured" if word is None else "outside"
     row = TensorRecord(
         "adapter",
         SETTINGS_LAYER,
         RANK_AND_SCALING,
         rule=Rule.PEER,
-        status="outside" if inactive or other else "measured",
-        word=words.INACTIVE if inactive else words.SETTINGS if other else None,
-        evidence={
-            "layers": len(table),
-            "values": _counted(table),
-            **why,
-            **stated(context),
-            **_remarks(context, computed),
-            **({"inactive": inactive[:8]} if inactive else {}),
-        },
+        status=status,
+        word=word,
+        evidence=evidence,
         effect=effect,
     )
-    context.record.computed(row, tensor)
+    # the settings as bytes of a tensor, so that workers are compared by its digest
+    raw = json.dumps(table, sort_keys=True).encode()
+    context.record.computed(row, torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
 
-def _counted(table: dict[str, Any]) -> dict[str, int]:
+def _count_values(table: dict[str, Any]) -> dict[str, int]:
     """Count the layers by rank and scaling."""
     return dict(Counter(f"rank {rank}, scaling {scaling}" for rank, scaling in table.values()))

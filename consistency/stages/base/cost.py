@@ -6,10 +6,15 @@ from consistency.case.budget.costs import DIGEST_BYTES, WINDOW_BYTES, Cost, Sett
 
 
 def base(s: Setting) -> Cost:
-    """Digest every tensor in place, and its bytes in the file: these are mapped already, or in the page cache."""
+    """Return the memory for digesting every tensor in place, and its bytes in the file.
+
+    These are mapped already, or in the page cache.
+    """
     largest = s.shape.largest_elements * s.shape.width
+    # a tensor that is cast on loading is cast once more, on the host, to be compared
+    host_bytes = largest if s.shape.converted_bytes else 0
     return Cost(
-        host_bytes=largest if s.shape.converted_bytes else 0,
+        host_bytes=host_bytes,
         device_bytes=DIGEST_BYTES,
         window_bytes=min(s.shape.mapped_bytes, WINDOW_BYTES + largest),
     )

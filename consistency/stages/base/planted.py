@@ -1,4 +1,4 @@
-"""Faults in the base, quantized or not, after transformers has loaded it, and on the arrival of an offloaded layer."""
+"""Planted faults in the base after transformers has loaded it, and on the arrival of an offloaded layer."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def one_bit_on_arrival(real: Callable[..., None], offload: Any, model: torch.nn.
     """Flip a bit of the last layer's last matrix on the device; the host's copy stays right."""
     real(offload, model)
     last = [part for part in offload.parts if _is_matrix_of_a_layer(part)][-1]
-    arrive = last.hook.pre_forward
+    real_pre_forward = last.hook.pre_forward
 
     def pre_forward(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        found = arrive(module, *args, **kwargs)
+        result = real_pre_forward(module, *args, **kwargs)
         with torch.no_grad():
             module.get_parameter("weight").reshape(-1)[7:8].view(torch.uint8)[0] ^= 1
-        return found
+        return result
 
     last.hook.pre_forward = pre_forward
 
 
 def _is_matrix_of_a_layer(part: Any) -> bool:
+    """Return whether an offloaded part is a linear layer of a numbered block."""
     weight = part.parameters.get("weight")
-    return weight is not None and weight.dim() == 2 and any(word.isdigit() for word in part.name.split("."))
-
-
-_in_base = changing("consistency.worker.model.loading:_from_folder")
+    is_matrix = weight is not None and weight.dim() == 2
+    is_of_a_layer = any(word.isdigit() for word in part.name.split("."))
+    return is_matrix and is_of_a_layer
 
 
 @_in_base
 def one_bit_of_a_code(loaded: tuple[torch.nn.Module, Any]) -> None:
-    weight = _first(loaded[0])
+    weight = _first_quantized_weight(loaded[0])
     name = "qdata" if is_composite(weight) else "data"
     codes = getattr(weight, name).clone()  # the file is mapped
     codes.view(torch.uint8).reshape(-1)[7] ^= 1
@@ -60,7 +60,7 @@ def one_bit_of_a_code(loaded: tuple[torch.nn.Module, Any]) -> None:
 
 @_in_base
 def scales_dropped(loaded: tuple[torch.nn.Module, Any]) -> None:
-    weight = _first(loaded[0])
+    weight = _first_quantized_weight(loaded[0])
     if is_composite(weight):
         weight.scale = torch.zeros_like(weight.scale)
     elif type(weight).__name__ == "Int8Params":
@@ -69,5 +69,5 @@ def scales_dropped(loaded: tuple[torch.nn.Module, Any]) -> None:
         weight.quant_state.absmax = torch.zeros_like(weight.quant_state.absmax)
 
 
-def _first(model: torch.nn.Module) -> Any:
+def _first_quantized_weight(model: torch.nn.Module) -> Any:
     return next(layer.weight for _, layer in quantized_layers(model))

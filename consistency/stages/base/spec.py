@@ -1,4 +1,4 @@
-"""Stage `base`: what it declares."""
+"""The declaration of the stage `base`. No torch here."""
 
 from __future__ import annotations
 

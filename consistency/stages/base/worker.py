@@ -29,72 +29,95 @@ from consistency.worker.judging import quantized_base
 def run(context: Context) -> None:
     """Record every tensor of the base, and note the digests of all."""
     base, record = context.base, context.record
-    exact = _exact_tables(base.model)
+    exact_tables = _exact_tables(base.model)
     parameters = {name for name, _ in base.model.named_parameters()}  # a buffer may hold infinities, as masks do
     wanted = {name for name in base.tensors if record.wants("base", split_name(name)[0])}
     for done, (name, tensor) in enumerate(base.on_device(wanted)):
-        layer, part = split_name(name)
         context.events.step(name, done, len(wanted))
-        here, in_file = base.digest_of(name, tensor), base.in_file.get(name)
+        actual_digest, digest_in_file = base.digest_of(name, tensor), base.in_file.get(name)
         # of a base that stayed loaded, a tensor with the digest of its file is not read once more
-        expected = tensor if here == in_file else base.expected(name)
-        evidence = {}
-        if name in base.not_in_file:
-            evidence["not_in_file"] = "no file holds it: " + (
-                "values made from its name" if expected is not None else "initialised by transformers"
-            )
-        if expected is not None:
-            base.in_file[name] = in_file or digest(expected)
+        expected = tensor if actual_digest == digest_in_file else base.expected(name)
+        if expected is None:
+            _record_computed(context, name, tensor, actual_digest, exact_tables.get(name))
+        else:
+            base.in_file[name] = digest_in_file or digest(expected)
             if context.job.makes_reference and name in parameters and name not in base.not_finite:
                 base.not_finite[name] = count_not_finite(expected.to("cpu"))
-            key = base.file_names.get(name, name)
-            row = TensorRecord(
-                "base",
-                layer,
-                part,
-                rule=Rule.BITWISE,
-                status="equal",
-                evidence=evidence,
-                name_in_file="" if key == name else key,
-                not_finite=base.not_finite.get(name, 0),
-            )
-            record.moved(row, actual=tensor, expected=expected, digests=(here, base.in_file[name]))
-            continue
-        table = exact.get(name)
-        computed = table is not None and tensor.dtype in UNIT_ROUNDOFF and table.shape == tensor.shape
-        host = tensor.detach().to("cpu")
-        measure = measure_against_exact(host, table) if computed and table is not None else None
-        on_cpu, buffer = context.device.type == "cpu", name not in base.persistent
-        row = TensorRecord(
-            "base",
-            layer,
-            part,
-            rule=Rule.RELATIVE,
-            status="measured",
-            rounding=_of_table(measure) if measure is not None and on_cpu else None,
-            blob=record.keep_small(tensor),
-            buffer=buffer,
-            evidence=evidence | ({"buffer": "not in the state dict"} if buffer else {}),
-        )
-        record.computed(row, host, digests=[here], found=measure)
+            _record_moved(context, name, tensor, expected, actual_digest)
     quantized_base.run(context)
 
 
-def _of_table(measure: Measure) -> RoundingError:
-    """Return the error of a table on the CPU: its elements are computed one by one, so it has one of each."""
+def _record_moved(
+    context: Context, name: str, tensor: torch.Tensor, expected: torch.Tensor, actual_digest: TensorDigest
+) -> None:
+    """Record a tensor whose bytes were moved from a file, or which has values made from its name."""
+    base = context.base
+    layer, part = split_name(name)
+    key = base.file_names.get(name, name)
+    name_in_file = "" if key == name else key
+    row = TensorRecord(
+        "base",
+        layer,
+        part,
+        rule=Rule.BITWISE,
+        status="equal",
+        evidence=_evidence(context, name, "values made from its name"),
+        name_in_file=name_in_file,
+        not_finite=base.not_finite.get(name, 0),
+    )
+    context.record.moved(row, actual=tensor, expected=expected, digests=(actual_digest, base.in_file[name]))
+
+
+def _record_computed(
+    context: Context, name: str, tensor: torch.Tensor, actual_digest: TensorDigest, exact_table: torch.Tensor | None
+) -> None:
+    """Record a tensor that no file holds, against its table in float64 where there is one."""
+    layer, part = split_name(name)
+    evidence = _evidence(context, name, "initialised by transformers")
+    host = tensor.detach().to("cpu")
+    measure = None
+    if exact_table is not None and tensor.dtype in UNIT_ROUNDOFF and exact_table.shape == tensor.shape:
+        measure = measure_against_exact(host, exact_table)
+    rounding = None
+    # the error that rounding makes is measured on the CPU, for the workers of all devices
+    if measure is not None and context.device.type == "cpu":
+        rounding = _rounding_error_of_table(measure)
+    is_buffer = name not in context.base.persistent
+    if is_buffer:
+        evidence["buffer"] = "not in the state dict"
+    row = TensorRecord(
+        "base",
+        layer,
+        part,
+        rule=Rule.RELATIVE,
+        status="measured",
+        rounding=rounding,
+        blob=context.record.keep_small(tensor),
+        buffer=is_buffer,
+        evidence=evidence,
+    )
+    context.record.computed(row, host, digests=[actual_digest], found=measure)
+
+
+def _evidence(context: Context, name: str, origin: str) -> dict[str, str]:
+    """Return the origin of a tensor that is missing in the files of the base; empty for others."""
+    return {"not_in_file": f"no file holds it: {origin}"} if name in context.base.not_in_file else {}
+
+
+def _rounding_error_of_table(measure: Measure) -> RoundingError:
+    """Return the error of a table on the CPU: its elements are computed one by one, so each has its own error."""
     elements = max(1, measure.elements)
     return RoundingError(largest=measure.max_abs, samples=elements, drawn=elements)
 
 
 def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
-    """Record the tensors of the base that loading the adapter has changed.
+    """Record the tensors of the base that loading the adapter has changed, with their digests.
 
     Some methods rewrite base weights on loading (PiSSA, OLoRA): those are compared with the reference worker's. All
     others have the bytes from before, which were compared with the file.
     """
     base, record = context.base, context.record
     for name, tensor in base.on_device(changed):
-        after = changed[name]
         layer, part = split_name(name)
         if not record.wants("base", layer):
             continue
@@ -108,11 +131,11 @@ def look_again(context: Context, changed: Mapping[str, TensorDigest]) -> None:
             blob=record.keep_small(tensor),
             evidence={"before": base.digests[name].value, "dtype": name_of(tensor.dtype)},
         )
-        record.computed(row, tensor, digests=[after])
+        record.computed(row, tensor, digests=[changed[name]])
 
 
 def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Build the modules that hold only computed tables again, in float64 on the CPU.
+    """Return the tables of modules that hold nothing else, built again in float64 on the CPU, by name.
 
     transformers' rotary embeddings are such modules: made from the config alone, their buffers in no state dict.
     """
@@ -120,10 +143,10 @@ def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, module in model.named_modules():
         buffers = dict(module.named_buffers(recurse=False))
         config = getattr(module, "config", None)
+        # a module with parameters holds weights too: it is no table
         if not buffers or config is None or next(module.parameters(), None) is not None:
             continue
-        arguments = inspect.signature(type(module).__init__).parameters
-        if "config" not in arguments:
+        if "config" not in inspect.signature(type(module).__init__).parameters:
             continue
         try:
             twin = in_float64(type(module), config=config)
@@ -131,5 +154,6 @@ def _exact_tables(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             continue  # it needs more than its config: the reference worker is the reference
         for part, table in twin.named_buffers(recurse=False):
             if table.dtype == torch.float64 and table.device.type == "cpu":
-                tables[f"{name}.{part}" if name else part] = table
+                path = f"{name}.{part}" if name else part
+                tables[path] = table
     return tables

@@ -1,4 +1,4 @@
-"""The stage `forward` again, in a soak."""
+"""The stage `forward` again, as a soak repeats it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,12 @@ from consistency.worker.protocol import REFERENCE_FILE
 
 
 def forward(context: Context, ledger: Ledger) -> Again:
-    """Run the model again in every mode in which it ran, from end to end and by blocks."""
+    """Return what runs the model again in every mode in which it ran, from end to end and by blocks."""
     inputs = inputs_again(context)
     moved = is_moved(context, inputs)
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
-    modes = [
-        mode
-        for mode in (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED)
-        if ledger.has(standard.FORWARD, f"{mode}.{END_TO_END}")
-    ]
+    all_modes = (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED)
+    modes = [mode for mode in all_modes if ledger.has(standard.FORWARD, f"{mode}.{END_TO_END}")]
     path = context.scratch / REFERENCE_FILE
     reference = Reference.of(path) if path.exists() else None
 
@@ -37,13 +34,12 @@ def forward(context: Context, ledger: Ledger) -> Again:
             for name, tensor in ends.items():
                 ledger.see((standard.FORWARD, name, f"{mode}.{END_TO_END}"), tensor, own=moved)
             if reference is not None and ledger.has(standard.FORWARD, mode):
+                run_blocks = functools.partial(by_blocks, context, inputs, mode, reference)
                 with half_kernels.computing(kernels):
-                    results, _ = in_mode(
-                        context.model, mode, functools.partial(by_blocks, context, inputs, mode, reference)
-                    )
+                    results, _ = in_mode(context.model, mode, run_blocks)
                 for name, result in results.items():
                     ledger.see((standard.FORWARD, *row_of(mode, name)), result, own=moved)
-                del results
+                del results  # before the next mode is computed
             yield
 
     return again

@@ -24,17 +24,23 @@ _WITH_LOGITS = re.compile(r"For(CausalLM|MaskedLM)$|LMHeadModel$")
 
 
 def forward_items(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield layer and tensor of the stage `forward`: blocks and what they hold, by the names of the base's weights."""
+    """Yield layer and tensor of the stage `forward`: blocks and their modules, by the names of the base's weights."""
+    # a base that a function makes has no files to read names from
     if case.factory is not None:
         return
     config = read_json(Path(case.base) / "config.json")
     modules = {name.rpartition(".")[0]: None for name in weights_of(base_tensors(case))}
-    held = (adapter_place(key)[0] for key in adapter(case)[1] if is_method_tensor(key))
+    adapted = (adapter_place(key)[0] for key in adapter(case)[1] if is_method_tensor(key))
     layers: dict[str, None] = {}
-    for module in in_model(modules, held):
-        if match := _BLOCK.match(module):
+    for module in in_model(modules, adapted):
+        match = _BLOCK.match(module)
+        if match is not None:
             layers |= dict.fromkeys([match["block"], match[0]])
     modes = (ADAPTER_ON, ADAPTER_OFF, ADAPTER_MERGED) if case.adapter else (ADAPTER_OFF,)
-    yield from ((layer, mode) for layer in layers for mode in modes)
+    for layer in layers:
+        for mode in modes:
+            yield layer, mode
     if any(_WITH_LOGITS.search(str(name)) for name in config.get("architectures") or ()):
-        yield from (("logits", f"{mode}{ending}") for mode in modes for ending in ("", f".{END_TO_END}"))
+        for mode in modes:
+            yield "logits", mode
+            yield "logits", f"{mode}.{END_TO_END}"

@@ -18,7 +18,7 @@ decides, all passes decide as that one did: a router that flips is no rounding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -69,22 +69,22 @@ def record_merge_effect(
     Parameters
     ----------
     computed : mapping of str to dict
-        The passes in the model's dtype, by mode and name.
+        The outputs of the passes in the model's dtype, by mode and name.
     refused : mapping of str to str
-        Why a mode has none.
+        Why a mode has no outputs, by mode.
     exact : dict of str to Tensor
-        The float64 passes, by `mode::name`.
+        The outputs of the float64 passes, by `mode::name`.
     again : callable
-        Returns what lets a pass decide as the float64 one did.
+        Returns what lets a pass decide as the float64 one did; None where the model decides nothing.
     """
     if ADAPTER_ON not in computed or context.job.case.only:
         return
     effect = MergeEffect(dtype=context.base.dtype)
     try:
         with model_code(model):
-            effect = _of_computed(context, model, computed, refused, exact)
+            effect = _effect_of_computed(context, model, computed, refused, exact)
             if not effect.reason:
-                effect = _with_float64(context, model, inputs, effect, exact, again)
+                effect = _with_float64_passes(context, model, inputs, effect, exact, again)
     except Skip as skip:
         effect = replace(effect, left_out=str(skip))
     context.record.write(
@@ -92,49 +92,67 @@ def record_merge_effect(
     )
 
 
-def _of_computed(
+def _effect_of_computed(
     context: Context,
     model: Any,
     computed: Mapping[str, Activations],
     refused: Mapping[str, str],
     exact: Activations,
 ) -> MergeEffect:
-    """Return the figures that the passes of the stage give."""
-    unmerged, merged = computed[ADAPTER_ON], computed.get(ADAPTER_MERGED)
+    """Return the figures that the passes of the stage give; parameters are as in `record_merge_effect`."""
     layers = [layer for _, layer in adapted_layers(model)]
-    if merged is None or not layers:
+    # the pass in the merged mode was refused, or there is nothing to merge
+    if ADAPTER_MERGED not in computed or not layers:
         method = getattr(model.peft_config[ADAPTER_NAME].peft_type, "value", "")
-        why = f"{method} changes no weight of the base, so there is nothing to merge"
-        return MergeEffect(dtype=context.base.dtype, reason=refused.get(ADAPTER_MERGED, why))
-    name = _output_of(unmerged)
-    on, off = (exact.get(f"{mode}::{name}") for mode in (ADAPTER_ON, ADAPTER_OFF))
+        no_merge = f"{method} changes no weight of the base, so there is nothing to merge"
+        return MergeEffect(dtype=context.base.dtype, reason=refused.get(ADAPTER_MERGED, no_merge))
+    name = _output_name(computed[ADAPTER_ON])
+    unmerged, merged = computed[ADAPTER_ON][name], computed[ADAPTER_MERGED][name]
+    exact_on, exact_off = (exact.get(f"{mode}::{name}") for mode in (ADAPTER_ON, ADAPTER_OFF))
     fields: dict[str, Any] = {}
-    if name.endswith("logits") and unmerged[name].dim() in (2, 3) and unmerged[name].shape[-1] > 1:
-        fields |= {"positions": unmerged[name].shape[:-1].numel(), "top1_changed": _moves_top1(merged, unmerged, name)}
-        if on is not None and on.shape == unmerged[name].shape:
-            fields["top1_unmerged"] = _moves_top1(unmerged, {name: on}, name)
-    if on is not None and on.shape[1:] == unmerged[name].shape[1:]:  # of a large model the first sequence alone
-        errors = {"unmerged_error": unmerged[name], "merged_error": merged[name]}
-        fields |= {field: _largest(tensor[: len(on)], on) for field, tensor in errors.items()}
-        if off is not None and off.shape == on.shape:
-            fields["adapter"] = _largest(off, on)
+    # a head with one output has no most likely word
+    if name.endswith("logits") and unmerged.dim() in (2, 3) and unmerged.shape[-1] > 1:
+        fields["positions"] = unmerged.shape[:-1].numel()
+        fields["top1_changed"] = _count_other_top1(merged, unmerged)
+        if exact_on is not None and exact_on.shape == unmerged.shape:
+            fields["top1_unmerged"] = _count_other_top1(unmerged, exact_on)
+    # of a large model the exact pass has the first sequence alone, so the first dimensions may differ
+    if exact_on is not None and exact_on.shape[1:] == unmerged.shape[1:]:
+        fields["unmerged_error"] = _largest_difference(unmerged[: len(exact_on)], exact_on)
+        fields["merged_error"] = _largest_difference(merged[: len(exact_on)], exact_on)
+        if exact_off is not None and exact_off.shape == exact_on.shape:
+            fields["adapter"] = _largest_difference(exact_off, exact_on)
+    return MergeEffect(
+        dtype=_widest_rounding(layers, default=context.base.dtype),
+        output=name,
+        computed=_largest_difference(merged, unmerged),
+        shared=_shared_weights(model),
+        **fields,
+    )
+
+
+def _widest_rounding(layers: Sequence[Any], *, default: str) -> str:
+    """Return the name of the dtype with the largest unit roundoff among the weights that are merged into."""
     dtypes = {weight_of(layer).dtype for layer in layers} & UNIT_ROUNDOFF.keys()
-    dtype = name_of(max(dtypes, key=lambda one: UNIT_ROUNDOFF[one])) if dtypes else context.base.dtype
-    fields["shared"] = _shared(model)
-    return MergeEffect(dtype=dtype, output=name, computed=_largest(merged[name], unmerged[name]), **fields)
+    if not dtypes:
+        return default
+    return name_of(max(dtypes, key=lambda dtype: UNIT_ROUNDOFF[dtype]))
 
 
-def _shared(model: torch.nn.Module) -> tuple[str, ...]:
-    """Say which weights of adapted layers are those of other layers too, as a tied head's is that of the embeddings."""
+def _shared_weights(model: torch.nn.Module) -> tuple[str, ...]:
+    """Name the weights that several layers share, one of them adapted, as a tied head and the embeddings do."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for place, module in base_of(model).named_modules():  # a module in two places is adapted in both
         for name, parameter in module.named_parameters(prefix=place.removesuffix(".base_layer"), recurse=False):
             names.setdefault(parameter, []).append(name)
-    merged = dict.fromkeys(parameter for _, layer in adapted_layers(model) for parameter in merged_into(layer))
-    return tuple(" and ".join(names[parameter]) for parameter in merged if len(names.get(parameter, ())) > 1)
+    merged: dict[torch.nn.Parameter, None] = {}
+    for _, layer in adapted_layers(model):
+        merged |= dict.fromkeys(merged_into(layer))
+    shared = [names[parameter] for parameter in merged if len(names.get(parameter, ())) > 1]
+    return tuple(" and ".join(layer_names) for layer_names in shared)
 
 
-def _with_float64(
+def _with_float64_passes(
     context: Context,
     model: Any,
     inputs: Activations,
@@ -142,10 +160,12 @@ def _with_float64(
     exact: Activations,
     again: Callable[[], Watch | None],
 ) -> MergeEffect:
-    """Add the figures that take passes of their own."""
-    whole = exact.get(f"{ADAPTER_ON}::{effect.output}")
-    left_out = _left_out(context, model) if whole is not None else "the model does not run in float64"
-    if left_out or whole is None:
+    """Add the figures that take float64 passes of a merged model, or why there are none."""
+    exact_on = exact.get(f"{ADAPTER_ON}::{effect.output}")
+    if exact_on is None:
+        return replace(effect, left_out="the model does not run in float64")
+    left_out = _why_left_out(context, model)
+    if left_out:
         return replace(effect, left_out=left_out)
     # one sequence has as many logits as positions times words: more would take longer, and tell no more; but decisions
     # are those of a whole batch
@@ -153,33 +173,36 @@ def _with_float64(
     merges = {"as PEFT does": _in_its_dtype, "rounded once": _rounded_once, "in float64": _in_float64}
     if effect.dtype != name_of(torch.float32):
         merges["in float32"] = _in_float32
-    found: dict[str, torch.Tensor] = {}
+    outputs: list[torch.Tensor] = []
     run = functools.partial(activations, model, chosen)
     for done, (name, merge) in enumerate(merges.items()):
         with context.events.passes(MERGING_PASSES):
             context.events.step(f"merged {name}, float64", done, len(merges))
         with torch.no_grad(), Float64Mode() as mode, deciding(again(), gradient=False):
-            found[name] = in_merged(model, run, merge=functools.partial(merge, mode))[effect.output]
-    merged, rounded, unrounded, *in_float32 = found.values()
-    unmerged = whole[: merged.shape[0]]
+            outputs.append(in_merged(model, run, merge=functools.partial(merge, mode))[effect.output])
+    merged, rounded, unrounded, *in_float32 = outputs
+    unmerged = exact_on[: merged.shape[0]]
     if unmerged.shape != merged.shape:  # the first dimension of the output is not that of the inputs
         unmerged = in_float64(run)[effect.output]
-    return replace(
+    effect = replace(
         effect,
-        moved=_largest(merged, unmerged),
-        must=_largest(rounded, unrounded),
-        exact=_largest(unrounded, unmerged),
-        float32=_largest(in_float32[0], unmerged) if in_float32 else None,
+        moved=_largest_difference(merged, unmerged),
+        must=_largest_difference(rounded, unrounded),
+        exact=_largest_difference(unrounded, unmerged),
     )
+    if in_float32:
+        effect = replace(effect, float32=_largest_difference(in_float32[0], unmerged))
+    return effect
 
 
-def _left_out(context: Context, model: torch.nn.Module) -> str:
-    """Return why there are no passes in float64 of a merged model."""
+def _why_left_out(context: Context, model: torch.nn.Module) -> str:
+    """Return why there are no float64 passes of a merged model; empty where there are."""
     layers = [layer for _, layer in adapted_layers(model)]
     weights = [weight_of(layer) for layer in layers]
     if any(weight.dtype == torch.float64 for weight in weights):
         return "float64 is the widest dtype"
-    if any(map(has_quantized_weight, layers)) or any(weight.dtype not in UNIT_ROUNDOFF for weight in weights):
+    has_no_float_format = any(weight.dtype not in UNIT_ROUNDOFF for weight in weights)
+    if has_no_float_format or any(map(has_quantized_weight, layers)):
         return "merging into quantized weights quantizes them again, which is no rounding to a float format"
     largest = max(weight.numel() for weight in weights)
     if largest > MOST_MERGED:
@@ -207,19 +230,29 @@ def _rounded_once(mode: Float64Mode, layer: Any) -> Merging:
 
 @contextmanager
 def _merged(mode: Float64Mode, layer: Any, dtype: torch.dtype | None, *, rounded: bool = False) -> Iterator[None]:
-    """Merge a layer by PEFT's own code, computing in a dtype (None: in its own); `rounded` rounds to its own after."""
+    """Merge a layer by PEFT's own code within the context.
+
+    Parameters
+    ----------
+    mode : Float64Mode
+        In force, and paused for what is not computed in float64.
+    dtype : torch.dtype or None
+        What the merge computes in; None for the layer's own.
+    rounded : bool
+        Round the merged weights to the layer's own dtype.
+    """
     with ExitStack() as stack:
         with mode.paused():
             stack.enter_context(restored(layer))
-            own = [parameter.dtype for parameter in merged_into(layer)]
+            own_dtypes = [parameter.dtype for parameter in merged_into(layer)]
             if dtype is not None:
                 stack.enter_context(_converted(layer, dtype))
         with nullcontext() if dtype is torch.float64 else mode.paused():
             layer.merge(safe_merge=False, adapter_names=[ADAPTER_NAME])
         if rounded:
             with mode.paused():
-                for parameter, before in zip(merged_into(layer), own, strict=True):
-                    parameter.data = parameter.data.to(before)
+                for parameter, own_dtype in zip(merged_into(layer), own_dtypes, strict=True):
+                    parameter.data = parameter.data.to(own_dtype)
         yield
 
 
@@ -232,26 +265,31 @@ def _converted(layer: Any, dtype: torch.dtype) -> Iterator[None]:
         yield
         return
     base = {id(parameter) for parameter in layer.get_base_layer().parameters()}
-    kept = [(p, p.data) for p in layer.parameters() if id(p) not in base and p.dtype in UNIT_ROUNDOFF]
+    originals = [
+        (parameter, parameter.data)
+        for parameter in layer.parameters()
+        if id(parameter) not in base and parameter.dtype in UNIT_ROUNDOFF
+    ]
     try:
-        for parameter, data in kept:
+        for parameter, data in originals:
             parameter.data = data.to(torch.promote_types(data.dtype, dtype))
         yield
     finally:
-        for parameter, data in kept:
+        for parameter, data in originals:
             parameter.data = data
 
 
-def _output_of(outputs: Activations) -> str:
+def _output_name(outputs: Activations) -> str:
     """Return the name of the output that is compared: logits, or else the first."""
     return next((name for name in outputs if name.endswith("logits")), next(iter(outputs)))
 
 
-def _largest(a: torch.Tensor, b: torch.Tensor) -> Real:
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> Real:
     """Return the largest difference; equal infinities, as those of words that are ruled out, do not differ."""
     a, b = a.to(torch.float64), b.to(torch.float64)
     return Real(float(torch.where(a == b, 0.0, a - b).abs().max()))
 
 
-def _moves_top1(a: Activations, b: Activations, name: str) -> int:
-    return int((a[name].argmax(-1) != b[name].argmax(-1)).sum())
+def _count_other_top1(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Return at how many positions two outputs have another most likely word."""
+    return int((a.argmax(-1) != b.argmax(-1)).sum())

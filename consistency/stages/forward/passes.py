@@ -9,7 +9,7 @@ from consistency.case.budget.costs import LEAST_PASSES, Setting
 from consistency.case.budget.passes import Pass
 
 MERGING = "merged, float64"
-"""What merging does to the outputs, which takes passes from end to end."""
+"""Title of the passes that measure what merging does to the outputs, from end to end."""
 
 
 def whole(mode: str) -> str:
@@ -33,7 +33,10 @@ def by_blocks(mode: str) -> str:
 
 
 def passes(setting: Setting) -> tuple[Pass, ...]:
-    """Return what a worker makes; a pass from end to end takes about as long as one by blocks."""
+    """Return the passes that a worker makes in this stage, in their order.
+
+    A pass from end to end takes about as long as one by blocks.
+    """
     return tuple(_passes(setting))
 
 
@@ -43,14 +46,15 @@ def _passes(setting: Setting) -> Iterator[Pass]:
     if shape.layers:
         modes.append(ADAPTER_MERGED)
     # of a large model, blocks are compared in one mode
-    compared = modes if shape.matrix_elements <= setting.case.plan.float64_merges else modes[:1]
+    is_small = shape.matrix_elements <= setting.case.plan.float64_merges
+    block_modes = modes if is_small else modes[:1]
     yield from (Pass(title=whole(mode)) for mode in modes)
     if setting.makes_reference:
         for mode in modes:
-            if mode != ADAPTER_MERGED:  # the exact values of both are the same
+            if mode != ADAPTER_MERGED:  # its exact values are those of the adapter on
                 yield Pass(title=exact(mode), blocks=shape.blocks, weight=2.0)
-            if mode in compared:
+            if mode in block_modes:
                 yield Pass(title=noise(mode), count=LEAST_PASSES, blocks=shape.blocks)
-    yield from (Pass(title=by_blocks(mode), blocks=shape.blocks) for mode in compared)
-    if setting.makes_reference and ADAPTER_MERGED in modes and len(compared) > 1:
+    yield from (Pass(title=by_blocks(mode), blocks=shape.blocks) for mode in block_modes)
+    if setting.makes_reference and ADAPTER_MERGED in modes and len(block_modes) > 1:
         yield Pass(title=MERGING, count=4)

@@ -1,4 +1,4 @@
-"""Stage `forward`: what it declares."""
+"""The declaration of the stage `forward`. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stage `gradient` again, in a soak."""
+"""The stage `gradient` again, as a soak repeats it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from consistency.worker import cpu_error
 from consistency.worker.context import Context
 from consistency.worker.decisions.replay import Replay
 from consistency.worker.judging.again import inputs_again, is_moved
-from consistency.worker.judging.gradients import backward_of
-from consistency.worker.judging.gradients import row_of as row_of_gradient
+from consistency.worker.judging.gradients import backward_of, row_of
 from consistency.worker.ledger import Again, Ledger
 from consistency.worker.model import half_kernels
 from consistency.worker.model.float64_reference import Reference
@@ -21,9 +20,9 @@ from consistency.worker.training.backward import trained
 
 
 def gradient(context: Context, ledger: Ledger) -> Again:
-    """Compute the gradients again, by blocks."""
+    """Return what computes the gradients again, by blocks, and shows them to the ledger."""
     inputs = inputs_again(context)
-    of = backward_of(context.model, trained(context.model, context.expected), inputs)
+    backward = backward_of(context.model, trained(context.model, context.expected), inputs)
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
     moved = is_moved(context, inputs)
     path = context.scratch / GRADIENT_FILE
@@ -32,10 +31,11 @@ def gradient(context: Context, ledger: Ledger) -> Again:
     def again() -> Iterator[None]:
         if reference is not None:
             title = cpu_error.products_on(context.model, context.device)
+            replay = Replay(decisions_file(context), context.model, title)
             with half_kernels.computing(kernels):
-                found = gradients_of(of, reference, Replay(decisions_file(context), context.model, title))
-            for name, gradient in found.items():
-                ledger.see((standard.GRADIENT, *row_of_gradient(context, name)), gradient, own=moved)
+                gradients = gradients_of(backward, reference, replay)
+            for name, value in gradients.items():
+                ledger.see((standard.GRADIENT, *row_of(context, name)), value, own=moved)
         yield
 
     return again

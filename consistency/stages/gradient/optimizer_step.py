@@ -22,7 +22,7 @@ from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.error import measure_stretches
 from consistency.numerics.file_tensor import Elements, elements_of, mapped
 from consistency.numerics.rules import Rule
-from consistency.numerics.running_error import Arithmetic
+from consistency.numerics.running_error import Arithmetic, Tracked
 from consistency.worker.context import Context
 from consistency.worker.model.tensor_file import TensorFile
 from consistency.worker.recorder import UserTolerance
@@ -37,52 +37,83 @@ fresh memory for each, page faults take most of the time."""
 
 
 def stepped(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a piece of a parameter after the first step of the optimizer, on its device."""
+    """Return a piece of a parameter after the first step of the optimizer, on its device: faults are planted here."""
     return adamw.step(parameter, gradient)
 
 
 def record_step(context: Context, name: str, layer: str, tensor: str, found: torch.Tensor) -> None:
-    """Record a parameter after a step by its gradient, on the CPU."""
+    """Record a parameter after one step of the optimizer.
+
+    Parameters
+    ----------
+    name : str
+        Name of the parameter in the model.
+    layer, tensor : str
+        The row.
+    found : torch.Tensor
+        The gradient that this device computed, on the CPU.
+    """
     parameter = context.model.get_parameter(name)
-    gradient, elements = elements_of(found), parameter.numel()
-    unknown = parameter.dtype not in UNIT_ROUNDOFF
-    if unknown or not _is_finite(gradient, elements):
-        reason = f"no bound is derived in {name_of(parameter.dtype)}" if unknown else "the gradient is NaN or infinite"
-        context.record.skipped("gradient", f"AdamW step not judged: {reason}", tensor, layer=layer, rule=Rule.BOUND)
-        return
-    flat = parameter.detach().reshape(-1)
-    if not _is_bounded(flat, gradient):
-        reason = f"AdamW's ε is 0 in {name_of(parameter.dtype)}: its step divides small gradients by zero"
-        context.record.skipped("gradient", reason, tensor, layer=layer, rule=Rule.BOUND)
+    gradient = elements_of(found)
+    unbounded_reason = _why_no_bound(parameter, gradient)
+    if unbounded_reason:
+        context.record.skipped("gradient", unbounded_reason, tensor, layer=layer, rule=Rule.BOUND)
         return
     layout = {UPDATED: (parameter.dtype, tuple(parameter.shape))}
-    file = TensorFile(context.scratch / f"updated-{os.getpid()}.safetensors", layout)  # the folder is all workers'
+    # all workers share the scratch folder, so the name has the process id
+    file = TensorFile(context.scratch / f"updated-{os.getpid()}.safetensors", layout)
     try:
-        digests = _stepped(context, parameter, gradient, file)
-        actual = file.read(UPDATED)
-        assert actual is not None
-        tolerance = context.record.tolerance(stage="gradient", layer=layer, dtype=actual.dtype)
-
-        def before(part: slice) -> torch.Tensor:
-            return flat[part].to("cpu")
-
-        def stretches() -> Iterator[Stretch]:
-            return _exact(elements_of(actual), before, gradient, elements, tolerance)
-
-        def chunks() -> Iterator[Chunk]:
-            for chunk in itertools.chain.from_iterable(stretch.chunks() for stretch in stretches()):
-                yield dataclasses.replace(chunk, base=before(slice(chunk.start, chunk.start + chunk.actual.numel())))
-
-        context.record.computed(
-            TensorRecord("gradient", layer, tensor, rule=Rule.BOUND, status="measured"),
-            mapped(actual),
-            digests=digests,
-            tolerance=tolerance,
-            found=measure_stretches(actual, stretches()),
-            chunks=chunks,
-        )
+        digests = _write_stepped(context, parameter, gradient, file)
+        row = TensorRecord("gradient", layer, tensor, rule=Rule.BOUND, status="measured")
+        _record_updated(context, parameter, gradient, file, row, digests)
     finally:
         file.close(remove=True)
+
+
+def _why_no_bound(parameter: torch.nn.Parameter, gradient: Elements) -> str:
+    """Return why the step of a parameter cannot be judged; empty where it has a bound."""
+    if parameter.dtype not in UNIT_ROUNDOFF:
+        return f"AdamW step not judged: no bound is derived in {name_of(parameter.dtype)}"
+    if not _is_finite(gradient, parameter.numel()):
+        return "AdamW step not judged: the gradient is NaN or infinite"
+    if not _is_bounded(parameter.detach().reshape(-1), gradient):
+        return f"AdamW's ε is 0 in {name_of(parameter.dtype)}: its step divides small gradients by zero"
+    return ""
+
+
+def _record_updated(
+    context: Context,
+    parameter: torch.nn.Parameter,
+    gradient: Elements,
+    file: TensorFile,
+    row: TensorRecord,
+    digests: list[TensorDigest],
+) -> None:
+    """Record the parameter in a scratch file against the exact step, a stretch at a time."""
+    flat = parameter.detach().reshape(-1)
+    updated = file.read(UPDATED)
+    assert updated is not None
+    tolerance = context.record.tolerance(stage="gradient", layer=row.layer, dtype=updated.dtype)
+
+    def read_before(part: slice) -> torch.Tensor:
+        return flat[part].to("cpu")
+
+    def stretches() -> Iterator[Stretch]:
+        return _exact_stretches(elements_of(updated), read_before, gradient, parameter.numel(), tolerance)
+
+    def chunks() -> Iterator[Chunk]:
+        for chunk in itertools.chain.from_iterable(stretch.chunks() for stretch in stretches()):
+            part = slice(chunk.start, chunk.start + chunk.actual.numel())
+            yield dataclasses.replace(chunk, base=read_before(part))
+
+    context.record.computed(
+        row,
+        mapped(updated),
+        digests=digests,
+        tolerance=tolerance,
+        found=measure_stretches(updated, stretches()),
+        chunks=chunks,
+    )
 
 
 def _is_finite(gradient: Elements, elements: int) -> bool:
@@ -90,59 +121,81 @@ def _is_finite(gradient: Elements, elements: int) -> bool:
 
 
 def _is_bounded(parameter: torch.Tensor, gradient: Elements) -> bool:
-    """Report whether the step of every element has a bound.
+    """Report whether the step of every element of a flat parameter has a bound.
 
     Without ε, squares of gradients that the dtype rounds to zero make the denominator zero: on any device the result is
     NaN or infinite.
     """
     if float(torch.tensor(adamw.EPSILON, dtype=parameter.dtype)) > 0:
         return True
-    by = Arithmetic.of(parameter.dtype)
+    arithmetic = Arithmetic.of(parameter.dtype)
     for piece in pieces(parameter.numel()):
-        given = parameter[piece].to("cpu"), gradient(piece).to("cpu")
-        for start in range(0, given[0].numel(), PART):
+        before_piece, gradient_piece = parameter[piece].to("cpu"), gradient(piece).to("cpu")
+        for start in range(0, before_piece.numel(), PART):
             part = slice(start, start + PART)
-            exact = adamw.exact_step(*(by.known(t[part].to(torch.float64).numpy()) for t in given))
+            exact = _exact_step(arithmetic, before_piece[part], gradient_piece[part])
             if not np.isfinite(exact.allowed).all():
                 return False
     return True
 
 
-def _stepped(context: Context, parameter: torch.Tensor, gradient: Elements, into: TensorFile) -> list[TensorDigest]:
-    """Write the parameter after the step into a file, and return one digest for each run."""
+def _write_stepped(
+    context: Context, parameter: torch.Tensor, gradient: Elements, file: TensorFile
+) -> list[TensorDigest]:
+    """Write the parameter after the step of the first run into a file, and return one digest for each run."""
     flat = parameter.detach().reshape(-1)
     digests = []
     for repeat in range(context.job.case.repeat):
+        # digests of the blocks of all pieces, which combine to that of the whole parameter
         blocks: list[int] = []
         for piece in pieces(flat.numel()):
             new = stepped(flat[piece], gradient(piece).to(flat.device))
             blocks.extend(block_digests(new))
-            if not repeat:
-                into.write_elements(UPDATED, piece.start, new.to("cpu").contiguous())
+            # digests compare the later runs with the first
+            if repeat == 0:
+                file.write_elements(UPDATED, piece.start, new.to("cpu").contiguous())
         digests.append(combine(name_of(flat.dtype), tuple(parameter.shape), tuple(blocks)))
     return digests
 
 
-def _exact(
-    actual: Elements, before: Elements, gradient: Elements, elements: int, tolerance: UserTolerance | None
+def _exact_stretches(
+    updated: Elements, before: Elements, gradient: Elements, elements: int, tolerance: UserTolerance | None
 ) -> Iterator[Stretch]:
-    """Yield a flat parameter with the exact values of its step and what is allowed, a part at a time."""
+    """Yield a flat parameter with the exact values of its step and its tolerance, a part at a time.
+
+    Parameters
+    ----------
+    updated, before, gradient : Elements
+        The parameter after the step on the device, the parameter before it, and its gradient.
+    elements : int
+        How many elements the parameter has.
+    tolerance : UserTolerance or None
+        The user's, which replaces the derived bound.
+    """
     for piece in pieces(elements):
-        after, *given = actual(piece), before(piece), gradient(piece)
-        by = Arithmetic.of(after.dtype)
+        after, before_piece, gradient_piece = updated(piece), before(piece), gradient(piece)
+        arithmetic = Arithmetic.of(after.dtype)
         for start in range(0, after.numel(), PART):
             part = slice(start, start + PART)
-            exact = adamw.exact_step(*(by.known(t[part].to(torch.float64).numpy()) for t in given))
+            exact = _exact_step(arithmetic, before_piece[part], gradient_piece[part])
+            bound = None if tolerance else exact.allowed
             yield Stretch(
                 start=piece.start + start,
                 actual=after[part],
                 value=exact.value,
-                size=None if tolerance else exact.allowed,
+                size=bound,
                 allowance=tolerance,
             )
 
 
+def _exact_step(arithmetic: Arithmetic, before: torch.Tensor, gradient: torch.Tensor) -> Tracked:
+    """Return a part of a parameter after the step in float64, and the bound of its rounding errors."""
+    parameter = arithmetic.known(before.to(torch.float64).numpy())
+    slope = arithmetic.known(gradient.to(torch.float64).numpy())
+    return adamw.exact_step(parameter, slope)
+
+
 def pieces(elements: int) -> Iterator[slice]:
-    """Yield the pieces of a parameter of so many elements, one where there are none."""
+    """Yield the slices of a flat parameter, each of `PIECE` elements at most; one empty slice for no elements."""
     for start in range(0, max(1, elements), PIECE):
         yield slice(start, min(elements, start + PIECE))

@@ -9,12 +9,17 @@ EXACT, NOISE, DEVICE, STEPS = "backward, float64", "with noise", "backward, by b
 
 
 def passes(setting: Setting) -> tuple[Pass, ...]:
-    """Return what a worker makes; the steps of the optimizer take about as long as one."""
+    """Return the passes that a worker makes in this stage, in their order."""
     shape, case = setting.shape, setting.case
-    noisy = noisy_gradients(case, shape.matrix_elements)
-    of_reference = (Pass(title=EXACT, blocks=shape.blocks), Pass(title=NOISE, count=noisy, blocks=shape.blocks))
-    return (
-        *(of_reference if setting.makes_reference else ()),
+    of_device = (
         Pass(title=DEVICE, count=case.repeat, blocks=shape.blocks),
-        Pass(title=STEPS),
+        Pass(title=STEPS),  # all steps of the optimizer together take about as long as one pass
     )
+    if not setting.makes_reference:
+        return of_device
+    noisy = noisy_gradients(case, shape.matrix_elements)
+    of_reference = (
+        Pass(title=EXACT, blocks=shape.blocks),
+        Pass(title=NOISE, count=noisy, blocks=shape.blocks),
+    )
+    return (*of_reference, *of_device)

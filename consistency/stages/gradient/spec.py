@@ -1,4 +1,4 @@
-"""Stage `gradient`: what it declares."""
+"""The declaration of the stage `gradient`. No torch here."""
 
 from __future__ import annotations
 

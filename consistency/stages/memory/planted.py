@@ -1,4 +1,4 @@
-"""What the faults of the stage `memory` do: bytes on another device, and a third copy of a weight."""
+"""Planted faults of the stage `memory`: bytes on another device, and a third copy of a weight."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ _stray: list[torch.Tensor] = []
 @in_adapted_model
 def one_elsewhere(model: Any) -> None:
     """Leave one tensor of the adapter on another accelerator, else on the CPU, else where tensors have no bytes."""
-    own = own_parameters(model)
-    names = sorted(name for name in own if "lora_A" in name) or own
+    adapter_names = own_parameters(model)
+    names = sorted(name for name in adapter_names if "lora_A" in name) or adapter_names
     path, _, leaf = names[min(1, len(names) - 1)].rpartition(".")
     module = model.get_submodule(path)
-    held = getattr(module, leaf)
-    elsewhere = next(iter(other_devices(held.device)), torch.device("meta" if held.device.type == "cpu" else "cpu"))
-    setattr(module, leaf, torch.nn.Parameter(held.detach().to(elsewhere)))
+    parameter = getattr(module, leaf)
+    host_or_nowhere = "meta" if parameter.device.type == "cpu" else "cpu"
+    elsewhere = next(iter(other_devices(parameter.device)), torch.device(host_or_nowhere))
+    setattr(module, leaf, torch.nn.Parameter(parameter.detach().to(elsewhere)))
 
 
 @in_adapted_model
 def _stray_bytes(model: Any) -> None:
     """Allocate memory on a device that the model is not on, and keep it."""
-    here = next(model.parameters()).device
-    for elsewhere in other_devices(here)[:1]:
+    model_device = next(model.parameters()).device
+    for elsewhere in other_devices(model_device)[:1]:
         _stray.append(torch.zeros(STRAY_BYTES, dtype=torch.uint8, device=elsewhere))
 
 
 def stray_bytes() -> Undo:
+    """Allocate memory on another device until the fault is undone."""
     undo = _stray_bytes()
 
     def release() -> None:

@@ -1,4 +1,4 @@
-"""Stage `memory`: what it declares."""
+"""The declaration of the stage `memory`. No torch here."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from consistency.case.case import Case
 
 def merged_items(case: Case) -> Iterator[tuple[str, str]]:
     """Yield layer and tensor of the stage `merged`."""
-    held = (adapter_place(key)[0] for key in adapter(case)[1] if is_method_tensor(key))
-    layers = dict.fromkeys([*held, *(layer for layer, _ in expected(case))])
+    layers = dict.fromkeys(adapter_place(key)[0] for key in adapter(case)[1] if is_method_tensor(key))
+    layers |= dict.fromkeys(layer for layer, _ in expected(case))
     tensors = (DELTA, WEIGHT, SAFE_WEIGHT) if case.plan.safe_merge else (DELTA, WEIGHT)
-    yield from ((layer, tensor) for layer in layers for tensor in tensors)
+    for layer in layers:
+        for tensor in tensors:
+            yield layer, tensor

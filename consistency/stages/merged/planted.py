@@ -1,4 +1,4 @@
-"""What the faults of the stage `merged` do: to the delta, and to the merge."""
+"""The planted faults of the stage `merged`, in the delta and in the merge."""
 
 from __future__ import annotations
 
@@ -26,18 +26,22 @@ Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _every_delta(act: Callable[..., torch.Tensor]) -> Install:
-    """Let a function take the place of `get_delta_weight` in LoRA's linear layers, those of quantized bases too."""
+    """Replace `get_delta_weight` of LoRA's linear layers, on quantized bases too, by a function."""
 
     def install() -> Undo:
         from peft.import_utils import is_bnb_available
 
-        names = ["layer:Linear", *(("bnb:Linear8bitLt", "bnb:Linear4bit") if is_bnb_available() else ())]
+        names = ["layer:Linear"]
+        if is_bnb_available():
+            names += ["bnb:Linear8bitLt", "bnb:Linear4bit"]
         return together(*(instead(f"peft.tuners.lora.{name}.get_delta_weight")(act) for name in names))()
 
     return install
 
 
 def _delta(change: Callable[[torch.Tensor], torch.Tensor]) -> Install:
+    """Change the delta that PEFT computes."""
+
     def act(real: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
         with torch.no_grad():
             return change(real(*args))
@@ -46,7 +50,7 @@ def _delta(change: Callable[[torch.Tensor], torch.Tensor]) -> Install:
 
 
 def _every_merge(act: Callable[..., None], *, but: tuple[str, ...] = ()) -> Install:
-    """Let a function take the place of `merge` in the tuner layers of every method, as `instead` does.
+    """Replace `merge` of the tuner layers of every method by a function, as `instead` does.
 
     Those named by `but` are left. A merge in float64 is not changed: a device's kernels of the tested dtype are wrong,
     and the reference is computed by others.
@@ -60,6 +64,7 @@ def _every_merge(act: Callable[..., None], *, but: tuple[str, ...] = ()) -> Inst
             if f"{owner.__module__}:{owner.__qualname__}" in but:
                 continue
 
+            # `real` is a default, so that each class keeps its own merge
             def merge(layer: Any, *args: Any, real: Callable[..., None] = real, **kwargs: Any) -> None:
                 weight = _weight(layer)
                 if inside or weight is None or weight.dtype == torch.float64:
@@ -76,8 +81,8 @@ def _every_merge(act: Callable[..., None], *, but: tuple[str, ...] = ()) -> Inst
             undos.append(functools.partial(setattr, owner, "merge", real))
 
         def undo() -> None:
-            for one in undos:
-                one()
+            for restore in undos:
+                restore()
 
         return undo
 
@@ -85,44 +90,54 @@ def _every_merge(act: Callable[..., None], *, but: tuple[str, ...] = ()) -> Inst
 
 
 def _classes_that_merge() -> Iterator[Any]:
+    """Yield every class of tuner layers that has a `merge` of its own."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    left, seen = [BaseTunerLayer], set[Any]()
-    while left:
-        one = left.pop()
-        if one not in seen:
-            seen.add(one)
-            left += one.__subclasses__()
-            if "merge" in vars(one):
-                yield one
+    remaining, visited = [BaseTunerLayer], set[Any]()
+    while remaining:
+        owner = remaining.pop()
+        if owner in visited:  # a class that derives from two others comes twice
+            continue
+        visited.add(owner)
+        remaining += owner.__subclasses__()
+        if "merge" in vars(owner):
+            yield owner
 
 
 def _weight(layer: Any) -> torch.nn.Parameter | None:
     """Return the parameter that a merge changes; None where that is not one of floating-point numbers."""
-    base = layer.get_base_layer()
-    found = layer.get_param() if hasattr(layer, "get_param") else getattr(base, weight_name(layer), None)
-    return found if isinstance(found, torch.nn.Parameter) and found.is_floating_point() else None
+    if hasattr(layer, "get_param"):
+        weight = layer.get_param()
+    else:
+        weight = getattr(layer.get_base_layer(), weight_name(layer), None)
+    is_floating = isinstance(weight, torch.nn.Parameter) and weight.is_floating_point()
+    return weight if is_floating else None
 
 
 def _after_merge(change: Change, *, but: tuple[str, ...] = ()) -> Install:
+    """Change the weight that a merge leaves, but for the classes named by `but`."""
+
     def act(real: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
-        held = _weight(layer)
-        before = None if held is None else held.detach().clone()
+        weight = _weight(layer)
+        before = None if weight is None else weight.detach().clone()
         real(layer, *args, **kwargs)
-        held = _weight(layer)
-        if held is not None and before is not None and held.shape == before.shape:
-            changed = change(before, held.detach().clone())
-            if hasattr(layer, "get_param"):
-                held.data = changed
-            else:  # the parameter itself may be the adapter's
-                setattr(layer.get_base_layer(), weight_name(layer), torch.nn.Parameter(changed, requires_grad=False))
+        weight = _weight(layer)  # a merge may replace the parameter
+        if weight is None or before is None or weight.shape != before.shape:
+            return
+        changed = change(before, weight.detach().clone())
+        if hasattr(layer, "get_param"):
+            weight.data = changed
+        else:  # the parameter itself may be the adapter's
+            setattr(layer.get_base_layer(), weight_name(layer), torch.nn.Parameter(changed, requires_grad=False))
 
     return _every_merge(act, but=but)
 
 
 def _one_bit(_before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Flip a high bit in the exponent of a float32 element."""
     matrix = after.reshape(-1, after.shape[-1]).view(torch.int32)
-    matrix[min(3, matrix.shape[0] - 1), min(5, matrix.shape[1] - 1)] ^= 1 << 27
+    row, column = min(3, matrix.shape[0] - 1), min(5, matrix.shape[1] - 1)
+    matrix[row, column] ^= 1 << 27
     return after
 
 
@@ -133,13 +148,13 @@ one_bit_of_weight = _after_merge(_one_bit)
 def products_in_tf32(real: Callable[..., torch.Tensor], layer: Any, adapter: str) -> torch.Tensor:
     """Let the delta's product run as on a unit that cuts its operands to TF32."""
     factors = [layer.lora_A[adapter].weight, layer.lora_B[adapter].weight]
-    kept = [factor.data for factor in factors]
+    originals = [factor.data for factor in factors]
     for factor in factors:
         factor.data = cut_to_tf32(factor.data)
     try:
         return real(layer, adapter)
     finally:
-        for factor, data in zip(factors, kept, strict=True):
+        for factor, data in zip(factors, originals, strict=True):
             factor.data = data
 
 
@@ -148,11 +163,13 @@ _LINEAR = ("peft.tuners.lora.layer:Linear",)
 
 
 def _off(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Make what a merge adds a thousandth too large."""
     wide = before.to(torch.float64)
     return (wide + 1.001 * (after.to(torch.float64) - wide)).to(after.dtype)
 
 
 def _flaky(_before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Move the first element by one step in every other merge."""
     if after.dtype == torch.float32 and next(_calls) % 2:  # one step of a half type exceeds the tolerance
         first = after.reshape(-1)[:1]
         first.copy_(torch.nextafter(first, torch.full_like(first, math.inf)))
@@ -163,9 +180,12 @@ def _fails(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a kernel of this device failed")
 
 
+def _flaky_delta(delta: torch.Tensor) -> torch.Tensor:
+    """Make every other delta larger by one step of float32."""
+    return delta * (1 + 2**-23 * (next(_calls) % 2))
+
+
 zero_delta = together(_delta(torch.zeros_like), _after_merge(lambda before, _: before, but=_LINEAR))
 delta_off = together(_delta(lambda delta: delta * 1.001), _after_merge(_off, but=_LINEAR))
-flaky_delta = together(
-    _delta(lambda delta: delta * (1 + 2**-23 * (next(_calls) % 2))), _after_merge(_flaky, but=_LINEAR)
-)
+flaky_delta = together(_delta(_flaky_delta), _after_merge(_flaky, but=_LINEAR))
 kernel_fails = together(_delta(_fails), _every_merge(_fails, but=_LINEAR))

@@ -1,4 +1,4 @@
-"""Stage `merged`: what it declares."""
+"""The declaration of the stage `merged`. No torch here."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +28,7 @@ from consistency.numerics.file_tensor import Readable, mapped
 from consistency.numerics.independent_errors import independent_lines
 from consistency.numerics.measure import Measure
 from consistency.numerics.rules import RoundingError, Rule
+from consistency.numerics.typed import Typed
 from consistency.stages.merged import requantized
 from consistency.stages.merged.forms.bias import bias_of, exact_bias
 from consistency.stages.merged.forms.form import Form
@@ -71,49 +71,83 @@ def run(context: Context) -> None:
             continue
         context.events.step(place, done, len(layers))
         with context.base.onload(layer):
-            _look(context, name, place, layer)
+            _record_layer(context, name, place, layer)
 
 
-def _look(context: Context, name: str, place: str, layer: Any) -> None:
+def _record_layer(context: Context, name: str, place: str, layer: Any) -> None:
+    """Record the delta and the merged weights of a layer.
+
+    Parameters
+    ----------
+    name, place : str
+        Name of the layer in the adapted model, and in the rows.
+    """
+    # linear layers and embeddings are judged by their two factors, all others by their form
     low_rank = low_rank_of(context.device, name, layer, context.expected)
     form = _form(context, name, layer) if low_rank is None else None
-    shape = form.shape if form is not None else () if low_rank is None else low_rank.shape
-    together = bool(shape) and 4 * math.prod(shape) <= _TOGETHER_BYTES
-    known: dict[str, tuple[Measure | None, RoundingError | None]] = {}
-    waiting: list[Computed] = []
-
-    def settle() -> None:
-        judge(context, place, waiting, known)
-        waiting.clear()
-
+    deltas: list[Computed] = []  # one, or none where PEFT gives none
+    # a method that only scales, as IA³, has no delta
     if hasattr(layer, "get_delta_weight"):
-        waiting += _delta(
-            context, place, layer, Truth(low_rank=low_rank, form=form, lacks=_lacks(context, name, layer))
-        )
+        lacks = _first_tensor_not_in_file(context, name, layer)
+        deltas += _compute_delta(context, place, layer, Truth(low_rank=low_rank, form=form, lacks=lacks))
     if has_quantized_weight(layer):
-        settle()
+        judge(context, place, deltas, {})
+        deltas.clear()  # or the delta is held while the layer is merged
         requantized.record(context, place, layer, low_rank)
         return
-    if not together:
-        settle()
+    merged_weights = _merged_weights(context, name, place, layer, low_rank, form)
+    if _fit_together(low_rank, form):
+        _record_together(context, place, layer, deltas, merged_weights)
+    else:
+        _record_in_turn(context, place, deltas, merged_weights)
+
+
+def _fit_together(low_rank: LowRank | None, form: Form | None) -> bool:
+    """Return whether the tensors of a layer are held at once; without factors or form, that would save nothing."""
+    shape: Sequence[int] = ()
+    if form is not None:
+        shape = form.shape
+    elif low_rank is not None:
+        shape = low_rank.shape
+    return bool(shape) and 4 * math.prod(shape) <= _TOGETHER_BYTES
+
+
+def _record_in_turn(context: Context, place: str, deltas: list[Computed], merged_weights: Iterator[Computed]) -> None:
+    """Record the delta, then the merged weights, each before the next one is made; `deltas` is left empty."""
+    measured_by_digest: dict[str, tuple[Measure | None, RoundingError | None]] = {}
+    judge(context, place, deltas, measured_by_digest)
+    deltas.clear()
+    for computed in merged_weights:
+        judge(context, place, [computed], measured_by_digest)
+        del computed  # or it is held while the next one is made
+
+
+def _record_together(
+    context: Context, place: str, layer: Any, deltas: list[Computed], merged_weights: Iterator[Computed]
+) -> None:
+    """Make the merged weights of a layer, and record them with its delta: their exact values are made once."""
     # a plain LoRA's merge adds the delta, and half of its time is computing it; runs that are compared compute anew
-    delta = waiting[0].actual if waiting and context.job.case.repeat == 1 else None
-    version = None if delta is None else delta._version
-    with nullcontext() if delta is None else taking(layer, {ADAPTER_NAME: delta}):
-        for computed in _merged(context, name, place, layer, low_rank, form):
-            waiting.append(computed)
-            del computed  # or it is held while the next one is made
-            if not together:
-                settle()
-    if delta is not None and delta._version != version:  # a merge has written into it
-        waiting[0] = replace(waiting[0], actual=delta_weight(layer))
-    settle()
+    delta = None
+    if deltas and context.job.case.repeat == 1:
+        delta = deltas[0].actual
+    if delta is None:
+        judge(context, place, [*deltas, *merged_weights], {})
+        return
+    version = delta._version
+    with taking(layer, {ADAPTER_NAME: delta}):
+        weights = list(merged_weights)
+    if delta._version != version:  # a merge has written into it
+        deltas[0] = replace(deltas[0], actual=delta_weight(layer))
+    judge(context, place, [*deltas, *weights], {})
 
 
-def _lacks(context: Context, name: str, layer: Any) -> str:
+def _first_tensor_not_in_file(context: Context, name: str, layer: Any) -> str:
     """Return the first tensor of the adapter in a layer that its file does not hold, by PEFT's name for it."""
-    own = (part for part, _ in layer.named_parameters() if f".{ADAPTER_NAME}" in f".{part}")
-    return next((part.partition(".")[0] for part in own if f"{name}.{part}" not in context.expected), "")
+    for parameter_name, _ in layer.named_parameters():
+        is_of_adapter = f".{ADAPTER_NAME}" in f".{parameter_name}"
+        if is_of_adapter and f"{name}.{parameter_name}" not in context.expected:
+            return str(parameter_name).partition(".")[0]
+    return ""
 
 
 def _form(context: Context, name: str, layer: Any) -> Form | None:
@@ -123,39 +157,46 @@ def _form(context: Context, name: str, layer: Any) -> Form | None:
     return form_of(context, name, layer, lambda: _base_weight(context, name, layer))
 
 
-def _merged(
+def _merged_weights(
     context: Context, name: str, place: str, layer: Any, low_rank: LowRank | None, form: Form | None
 ) -> Iterator[Computed]:
-    """Yield the merged weights of a layer; record where PEFT does not merge."""
+    """Yield the merged weights of a layer, and record its merged bias; record where PEFT does not merge."""
+    # without factors and form no bound is derived: the error of rounding is measured instead
     rule = Rule.RELATIVE if low_rank is None and form is None else Rule.BOUND
     truth: Truth | None = None
-    exact = exact_bias(context, name, layer)
-    for safe in (False, True) if context.job.case.plan.safe_merge else (False,):
-        with context.record.skipping("merged", SAFE_WEIGHT if safe else WEIGHT, layer=place, rule=rule):
+    exact = exact_bias(context, name, layer)  # before the merge, which changes the bias in the layer
+    ways = (False, True) if context.job.case.plan.safe_merge else (False,)
+    for safe in ways:
+        tensor = SAFE_WEIGHT if safe else WEIGHT
+        with context.record.skipping("merged", tensor, layer=place, rule=rule):
             with model_code(context.device, "PEFT does not merge this layer: ", kinds=NO_MERGE):
                 _refuse_without_weight(layer)
                 tolerance = context.record.tolerance(stage="merged", layer=place, dtype=weight_of(layer).dtype)
                 # before the merge: of a layer that is merged, PEFT merges no copy
-                truth = truth or (Truth(form=form) if form is not None else _truth(context, name, layer, low_rank))
+                truth = truth or _truth(context, name, layer, low_rank, form)
                 rounding = None if tolerance else _rounding_error(context, name, layer, truth, safe=safe)
                 with merged(layer, safe=safe) as weight:
-                    here, bias = digest(weight), bias_of(layer)
-                again = [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
+                    first_digest, bias = digest(weight), bias_of(layer)
+                more_digests = [digest_merged(layer, safe=safe) for _ in range(context.job.case.repeat - 1)]
             if exact is not None and bias is not None:
-                tensor = SAFE_BIAS if safe else BIAS
-                record_bounded(
-                    context.record, "merged", place, tensor, actual=bias.to("cpu"), exact=exact, digests=[digest(bias)]
-                )
+                _record_bias(context, place, bias, exact, safe=safe)
             yield Computed(
                 actual=weight,
                 safe=safe,
-                digests=[here, *again],
+                digests=[first_digest, *more_digests],
                 rule=rule,
                 truth=truth,
                 tolerance=tolerance,
                 rounding=rounding,
             )
-            del weight
+            del weight  # or it is held while the safely merged one is made
+
+
+def _record_bias(context: Context, place: str, bias: torch.Tensor, exact: Typed, *, safe: bool) -> None:
+    """Record the bias that a merge has changed, by its bound."""
+    tensor = SAFE_BIAS if safe else BIAS
+    host, digests = bias.to("cpu"), [digest(bias)]
+    record_bounded(context.record, "merged", place, tensor, actual=host, exact=exact, digests=digests)
 
 
 def _refuse_without_weight(layer: Any) -> None:
@@ -168,21 +209,23 @@ def _refuse_without_weight(layer: Any) -> None:
 
 def _base_weight(context: Context, name: str, layer: Any) -> torch.Tensor:
     """Return the weight before the merge: the file's bytes, or the device's where no file holds it unchanged."""
-    part = f"base_layer.{weight_name(layer)}"
+    weight_path = f"base_layer.{weight_name(layer)}"
     if hasattr(layer, "get_param"):  # below further wrappers, if several parameters of a module are adapted
-        part = next(part for part, parameter in layer.named_parameters() if parameter is layer.get_param())
-    known = context.expected_under(name, part)
-    return weight_of(layer).to("cpu", copy=True) if known is None else known
+        adapted = layer.get_param()
+        weight_path = next(path for path, parameter in layer.named_parameters() if parameter is adapted)
+    in_file = context.expected_under(name, weight_path)
+    return weight_of(layer).to("cpu", copy=True) if in_file is None else in_file
 
 
-def _delta(context: Context, place: str, layer: Any, truth: Truth) -> list[Computed]:
+def _compute_delta(context: Context, place: str, layer: Any, truth: Truth) -> list[Computed]:
+    """Return the delta that PEFT gives of a layer; record why where it gives none, and return an empty list."""
     refuses = model_code(context.device, "PEFT gives no delta of this layer: ", kinds=(*NO_MERGE, KeyError))
     with context.record.skipping("merged", DELTA, layer=place):
         with refuses, torch.no_grad():
             delta = delta_weight(layer)
-            again = [digest(delta_weight(layer)) for _ in range(context.job.case.repeat - 1)]
+            more_digests = [digest(delta_weight(layer)) for _ in range(context.job.case.repeat - 1)]
         tolerance = context.record.tolerance(stage="merged", layer=place, dtype=delta.dtype)
-        digests = [digest(delta), *again]
+        digests = [digest(delta), *more_digests]
         return [Computed(actual=delta, safe=None, digests=digests, rule=Rule.BOUND, truth=truth, tolerance=tolerance)]
     return []
 
@@ -195,12 +238,14 @@ def delta_weight(layer: Any) -> torch.Tensor:
     return delta if delta.layout is torch.strided else delta.to_dense()  # SHiRA's is sparse
 
 
-def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None) -> Truth:
+def _truth(context: Context, name: str, layer: Any, low_rank: LowRank | None, form: Form | None) -> Truth:
     """Return the reference of a layer's merged weight; a safe merge is the same function in exact arithmetic.
 
     Empty where the weight is of no number format to bound, or where PEFT does not merge a copy in
     float64: then the other workers are the reference.
     """
+    if form is not None:
+        return Truth(form=form)
     if weight_of(layer).dtype not in UNIT_ROUNDOFF:
         return Truth()
     if low_rank is not None:
@@ -226,31 +271,33 @@ def _rounding_error(context: Context, name: str, layer: Any, truth: Truth, *, sa
     def samples(weight: Readable, truth: Readable) -> int:
         return independent_lines(mapped(weight)[None], mapped(truth)[None])
 
+    def samples_by_name(weight: torch.Tensor) -> dict[str, int]:
+        return {name: samples(weight, exact)} if weight.shape == exact.shape else {}
+
     def merge() -> torch.Tensor:
         with _disable_current_modes():  # reading the files is not part of the merge
             twin = _copy_from_files(context, name, layer)
         return _merge_copy(twin, safe=safe)
 
-    drawn = cpu_error.draw(
-        products_of(context.device),
-        cpu_error.passes_for(exact.numel() * max(exact.shape, default=1)),
-        merge,
-        lambda weight: {name: samples(weight, exact)} if weight.shape == exact.shape else {},
-    )
-    return cpu_error.rounding_error(drawn, exact, samples) if drawn[0].shape == exact.shape else None
+    passes = cpu_error.passes_for(exact.numel() * max(exact.shape, default=1))
+    drawn = cpu_error.draw(products_of(context.device), passes, merge, samples_by_name)
+    if drawn[0].shape != exact.shape:
+        return None
+    return cpu_error.rounding_error(drawn, exact, samples)
 
 
 def _copy_from_files(context: Context, name: str, layer: Any) -> Any:
     """Copy one layer to the CPU and give it the bytes in the files, so that no fault of the device is in it."""
     twin = copy.deepcopy(layer).to("cpu")
+    # a tensor that no file holds stays as the device has it
     with torch.no_grad():
-        for part, parameter in (*twin.named_parameters(), *twin.named_buffers()):
-            if f"{name}.{part}" in context.expected:
-                parameter.copy_(context.expected[f"{name}.{part}"][1])
-            elif part.startswith("base_layer."):
-                known = context.expected_under(name, part)
-                if known is not None:
-                    parameter.copy_(known)
+        for path, tensor in (*twin.named_parameters(), *twin.named_buffers()):
+            if f"{name}.{path}" in context.expected:
+                tensor.copy_(context.expected[f"{name}.{path}"][1])
+            elif path.startswith("base_layer."):
+                in_file = context.expected_under(name, path)
+                if in_file is not None:
+                    tensor.copy_(in_file)
     return twin
 
 

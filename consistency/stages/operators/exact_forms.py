@@ -19,14 +19,15 @@ def linear(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
 
 
 def _windows(x: Tracked, kernel: tuple[int, ...], stride: int) -> Tracked:
-    """Return `(batch, *places, channels * kernel)`: what each place of a convolution is multiplied with."""
+    """Return the values that the kernel multiplies at each place, `(batch, *places, channels * kernel)`."""
 
     def move(values: np.ndarray) -> np.ndarray:
         axes = tuple(range(2, 2 + len(kernel)))
-        seen = np.lib.stride_tricks.sliding_window_view(values, kernel, axis=axes)
-        seen = seen[(slice(None), slice(None), *(slice(None, None, stride) for _ in kernel))]
-        seen = np.moveaxis(seen, 1, 1 + len(kernel))
-        return seen.reshape(*seen.shape[: 1 + len(kernel)], -1)
+        windows = np.lib.stride_tricks.sliding_window_view(values, kernel, axis=axes)
+        strides = [slice(None, None, stride)] * len(kernel)
+        windows = windows[(slice(None), slice(None), *strides)]
+        windows = np.moveaxis(windows, 1, 1 + len(kernel))  # channels behind the places
+        return windows.reshape(*windows.shape[: 1 + len(kernel)], -1)
 
     return x.moved(move)
 
@@ -36,8 +37,8 @@ def conv(kernel: tuple[int, ...], stride: int) -> Callable[[Tracked, Tracked, Tr
 
     def exact(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
         factors = weight.moved(lambda w: w.reshape(w.shape[0], -1).T)
-        found = (_windows(x, kernel, stride).matmul(factors).store() + bias).store()
-        return found.moved(lambda y: np.moveaxis(y, -1, 1))
+        result = (_windows(x, kernel, stride).matmul(factors).store() + bias).store()
+        return result.moved(lambda y: np.moveaxis(y, -1, 1))
 
     return exact
 
@@ -45,12 +46,13 @@ def conv(kernel: tuple[int, ...], stride: int) -> Callable[[Tracked, Tracked, Tr
 def depthwise(x: Tracked, weight: Tracked) -> Tracked:
     """Convolve each channel with a kernel of its own, in one dimension."""
     length = weight.value.shape[-1]
-    seen = x.moved(lambda v: np.lib.stride_tricks.sliding_window_view(v, length, axis=2))
-    return seen.matmul(weight.moved(lambda w: np.swapaxes(w, 1, 2))).moved(lambda y: y[..., 0]).store()
+    windows = x.moved(lambda v: np.lib.stride_tricks.sliding_window_view(v, length, axis=2))
+    factors = weight.moved(lambda w: np.swapaxes(w, 1, 2))
+    return windows.matmul(factors).moved(lambda y: y[..., 0]).store()
 
 
 def softmax(x: Tracked) -> Tracked:
-    """Return the powers over their sum, below the largest."""
+    """Return the softmax of the last dimension, from differences to its largest element."""
     powers = (x - x.max()).exp()
     return powers / powers.sum()
 
@@ -63,19 +65,24 @@ def log_softmax(x: Tracked) -> Tracked:
 
 def mean(x: Tracked) -> Tracked:
     """Return the mean of the last dimension."""
-    return x.sum() / x.by.known(np.asarray(float(x.value.shape[-1])))
+    return x.sum() / _number(x, x.value.shape[-1])
+
+
+def _number(x: Tracked, value: float) -> Tracked:
+    """Return a number that every dtype has, in the arithmetic of x."""
+    return x.by.known(np.asarray(float(value)))
 
 
 def _variance(x: Tracked) -> Tracked:
-    """Return the variance, by the wider of two ways: of what is left without the mean, or of the squares at once.
+    """Return the variance with the larger error of two ways: of the differences from the mean, or of the squares.
 
     Updating a mean as one goes (Welford) is between the two (Chan, Golub, LeVeque, *Algorithms for computing the sample
     variance*, 1983, table 1).
     """
     middle = mean(x)
-    left = x - middle
-    after, at_once = mean(left * left), mean(x * x) - middle * middle
-    return Tracked(value=after.value, error=np.maximum(after.error, at_once.error), by=x.by)
+    difference = x - middle
+    two_passes, one_pass = mean(difference * difference), mean(x * x) - middle * middle
+    return Tracked(value=two_passes.value, error=np.maximum(two_passes.error, one_pass.error), by=x.by)
 
 
 def layer_norm(x: Tracked, weight: Tracked, bias: Tracked) -> Tracked:
@@ -92,37 +99,39 @@ def rms_norm(x: Tracked, weight: Tracked) -> Tracked:
 
 def gelu(x: Tracked) -> Tracked:
     """Return the exact GELU."""
-    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
-    return x * half * ((x * x.by.constant(0.5**0.5)).erf() + one)
+    root_of_half = x.by.constant(0.5**0.5)
+    return x * _number(x, 0.5) * ((x * root_of_half).erf() + _number(x, 1))
 
 
 def gelu_tanh(x: Tracked) -> Tracked:
     """Return the GELU by the hyperbolic tangent."""
-    one, half = x.by.known(np.asarray(1.0)), x.by.known(np.asarray(0.5))
-    inner = x.by.constant((2 / np.pi) ** 0.5) * (x + x.by.constant(0.044715) * (x * x * x))
-    return x * half * (inner.tanh() + one)
+    cube = x.by.constant(0.044715) * (x * x * x)
+    inner = x.by.constant((2 / np.pi) ** 0.5) * (x + cube)
+    return x * _number(x, 0.5) * (inner.tanh() + _number(x, 1))
 
 
 def silu(x: Tracked) -> Tracked:
     """Return x times its logistic function."""
-    return x / (x.by.known(np.asarray(1.0)) + (-x).exp())
+    return x / (_number(x, 1) + (-x).exp())
 
 
 def rsqrt(x: Tracked) -> Tracked:
     """Return one over the root."""
     # some kernels store the root before they divide
-    return x.by.known(np.asarray(1.0)) / x.sqrt().store()
+    return _number(x, 1) / x.sqrt().store()
 
 
 def embedding(table: Tracked, ids: np.ndarray) -> Tracked:
-    """Look rows up: nothing may be off; half the smallest number is less than any difference."""
+    """Return rows of a table. No error is allowed: half the smallest number is less than any difference."""
     value = table.moved(lambda t: t[ids]).value
-    return Tracked(value=value, error=np.full(value.shape, table.by.stored_floor or table.by.floor), by=table.by)
+    floor = table.by.stored_floor or table.by.floor
+    return Tracked(value=value, error=np.full(value.shape, floor), by=table.by)
 
 
 def of_targets(logits: Tracked, targets: np.ndarray) -> Tracked:
-    """Return the cross entropy of each row."""
-    return (-log_softmax(logits).store()).moved(lambda y: np.take_along_axis(y, targets[:, None], -1)[:, 0])
+    """Return the cross entropy of each row of logits, `(rows, classes)`, with its target."""
+    entropies = -log_softmax(logits).store()
+    return entropies.moved(lambda y: np.take_along_axis(y, targets[:, None], -1)[:, 0])
 
 
 def attention(q: Tracked, k: Tracked, v: Tracked) -> Tracked:
@@ -135,18 +144,28 @@ def attention(q: Tracked, k: Tracked, v: Tracked) -> Tracked:
     root = q.by.constant(width**-0.25)
     keys = (k * root).store().moved(lambda x: np.swapaxes(x, -1, -2))
     scores = (q * root).store().matmul(keys).store()
-    seen = np.tri(length, dtype=bool)
-    most = Tracked(
-        value=np.where(seen, scores.value, -np.inf).max(-1, keepdims=True),
-        error=np.where(seen, scores.error, 0.0).max(-1, keepdims=True),
+    is_attended = np.tri(length, dtype=bool)
+
+    def masked(tracked: Tracked) -> Tracked:
+        return tracked.moved(lambda x: np.where(is_attended, x, 0.0))
+
+    largest = Tracked(
+        value=np.where(is_attended, scores.value, -np.inf).max(-1, keepdims=True),
+        error=np.where(is_attended, scores.error, 0.0).max(-1, keepdims=True),
         by=q.by,
     )
-    powers = (scores - most).moved(lambda x: np.where(seen, x, 0.0)).exp().moved(lambda x: np.where(seen, x, 0.0))
+    # masked before, so that no power overflows, and after, so that none of a later position counts
+    powers = masked(masked(scores - largest).exp())
     return (powers / powers.sum()).store().matmul(v).store()
 
 
 def rotate(x: Tracked, cosines: Tracked, sines: Tracked) -> Tracked:
     """Turn pairs of features, as rotary positions do."""
-    turned = x.moved(lambda v: np.concatenate([-v[..., v.shape[-1] // 2 :], v[..., : v.shape[-1] // 2]], axis=-1))
-    turned = Tracked(value=turned.value, error=np.abs(turned.error), by=x.by)
+    half = x.value.shape[-1] // 2
+
+    def turn(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([-values[..., half:], values[..., :half]], axis=-1)
+
+    turned = x.moved(turn)
+    turned = Tracked(value=turned.value, error=np.abs(turned.error), by=x.by)  # an error has no sign
     return ((x * cosines).store() + (turned * sines).store()).store()

@@ -1,4 +1,4 @@
-"""What the faults of the stage `operators` do: kernels that are wrong, or fail."""
+"""Planted faults of the stage `operators`: kernels that are wrong, or fail."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _operator = instead("consistency.stages.operators.worker:compute")
 
 @_operator
 def softmax_off(real: Compute, operation: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
-    found = real(operation, inputs)
-    return found * (1 + 1e-3) if operation.name == "softmax" else found
+    """Make the results of the softmax a thousandth too large."""
+    result = real(operation, inputs)
+    return result * (1 + 1e-3) if operation.name == "softmax" else result
 
 
 @_operator

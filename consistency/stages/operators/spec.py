@@ -1,4 +1,4 @@
-"""Stage `operators`: what it declares."""
+"""The declaration of the stage `operators`. No torch here."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Long inner products take values of one sign: there a bound that grows with the l
 result, and an operand that is cut to TF32 moves all terms the same way. Convolutions have strides or one channel per
 group, as in transformers: libraries have no transform (Winograd, FFT) for these, whose error is spread over a tile.
 
-Largest share of the bound that healthy kernels used, over the native kernels, `baseline` and `avx2` of an x86
+Largest ratio of error to bound of healthy kernels, over the native kernels, `baseline` and `avx2` of an x86
 processor with AVX-512 (torch 2.13, one thread), at the level `thorough`:
 
 =============  =======  ========  =======  =======
@@ -72,7 +72,7 @@ Draw = Callable[[np.random.Generator], Arrays]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation on inputs of one size."""
+    """An operation on inputs of a fixed size."""
 
     name: str
     """`matmul`."""
@@ -81,13 +81,13 @@ class Operation:
     draw: Draw
     """Makes the inputs: float64, which are rounded to the tested dtype, or integers."""
     compute: Callable[..., torch.Tensor]
-    """Takes the inputs as tensors on the device."""
+    """Computes the result from the inputs as tensors on the device."""
     exact: Callable[..., Tracked]
-    """Takes them as `Tracked`, integers unchanged."""
+    """Computes the exact result and its bound from the inputs as `Tracked`, integers unchanged."""
     _: KW_ONLY
     dtypes: tuple[str, ...] = ALL
     level: Level = Level.STANDARD
-    """The first that tries it."""
+    """The lowest level at which the operation is tried."""
     multiplies: bool = False
     """Whether it consists of products, which a unit could compute in TF32."""
     kernel: str | None = None
@@ -95,18 +95,19 @@ class Operation:
     others, and stores the values in between in the half type."""
 
     def row(self, dtype: str) -> str:
-        """Return the name of its row in reports."""
+        """Return the name of the operation's row in reports."""
         return f"{dtype} {self.size}"
 
     def inputs(self) -> Arrays:
         """Return the inputs, which do not depend on the other operations."""
-        return self.draw(np.random.Generator(np.random.PCG64([SEED, zlib.crc32(f"{self.name} {self.size}".encode())])))
+        own_seed = zlib.crc32(f"{self.name} {self.size}".encode())
+        return self.draw(np.random.Generator(np.random.PCG64([SEED, own_seed])))
 
 
 def operations(level: Level) -> tuple[Operation, ...]:
     """Return the operations of a level."""
     order = list(Level)
-    return tuple(o for o in _OPERATIONS if order.index(o.level) <= order.index(level))
+    return tuple(operation for operation in _OPERATIONS if order.index(operation.level) <= order.index(level))
 
 
 def _normal(*shapes: tuple[int, ...], scale: float = 1.0) -> Draw:
@@ -118,7 +119,9 @@ def _between(low: float, high: float, *shapes: tuple[int, ...]) -> Draw:
 
 
 def _matmul(rows: int, terms: int, columns: int, *, positive: bool = False, **options: Any) -> Operation:
-    draw = _between(0.25, 1, (rows, terms), (terms, columns)) if positive else _normal((rows, terms), (terms, columns))
+    draw = _normal((rows, terms), (terms, columns))
+    if positive:  # long products: see the docstring of this module
+        draw = _between(0.25, 1, (rows, terms), (terms, columns))
     return Operation(
         "matmul",
         f"{rows}x{terms}x{columns}",

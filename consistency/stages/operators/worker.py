@@ -6,7 +6,7 @@ It needs no model: what differs here is the device, its driver or its libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,22 +36,26 @@ _STAGE = "operators"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trials:
-    """What is tried, and how."""
+    """The device on which operations are tried, and how."""
 
     device: torch.device
     products: Products = Products()
-    """What the settings in force permit on the device."""
+    """Precisions of products that the settings in force permit on the device."""
     level: Level = Level.STANDARD
     repeat: int = 1
     """How often each operation is run."""
 
     def arithmetic(self, operation: Operation, dtype: torch.dtype, *, tf32: bool = False) -> Arithmetic:
         """Return how the device may compute in a dtype; `tf32`: as if its float32 products ran in TF32."""
-        permitted = self.products.convolution if operation.name.startswith("conv") else self.products.matmul
+        products = self.products.matmul
+        if operation.name.startswith("conv"):
+            products = self.products.convolution
+        if tf32:
+            products = Precision.TF32
         return Arithmetic.of(
             dtype,
             truncating=self.device.type != "cpu",
-            products=Precision.TF32 if tf32 else permitted,
+            products=products,
             partial_terms=self.products.partial_terms.get(name_of(dtype)),
             steps=backend_of(self.device.type).rounds_each_step,
         )
@@ -72,14 +76,15 @@ def try_all(trials: Trials, record: Recorder, events: EventLog) -> None:
     for done, operation in enumerate(wanted):
         events.step(f"{operation.name} {operation.size}", done, len(wanted))
         for dtype in operation.dtypes:
+            # each dtype is tried once, whatever the number of its operations
             if dtype not in missing:
-                missing[dtype] = _why_not(trials.device, dtype)
-            reason = missing[dtype] or _composed(trials.device, operation, dtype)
+                missing[dtype] = _why_no_dtype(trials.device, dtype)
+            reason = missing[dtype] or _why_composed(trials.device, operation, dtype)
             if reason:
-                _absent(record, operation, dtype, "skipped", reason)
+                _record_absent(record, operation, dtype, "skipped", reason)
                 continue
             with record.operations.apart():
-                _look(trials, record, operation, dtype)
+                _try(trials, record, operation, dtype)
 
 
 def compute(operation: Operation, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -88,7 +93,8 @@ def compute(operation: Operation, inputs: Sequence[torch.Tensor]) -> torch.Tenso
         return operation.compute(*inputs)
 
 
-def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) -> None:
+def _try(trials: Trials, record: Recorder, operation: Operation, dtype: str) -> None:
+    """Run an operation in a dtype on the device, and record its result against the exact one."""
     host = [given(values, dtype) for values in operation.inputs()]
     attention = AttentionKernels()
     try:
@@ -97,28 +103,34 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
             results = [compute(operation, inputs) for _ in range(trials.repeat)]
         actual = results[0].to("cpu")
     except (NotImplementedError, AttributeError) as error:  # no kernel for this dtype, or no such function yet
-        _absent(record, operation, dtype, "skipped", f"no {operation.name} on this device: {first_line(error)}")
+        reason = f"no {operation.name} on this device: {first_line(error)}"
+        _record_absent(record, operation, dtype, "skipped", reason)
         return
     except RuntimeError as error:
         if ends_the_worker(error, trials.device):
             raise
-        _absent(record, operation, dtype, "missing", f"it failed: {first_line(error)}")
+        _record_absent(record, operation, dtype, "missing", f"it failed: {first_line(error)}")
         return
-    if why := attention.missed():
-        _absent(record, operation, dtype, "skipped", why)
+    if missed := attention.missed():
+        _record_absent(record, operation, dtype, "skipped", missed)
         return
-    by = trials.arithmetic(operation, named(dtype))
-    exact = _exact(operation, host, by)
+    arithmetic = trials.arithmetic(operation, named(dtype))
+    exact = _exact(operation, host, arithmetic)
     if tuple(actual.shape) != exact.value.shape:
         reason = f"the result has shape {tuple(actual.shape)}, wanted {exact.value.shape}"
-        _absent(record, operation, dtype, "missing", reason)
+        _record_absent(record, operation, dtype, "missing", reason)
         return
-    if (by.partial_terms is not None or by.steps) and not np.any(exact.allowed < np.abs(exact.value)):
-        sums = f"{'sums are added up' if by.steps else 'partial sums may be stored'} in {dtype}"
-        reason = f"{sums}: the bound of so long a sum would let a tensor of zeros pass"
-        _absent(record, operation, dtype, "skipped", reason)
+    if zeros_reason := _why_zeros_pass(arithmetic, exact, dtype):
+        _record_absent(record, operation, dtype, "skipped", zeros_reason)
         return
-    tf32 = operation.multiplies and dtype == "float32" and by.products is Precision.FLOAT32
+
+    def measure_in_tf32() -> Measure:
+        arithmetic_in_tf32 = trials.arithmetic(operation, torch.float32, tf32=True)
+        return measure_tracked(actual, _exact(operation, host, arithmetic_in_tf32))
+
+    # an unexpected TF32 is a diagnosis only where the settings do not permit it anyway
+    may_be_tf32 = operation.multiplies and dtype == "float32" and arithmetic.products is Precision.FLOAT32
+    in_tf32 = measure_in_tf32 if may_be_tf32 else None
     record_bounded(
         record,
         _STAGE,
@@ -127,36 +139,43 @@ def _look(trials: Trials, record: Recorder, operation: Operation, dtype: str) ->
         actual=actual,
         exact=exact,
         digests=[digest(result) for result in results],
-        in_tf32=(lambda: _in_tf32(trials, operation, host, actual)) if tf32 else None,
+        in_tf32=in_tf32,
     )
 
 
 def given(values: np.ndarray, dtype: str) -> torch.Tensor:
-    """Return an operand as the device is given it, on the CPU."""
-    return torch.from_numpy(values) if values.dtype.kind == "i" else torch.from_numpy(values).to(named(dtype))
+    """Return an operand as the device is given it, on the CPU; integers keep their dtype."""
+    tensor = torch.from_numpy(values)
+    return tensor if values.dtype.kind == "i" else tensor.to(named(dtype))
 
 
-def _exact(operation: Operation, host: Sequence[torch.Tensor], by: Arithmetic) -> Tracked:
-    """Return the exact result for the values that the device is given."""
-
-    def known() -> Iterator[Tracked | np.ndarray]:
-        for tensor in host:
-            yield by.known(tensor.to(torch.float64).numpy()) if tensor.is_floating_point() else tensor.numpy()
-
-    return operation.exact(*known())
-
-
-def _in_tf32(trials: Trials, operation: Operation, host: Sequence[torch.Tensor], actual: torch.Tensor) -> Measure:
-    return measure_tracked(actual, _exact(operation, host, trials.arithmetic(operation, torch.float32, tf32=True)))
+def _exact(operation: Operation, host: Sequence[torch.Tensor], arithmetic: Arithmetic) -> Tracked:
+    """Return the exact result for the values that the device is given, with the bound of an arithmetic."""
+    operands: list[Tracked | np.ndarray] = []
+    for tensor in host:
+        if tensor.is_floating_point():
+            operands.append(arithmetic.known(tensor.to(torch.float64).numpy()))
+        else:
+            operands.append(tensor.numpy())
+    return operation.exact(*operands)
 
 
-def _why_not(device: torch.device, dtype: str) -> str:
-    """Return why a device lacks a dtype, nothing where it has it; every device has float32."""
+def _why_zeros_pass(arithmetic: Arithmetic, exact: Tracked, dtype: str) -> str:
+    """Return why a bound is too wide to judge by; empty where it finds a tensor of zeros wrong."""
+    rounds_sums = arithmetic.partial_terms is not None or arithmetic.steps
+    if not rounds_sums or np.any(exact.allowed < np.abs(exact.value)):
+        return ""
+    sums = "sums are added up" if arithmetic.steps else "partial sums may be stored"
+    return f"{sums} in {dtype}: the bound of so long a sum would let a tensor of zeros pass"
+
+
+def _why_no_dtype(device: torch.device, dtype: str) -> str:
+    """Return why a device does not compute in a dtype; empty where it does, as every device in float32."""
     if dtype == "float32":
         return ""
     try:
-        one = torch.ones(2, dtype=named(dtype)).to(device)
-        (one + one).to("cpu")
+        ones = torch.ones(2, dtype=named(dtype)).to(device)
+        (ones + ones).to("cpu")
     except (TypeError, RuntimeError) as error:
         if ends_the_worker(error, device):
             raise
@@ -164,8 +183,11 @@ def _why_not(device: torch.device, dtype: str) -> str:
     return ""
 
 
-def _composed(device: torch.device, operation: Operation, dtype: str) -> str:
-    """Return why an operation is skipped: the backend composes it of several, and rounds to a half type in between."""
+def _why_composed(device: torch.device, operation: Operation, dtype: str) -> str:
+    """Return why an operation is skipped whose bound needs a kernel; empty where the backend has it.
+
+    Without it torch composes the operation of several, and rounds to a half type in between.
+    """
     if operation.kernel is None or dtype not in ("bfloat16", "float16"):
         return ""
     key = torch._C._dispatch_key_for_device(device.type)
@@ -174,7 +196,8 @@ def _composed(device: torch.device, operation: Operation, dtype: str) -> str:
     return f"{device.type} has no {operation.name} kernel: torch composes one that rounds in between to {dtype}"
 
 
-def _absent(record: Recorder, operation: Operation, dtype: str, status: RecordStatus, reason: str) -> None:
+def _record_absent(record: Recorder, operation: Operation, dtype: str, status: RecordStatus, reason: str) -> None:
+    """Record that there is no result of an operation: `skipped` where the device does not have it, else `missing`."""
     record.skipped(
         _STAGE,
         reason,

@@ -1,4 +1,4 @@
-"""The stage `transfer` again, in a soak."""
+"""The stage `transfer` again, as a soak repeats it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from consistency.worker.recorder import Recorder
 
 
 def transfer(context: Machine, ledger: Ledger) -> Again:
-    """Make every copy again, with the same bytes."""
+    """Return what makes every copy again, with the same bytes."""
 
     def again() -> Iterator[None]:
         copies = Copies(context.job, _Deliveries(context.record, ledger))
@@ -34,20 +34,21 @@ def transfer(context: Machine, ledger: Ledger) -> Again:
 
 
 class _Deliveries(Recorder):
-    """Take the stage's rows, and compare instead of writing them."""
+    """A recorder that shows the rows of the stage to the ledger, and writes none."""
 
     def __init__(self, record: Recorder, ledger: Ledger) -> None:
-        self._of_worker = record
+        self._worker_record = record
         self._ledger = ledger
 
     def wants(self, stage: str, layer: str) -> bool:
-        return self._of_worker.wants(stage, layer)
+        return self._worker_record.wants(stage, layer)
 
     def write(self, record: TensorRecord) -> None:
+        """Show a copy that arrived to the ledger; raise where one fails that was possible in the first run."""
         if record.digest is not None:
             self._ledger.see(record.key, TensorDigest(value=record.digest, blocks=()))
         elif record.status == "missing" and self._ledger.knows(record.key):
-            raise RuntimeError(f"{' '.join(record.key)}: {record.reason}")  # it was possible in the first run
+            raise RuntimeError(f"{' '.join(record.key)}: {record.reason}")
 
     def differs(
         self,
@@ -60,8 +61,10 @@ class _Deliveries(Recorder):
         evidence: Mapping[str, Any],  # noqa: ARG002 - as above
         keep: bool,  # noqa: ARG002 - as above
     ) -> None:
+        """Show a copy that did not arrive to the ledger."""
         assert row.digest is not None
         assert row.reference_digest is not None
         # a device that could be filled and read in the first run has no row of that there
         self._ledger.learn(row.key, row.reference_digest)
-        self._ledger.see(row.key, TensorDigest(value=row.digest, blocks=()), held=actual, expected=lambda: expected)
+        arrived = TensorDigest(value=row.digest, blocks=())
+        self._ledger.see(row.key, arrived, held=actual, expected=lambda: expected)

@@ -19,9 +19,11 @@ import torch
 from consistency.devices.backends import backend_of
 
 _SIDE = 512
+"""Side of the matrices that are multiplied."""
+
 _QUEUED = 8
-"""Side of the matrices that are multiplied, and products queued at a time: on a GPU some tenths of a millisecond, as
-long as the copies take; on one core of a CPU some tens."""
+"""Products queued at a time: on a GPU some tenths of a millisecond, as long as the copies take; on one core of a CPU
+some tens."""
 
 
 def wait(devices: Iterable[torch.device]) -> None:
@@ -29,7 +31,10 @@ def wait(devices: Iterable[torch.device]) -> None:
     for device in devices:
         if device.type != "cpu":
             module = torch.get_device_module(device.type)
-            module.synchronize(*([device] if backend_of(device.type).synchronizes_one else []))
+            if backend_of(device.type).synchronizes_one:
+                module.synchronize(device)
+            else:
+                module.synchronize()
 
 
 @contextmanager
@@ -39,7 +44,7 @@ def under_load(devices: Sequence[torch.device]) -> Iterator[None]:
     threads = []
     for device in dict.fromkeys(devices):
         settle = _settle_of(device)
-        if settle is not None:
+        if settle is not None:  # a lazy backend: the work is queued from this thread, before the copies
             factor = _factor(device)
             functools.reduce(torch.matmul, [factor] * (_QUEUED + 1))
             settle(device)
@@ -48,7 +53,7 @@ def under_load(devices: Sequence[torch.device]) -> Iterator[None]:
         thread = threading.Thread(target=_work, args=(device, begun, stop), daemon=True)
         thread.start()
         threads.append(thread)
-        begun.wait()
+        begun.wait()  # the copies are to find the device at work
     try:
         yield
     finally:
@@ -58,10 +63,12 @@ def under_load(devices: Sequence[torch.device]) -> Iterator[None]:
 
 
 def _work(device: torch.device, begun: threading.Event, stop: threading.Event) -> None:
+    """Multiply matrices on a device until told to stop; `begun` is set when the first products are made."""
+    queued = _QUEUED if device.type != "cpu" else 1
     try:
         product = factor = _factor(device)
         while not stop.is_set():
-            for _ in range(_QUEUED if device.type != "cpu" else 1):
+            for _ in range(queued):
                 product = product @ factor
             begun.set()
             wait([device])
@@ -74,14 +81,16 @@ def _factor(device: torch.device) -> torch.Tensor:
 
 
 def _settle_of(device: torch.device) -> Callable[[torch.device], None] | None:
-    """Return what has a lazy backend run what it has noted; None for one that is not lazy."""
-    return None if device.type == "cpu" else getattr(torch.get_device_module(device.type), "settle", None)
+    """Return the function that makes a lazy backend run the operations it has noted; None for another backend."""
+    if device.type == "cpu":
+        return None
+    return getattr(torch.get_device_module(device.type), "settle", None)
 
 
 def all_at_once(calls: Sequence[Callable[[], None]], devices: Sequence[torch.device]) -> None:
     """Make all calls at once, each in its own thread and, where the backend has them, on its own streams.
 
-    One after the other on a lazy backend.
+    On a lazy backend they are made one after the other.
     """
     if any(_settle_of(device) is not None for device in devices):
         for call in calls:
@@ -91,7 +100,9 @@ def all_at_once(calls: Sequence[Callable[[], None]], devices: Sequence[torch.dev
     def on_own_streams(call: Callable[[], None]) -> None:
         with ExitStack() as stack:
             for device in dict.fromkeys(devices):
-                module: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
+                if device.type == "cpu":
+                    continue
+                module: Any = torch.get_device_module(device.type)
                 if hasattr(module, "Stream") and hasattr(module, "stream"):
                     stack.enter_context(module.stream(module.Stream(device=device)))
             call()

@@ -10,5 +10,5 @@ def copy(source: torch.Tensor, destination: torch.Tensor) -> None:
 
     Asynchronous, as `Tensor.to` may be, and for pinned memory too.
     """
-    pinned = any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in (source, destination))
-    destination.copy_(source, non_blocking=pinned)
+    is_pinned = any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in (source, destination))
+    destination.copy_(source, non_blocking=is_pinned)

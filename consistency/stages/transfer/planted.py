@@ -1,4 +1,4 @@
-"""Faults of the copies that the stage `transfer` makes: dropped, zeros, a bit, old bytes under load."""
+"""Planted faults of the copies that the stage `transfer` makes: dropped, zeros, a bit, old bytes under load."""
 
 from __future__ import annotations
 
@@ -34,25 +34,27 @@ def corrupt(real: Copy, source: torch.Tensor, destination: torch.Tensor) -> None
 
 
 def stale_under_load() -> Undo:
-    """Deliver, under load, what an earlier copy of the same size brought."""
-    loaded = False
-    earlier: dict[int, torch.Tensor] = {}
+    """Deliver, under load, the bytes of an earlier copy of the same size."""
+    is_loaded = False
+    earlier: dict[int, torch.Tensor] = {}  # the source of the last copy without load, by its number of bytes
 
     @instead("consistency.stages.transfer.delivery:under_load")
     @contextmanager
     def under_load(real: Callable[..., Any], *args: Any) -> Iterator[None]:
-        nonlocal loaded
+        nonlocal is_loaded
         with real(*args):
-            loaded = True
+            is_loaded = True
             try:
                 yield
             finally:
-                loaded = False
+                is_loaded = False
 
     @_copy
     def copy(real: Copy, source: torch.Tensor, destination: torch.Tensor) -> None:
-        if not loaded:
+        if is_loaded:
+            real(earlier.get(source.nbytes, source), destination)
+        else:
             earlier[source.nbytes] = source
-        real(earlier.get(source.nbytes, source) if loaded else source, destination)
+            real(source, destination)
 
     return together(copy, under_load)()

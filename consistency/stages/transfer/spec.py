@@ -1,4 +1,4 @@
-"""Stage `transfer`: what it declares."""
+"""The declaration of the stage `transfer`. No torch here."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ host, and the CPU's worker copies within the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ _SHARE = 8
 coexist, and as much again is left free."""
 
 _LAYOUT_BYTES = (64 * KIB, MIB)
-_AT_ONCE, _AT_ONCE_BYTES = 4, MIB
+_AT_ONCE, _AT_ONCE_BYTES = 4, MIB  # copies that are made at once, and the bytes of each
 _CASTS = (
     (torch.float32, torch.bfloat16),  # `autocast_adapter_dtype=False` under a bfloat16 base does this one
     (torch.float32, torch.float16),
@@ -92,18 +93,16 @@ def places(job: Job) -> tuple[Place, ...]:
     host = Place(name=HOST, device=torch.device("cpu"))
     if own.type == "cpu":
         return (host,)
-    found = [Place(name=job.name.partition("@")[0], device=own), host]
+    ends = [Place(name=job.name.partition("@")[0], device=own), host]
     if job.load_path == LoadPath.SHARED:
-        found += (
-            Place(name=f"{own.type}:{index}", device=torch.device(own.type, index))
-            for index in range(torch.get_device_module(own.type).device_count())
-            if index != own.index
-        )
-    return tuple(found)
+        for index in range(torch.get_device_module(own.type).device_count()):
+            if index != own.index:
+                ends.append(Place(name=f"{own.type}:{index}", device=torch.device(own.type, index)))
+    return tuple(ends)
 
 
 class Copies:
-    """One worker's copies."""
+    """The copies that one worker makes and records."""
 
     def __init__(self, job: Job, record: Recorder) -> None:
         self._level = job.case.level
@@ -111,59 +110,67 @@ class Copies:
         self._places = places(job)
         self._broken: set[str] = set()
         self._sent: list[tuple[str, torch.Tensor]] = []
-        self._sender = Sender(tell=self._trouble, broken=self._broken)
+        self._sender = Sender(tell=self._record_unusable_device, broken=self._broken)
 
     def pairs(self) -> list[tuple[Place, Place]]:
-        own, *others = self._places
+        """Return source and destination of the pairs that this worker answers for, in their order."""
+        own = self._places[0]
         if own.is_host:
             return [(own, own)]
+        _, host, *other_devices = self._places
         # device to host comes first: reading back is evidence only if that lane works
-        return [(own, others[0]), (others[0], own), (own, own), *((other, own) for other in others[1:])]
+        pairs = [(own, host), (host, own), (own, own)]
+        return pairs + [(other, own) for other in other_devices]
 
     def pair(self, source: Place, destination: Place) -> None:
-        """Check every kind of copy of one pair."""
+        """Check every kind of copy between a source and a destination."""
         name, path = pair_name(source.name, destination.name), (source, destination)
 
-        def parcels(kind: str, sizes: Sequence[int]) -> list[Payload]:
+        def payloads(kind: str, sizes: Sequence[int]) -> list[Payload]:
             return [contiguous(f"{name} {kind}, {size} bytes", size) for size in sizes]
 
-        self._look(DIRECT, path, parcels(DIRECT, SIZES[self._level]))
-        self._look(STRIDED, path, [strided(f"{name} {STRIDED}, {size} bytes", size) for size in _LAYOUT_BYTES])
+        self._check(DIRECT, path, payloads(DIRECT, SIZES[self._level]))
+        self._check(STRIDED, path, [strided(f"{name} {STRIDED}, {size} bytes", size) for size in _LAYOUT_BYTES])
         casts = [casting(f"{name} {name_of(a)} to {name_of(b)}", _LAYOUT_BYTES[0], a, b) for a, b in _CASTS]
-        self._look(CASTING, path, casts)
-        if not (source.is_host or destination.is_host or source == destination):
-            self._look(HOST_STAGED, (source, self._places[1], destination), parcels(HOST_STAGED, _LAYOUT_BYTES))
+        self._check(CASTING, path, casts)
+        is_between_devices = not source.is_host and not destination.is_host and source != destination
+        if is_between_devices:
+            host = self._places[1]
+            self._check(HOST_STAGED, (source, host, destination), payloads(HOST_STAGED, _LAYOUT_BYTES))
+        # by way of another device, where this worker sees a third one
         third = next((place for place in self._places if not place.is_host and place not in path), None)
         if third is not None:
-            self._look(CHAIN, (source, third, destination), parcels(CHAIN, _LAYOUT_BYTES))
-        crowd = [contiguous(f"{name} {OVERLAPPED} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
-        self._look(OVERLAPPED, path, crowd)
-        if self._level is Level.THOROUGH and not (source.is_host and destination.is_host):
-            if source.is_host or destination.is_host:
-                crowd = [contiguous(f"{name} {PINNED} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
-                self._look(PINNED, path, crowd)
-            for size in LARGE:
-                self._large(name, path, size)
+            self._check(CHAIN, (source, third, destination), payloads(CHAIN, _LAYOUT_BYTES))
+        self._check(OVERLAPPED, path, _payloads_at_once(name, OVERLAPPED))
+        is_within_host = source.is_host and destination.is_host
+        if self._level is Level.THOROUGH and not is_within_host:
+            self._check_thoroughly(name, path)
+
+    def _check_thoroughly(self, name: str, path: tuple[Place, Place]) -> None:
+        """Check the kinds of copies of a pair that take most time and memory."""
+        source, destination = path
+        if source.is_host or destination.is_host:  # only memory of the host is pinned
+            self._check(PINNED, path, _payloads_at_once(name, PINNED))
+        for size in LARGE:
+            self._check_large(name, path, size)
 
     def end(self) -> None:
-        """Record what needs all pairs."""
+        """Record what needs all pairs: a device's own digest that is wrong, with no wrong copy to explain it."""
         own = self._places[0]
         if not own.is_host and self._record.wants(standard.TRANSFER, pair_name(own.name, HOST)):
             self._sender.tell_of_digest(own)
 
-    def _large(self, name: str, path: tuple[Place, ...], size: int) -> None:
-        """Make a copy that may be too large for this machine, after checking that it fits."""
+    def _check_large(self, name: str, path: tuple[Place, ...], size: int) -> None:
+        """Make a copy of `size` bytes that may be too large for this machine, after checking that it fits."""
         host = self._places[1]
-        lacking = [
-            p.name for p in (*path, host) if (room := free_bytes(p.device)) is not None and size > room // _SHARE
-        ]
-        if lacking:
+        too_small = [place.name for place in (*path, host) if not _has_room(place, size)]
+        if too_small:
             why = f"a copy of {size >> 20} MiB is more than one part in {_SHARE} of what is free on "
-            self._absent(name, large_copy(size), "skipped", why + " and ".join(dict.fromkeys(lacking)), {})
+            self._record_absent(name, large_copy(size), "skipped", why + " and ".join(dict.fromkeys(too_small)), {})
         else:
-            self._look(large_copy(size), path, [contiguous(f"{name}, {size} bytes", size)])
+            self._check(large_copy(size), path, [contiguous(f"{name}, {size} bytes", size)])
 
-    def _look(self, kind: str, path: tuple[Place, ...], payloads: Sequence[Payload]) -> None:
+    def _check(self, kind: str, path: tuple[Place, ...], payloads: Sequence[Payload]) -> None:
         """Send payloads along a path of places and record what arrived."""
         name = pair_name(path[0].name, path[-1].name)
         evidence: dict[str, Any] = {"bytes": [payload.bytes for payload in payloads]}
@@ -171,47 +178,52 @@ class Copies:
             evidence["via"] = path[1].name
         elif (peer := _peer_access(path[0].device, path[1].device)) is not None:
             evidence["peer_access"] = peer
-        together = functools.partial(self._sender.together, pinned=kind == PINNED)
-        send = together if kind in (OVERLAPPED, PINNED) else self._sender.one_by_one
+        send: Callable[[Sequence[Place], Sequence[Payload]], Iterator[Delivery]] = self._sender.one_by_one
+        if kind in (OVERLAPPED, PINNED):
+            send = functools.partial(self._sender.together, pinned=kind == PINNED)
         try:
-            found = list(send(path, payloads))
+            deliveries = list(send(path, payloads))
         except NotTriedError as error:
-            self._absent(name, kind, "skipped", str(error), evidence)
+            self._record_absent(name, kind, "skipped", str(error), evidence)
             return
         except (RuntimeError, MemoryError) as error:
-            self._failed(name, kind, path, error, evidence)
+            self._record_failure(name, kind, path, error, evidence)
             return
-        last = found[-1]
-        if kind in (DIRECT, *map(large_copy, LARGE)) and not last.wrong:  # a dropped copy would be the fastest
+        last = deliveries[-1]
+        is_timed = kind == DIRECT or kind in map(large_copy, LARGE)
+        if is_timed and not last.wrong:  # a dropped copy would be the fastest
             evidence["gb_per_s"] = float(f"{last.payload.bytes / max(last.took_s, 1e-9) / 1e9:.3g}")
-        self._write(name, kind, found, evidence)
+        self._record_deliveries(name, kind, deliveries, evidence)
 
-    def _failed(
+    def _record_failure(
         self, name: str, kind: str, path: tuple[Place, ...], error: Exception, evidence: dict[str, Any]
     ) -> None:
         """Record a copy that raised an error.
 
-        One of this worker's device ends the worker, and is raised. Where another device is on the path, that may be the
-        one that fails, which its own worker will know. Memory may run out of a large copy alone.
+        An error of this worker's device ends the worker, and is raised. Where another device is on the path, it may be
+        that one which fails, as its own worker will know. Of a large copy alone memory may run out.
         """
         own = self._places[0]
         is_alone = all(place.is_host or place == own for place in path)
+        # a device that does not compute any more ends the worker, whatever is on the path
         if ends_the_worker(error, own.device) is not None and not computes(own.device):
             raise error
-        if is_out_of_memory(error) and (not is_alone or kind in map(large_copy, LARGE)):
-            self._absent(name, kind, "skipped", "no memory left for it", evidence)
+        may_lack_memory = not is_alone or kind in map(large_copy, LARGE)
+        if may_lack_memory and is_out_of_memory(error):
+            self._record_absent(name, kind, "skipped", "no memory left for it", evidence)
             return
         if is_alone and ends_the_worker(error, own.device) is not None:
             raise error
-        self._broken.add(name)
+        self._broken.add(name)  # readings by way of this lane prove nothing any more
         status: RecordStatus = "missing" if device_error(error) is None else "blocked"
-        self._absent(name, kind, status, f"the copy fails: {first_line(error)}", evidence)
+        self._record_absent(name, kind, status, f"the copy fails: {first_line(error)}", evidence)
 
-    def _trouble(self, name: str, kind: str, found: Delivery) -> None:
+    def _record_unusable_device(self, name: str, kind: str, delivery: Delivery) -> None:
         """Record that a device cannot be filled or read, which is no fault of a copy between devices."""
-        self._write(name, kind, [found], {"bytes": [found.payload.bytes]})
+        self._record_deliveries(name, kind, [delivery], {"bytes": [delivery.payload.bytes]})
 
-    def _absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
+    def _record_absent(self, name: str, kind: str, status: RecordStatus, reason: str, evidence: dict[str, Any]) -> None:
+        """Record that copies of a kind were not made, or failed."""
         row = TensorRecord(
             standard.TRANSFER,
             name,
@@ -225,10 +237,15 @@ class Copies:
         )
         self._record.write(row)
 
-    def _write(self, name: str, kind: str, found: Sequence[Delivery], evidence: dict[str, Any]) -> None:
+    def _record_deliveries(
+        self, name: str, kind: str, deliveries: Sequence[Delivery], evidence: dict[str, Any]
+    ) -> None:
         """Record the copies of one kind as one tensor, their bytes concatenated."""
         total = sum(evidence["bytes"])
-        evidence["read_back"] = next((d.read_back for d in found if d.read_back != BOTH_AGREE), BOTH_AGREE)
+        disagreements = (delivery.read_back for delivery in deliveries if delivery.read_back != BOTH_AGREE)
+        evidence["read_back"] = next(disagreements, BOTH_AGREE)
+        received = tuple(itertools.chain.from_iterable(delivery.seen.blocks for delivery in deliveries))
+        expected = tuple(itertools.chain.from_iterable(delivery.wanted.blocks for delivery in deliveries))
         row = TensorRecord(
             standard.TRANSFER,
             name,
@@ -237,48 +254,85 @@ class Copies:
             status="equal",
             shape=(total,),
             dtype="uint8",
-            digest=combine("uint8", (total,), tuple(b for d in found for b in d.seen.blocks)).value,
+            digest=combine("uint8", (total,), received).value,
             reference="payload",
-            reference_digest=combine("uint8", (total,), tuple(b for d in found for b in d.wanted.blocks)).value,
+            reference_digest=combine("uint8", (total,), expected).value,
             evidence=evidence,
         )
-        wrong = [delivery for delivery in found if delivery.wrong]
+        wrong = [delivery for delivery in deliveries if delivery.wrong]
         if wrong:
             self._broken.add(name)
-            held, right = _what_differs(wrong[0])
-            seen = measure(held, right)
-            diagnosis = self._diagnose(wrong[0].payload, held, right, seen, [d.payload for d in found])
-            where = {"copy": wrong[0].payload.name, "wrong_copies": len(wrong), "copies": len(found)}
-            self._record.differs(row, held, right, seen, diagnosis, evidence=where, keep=held.nbytes <= _KEEP_BYTES)
+            self._record_wrong(row, wrong, deliveries)
         else:
             self._record.write(row)
-        sent = [(d.payload.name, d.payload.put(d.payload.expected)) for d in found if d.payload.bytes <= MIB]
-        self._sent = [*self._sent, *sent][-_REMEMBERED:]
+        self._remember(deliveries)
+
+    def _record_wrong(self, row: TensorRecord, wrong: Sequence[Delivery], deliveries: Sequence[Delivery]) -> None:
+        """Record copies that include wrong ones, with the difference of the first wrong copy."""
+        payload = wrong[0].payload
+        received, expected = _differing_bytes(wrong[0])
+        difference = measure(received, expected)
+        diagnosis = self._diagnose(
+            payload, received, expected, difference, [delivery.payload for delivery in deliveries]
+        )
+        counts = {"copy": payload.name, "wrong_copies": len(wrong), "copies": len(deliveries)}
+        keep = received.nbytes <= _KEEP_BYTES
+        self._record.differs(row, received, expected, difference, diagnosis, evidence=counts, keep=keep)
+
+    def _remember(self, deliveries: Sequence[Delivery]) -> None:
+        """Keep the last small payloads, with which the bytes of a wrong copy are compared."""
+        for delivery in deliveries:
+            payload = delivery.payload
+            if payload.bytes <= MIB:
+                self._sent.append((payload.name, payload.put(payload.expected)))
+        self._sent = self._sent[-_REMEMBERED:]
 
     def _diagnose(
-        self, payload: Payload, held: torch.Tensor, right: torch.Tensor, seen: Measure, together: Sequence[Payload]
+        self,
+        payload: Payload,
+        received: torch.Tensor,
+        expected: torch.Tensor,
+        difference: Measure,
+        together: Sequence[Payload],
     ) -> Diagnosis:
-        """Name what arrived instead; `differs` where only the device's own digest is wrong."""
-        if seen.mismatched == 0:
+        """Name what arrived instead of a payload; `differs` where only the device's own digest is wrong.
+
+        `together` are all payloads that were sent for the same row.
+        """
+        if difference.mismatched == 0:
             return Diagnosis(word=words.DIFFERS, evidence={"digest_only": True})
-        others = [(s.name, s.put(s.expected)) for s in together if s is not payload]
+        others = [(other.name, other.put(other.expected)) for other in together if other is not payload]
         known = Known(
             poison=payload.poison,
             swapped=lambda tensor: _owner(tensor, others),
             stale=lambda tensor: _owner(tensor, self._sent),
         )
-        return diagnose_moved(held, right, seen, known=known)
+        return diagnose_moved(received, expected, difference, known=known)
 
 
-def _what_differs(wrong: Delivery) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return received and expected bytes; with the gaps between them where only these differ."""
+def _payloads_at_once(name: str, kind: str) -> list[Payload]:
+    """Return the payloads of a pair that are copied at the same time; their kind makes their bytes different."""
+    return [contiguous(f"{name} {kind} {number}", _AT_ONCE_BYTES) for number in range(_AT_ONCE)]
+
+
+def _has_room(place: Place, size: int) -> bool:
+    """Return whether a copy of `size` bytes leaves enough memory free; where that is not known, yes."""
+    free = free_bytes(place.device)
+    return free is None or size <= free // _SHARE
+
+
+def _differing_bytes(wrong: Delivery) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return received and expected bytes of the copied part; of the whole buffers where only the gaps differ."""
     payload = wrong.payload
     assert wrong.host is not None
-    held, right = payload.put(wrong.host).contiguous(), payload.put(payload.expected).contiguous()
-    return (wrong.host, payload.expected) if torch.equal(as_bytes(held), as_bytes(right)) else (held, right)
+    received, expected = payload.put(wrong.host).contiguous(), payload.put(payload.expected).contiguous()
+    if torch.equal(as_bytes(received), as_bytes(expected)):
+        return wrong.host, payload.expected
+    return received, expected
 
 
 def _owner(tensor: torch.Tensor, payloads: Sequence[tuple[str, torch.Tensor]]) -> str | None:
+    """Name the payload whose bytes a tensor has, None where there is none."""
     raw = as_bytes(tensor)
     for name, payload in payloads:
         if payload.numel() * payload.element_size() == raw.numel() and torch.equal(as_bytes(payload), raw):

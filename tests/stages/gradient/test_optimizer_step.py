@@ -31,7 +31,7 @@ def test_a_step_in_pieces_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     found = torch.cat([optimizer_step.stepped(parameter.view(-1)[p], gradient(p)) for p in pieces])
     assert torch.equal(found.view(7, 31), adamw.step(parameter, gradients))
     elements = elements_of(found), elements_of(parameter), gradient
-    stretches = list(optimizer_step._exact(*elements, parameter.numel(), None))
+    stretches = list(optimizer_step._exact_stretches(*elements, parameter.numel(), None))
     assert [stretch.start for stretch in stretches] == [0, 20, 40, 50, 70, 90, 100, 120, 140, 150, 170, 190, 200]
     assert sum(len(stretch.value) for stretch in stretches) == parameter.numel()
     for stretch in stretches:

@@ -95,7 +95,7 @@ def test_a_result_of_another_shape_is_missing(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_dtype_that_the_device_does_not_have_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "_why_not", lambda _, dtype: "no float16" if dtype == "float16" else "")
+    monkeypatch.setattr(operators, "_why_no_dtype", lambda _, dtype: "no float16" if dtype == "float16" else "")
     found = look(tmp_path, only=("operators::exp",))
     assert {tensor.split()[0]: r.status for (_, tensor), r in found.items()} == {
         "float32": "within", "bfloat16": "within", "float16": "skipped",

@@ -120,7 +120,7 @@ def test_memory_that_runs_out_of_a_large_copy_leaves_that_copy_out(
     monkeypatch.setattr(copies, "copy", no_room)
     monkeypatch.setattr(transfer, "LARGE", (1024,))
     monkeypatch.setattr(transfer, "places", lambda _: (Place(name=HOST, device=CPU),) * 2)  # as of a device and a host
-    monkeypatch.setattr(transfer.Copies, "pair", lambda self, *path: self._large("cpu->cpu", path, 1024))
+    monkeypatch.setattr(transfer.Copies, "pair", lambda self, *path: self._check_large("cpu->cpu", path, 1024))
     (found,) = look(tmp_path).values()
     assert (found.tensor, found.status, found.reason) == (large_copy(1024), "skipped", "no memory left for it")
 
@@ -169,7 +169,7 @@ def test_large_copies_are_left_out_where_there_is_no_room(tmp_path: Path, monkey
     with Recorder(tmp_path, tmp_path) as record:
         job: Any = type("J", (), {"case": Case(name="x", base="", level=Level.THOROUGH)})
         looking = transfer.Copies(job, record)
-        looking._large("cpu->cpu", (Place(name=HOST, device=CPU),) * 2, 256 * 2**20)
+        looking._check_large("cpu->cpu", (Place(name=HOST, device=CPU),) * 2, 256 * 2**20)
     (only,) = read_records(tmp_path / "records.jsonl")
     assert (only.tensor, only.status) == (large_copy(256 * 2**20), "skipped")
     assert "256 MiB is more than one part in 8 of what is free on cpu" in (only.reason or "")

@@ -22,31 +22,42 @@ from consistency.worker.model.loading import ADAPTER_NAME
 
 
 def bias_of(layer: Any) -> torch.Tensor | None:
-    """Return the bias of a layer that a merge changes."""
+    """Return the bias of a layer; None where a merge does not change it, or its dtype has no bound."""
     bias = getattr(layer.get_base_layer(), "bias", None)
-    scaled = hasattr(layer, "ia3_l") and not getattr(layer, "is_feedforward", True)
-    added = getattr(layer, "lora_bias", {}).get(ADAPTER_NAME, False)
-    changes = isinstance(bias, torch.Tensor) and bias.dtype in UNIT_ROUNDOFF and (scaled or added)
-    return bias.detach() if changes and isinstance(bias, torch.Tensor) else None
+    if not isinstance(bias, torch.Tensor) or bias.dtype not in UNIT_ROUNDOFF:
+        return None
+    is_scaled = hasattr(layer, "ia3_l") and not getattr(layer, "is_feedforward", True)
+    is_added_to = getattr(layer, "lora_bias", {}).get(ADAPTER_NAME, False)
+    return bias.detach() if is_scaled or is_added_to else None
 
 
 def exact_bias(context: Context, name: str, layer: Any) -> Typed | None:
-    """Return the merged bias of a layer by the files; call it before the merge."""
+    """Return the exact merged bias of a layer from the files; None where a merge changes none.
+
+    Call it before the merge: a bias that no file holds is read from the layer.
+    """
     before = bias_of(layer)
     if before is None:
         return None
-    known = context.expected_under(name, "base_layer.bias")
-    bias = before.to("cpu", copy=True) if known is None else known
+    bias = context.expected_under(name, "base_layer.bias")
+    if bias is None:
+        bias = before.to("cpu", copy=True)
     return of(Source(layer=layer, weight=bias, files=files_of(context.expected, name, layer)))
 
 
 def of(source: Source) -> Typed | None:
-    """Return the merged bias, whose source has the bias in the place of the weight; None without its tensor."""
+    """Return the exact merged bias; None where the adapter's file has no tensor that changes it.
+
+    The source has the bias in the place of the weight.
+    """
     bias = Typed.known(source.weight)
-    scales, added = source.tensor("ia3_l"), source.files.get(f"lora_B.{ADAPTER_NAME}.bias")
+    scales = source.tensor("ia3_l")
     if scales is not None:
         return (bias * Typed.known(scales.reshape(-1))).to(bias.dtype)
-    return None if added is None else (bias + Typed.known(added).scaled(source.lora_scaling())).to(bias.dtype)
+    added = source.files.get(f"lora_B.{ADAPTER_NAME}.bias")
+    if added is not None:
+        return (bias + Typed.known(added).scaled(source.lora_scaling())).to(bias.dtype)
+    return None
 
 
 class Bias(Form):

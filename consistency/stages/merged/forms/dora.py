@@ -35,9 +35,10 @@ from consistency.stages.merged.forms.source import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fitted(Judged):
-    """A tensor with what its factors are off at most, where each belongs to a column: `(columns,)`."""
+    """A tensor with the largest error of its device's factors, where an output is a column."""
 
     slack: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Largest error of the factor of each column, `(columns,)`."""
 
 
 class Dora(Form):
@@ -56,9 +57,12 @@ class Dora(Form):
         self._by_row = by_row
         self._axis = 1 if by_row else 0
         self._terms = self.width if by_row else self.rows
-        known = Typed.known(magnitude.reshape(-1))
-        self._magnitude = known.moved(lambda m: m[:, None] if by_row else m[None, :])
-        self._of_columns: Typed | None = None
+        flat = Typed.known(magnitude.reshape(-1))
+        if by_row:
+            self._magnitude = flat.moved(lambda m: m[:, None])
+        else:
+            self._magnitude = flat.moved(lambda m: m[None, :])
+        self._cached_column_factors: Typed | None = None
 
     @classmethod
     def of(cls, source: Source, factors: LowRankFactors | None, *, by_row: bool) -> Dora | None:
@@ -67,6 +71,10 @@ class Dora(Form):
         return None if factors is None or magnitude is None else cls(source, factors, magnitude, by_row=by_row)
 
     def prepare(self, tested: Judged) -> Judged:
+        """Return a merged weight whose outputs are columns with the error of its factors, fitted over all rows.
+
+        The fit of a row needs that row alone: `block` makes it.
+        """
         if self._by_row or tested.safe is None or tested.tolerance is not None:
             return tested
         with np.errstate(all="ignore"):
@@ -79,76 +87,97 @@ class Dora(Form):
         return _Fitted(actual=tested.actual, safe=tested.safe, slack=slack)
 
     def block(self, tensors: Sequence[Judged], rows: slice) -> Sequence[Typed]:
+        """Return rows of the exact delta or merged weight of each tensor, with their bounds."""
         delta = self._factors.delta(rows)
         total = self.base(rows) + delta
-        found = []
+        exact_rows = []
         for tested in tensors:
             if tested.safe is None:
-                found.append(delta)
+                exact_rows.append(delta)
                 continue
-            factor = self._factor(*self._squares(total), total.dtype, rows) if self._by_row else self._column_factors()
+            factor = self._factors_in(rows, total)
             beside = self._beside(total, factor)
-            if tested.tolerance is not None:
-                slack = factor.error  # a user's tolerance needs none
-            elif isinstance(tested, _Fitted):
-                slack = tested.slack[None, :]
-            else:
-                by_row = factor.moved(lambda f: f[:, 0])
-                slack = _slack(self._fit(total, beside, self._actual(tested, rows)), by_row)[:, None]
+            slack = self._slack_of(tested, total, beside, factor, rows)
             error = beside + slack * np.abs(total.value)
-            found.append(Typed(value=factor.value * total.value, error=error, dtype=self.weight.dtype))
-        return found
+            exact_rows.append(Typed(value=factor.value * total.value, error=error, dtype=self.weight.dtype))
+        return exact_rows
+
+    def _factors_in(self, rows: slice, total: Typed) -> Typed:
+        """Return the factors of the outputs in a block, `(n, 1)` or `(1, columns)`."""
+        if self._by_row:
+            return self._factor(*self._squares(total), total.dtype, rows)
+        return self._column_factors()
+
+    def _slack_of(self, tested: Judged, total: Typed, beside: np.ndarray, factor: Typed, rows: slice) -> np.ndarray:
+        """Return the largest error of the device's factors in a block, `(n, 1)` or `(1, columns)`."""
+        if tested.tolerance is not None:
+            return factor.error  # no bound is needed: the user's tolerance replaces it
+        if isinstance(tested, _Fitted):
+            return tested.slack[None, :]
+        fit = self._fit(total, beside, self._actual(tested, rows))
+        return _slack(fit, factor.moved(lambda f: f[:, 0]))[:, None]
 
     def _blocks(self) -> Iterator[slice]:
         for start in range(0, self.rows, self.rows_per_block):
             yield slice(start, min(self.rows, start + self.rows_per_block))
 
     def _actual(self, tested: Judged, rows: slice) -> np.ndarray:
-        found: np.ndarray = tested.actual.detach().reshape(self.rows, self.width)[rows].to(torch.float64).numpy()
-        return found
+        """Return rows of the device's tensor in float64."""
+        matrix = tested.actual.detach().reshape(self.rows, self.width)
+        values: np.ndarray = matrix[rows].to(torch.float64).numpy()
+        return values
 
     def _column_factors(self) -> Typed:
-        """Return the factor of each column, `(1, columns)`, whose norms take a pass over all rows."""
-        if self._of_columns is None:
+        """Return the factors of all columns, `(1, columns)`; their norms take a pass over all rows."""
+        if self._cached_column_factors is None:
             value, error, size = (np.zeros((1, self.width)) for _ in range(3))
             dtype = self.weight.dtype
             for rows in self._blocks():
                 total = self._factors.delta(rows) + self.base(rows)
                 dtype = total.dtype
-                for sums, more in zip((value, error, size), self._squares(total), strict=True):
-                    sums += more
-            self._of_columns = self._factor(value, error, size, dtype, slice(None))
-        return self._of_columns
+                for sums, block_sums in zip((value, error, size), self._squares(total), strict=True):
+                    sums += block_sums
+            self._cached_column_factors = self._factor(value, error, size, dtype, slice(None))
+        return self._cached_column_factors
 
     def _squares(self, total: Typed) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return sums over each output's elements in a block: of squares, their errors, and their largest values."""
-        of = np.abs(total.value)
-        parts = (of * of, total.error * (2 * of + total.error), total.size**2)
-        value, error, size = (part.sum(axis=self._axis, keepdims=True) for part in parts)
+        magnitude = np.abs(total.value)
+        terms = (magnitude * magnitude, total.error * (2 * magnitude + total.error), total.size**2)
+        value, error, size = (term.sum(axis=self._axis, keepdims=True) for term in terms)
         return value, error, size
 
     def _factor(self, value: np.ndarray, error: np.ndarray, size: np.ndarray, dtype: torch.dtype, rows: slice) -> Typed:
-        by = self._source.matmul(dtype)
-        off = error + gamma(self._terms + 1, by.unit) * size + self._terms * by.floor
-        norm = Tracked(value=value, error=off, by=by).sqrt().store()
+        """Return magnitude over norm of the outputs in some rows, from the sums that `_squares` makes."""
+        arithmetic = self._source.matmul(dtype)
+        sum_error = error + gamma(self._terms + 1, arithmetic.unit) * size + self._terms * arithmetic.floor
+        norm = Tracked(value=value, error=sum_error, by=arithmetic).sqrt().store()
         magnitude = self._magnitude.moved(lambda m: m[rows]) if self._by_row else self._magnitude
         return magnitude / Typed(value=norm.value, error=norm.error, dtype=dtype)
 
     def _beside(self, total: Typed, factor: Typed) -> np.ndarray:
-        """Return what an element is off at most beside its factor's error."""
-        product = torch.promote_types(factor.dtype, total.dtype)
-        most = stored(factor.size * np.abs(total.value), factor.size * total.error, product)
-        return most.to(self.weight.dtype).error
+        """Return the largest error of each element beside that of its factor: t in the docstring of this module."""
+        product_dtype = torch.promote_types(factor.dtype, total.dtype)
+        product = stored(factor.size * np.abs(total.value), factor.size * total.error, product_dtype)
+        return product.to(self.weight.dtype).error
 
     def _fit(self, total: Typed, beside: np.ndarray, actual: np.ndarray) -> np.ndarray:
         """Return the sums of the fit over each output's elements in a block: of S a, of S squared, and of |S| t."""
-        parts = (total.value * actual, total.value**2, np.abs(total.value) * beside)
-        return np.stack([part.sum(axis=self._axis) for part in parts])
+        terms = (total.value * actual, total.value**2, np.abs(total.value) * beside)
+        return np.stack([term.sum(axis=self._axis) for term in terms])
 
 
 def _slack(fit: np.ndarray, factor: Typed) -> np.ndarray:
-    """Return what the device's factor of each output is off at most; `factor` is `(outputs,)`."""
-    product, square, off = fit
-    fitted = np.abs(np.divide(product, square, out=np.full_like(square, np.inf), where=square > 0) - factor.value)
-    found = np.minimum(factor.error, np.nan_to_num(fitted, nan=np.inf) + over(off, square))
-    return np.asarray(found)
+    """Return the largest error of the device's factor of each output: min(η, |c - f| + τ).
+
+    Parameters
+    ----------
+    fit : array of shape `(3, outputs)`
+        The sums of `Dora._fit`.
+    factor : Typed
+        The exact factors, `(outputs,)`.
+    """
+    product, square, error = fit
+    fitted = np.divide(product, square, out=np.full_like(square, np.inf), where=square > 0)
+    distance = np.nan_to_num(np.abs(fitted - factor.value), nan=np.inf)
+    return np.asarray(np.minimum(factor.error, distance + over(error, square)))

@@ -1,4 +1,4 @@
-r"""What every closed form gives: exact values with tolerances, block by block of rows.
+r"""Base classes of the closed forms, which give exact values with tolerances, block by block of rows.
 
 A form takes its numbers from the files and its formula from the method's definition, so that neither a fault of a
 device nor one of PEFT's code is in it. The bound follows PEFT's order of operations (`consistency.numerics.typed`).
@@ -10,6 +10,7 @@ dtype first: each form says which.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ class Judged:
     safe: bool | None
     """How it was merged; None for a delta."""
     tolerance: UserAllowance | None = None
-    """The user's own, instead of the bound."""
+    """The user's tolerance, which replaces the bound."""
 
 
 class Form(ABC):
@@ -65,26 +66,33 @@ class Form(ABC):
         return self.weight.shape
 
     def judges(self, tensor: torch.Tensor, *, safe: bool | None) -> bool:
-        return tensor.shape == self.shape and (self.has_delta or safe is not None)
+        """Report whether there is an exact value of a tensor; `safe` is None for a delta."""
+        is_delta = safe is None
+        if is_delta and not self.has_delta:
+            return False
+        return tensor.shape == self.shape
 
     def measure(self, tensors: Sequence[Judged]) -> list[Measure]:
         """Measure tensors against their exact values, which are made once."""
         step = self.rows_per_block
-        ready = [self.prepare(tested) for tested in tensors]
+        prepared = [self.prepare(tested) for tested in tensors]
 
-        def stretches(part: range) -> Iterator[tuple[Stretch, ...]]:
-            return self._stretches(ready, range(part.start * step, min(self.rows, part.stop * step), step))
+        def stretches(blocks: range) -> Iterator[tuple[Stretch, ...]]:
+            starts = range(blocks.start * step, min(self.rows, blocks.stop * step), step)
+            return self._stretches(prepared, starts)
 
-        count = -(-self.rows // step)
-        return measure_in_parts([tested.actual for tested in tensors], stretches, count, step * self.width)
+        block_count = math.ceil(self.rows / step)
+        return measure_in_parts([tested.actual for tested in tensors], stretches, block_count, step * self.width)
 
     def chunks(self, tested: Judged) -> Iterator[Chunk]:
         """Yield a tensor with exact values and tolerances."""
-        for (stretch,) in self._stretches([self.prepare(tested)], range(0, self.rows, self.rows_per_block)):
+        starts = range(0, self.rows, self.rows_per_block)
+        for (stretch,) in self._stretches([self.prepare(tested)], starts):
             yield from stretch.chunks()
 
     @property
     def rows_per_block(self) -> int:
+        """How many rows are computed at once."""
         return max(1, _BLOCK // max(1, self.width))
 
     def base(self, rows: slice) -> Typed:
@@ -92,7 +100,7 @@ class Form(ABC):
         return Typed.known(self.weight.view(self.rows, self.width)[rows])
 
     def prepare(self, tested: Judged) -> Judged:
-        """Return a tensor with what its bound needs of the tensor as a whole."""
+        """Return a tensor to judge, with figures over all its rows where the bound of a row needs them."""
         return tested
 
     @abstractmethod
@@ -106,17 +114,24 @@ class Form(ABC):
         for start in starts:
             rows = slice(start, min(self.rows, start + self.rows_per_block))
             with np.errstate(all="ignore"):  # what is not finite exceeds every tolerance
-                found = self.block(tensors, rows)
-                yield tuple(self._stretch(one, exact, rows) for one, exact in zip(tensors, found, strict=True))
+                exact_rows = self.block(tensors, rows)
+                yield tuple(
+                    self._stretch(tested, exact, rows) for tested, exact in zip(tensors, exact_rows, strict=True)
+                )
 
     def _stretch(self, tested: Judged, exact: Typed, rows: slice) -> Stretch:
-        added_to = self.adds and tested.safe is not None
+        """Return rows of a tensor with their exact values: what is added beside the base, where a merge `adds`."""
+        base, bound = None, None
+        if self.adds and tested.safe is not None:
+            base = self.weight.view(self.rows, self.width)[rows].reshape(-1)
+        if tested.tolerance is None:
+            bound = np.ascontiguousarray(exact.allowed).reshape(-1)
         return Stretch(
             start=rows.start * self.width,
             actual=tested.actual.detach().reshape(self.rows, self.width)[rows].reshape(-1),
             value=np.ascontiguousarray(exact.value).reshape(-1),
-            base=self.weight.view(self.rows, self.width)[rows].reshape(-1) if added_to else None,
-            size=None if tested.tolerance is not None else np.ascontiguousarray(exact.allowed).reshape(-1),
+            base=base,
+            size=bound,
             allowance=tested.tolerance,
         )
 
@@ -128,8 +143,9 @@ def whole(chunks: Iterable[Chunk], shape: Sequence[int]) -> tuple[torch.Tensor, 
         assert chunk.allowed is not None  # a form's chunks have a bound, or a user's tolerance
         exact.append(chunk.exact)
         allowed.append(chunk.allowed)
-    value, limit = (torch.from_numpy(np.concatenate(parts)).reshape(*shape) for parts in (exact, allowed))
-    return value, limit
+    exact_tensor = torch.from_numpy(np.concatenate(exact)).reshape(*shape)
+    allowed_tensor = torch.from_numpy(np.concatenate(allowed)).reshape(*shape)
+    return exact_tensor, allowed_tensor
 
 
 class AddedForm(Form):
@@ -146,13 +162,20 @@ class AddedForm(Form):
 
     @abstractmethod
     def delta(self, rows: slice) -> Typed:
-        """Return rows of what PEFT gives as delta."""
+        """Return rows of the delta that PEFT gives, with their bounds: `(n, width)`."""
 
     def block(self, tensors: Sequence[Judged], rows: slice) -> Sequence[Typed]:
+        """Return rows of the delta for each tensor, with the bound of the delta or of the sum."""
         delta, base = self.delta(rows), self.base(rows)
 
-        def merged(*, safe: bool) -> Typed:
+        def bounded_sum(*, safe: bool) -> Typed:
             added = delta.to(base.dtype) if self.rounds_delta[safe] else delta
             return replace((base + added).to(base.dtype), value=delta.value)
 
-        return [delta if one.safe is None else merged(safe=one.safe) for one in tensors]
+        exact_rows: list[Typed] = []
+        for tested in tensors:
+            if tested.safe is None:
+                exact_rows.append(delta)
+            else:
+                exact_rows.append(bounded_sum(safe=tested.safe))
+        return exact_rows

@@ -27,7 +27,9 @@ class IA3(Form):
         layer, weight = source.layer, source.weight
         transposed = bool(getattr(layer, "fan_in_fan_out", False)) and weight.dim() == 2
         self._inputs = bool(layer.is_feedforward)
+        # outputs are rows and inputs columns, unless the weight is stored the other way round
         self._by_row = self._inputs == transposed
+        # elements of a kernel, which one input or output scales together
         self._inner = weight[0, 0].numel() if weight.dim() > 2 else 1
         self._outputs_per_group = weight.shape[0] // int(getattr(layer.get_base_layer(), "groups", 1))
 
@@ -38,16 +40,19 @@ class IA3(Form):
         return None if vector is None else cls(source, vector)
 
     def block(self, tensors: Sequence[Judged], rows: slice) -> Sequence[Typed]:
+        """Return rows of the exact merged weight, once for each tensor: a safe merge is the same product."""
         base = self.base(rows)
-        found = (base * Typed.known(self._scales(rows))).to(base.dtype)
-        return [found] * len(tensors)
+        scaled = (base * Typed.known(self._scales(rows))).to(base.dtype)
+        return [scaled] * len(tensors)
 
     def _scales(self, rows: slice) -> torch.Tensor:
-        """Return what scales the elements of rows, as `(n, width)` or `(n, 1)`."""
+        """Return the elements of the vector that scale some rows, `(n, width)` or `(n, 1)`."""
         numbers = torch.arange(self.rows)[rows]
         if self._by_row:
             return self._vector[numbers][:, None]
         columns = self.width // self._inner
-        groups = numbers // self._outputs_per_group if self._inputs else torch.zeros_like(numbers)
-        of = groups[:, None] * columns + torch.arange(columns)
-        return self._vector[of].repeat_interleave(self._inner, dim=1)
+        groups = torch.zeros_like(numbers)
+        if self._inputs:  # the rows of a group of a convolution have inputs of their own
+            groups = numbers // self._outputs_per_group
+        inputs = groups[:, None] * columns + torch.arange(columns)
+        return self._vector[inputs].repeat_interleave(self._inner, dim=1)

@@ -18,7 +18,7 @@ from consistency.stages.merged.forms.form import AddedForm
 from consistency.stages.merged.forms.source import Source
 
 Factors = tuple[Typed | None, Typed, Typed]
-"""Core, `(r, r, k)`, of a convolution with one; `(r, out)` and `(r, in)` then, else `(out, r)` and `(r, in)`."""
+"""Core, left and right factor: `(r, r, k)`, `(r, out)` and `(r, in)`; without a core None, `(out, r)` and `(r, in)`."""
 
 
 class LoHa(AddedForm):
@@ -38,19 +38,24 @@ class LoHa(AddedForm):
 
     @staticmethod
     def _factors_of(source: Source, number: int) -> Factors | None:
+        """Return the factors of the first or second product; None where the file lacks one."""
         left, right = source.known(f"hada_w{number}_a"), source.known(f"hada_w{number}_b")
         if left is None or right is None:
             return None
         core = source.known(f"hada_t{number}")
-        return None if core is None else core.moved(lambda t: t.reshape(*t.shape[:2], -1)), left, right
+        if core is not None:  # the dimensions of the kernel become one
+            core = core.moved(lambda t: t.reshape(*t.shape[:2], -1))
+        return core, left, right
 
     def delta(self, rows: slice) -> Typed:
+        """Return rows of the product of both low-rank products."""
         first, second = (self._product(factors, rows) for factors in self._factors)
         return (first * second).scaled(self._scaling, held_in=torch.float32)
 
     def _product(self, factors: Factors, rows: slice) -> Typed:
+        """Return rows of one low-rank product, `(n, width)`."""
         core, left, right = factors
         if core is None:
             return left.moved(lambda a: a[rows]).matmul(right, self._source.matmul)
-        found = tucker(core, left.moved(lambda a: a[:, rows]), right, self._source.matmul)
-        return found.moved(lambda v: v.reshape(len(v), -1))
+        product = tucker(core, left.moved(lambda a: a[:, rows]), right, self._source.matmul)
+        return product.moved(lambda v: v.reshape(len(v), -1))

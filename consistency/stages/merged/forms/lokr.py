@@ -33,26 +33,30 @@ class LoKr(AddedForm):
         self._left = left.moved(lambda v: _with_ones(v, dims, behind=behind))
         self._right = right.moved(lambda v: _with_ones(v, dims, behind=False))
         self._scaling = source.lycoris_scaling()
-        super().__init__(source.weight, rows=self._left.value.shape[0] * self._right.value.shape[0])
+        rows = self._left.value.shape[0] * self._right.value.shape[0]
+        super().__init__(source.weight, rows=rows)
 
     @classmethod
     def of(cls, source: Source) -> LoKr | None:
-        """Return the form of a layer whose factors are all in the file."""
+        """Return the form of a layer; None where its file lacks a factor, or their product does not fit the weight."""
         left, right = _matrix(source, 1), _matrix(source, 2)
         if left is None or right is None:
             return None
-        complete = left.value.size * right.value.size == math.prod(source.weight.shape)
-        return cls(source, left, right) if complete else None
+        fits_weight = left.value.size * right.value.size == math.prod(source.weight.shape)
+        return cls(source, left, right) if fits_weight else None
 
     def delta(self, rows: slice) -> Typed:
+        """Return rows of the scaled Kronecker product, `(n, width)`."""
         inner = self._right.value.shape[0]
         numbers = np.arange(self.rows)[rows]
         left = self._left.moved(lambda v: _spread(v[numbers // inner], after=True))
         right = self._right.moved(lambda v: _spread(v[numbers % inner], after=False))
-        return (left * right).moved(lambda v: v.reshape(len(numbers), -1)).scaled(self._scaling)
+        product = (left * right).moved(lambda v: v.reshape(len(numbers), -1))
+        return product.scaled(self._scaling)
 
 
 def _matrix(source: Source, number: int) -> Typed | None:
+    """Return the first or second matrix of the Kronecker product; None where a factor is not in the file."""
     if ADAPTER_NAME in getattr(source.layer, f"lokr_w{number}"):
         return source.known(f"lokr_w{number}")
     left, right = source.known(f"lokr_w{number}_a"), source.known(f"lokr_w{number}_b")
@@ -62,16 +66,26 @@ def _matrix(source: Source, number: int) -> Typed | None:
     if core is None:
         return left.matmul(right, source.matmul)
     kernel = core.value.shape[2:]
-    found = tucker(core.moved(lambda t: t.reshape(*t.shape[:2], -1)), left, right, source.matmul)
-    return found.moved(lambda v: v.reshape(*v.shape[:2], *kernel))
+    flat_core = core.moved(lambda t: t.reshape(*t.shape[:2], -1))
+    product = tucker(flat_core, left, right, source.matmul)
+    return product.moved(lambda v: v.reshape(*v.shape[:2], *kernel))
 
 
 def _with_ones(values: np.ndarray, dims: int, *, behind: bool) -> np.ndarray:
+    """Return values with `dims` dimensions: dimensions of size 1 are added behind, or in front."""
     ones = (1,) * (dims - values.ndim)
-    return values.reshape(values.shape + ones if behind else ones + values.shape)
+    if behind:
+        return values.reshape(values.shape + ones)
+    return values.reshape(ones + values.shape)
 
 
 def _spread(values: np.ndarray, *, after: bool) -> np.ndarray:
-    """Give each dimension but the first one of size 1 beside it, for the other factor's."""
-    shape = [n for size in values.shape[1:] for n in ((size, 1) if after else (1, size))]
+    """Put a dimension of size 1 after, or before, each dimension but the first, in the place of the other factor's.
+
+    `(rows, 3, 5)` becomes `(rows, 3, 1, 5, 1)`, or `(rows, 1, 3, 1, 5)`.
+    """
+    shape: list[int] = []
+    for size in values.shape[1:]:
+        pair = (size, 1) if after else (1, size)
+        shape += pair
     return values.reshape(len(values), *shape)

@@ -30,12 +30,14 @@ class LowRankFactors:
     scaling: float
     arithmetic: ArithmeticOf
     computed_in: torch.dtype
+    """The dtype in which the product is computed."""
     dtype: torch.dtype
-    """`computed_in`, `dtype`: of the product, and of the delta that PEFT gives."""
+    """The dtype of the delta that PEFT gives."""
 
     def delta(self, rows: slice) -> Typed:
         """Return rows of the scaled product."""
-        left, right = (one.to(self.computed_in) for one in (self.left.moved(lambda b: b[rows]), self.right))
+        left = self.left.moved(lambda b: b[rows]).to(self.computed_in)
+        right = self.right.to(self.computed_in)
         return left.matmul(right, self.arithmetic).scaled(self.scaling).to(self.dtype)
 
 
@@ -56,8 +58,9 @@ def of_linear(source: Source) -> LowRankFactors | None:
     a, b = source.tensor("lora_A"), source.tensor("lora_B")
     if a is None or b is None:
         return None
-    transposed = bool(getattr(source.layer, "fan_in_fan_out", False))
-    return factors(source, a.T if transposed else b, b.T if transposed else a, source.matmul)
+    if getattr(source.layer, "fan_in_fan_out", False):
+        return factors(source, a.T, b.T, source.matmul)
+    return factors(source, b, a, source.matmul)
 
 
 def of_embedding(source: Source) -> LowRankFactors | None:
@@ -74,10 +77,11 @@ def of_convolution(source: Source) -> LowRankFactors | None:
     a, b = source.tensor("lora_A"), source.tensor("lora_B")
     if a is None or b is None or int(source.layer.get_base_layer().groups) != 1:
         return None
-    point = source.weight.dim() == 4 and source.weight.shape[2:] == (1, 1)
     rank = a.shape[0]
     flat = a.transpose(0, 1).reshape(a.shape[1], rank, -1).transpose(0, 1).reshape(rank, -1)
-    return factors(source, b.reshape(-1, rank), flat, source.matmul if point else source.convolution)
+    is_point = source.weight.dim() == 4 and source.weight.shape[2:] == (1, 1)
+    arithmetic = source.matmul if is_point else source.convolution
+    return factors(source, b.reshape(-1, rank), flat, arithmetic)
 
 
 class LoraConvolution(AddedForm):
@@ -99,17 +103,19 @@ class LoraConvolution(AddedForm):
         return None if factors is None else cls(source, factors)
 
     def delta(self, rows: slice) -> Typed:
+        """Return rows of the scaled product, `(n, in times kernel)`."""
         return self._factors.delta(rows)
 
 
 class OneParameter(AddedForm):
-    """The delta of a matrix."""
+    """The delta of a parameter that is a matrix."""
 
-    def __init__(self, source: Source, of: LowRankFactors) -> None:
+    def __init__(self, source: Source, factors: LowRankFactors) -> None:
         super().__init__(source.weight)
-        self._factors = of
+        self._factors = factors
 
     def delta(self, rows: slice) -> Typed:
+        """Return rows of the scaled product, rounded to the dtype of the parameter."""
         return self._factors.delta(rows).to(self.weight.dtype)
 
 
@@ -120,28 +126,30 @@ class Experts(AddedForm):
         experts, height = source.weight.shape[:2]
         super().__init__(source.weight, rows=experts * height)
         self._height = height
-        each = (
+        self._experts = tuple(
             LowRankFactors(
-                left=Typed.known(one),
-                right=Typed.known(other),
+                left=Typed.known(expert_left),
+                right=Typed.known(expert_right),
                 scaling=source.lora_scaling(),
                 arithmetic=source.matmul,
                 computed_in=left.dtype,
                 dtype=left.dtype,
             )
-            for one, other in zip(left, right, strict=True)
+            for expert_left, expert_right in zip(left, right, strict=True)
         )
-        self._experts = tuple(each)
 
     def delta(self, rows: slice) -> Typed:
-        parts = []
+        """Return rows of the stack, which may belong to several experts, rounded to the dtype of the parameter."""
+        of_experts = []
         start = rows.start
         while start < rows.stop:
             expert, row = divmod(start, self._height)
             stop = min(rows.stop, (expert + 1) * self._height)
-            parts.append(self._experts[expert].delta(slice(row, row + stop - start)).to(self.weight.dtype))
+            delta = self._experts[expert].delta(slice(row, row + stop - start))
+            of_experts.append(delta.to(self.weight.dtype))
             start = stop
-        value, error = (np.concatenate([getattr(part, name) for part in parts]) for name in ("value", "error"))
+        value = np.concatenate([delta.value for delta in of_experts])
+        error = np.concatenate([delta.error for delta in of_experts])
         return Typed(value=value, error=error, dtype=self.weight.dtype)
 
 
@@ -154,8 +162,8 @@ def of_experts(source: Source) -> AddedForm | None:
     before it is added or given.
     """
     if source.weight.dim() == 2:
-        found = of_linear(source)
-        return None if found is None else OneParameter(source, found)
+        of_matrix = of_linear(source)
+        return None if of_matrix is None else OneParameter(source, of_matrix)
     factors = factors_of_experts(source)
     return None if factors is None else Experts(source, *factors)
 
@@ -171,7 +179,8 @@ def factors_of_experts(source: Source) -> tuple[torch.Tensor, torch.Tensor] | No
     inner = a.reshape(experts, -1, a.shape[-1])  # (experts, rank, in)
     outer = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)  # (experts, out, rank)
     # before version 0.19 PEFT takes each stack as (experts, in, out), and its layer has no such attribute
-    swaps = hasattr(source.layer, "_did_swap_in_out_features")
-    if getattr(source.layer.get_base_layer(), "is_transposed", False) or not swaps:  # (experts, in, out)
+    may_swap = hasattr(source.layer, "_did_swap_in_out_features")
+    is_transposed = getattr(source.layer.get_base_layer(), "is_transposed", False)
+    if is_transposed or not may_swap:  # the weight is (experts, in, out)
         outer, inner = inner.transpose(1, 2), outer.transpose(1, 2)
     return (outer, inner) if weight.shape == (experts, outer.shape[1], inner.shape[2]) else None

@@ -7,7 +7,7 @@ form here, or lacks a tensor in its file, is compared with PEFT's code in float6
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,7 +36,10 @@ Make = Callable[[Source], Form | None]
 
 
 def form_of(context: Context, name: str, layer: Any, weight: Callable[[], torch.Tensor]) -> Form | None:
-    """Return the closed form of a layer; `weight` reads its weight before the merge."""
+    """Return the closed form of a layer; None where its class has no form, or the adapter's file no tensor for it.
+
+    `weight` reads the weight before the merge, and is called only if there is a form.
+    """
     make = maker_of(layer)
     files = {} if make is None else files_of(context.expected, name, layer)
     if make is None or not files:
@@ -48,23 +51,34 @@ def form_of(context: Context, name: str, layer: Any, weight: Callable[[], torch.
 
 def files_of(expected: Expected, name: str, layer: Any) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors of one layer from its file, by name in the layer, in their dtypes on the device."""
-    found = {}
-    for part, parameter in layer.named_parameters():
-        known = expected.get(f"{name}.{part}")
-        if known is not None and parameter.dtype in UNIT_ROUNDOFF:
-            found[part] = known[1].to(parameter.dtype)
-    return found
+    tensors = {}
+    for parameter_name, parameter in layer.named_parameters():
+        in_file = expected.get(f"{name}.{parameter_name}")
+        if in_file is not None and parameter.dtype in UNIT_ROUNDOFF:
+            _, tensor = in_file
+            tensors[parameter_name] = tensor.to(parameter.dtype)
+    return tensors
 
 
 def maker_of(layer: Any) -> Make | None:
-    """Return what makes the form of a layer, None where there is none."""
+    """Return the function that makes the form of a layer; None where its class has none."""
     variant = getattr(layer, "lora_variant", {}).get(ADAPTER_NAME)
-    return makers().get((type(layer), variant if variant is None or isinstance(variant, type) else type(variant)))
+    if variant is not None and not isinstance(variant, type):  # PEFT holds a class or an object
+        variant = type(variant)
+    return makers().get((type(layer), variant))
+
+
+def _without_variant(layers: Iterable[type], make: Make) -> dict[tuple[type, None], Make]:
+    """Return the entries of layer classes whose adapter has no variant, all with the same form."""
+    return {(layer, None): make for layer in layers}
 
 
 @functools.cache
 def makers() -> Mapping[tuple[type, type | None], Make]:
-    """Return what makes a form, by PEFT's class of the layer and that of its LoRA's variant."""
+    """Return the functions that make forms, by PEFT's class of the layer and the class of its LoRA's variant.
+
+    A plug-in adds classes; it cannot replace a form of this table.
+    """
     from peft.tuners import LoHaModel, LoKrModel
     from peft.tuners.ia3 import layer as ia3
     from peft.tuners.lora import layer as lora
@@ -83,10 +97,10 @@ def makers() -> Mapping[tuple[type, type | None], Make]:
     for _, forms in plugins.offered("forms"):
         of_plugins |= forms()
     return of_plugins | {
-        **dict.fromkeys(((layer, None) for layer in LoHaModel.layers_mapping.values()), LoHa.of),
-        **dict.fromkeys(((layer, None) for layer in LoKrModel.layers_mapping.values()), LoKr.of),
-        **dict.fromkeys(((layer, None) for layer in (ia3.Linear, ia3.Conv2d, ia3.Conv3d)), IA3.of),
-        **dict.fromkeys(((layer, None) for layer in (lora.Conv1d, lora.Conv2d, lora.Conv3d)), LoraConvolution.of),
+        **_without_variant(LoHaModel.layers_mapping.values(), LoHa.of),
+        **_without_variant(LoKrModel.layers_mapping.values(), LoKr.of),
+        **_without_variant((ia3.Linear, ia3.Conv2d, ia3.Conv3d), IA3.of),
+        **_without_variant((lora.Conv1d, lora.Conv2d, lora.Conv3d), LoraConvolution.of),
         (lora.ParamWrapper, None): of_experts,
         (lora.Linear, variants.DoraLinearVariant): dora_on_linear,
         (lora.Embedding, variants.DoraEmbeddingVariant): dora_on_embedding,

@@ -1,4 +1,4 @@
-"""What a form is made from: the layer's settings, and the bytes of adapter and base in their files."""
+"""The source of a form: the settings of a layer, and the bytes of adapter and base in their files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Source:
     files : mapping of str to torch.Tensor
         The adapter's tensors by their names in the layer, on the CPU, in their dtypes on the device.
     products : Products
-        What the settings in force permit on the device.
+        Precisions of products that the settings in force permit on the device.
     on_cpu : bool
-        Whether that is a CPU.
+        Whether the device is a CPU.
     """
 
     layer: Any
@@ -42,13 +42,15 @@ class Source:
 
     def tensor(self, key: str) -> torch.Tensor | None:
         """Return the adapter's tensor of that name, None where its file has none."""
-        found = self.files.get(f"{key}.{ADAPTER_NAME}")
-        return self.files.get(f"{key}.{ADAPTER_NAME}.weight") if found is None else found
+        tensor = self.files.get(f"{key}.{ADAPTER_NAME}")
+        if tensor is None:  # a module has that name, not a parameter
+            tensor = self.files.get(f"{key}.{ADAPTER_NAME}.weight")
+        return tensor
 
     def known(self, key: str) -> Typed | None:
-        """Return the same with its exact values."""
-        found = self.tensor(key)
-        return None if found is None else Typed.known(found)
+        """Return the adapter's tensor of that name as exact values, None where its file has none."""
+        tensor = self.tensor(key)
+        return None if tensor is None else Typed.known(tensor)
 
     def matmul(self, dtype: torch.dtype) -> Arithmetic:
         """Return how the device multiplies matrices of a dtype."""
@@ -59,21 +61,22 @@ class Source:
         return self._arithmetic(dtype, convolution=True)
 
     def _arithmetic(self, dtype: torch.dtype, *, convolution: bool) -> Arithmetic:
+        products = self.products.convolution if convolution else self.products.matmul
         return Arithmetic.of(
             dtype,
             truncating=not self.on_cpu,  # bfloat16 and float16 products run on matrix units there
-            products=self.products.convolution if convolution else self.products.matmul,
+            products=products,
             partial_terms=self.products.partial_terms.get(name_of(dtype)),
         )
 
     def computed_in(self, dtype: torch.dtype) -> torch.dtype:
-        """Return in which dtype PEFT multiplies the factors of a LoRA: on a CPU, half types in float32."""
+        """Return the dtype in which PEFT multiplies the factors of a LoRA: on a CPU, half types in float32."""
         return torch.float32 if self.on_cpu and dtype in HALF_TYPES else dtype
 
     def lycoris_scaling(self) -> float:
-        """Return alpha over rank, of the LyCORIS methods."""
+        """Return the scaling of a LyCORIS method: alpha over rank."""
         return float(self.layer.alpha[ADAPTER_NAME]) / int(self.layer.r[ADAPTER_NAME])
 
     def lora_scaling(self) -> float:
-        """Return alpha over rank or its square root, as the configuration asks, of a LoRA."""
+        """Return the scaling of a LoRA: alpha over rank, or over its square root, as the configuration asks."""
         return stated_scaling(self.layer)
