@@ -42,6 +42,17 @@ class AdapterFlaw(Explanation):
         "make adapter_config.json and the file say the same: PEFT makes the layers that the one names, and fills them "
         "from the other",
     )
+    COMPUTED_ON_LOADING = (
+        "computed-on-loading",
+        "{}",
+        "convert it where it was trained: PEFT's save_pretrained() does that with "
+        "path_initial_model_for_weight_conversion",
+    )
+    OTHER_TRAINING = (
+        "other-training",
+        "{}",
+        "check that the training was resumed from this checkpoint: its factors are not in the new one",
+    )
     ODD_MAGNITUDE = (
         "odd-magnitude",
         "{}",

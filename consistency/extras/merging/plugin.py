@@ -17,7 +17,6 @@ PLUGIN = Plugin(
     },
     kinds=(
         f"{_CHECK_MERGED}.causes:MergeCause",
-        f"{_CHECK_ADAPTER}.kinds:KINDS",
         "consistency.extras.merging.kinds:KINDS",
     ),
     statements={

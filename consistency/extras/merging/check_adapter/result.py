@@ -25,8 +25,8 @@ from consistency.comparison.result import (
     with_provenance,
 )
 from consistency.extras.merging.check_adapter.check import SavedAdapter, check
-from consistency.extras.merging.check_adapter.kinds import COMPUTED_ON_LOADING, OTHER_TRAINING, SCALING
 from consistency.extras.merging.check_merged.causes import MergeCause
+from consistency.extras.merging.kinds import SCALING
 from consistency.plugins import Statement
 from consistency.worker.model.saved_adapter.contents import TensorContents
 from consistency.workflows.api import AnyPath
@@ -168,19 +168,17 @@ def _notes(found: SavedAdapter) -> Iterator[Finding]:
         yield Finding(kind=SCALING, severity="note", message=f"scaling, as PEFT reads it: {some(texts, _MOST_NAMED)}")
     if found.computes:
         yield Finding(
-            kind=COMPUTED_ON_LOADING,
+            kind=AdapterFlaw.COMPUTED_ON_LOADING,
             severity="warning",
             message=found.computes,
-            next="convert it where it was trained: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+            next=AdapterFlaw.COMPUTED_ON_LOADING.todo,
         )
     if found.relation is not None:
         yield Finding(
-            kind=OTHER_TRAINING,
+            kind=AdapterFlaw.OTHER_TRAINING,
             severity="note" if found.relation.is_same_training else "warning",
             message=f"against the other adapter: {found.relation.sentence}",
-            next=None
-            if found.relation.is_same_training
-            else "check that the training was resumed from this checkpoint: its factors are not in the new one",
+            next=None if found.relation.is_same_training else AdapterFlaw.OTHER_TRAINING.todo,
         )
 
 
