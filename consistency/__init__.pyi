@@ -5,6 +5,7 @@ from consistency.case.case import Case as Case
 from consistency.case.options import Options as Options
 from consistency.case.tolerance import Override as Override
 from consistency.errors import ConsistencyError as ConsistencyError
+from consistency.extras.merging.check_adapter.result import check_adapter as check_adapter
 from consistency.extras.merging.check_merged.result import check_merged as check_merged
 from consistency.extras.merging.diff.result import diff as diff
 from consistency.extras.peft_api.wrapping.check import check_wrapped as check_wrapped
@@ -34,6 +35,7 @@ __all__: list[str] = [
     "WrapperReport",
     "__version__",
     "assert_consistent",
+    "check_adapter",
     "check_merged",
     "check_text",
     "check_wrapped",

@@ -36,6 +36,28 @@ class AdapterFlaw(Explanation):
         "convert it where it was trained, before it is saved: PEFT's save_pretrained() does that with "
         "path_initial_model_for_weight_conversion; of a method that has no conversion, save the merged model",
     )
+    CONFIG_MISMATCH = (
+        "config-mismatch",
+        "{}",
+        "make adapter_config.json and the file say the same: PEFT makes the layers that the one names, and fills them "
+        "from the other",
+    )
+    COMPUTED_ON_LOADING = (
+        "computed-on-loading",
+        "{}",
+        "convert it where it was trained: PEFT's save_pretrained() does that with "
+        "path_initial_model_for_weight_conversion",
+    )
+    OTHER_TRAINING = (
+        "other-training",
+        "{}",
+        "check that the training was resumed from this checkpoint: its factors are not in the new one",
+    )
+    ODD_MAGNITUDE = (
+        "odd-magnitude",
+        "{}",
+        "compare with an earlier checkpoint: a step may have diverged in this layer, or its factors were scaled twice",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +68,31 @@ class AdapterRemark:
     ----------
     text : str
         One sentence about this adapter.
+    todo : str
+        What to do, where it is not what its flaw says.
+    is_error : bool
+        Whether the adapter loads as another one than was trained, or not at all.
     """
 
     flaw: AdapterFlaw
     text: str
+    todo: str = ""
+    is_error: bool = False
 
     @property
     def severity(self) -> Literal["error", "warning"]:
         """Return `error` for an adapter that is another one on each load: it gives the same numbers nowhere."""
-        return "error" if self.flaw is AdapterFlaw.DRAWN_ON_LOADING else "warning"
+        return "error" if self.is_error or self.flaw is AdapterFlaw.DRAWN_ON_LOADING else "warning"
+
+    @property
+    def next(self) -> str:
+        """Return what to do."""
+        return self.todo or self.flaw.todo
 
     def as_table(self) -> dict[str, str]:
         """Return the remark as a table, for the evidence of a row."""
-        return {"flaw": str(self.flaw), "text": self.text}
+        table = {"flaw": str(self.flaw), "text": self.text}
+        return {**table, "todo": self.todo} if self.todo else table
 
 
 def remarks_in(evidence: Mapping[str, Any]) -> Sequence[AdapterRemark]:
@@ -68,5 +102,6 @@ def remarks_in(evidence: Mapping[str, Any]) -> Sequence[AdapterRemark]:
     for table in evidence.get(REMARKS) or ():
         # the capture may be a stranger's
         if isinstance(table, dict) and table.get("flaw") in flaws:
-            remarks.append(AdapterRemark(flaw=flaws[table["flaw"]], text=str(table.get("text"))))
+            flaw, text, todo = flaws[table["flaw"]], str(table.get("text")), str(table.get("todo", ""))
+            remarks.append(AdapterRemark(flaw=flaw, text=text, todo=todo))
     return remarks

@@ -28,6 +28,7 @@ LINES = {
     "doctor": f"0 nothing is wrong; 1 something is wrong; {BAD}; 3 incomplete (a worker was lost)",
     "capture": f"0 captured; {BAD}; 3 incomplete (a worker was lost)",
     "diff": f"0 equal; 1 different; {BAD}",
+    "check-adapter": f"0 nothing is wrong with it; 1 something is; {BAD}",
     "check-merged": f"0 it holds base + adapter; 1 it does not; {BAD}; 3 a part of it could not be judged",
     "drill": f"0 every planted fault was found and named; 1 one was not; {BAD}",
     "bisect": f"0 a setting explains it, or it does not occur again; 1 no setting explains it; {BAD}",

@@ -7,5 +7,6 @@ from consistency.comparison import kinds
 ROUNDED = kinds.declare("rounded")
 NAMES = kinds.declare("names")
 DIFFERENCE = kinds.declare("difference")
+SCALING = kinds.declare("scaling")
 
-KINDS = (ROUNDED, NAMES, DIFFERENCE)
+KINDS = (ROUNDED, NAMES, DIFFERENCE, SCALING)

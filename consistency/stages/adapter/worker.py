@@ -38,7 +38,7 @@ from consistency.worker.model.drawn_on_loading import remark_on_draws
 from consistency.worker.model.expected_adapter import is_made_anew
 from consistency.worker.model.loading import ADAPTER_NAME
 from consistency.worker.model.poison import POISON
-from consistency.worker.model.trained_parts import remarks_on
+from consistency.worker.model.saved_adapter.loaded import remarks_on
 from consistency.worker.quantized.held import is_composite
 
 

@@ -51,7 +51,7 @@ from consistency.extras.merging.check_merged.orders import (
 )
 from consistency.numerics.dtype import UNIT_ROUNDOFF, name_of
 from consistency.numerics.typed import HALF_TYPES
-from consistency.worker.model.trained_parts import remarks_on
+from consistency.worker.model.saved_adapter.loaded import remarks_on
 from consistency.worker.model.weight_files import WeightFiles
 
 Status = Literal["equal", "within", "outside", "missing", "unexpected", "skipped"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from consistency.capture.adapter_remarks import AdapterFlaw, AdapterRemark, remarks_in
-from consistency.worker.model.trained_parts import remarks_on
+from consistency.worker.model.saved_adapter.loaded import remarks_on
 
 Tensors = dict[str, torch.Tensor]
 
