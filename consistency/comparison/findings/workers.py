@@ -110,7 +110,7 @@ def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
             severity=remark.severity,
             workers=tuple(labels),
             message=f"adapter · {remark.text}",
-            next=remark.flaw.todo,
+            next=remark.next,
         )
     for base, labels in problems.other_bases.items():
         yield Finding(

@@ -190,7 +190,7 @@ def _remarks(remarks: Sequence[AdapterRemark]) -> Iterator[Finding]:
     """Yield a finding per flaw of the adapter itself."""
     for remark in remarks:
         yield Finding(
-            kind=remark.flaw, severity=remark.severity, message=f"the adapter: {remark.text}", next=remark.flaw.todo
+            kind=remark.flaw, severity=remark.severity, message=f"the adapter: {remark.text}", next=remark.next
         )
 
 

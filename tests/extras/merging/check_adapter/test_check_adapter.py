@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -187,7 +188,7 @@ def test_experts_that_no_token_reached_are_no_error(adapter: Path, tmp_path: Pat
     ],
 )  # fmt: skip
 def test_what_the_config_says_otherwise_is_named(
-    adapter: Path, tmp_path: Path, settings: dict[str, object], words: str
+    adapter: Path, tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
     comparison = check_adapter(changed(tmp_path / "changed", adapter, **settings))
     assert words in said(comparison)["config-mismatch"]
