@@ -22,7 +22,7 @@ from consistency.devices.seen import FIRST_STEPS, unseen
 from consistency.report.console import Writer, make_console, stripped, without_trailing_blanks
 from consistency.report.copy_matrix import write_matrices
 from consistency.report.document import EXPLAINED, Document, ResultTable
-from consistency.report.documents import document_of, of_comparison, seconds
+from consistency.report.documents import comparison_document, document_of, seconds
 from consistency.report.findings import is_command
 from consistency.report.formats import View
 from consistency.report.marks import style_of
@@ -308,7 +308,7 @@ def print_weights(
         write = Writer(console)
         facts = [comparison.dtype, counted(len(comparison.tensors), "tensor")]
         facts += [] if elapsed_s is None else [f"{elapsed_s:.2f} s"]
-        document = dataclasses.replace(of_comparison(comparison, View()), facts=tuple(facts))
+        document = dataclasses.replace(comparison_document(comparison, View()), facts=tuple(facts))
         statement = plugins.statement_of(comparison)
         write_head(write, document, title=title, verdict="" if statement is None else statement.heading)
         findings = list(map(_in_lines, comparison.findings))
@@ -351,7 +351,7 @@ def print_doctor(comparison: Comparison, console: Console, *, elapsed_s: float, 
     """Print the state of this machine."""
     with without_trailing_blanks(console):
         write = Writer(console)
-        document = of_comparison(comparison, View(elapsed_s=elapsed_s))
+        document = comparison_document(comparison, View(elapsed_s=elapsed_s))
         write_head(write, document)
         write_tables(write, document)
         write_matrices(write, comparison.tensors)
