@@ -39,7 +39,7 @@ from consistency.report.marks import MARKS, VERDICT_MARKS, letter
 from consistency.report.page import cells, tables
 from consistency.report.page.cells import KEY
 from consistency.report.page.rendering import PACKAGE, page_environment, part
-from consistency.report.summary import Row, Rows, all_rows
+from consistency.report.summary import Row, all_rows
 from consistency.text import one_line
 
 _MOST_FINDINGS = 100  # more than a person reads; `report.json` holds all
@@ -63,12 +63,12 @@ def render(result: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
 def as_html(result: Comparison | SuiteResult, view: View | None = None) -> str:
     """Return the page of a run or of a suite."""
     view = view or View()
+    if isinstance(result, Comparison) and view.rows is None:
+        view = dataclasses.replace(view, rows=all_rows(result))  # once, for the document and for the page's columns
+    document = document_of(result, view)
     script, run_values = "", {}
     if isinstance(result, Comparison):
-        rows_by_path = all_rows(result) if view.rows is None else view.rows
-        view = dataclasses.replace(view, rows=rows_by_path)  # once, for the document and for the page's columns
-        script, run_values = part("page.js"), _run_values(result, rows_by_path)
-    document = document_of(result, view)
+        script, run_values = part("page.js"), _run_values(result, view)
     tables = [dataclasses.replace(table, rows=_faulty_first(table)) for table in document.tables]
     script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() if script else ""
     return _template().render(
@@ -119,8 +119,9 @@ def _sections(comparison: Comparison) -> Iterator[Markup]:
             yield rendered
 
 
-def _run_values(comparison: Comparison, rows_by_path: Rows) -> dict[str, Any]:
+def _run_values(comparison: Comparison, view: View) -> dict[str, Any]:
     """Return what the template shows of a run besides its document, by the names that the template has for it."""
+    rows_by_path = all_rows(comparison) if view.rows is None else view.rows
     columns_by_path = {
         load_path: cells.columns(comparison, load_path, rows_by_path[load_path]) for load_path in comparison.load_paths
     }
