@@ -287,14 +287,17 @@ def agreement_texts(comparison: Comparison, rows_by_path: Rows) -> Iterator[str]
 
 def _majorities(rows: Sequence[Row]) -> tuple[int, set[str]]:
     """Return how many workers agree with most of their architecture, and the names of those that do not."""
-    agreeing, differing = 0, set()
+    agreeing = 0
+    differing: set[str] = set()
     for architecture_rows in by_architecture(rows):
         # A row of more than one kind sums up workers that do not agree with each other.
         largest = max(architecture_rows, key=lambda row: len(row.names) if row.kinds == 1 else 0)
         workers = sum(len(row.names) for row in architecture_rows)
         if workers > 1 and 2 * len(largest.names) > workers:
             agreeing += len(largest.names)
-            differing |= {name for row in architecture_rows if row is not largest for name in row.names}
+            for row in architecture_rows:
+                if row is not largest:
+                    differing.update(row.names)
     return agreeing, differing
 
 
