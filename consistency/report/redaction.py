@@ -319,7 +319,7 @@ def _called(report: Mapping[str, Any], folders: Mapping[str, str]) -> dict[str, 
     base, adapter = report.get("base"), report.get("adapter")
     if isinstance(base, str) and builtin_name(base, adapter) is not None:
         return {}
-    names = {}
+    names: dict[str, str] = {}
     for path in (base, adapter):
         # A folder in the cache of a hub is called by its id there, which is public.
         if _is_path(path) and not repository_of(Path(path)) and str(Path(path)) in folders:
