@@ -32,8 +32,9 @@ from consistency.comparison.result import (
     with_provenance,
 )
 from consistency.extras.merging.check_merged.causes import CAUSES, MERGED_FOLDER, ROLE, ZERO_DELTA, MergeCause
-from consistency.extras.merging.check_merged.check import MergedFolder, TensorState, check
+from consistency.extras.merging.check_merged.check import check
 from consistency.extras.merging.check_merged.folder import Problem
+from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
 from consistency.extras.merging.kinds import DIFFERENCE, NAMES, ROUNDED
 from consistency.numerics.real import Real
 from consistency.plugins import Statement
