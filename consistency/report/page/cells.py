@@ -349,7 +349,9 @@ def _variant(rows: Sequence[tuple[Outcome, Workers]], classes: Mapping[str, int]
     row = worst_of(row for row, _ in rows)
     column_classes = {classes.get(name, 0) for _, names in rows for name in names}
     diagnosis = row.reason if row.status in ("skipped", "blocked") else row.word
-    has_diagnosis = diagnosis is not None and row.status != "equal"
+    diagnosis_place = -1
+    if diagnosis is not None and row.status != "equal":
+        diagnosis_place = strings.place(diagnosis)
     measured = row.mismatched if row.status not in ("equal", "missing") else None
     is_measured = measured is not None
     workers_off = None
@@ -359,7 +361,7 @@ def _variant(rows: Sequence[tuple[Outcome, Workers]], classes: Mapping[str, int]
     written: list[Any] = [
         _STATUS[row.status],
         column_classes.pop() if len(column_classes) == 1 else MIXED,
-        strings.place(diagnosis) if has_diagnosis else -1,
+        diagnosis_place,
         digits(row.share),
         digits(row.max_abs) if is_measured else None,
         row.max_ulp if is_measured else None,

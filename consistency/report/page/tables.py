@@ -257,11 +257,11 @@ def environments(workers: Sequence[WorkerSummary]) -> Environments:
         names_by_settings.setdefault(settings, []).append(worker.name)
     columns = [(dict(settings), names) for settings, names in names_by_settings.items()][:MOST_ENVIRONMENTS]
     setting_names: dict[str, None] = {}
-    for settings, _ in columns:
-        setting_names |= dict.fromkeys(settings)
+    for column, _ in columns:
+        setting_names |= dict.fromkeys(column)
     differing, same = [], []
     for name in setting_names:
-        texts = [settings.get(name, _ABSENT) for settings, _ in columns]
+        texts = [column.get(name, _ABSENT) for column, _ in columns]
         letters = {text: letter(number) for number, text in enumerate(dict.fromkeys(texts))}
         if len(letters) > 1:
             differing.append((name, [(letters[text], text) for text in texts]))
