@@ -1,4 +1,4 @@
-"""What a test says that fails: the error of the one run that all items need, and the reason beside a bare assertion."""
+"""Explain failed tests: the error of the one run that all items need, and the reason beside a bare assertion."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from consistency.text import clean
 
 @contextmanager
 def leaving_its_error(path: Path) -> Iterator[None]:
-    """Write why the run inside ended without a result, whatever ended it, for `raise_error`."""
+    """Write the error that ends the run inside, whatever it is, for `raise_error` in other processes."""
     try:
         yield
     except BaseException as error:
-        write_whole(path, [encode_json(_in_words(error).parts)])
+        write_whole(path, [encode_json(_explained(error).parts)])
         raise
 
 
@@ -45,7 +45,8 @@ def without_stack() -> Iterator[None]:
         raise pytest.fail.Exception(clean(str(error)), pytrace=False) from None
 
 
-def _in_words(error: BaseException) -> ConsistencyError:
+def _explained(error: BaseException) -> ConsistencyError:
+    """Return the error that other processes raise in the place of one that stopped the run."""
     if isinstance(error, ConsistencyError):
         return error
     return ConsistencyError(
@@ -81,7 +82,14 @@ class _Reasons:
 
     def pytest_assertrepr_compare(self, op: str, left: Any, right: Any) -> list[str] | None:
         """Explain `'inconsistent' == 'consistent'`."""
-        words = {left, right} if isinstance(left, str) and isinstance(right, str) else set()
-        if op != "==" or "consistent" not in words or not words <= set(get_args(Verdict)):
+        if op != "==" or not isinstance(left, str) or not isinstance(right, str):
             return None
-        return [line for verdict, lines in self.of_test if verdict in words for line in lines] or None
+        compared = {left, right}
+        is_about_verdict = "consistent" in compared and compared <= set(get_args(Verdict))
+        if not is_about_verdict:
+            return None
+        lines = []
+        for verdict, problem_lines in self.of_test:
+            if verdict in compared:
+                lines += problem_lines
+        return lines or None

@@ -24,12 +24,13 @@ from consistency.errors import did_you_mean
 from consistency.launch.plan import WorkerPlan
 from consistency.numerics import words
 from consistency.pytest_plugin.failures import without_stack
-from consistency.pytest_plugin.item_names import Place, own_place
+from consistency.pytest_plugin.item_names import Place, place_of_tensor
 from consistency.pytest_plugin.session import LostWorkerError, Session, SessionCase
 from consistency.report.summary import class_text
 from consistency.text import clean, one_line
 
 _ROOT = "consistency"
+# Kinds of findings that no item of a device shows, even where such an item fails.
 _RUN_KINDS = frozenset(
     {
         kinds.DRIFT,
@@ -39,6 +40,10 @@ _RUN_KINDS = frozenset(
         kinds.DAMAGED_CAPTURE,
     }
 )
+
+
+_MOST_MISMATCHES = 20  # of one item, with a text each
+_MOST_TENSORS = 10  # names below a finding
 
 
 class MismatchError(Exception):
@@ -59,8 +64,8 @@ class Branch(pytest.Collector):
 class CaseItem(pytest.Item):
     """An item whose outcome is part of the comparison of its case."""
 
-    def __init__(self, *, case: SessionCase, session_of_case: Session, **rest: Any) -> None:
-        super().__init__(**rest)
+    def __init__(self, *, case: SessionCase, session_of_case: Session, **node_fields: Any) -> None:
+        super().__init__(**node_fields)
         self.case, self.session_of_case = case, session_of_case
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
@@ -77,65 +82,72 @@ class CaseItem(pytest.Item):
     def repr_failure(self, excinfo: ExceptionInfo[BaseException], style: Any = None) -> str | TerminalRepr:
         if isinstance(excinfo.value, MismatchError):
             text = clean(str(excinfo.value))
-            # a FAILED line has the message of the place of the crash, and little room beside a long node id
-            place = ReprFileLocation(str(self.path), 0, one_line(excinfo.value.reason))
-            return ReprExceptionInfo(reprtraceback=ReprTracebackNative([text + "\n"]), reprcrash=place)
+            # A FAILED line has the message of the place of the crash, and little room beside a long node id.
+            crash = ReprFileLocation(str(self.path), 0, one_line(excinfo.value.reason))
+            return ReprExceptionInfo(reprtraceback=ReprTracebackNative([text + "\n"]), reprcrash=crash)
         return super().repr_failure(excinfo, style)
 
-    def lost(self, comparison: Comparison, worker: str, load_path: str) -> None:
-        """Raise if this worker was lost."""
-        for summary in comparison.workers:
-            if (summary.name, summary.load_path) == (worker, load_path) and summary.status != "ok":
-                verb = "was lost" if summary.status == "lost" else "failed"
-                shown = self.session_of_case.stacks
-                stack = None if summary.stack in shown else summary.stack
-                shown.add(stack)
-                raise LostWorkerError(f"{worker} {verb}: {summary.reason}", stack)
+    def raise_if_lost(self, comparison: Comparison, name: str, load_path: str) -> None:
+        """Raise `LostWorkerError` if this worker was lost or failed; its stack is shown by the first item alone."""
+        for worker in comparison.workers:
+            if (worker.name, worker.load_path) == (name, load_path) and worker.status != "ok":
+                verb = "was lost" if worker.status == "lost" else "failed"
+                shown_stacks = self.session_of_case.shown_stacks
+                stack = None if worker.stack in shown_stacks else worker.stack
+                shown_stacks.add(stack)
+                raise LostWorkerError(f"{name} {verb}: {worker.reason}", stack)
 
 
 class DeviceItem(CaseItem):
-    """One tensor, or the rest of a stage, on one device.
+    """One tensor, or everything else of a stage, on one device.
 
     A mismatch fails the test; a worker that was lost before it checked the tensor is an error of the set-up.
     """
 
-    def __init__(self, *, place: Place, plan: WorkerPlan, **rest: Any) -> None:
-        super().__init__(**rest)
+    def __init__(self, *, place: Place, plan: WorkerPlan, **node_fields: Any) -> None:
+        super().__init__(**node_fields)
         self.place, self.plan = place, plan
         self.extra_keyword_matches.add(plan.info.architecture)  # for -k sm_90
-        self.found: list[tuple[TensorComparison, Outcome]] = []
+        self.rows: list[tuple[TensorComparison, Outcome]] = []
 
     def prepare(self) -> None:
         comparison = self.session_of_case.comparison(self.case)
-        self.found = list(self.session_of_case.rows(self.case).rows(self.place, self.plan))
-        if not self.found:
-            self.lost(comparison, self.plan.name, self.plan.load_path)
-        for tensor, row in self.found:
+        self.rows = list(self.session_of_case.rows(self.case).rows(self.place, self.plan))
+        if not self.rows:
+            self.raise_if_lost(comparison, self.plan.name, self.plan.load_path)
+        for tensor, row in self.rows:
             if row.status == "blocked":
-                self.lost(comparison, self.plan.name, self.plan.load_path)
+                self.raise_if_lost(comparison, self.plan.name, self.plan.load_path)
                 raise LostWorkerError(f"{describe(tensor, row)}")
 
     def runtest(self) -> None:
-        found = self.found
-        if not found:
-            pytest.skip("nothing else was checked" if self.place.is_rest else "the loaded model has no such tensor")
+        if not self.rows:
+            is_rest = self.place.is_everything_else
+            pytest.skip("nothing else was checked" if is_rest else "the loaded model has no such tensor")
         if self.plan.info.simulated:
             self.user_properties.append(("simulated", "true"))
-        for tensor, row in found:
-            if own_place(tensor) == self.place:
+        for tensor, row in self.rows:
+            if place_of_tensor(tensor) == self.place:
                 self._record(row)
-        bad = [(tensor, row) for tensor, row in found if row.status in BAD]
-        accepted = [self.session_of_case.accepted(self.case, tensor, row) for tensor, row in bad]
-        if bad and all(accepted):
-            pytest.xfail(one_line("; ".join(dict.fromkeys(filter(None, accepted)))))
-        if bad:
-            messages = [_message(tensor, row, simulated=self.plan.info.simulated) for tensor, row in bad[:20]]
-            raise MismatchError("\n\n".join(messages), _reason(*bad[0]))
-        reasons = {row.reason or "no reason given" for _, row in found if row.status == "skipped"}
-        if reasons and all(row.status == "skipped" for _, row in found):
+        mismatches = [(tensor, row) for tensor, row in self.rows if row.status in BAD]
+        if mismatches:
+            self._report(mismatches)
+        if all(row.status == "skipped" for _, row in self.rows):
+            reasons = {row.reason or "no reason given" for _, row in self.rows}
             pytest.skip(one_line("; ".join(sorted(reasons))))
 
+    def _report(self, mismatches: Sequence[tuple[TensorComparison, Outcome]]) -> None:
+        """Fail with the mismatches, or, where the baseline accepts all of them, as expected."""
+        accepted = [self.session_of_case.accepted(self.case, tensor, row) for tensor, row in mismatches]
+        if all(accepted):
+            messages = dict.fromkeys(message for message in accepted if message)
+            pytest.xfail(one_line("; ".join(messages)))
+        simulated = self.plan.info.simulated
+        texts = [_message(tensor, row, simulated=simulated) for tensor, row in mismatches[:_MOST_MISMATCHES]]
+        raise MismatchError("\n\n".join(texts), _reason(*mismatches[0]))
+
     def _record(self, row: Outcome) -> None:
+        """Add the figures of a row to the properties of the test, which JUnit files show."""
         self.user_properties += [("status", row.status), ("reference", row.reference or "none")]
         if row.ratio is not None:
             self.user_properties.append(("ratio", f"{float(row.ratio):.6g}"))
@@ -149,28 +161,32 @@ class RunItem(CaseItem):
     def prepare(self) -> None:
         comparison = self.session_of_case.comparison(self.case)
         for worker in comparison.workers:
-            self.lost(comparison, worker.name, worker.load_path)
+            self.raise_if_lost(comparison, worker.name, worker.load_path)
 
     def runtest(self) -> None:
         comparison = self.session_of_case.comparison(self.case)
         if comparison.simulated:
             self.user_properties.append(("simulated", "true"))
-        findings = [f for f in comparison.findings if f.severity == "error"]
-        seen = self._items_with_a_mismatch()
-        bad = [f for f in findings if f.kind in _RUN_KINDS or _is_alternative(f) or not _is_seen(f, seen)]
-        if bad:
-            raise MismatchError("\n\n".join(_sentence(f) for f in bad), bad[0].message)
+        shown_mismatches = self._mismatches_of_items()
+        findings = []
+        for finding in comparison.findings:
+            if finding.severity != "error":
+                continue
+            has_no_item = finding.kind in _RUN_KINDS or _is_alternative(finding)
+            if has_no_item or not _is_shown(finding, shown_mismatches):
+                findings.append(finding)
+        if findings:
+            raise MismatchError("\n\n".join(map(_finding_text, findings)), findings[0].message)
 
-    def _items_with_a_mismatch(self) -> Set[tuple[str, str]]:
+    def _mismatches_of_items(self) -> Set[tuple[str, str]]:
         """Return the workers and tensors of the mismatches for which items were selected; those fail by themselves."""
-        items = self.session_of_case.selected.get(self.case) or ()
-        rows = self.session_of_case.rows(self.case)
-        return {
-            (row.workers[0], tensor.name)
-            for place, plan in items
-            for tensor, row in rows.rows(place, plan)
-            if row.status in BAD
-        }
+        finder = self.session_of_case.rows(self.case)
+        mismatches = set()
+        for place, plan in self.session_of_case.selected.get(self.case) or ():
+            for tensor, row in finder.rows(place, plan):
+                if row.status in BAD:
+                    mismatches.add((row.workers[0], tensor.name))
+        return mismatches
 
 
 class InputItem(CaseItem):
@@ -181,7 +197,7 @@ class InputItem(CaseItem):
             raise self.case.error
 
     def runtest(self) -> None:
-        """Nothing else is to be tested: the set-up raises."""
+        """Do nothing: the set-up has raised."""
 
 
 def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
@@ -193,16 +209,21 @@ def make_items(parent: pytest.Session, session: Session) -> list[pytest.Item]:
         The command line names one that does not exist.
     """
     root = Branch.from_parent(parent, name=_ROOT, nodeid=_ROOT)
+    items = _items_of_session(root, session, session.arguments)
+    for argument in session.arguments:
+        if not any(_is_within(item.nodeid, argument) for item in items):
+            existing = set()
+            for item in _items_of_session(root, session, ()):
+                existing.update(_prefixes(item.nodeid))
+            hint = did_you_mean(argument, existing)
+            message = f"not found: {argument}"
+            raise pytest.UsageError(f"{message}; {hint}" if hint else message)
+    return items
 
-    def made(wanted: Sequence[str]) -> list[pytest.Item]:
-        return [item for case in session.cases for item in _items_of(root, case, session, wanted)]
 
-    found = made(session.arguments)
-    for one in session.arguments:
-        if not any(_is_within(item.nodeid, one) for item in found):
-            hint = did_you_mean(one, {part for item in made(()) for part in _prefixes(item.nodeid)})
-            raise pytest.UsageError("; ".join(filter(None, [f"not found: {one}", hint])))
-    return found
+def _items_of_session(root: Branch, session: Session, arguments: Sequence[str]) -> list[pytest.Item]:
+    """Return the items of all cases that arguments name, or all items where there are no arguments."""
+    return [item for case in session.cases for item in _items_of_case(root, case, session, arguments)]
 
 
 def _prefixes(nodeid: str) -> list[str]:
@@ -210,47 +231,57 @@ def _prefixes(nodeid: str) -> list[str]:
     return ["::".join(parts[:count]) for count in range(2, len(parts) + 1)]
 
 
-def _items_of(root: Branch, case: SessionCase, session: Session, wanted: Sequence[str]) -> Iterator[pytest.Item]:
-    name = _part(case.name)
-    home = Branch.from_parent(root, name=name, nodeid=f"{_ROOT}::{name}")
-    if wanted and not any(_is_within(one, home.nodeid) or _is_within(home.nodeid, one) for one in wanted):
-        return  # no item of the case is asked for: do not make thousands to find that out
-    stages: dict[Stage, Branch] = {}
+def _items_of_case(
+    root: Branch, case: SessionCase, session: Session, arguments: Sequence[str]
+) -> Iterator[pytest.Item]:
+    name = _node_name(case.name)
+    case_branch = Branch.from_parent(root, name=name, nodeid=f"{_ROOT}::{name}")
+    is_named = any(
+        _is_within(argument, case_branch.nodeid) or _is_within(case_branch.nodeid, argument) for argument in arguments
+    )
+    if arguments and not is_named:
+        return  # do not make thousands of items to find out that none is asked for
 
-    def made(kind: type[CaseItem], branch: Branch, name: str, **of_kind: Any) -> Iterator[pytest.Item]:
+    def make(kind: type[CaseItem], branch: Branch, name: str, **fields: Any) -> Iterator[pytest.Item]:
         nodeid = f"{branch.nodeid}::{name}"
-        if not wanted or any(_is_within(nodeid, one) for one in wanted):
-            yield kind.from_parent(branch, name=name, nodeid=nodeid, case=case, session_of_case=session, **of_kind)
+        if not arguments or any(_is_within(nodeid, argument) for argument in arguments):
+            yield kind.from_parent(branch, name=name, nodeid=nodeid, case=case, session_of_case=session, **fields)
 
     if case.error is not None:
-        yield from made(InputItem, home, "input")
+        yield from make(InputItem, case_branch, "input")
         return
+    branches: dict[Stage, Branch] = {}
     for place in case.places:
-        if place.stage not in stages:
+        if place.stage not in branches:
             stage = place.stage  # names travel between xdist's processes, which know plain strings alone
-            stages[place.stage] = Branch.from_parent(home, name=stage, nodeid=f"{home.nodeid}::{stage}")
+            branches[place.stage] = Branch.from_parent(case_branch, name=stage, nodeid=f"{case_branch.nodeid}::{stage}")
         for plan in case.workers:
-            where = plan.name if plan.load_path is LoadPath.ISOLATED else f"{plan.name}-{plan.load_path}"
-            label = f"{_part(place.name)}[{where}]"
-            yield from made(DeviceItem, stages[place.stage], label, place=place, plan=plan)
-    yield from made(RunItem, Branch.from_parent(home, name="run", nodeid=f"{home.nodeid}::run"), "agreement")
+            is_usual = plan.load_path is LoadPath.ISOLATED
+            worker = plan.name if is_usual else f"{plan.name}-{plan.load_path}"
+            label = f"{_node_name(place.name)}[{worker}]"
+            yield from make(DeviceItem, branches[place.stage], label, place=place, plan=plan)
+    run_branch = Branch.from_parent(case_branch, name="run", nodeid=f"{case_branch.nodeid}::run")
+    yield from make(RunItem, run_branch, "agreement")
 
 
 def selection(items: Sequence[pytest.Item]) -> dict[SessionCase, list[tuple[Place, WorkerPlan]]]:
-    """Return the cases of items, each with the places and workers of those about a device."""
-    found: dict[SessionCase, list[tuple[Place, WorkerPlan]]] = {}
+    """Return the cases that items need, each with the place and worker of every item of a device."""
+    selected_cases: dict[SessionCase, list[tuple[Place, WorkerPlan]]] = {}
     for item in items:
         if isinstance(item, CaseItem):
-            selected = found.setdefault(item.case, [])
+            selected = selected_cases.setdefault(item.case, [])
             if isinstance(item, DeviceItem):
                 selected.append((item.place, item.plan))
-    return found
+    return selected_cases
 
 
-def of_architectures(
+def select_architectures(
     items: Sequence[pytest.Item], patterns: Sequence[str]
 ) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the items of devices whose architecture contains one of these texts, or of no one device; and the rest.
+    """Return the selected items, and the others.
+
+    Selected are items of devices whose architecture contains one of the patterns, all of them without patterns, and
+    items that are of no one device.
 
     Raises
     ------
@@ -261,46 +292,54 @@ def of_architectures(
     for pattern in patterns:
         if names and not any(pattern.lower() in name.lower() for name in names):
             raise pytest.UsageError(f"no device has such an architecture: {pattern}; there are {', '.join(names)}")
-    chosen = {name for name in names if not patterns or any(p.lower() in name.lower() for p in patterns)}
-    kept: list[pytest.Item] = []
-    others: list[pytest.Item] = []
+    selected_names = set(names)
+    if patterns:
+        selected_names = {name for name in names if any(pattern.lower() in name.lower() for pattern in patterns)}
+    selected: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
     for item in items:
-        is_other = isinstance(item, DeviceItem) and item.plan.info.architecture not in chosen
-        (others if is_other else kept).append(item)
-    return kept, others
+        if isinstance(item, DeviceItem) and item.plan.info.architecture not in selected_names:
+            deselected.append(item)
+        else:
+            selected.append(item)
+    return selected, deselected
 
 
-def _is_within(nodeid: str, wanted: str) -> bool:
-    return nodeid == wanted or nodeid.startswith((wanted.rstrip(":") + "::", wanted + "["))
+def _is_within(nodeid: str, argument: str) -> bool:
+    """Return whether a node is the one that an argument names, or below it."""
+    return nodeid == argument or nodeid.startswith((argument.rstrip(":") + "::", argument + "["))
 
 
-def _part(name: str) -> str:
+def _node_name(name: str) -> str:
     """Return a name that is safe in a node id, where `::` separates parts and control characters break reports."""
     return one_line(name.replace("::", "_").replace("\n", " "))
 
 
 def _message(tensor: TensorComparison, row: Outcome, *, simulated: bool) -> str:
+    """Return the lines of a mismatch: where it is, what it looks like, and what it was compared with."""
     worker = f"{row.workers[0]} (simulated)" if simulated else row.workers[0]
-    place, _, detail = describe(tensor, row).partition(" · ")
-    word = _diagnosis(row)
-    lines = [f"{tensor.stage}: {place} is {row.status} on {worker}" + (f" ({word})" if word else ""), detail]
+    name, _, detail = describe(tensor, row).partition(" · ")
+    headline = f"{tensor.stage}: {name} is {row.status} on {worker}"
+    if word := _diagnosis(row):
+        headline += f" ({word})"
+    lines = [headline, detail]
     if row.reference is not None:
         lines.append(f"compared with {row.reference}; rule: {tensor.rule}")
     if tensor.classes:
         lines.append(f"bitwise equal: {class_text(tensor.classes)}")
-    return "\n".join(map(one_line, filter(None, lines)))
+    return "\n".join(one_line(line) for line in lines if line)
 
 
 def _diagnosis(row: Outcome) -> str | None:
-    """Return what the diagnosis adds to the status."""
+    """Return the word of a row, if it is more than the status."""
     return None if row.word in (words.DIFFERS, row.status) else row.word
 
 
 def _reason(tensor: TensorComparison, row: Outcome) -> str:
     """Return why a row is bad without what the node id has: `bit-flip: [0, 5] · got 0.25 (0x3e800000), wanted …`."""
     detail = describe(tensor, row).removeprefix(f"{tensor.layer}.{tensor.tensor}").removeprefix(" · ")
-    share = "" if row.ratio is None else f", {float(row.ratio):.3g}× tolerance"
-    return f"{_diagnosis(row) or row.status}{share}: {detail}"
+    ratio = "" if row.ratio is None else f", {float(row.ratio):.3g}× tolerance"
+    return f"{_diagnosis(row) or row.status}{ratio}: {detail}"
 
 
 def _is_alternative(finding: Finding) -> bool:
@@ -308,9 +347,10 @@ def _is_alternative(finding: Finding) -> bool:
     return bool(finding.load_paths) and all(is_alternative(load_path) for load_path in finding.load_paths)
 
 
-def _is_seen(finding: Finding, seen: Set[tuple[str, str]]) -> bool:
-    return any((worker, tensor) in seen for worker in finding.workers for tensor in finding.tensors)
+def _is_shown(finding: Finding, shown_mismatches: Set[tuple[str, str]]) -> bool:
+    """Return whether an item fails with a mismatch of this finding."""
+    return any((worker, tensor) in shown_mismatches for worker in finding.workers for tensor in finding.tensors)
 
 
-def _sentence(finding: Finding) -> str:
-    return "\n".join(map(one_line, [finding.message, *finding.evidence, *finding.tensors[:10]]))
+def _finding_text(finding: Finding) -> str:
+    return "\n".join(map(one_line, [finding.message, *finding.evidence, *finding.tensors[:_MOST_TENSORS]]))

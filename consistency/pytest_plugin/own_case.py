@@ -1,4 +1,4 @@
-"""The case of a test of one's own: checked once per pytest session, whichever process of xdist needs it first."""
+"""Check the case of a user's own test: once per pytest session, in the process of xdist that needs it first."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def own_options(node: pytest.Item, config: object) -> tuple[dict[str, Any], dict
     """Return the options that the fixture `consistency_config` gives, and those of the markers, the nearest winning."""
     if not isinstance(config, Mapping):
         pytest.fail(f"consistency_config returns no options by name, but {config!r}", pytrace=False)
-    found: dict[str, Any] = {}
+    marker_options: dict[str, Any] = {}
     with without_stack():
         for marker in reversed(list(node.iter_markers(_MARKER))):
             if marker.args:
                 raise UsageError(f"{_SPELLED} takes options by name, got {marker.args[0]!r}")
-            found |= by_attribute(marker.kwargs, _SPELLED)
-        return by_attribute(config, "the fixture consistency_config"), found
+            marker_options |= by_attribute(marker.kwargs, _SPELLED)
+        return by_attribute(config, "the fixture consistency_config"), marker_options
 
 
 def without_case(config: pytest.Config, node: pytest.Item | None = None) -> NoReturn:
     """Fail the set-up of a test that asks for a report and has no case, or skip it where an option says so."""
     names = () if node is None else (marker.name for marker in node.iter_markers())
-    meant_for = next((name for name in names if did_you_mean(name, [_MARKER])), None)
-    if meant_for is not None:
-        pytest.fail(f"no case: the marker {meant_for} is unknown; did you mean {_SPELLED}?", pytrace=False)
+    misspelt = next((name for name in names if did_you_mean(name, [_MARKER])), None)
+    if misspelt is not None:
+        pytest.fail(f"no case: the marker {misspelt} is unknown; did you mean {_SPELLED}?", pytrace=False)
     text = f"no case: give {_SPELLED}(base=…), --consistency-base=…, --consistency-adapter=… or --consistency-config=…"
     if config.getoption("consistency_skip_without_case"):
         pytest.skip(text)
@@ -53,7 +53,9 @@ def without_case(config: pytest.Config, node: pytest.Item | None = None) -> NoRe
 def shared_folder(factory: pytest.TempPathFactory) -> Path:
     """Return a folder of the pytest session that all processes of xdist share."""
     base = factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "consistency"
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker has a folder of its own in the session's
+        base = base.parent
+    folder = base / "consistency"
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -63,7 +65,7 @@ def without_items(config: pytest.Config, folder: Path) -> Session:
     home = folder / "session"
     home.mkdir(exist_ok=True)
     with without_stack():
-        return Session.of(config, home)
+        return Session.from_config(config, home)
 
 
 def own_comparison(options: Mapping[str, Any], folder: Path) -> Comparison:
@@ -81,8 +83,8 @@ def own_comparison(options: Mapping[str, Any], folder: Path) -> Comparison:
         if not path.exists():
             with leaving_its_error(error):
                 write_whole(path, [encode_json(run(**options).comparison)])
-    found = decode_json(path.read_bytes(), Comparison)
-    for note in found.findings:
-        if note.kind == kinds.TOLERANCE and not note.tensors:  # a misspelt pattern is seen nowhere else
-            warnings.warn(pytest.PytestWarning(note.message), stacklevel=2)
-    return found
+    comparison = decode_json(path.read_bytes(), Comparison)
+    for finding in comparison.findings:
+        if finding.kind == kinds.TOLERANCE and not finding.tensors:  # a misspelt pattern is seen nowhere else
+            warnings.warn(pytest.PytestWarning(finding.message), stacklevel=2)
+    return comparison

@@ -47,13 +47,17 @@ _OWN_OPTIONS = (
     ("baseline", "FILE", "accepted findings (consistency baseline accept)"),
 )
 _ARCH = "select the items of devices whose architecture contains this text, such as sm_90; may be repeated"
+# Options of which one at least names a case.
 _TRIGGERS = ("consistency_config", "consistency_base", "consistency_adapter")
 
 
 def _is_used(config: pytest.Config) -> bool:
     """Return whether command line or ini file names a case."""
-    on_line = any(config.getoption(name, None) is not None for name in _TRIGGERS)
-    return on_line or any(config.getini(name) is not None for name in _TRIGGERS)
+    return _is_used_on_command_line(config) or any(config.getini(name) is not None for name in _TRIGGERS)
+
+
+def _is_used_on_command_line(config: pytest.Config) -> bool:
+    return any(config.getoption(name, None) is not None for name in _TRIGGERS)
 
 
 def _makes_items(config: pytest.Config) -> bool:
@@ -63,10 +67,10 @@ def _makes_items(config: pytest.Config) -> bool:
     """
     if not _is_used(config):
         return False
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):  # an xdist worker does as its controller
         return "consistency" in config.workerinput
     return (
-        any(config.getoption(name, None) is not None for name in _TRIGGERS)
+        _is_used_on_command_line(config)
         or config.args_source is not pytest.Config.ArgsSource.ARGS
         or any(argument.startswith("consistency::") for argument in config.args)
     )
@@ -82,13 +86,12 @@ def pytest_configure(config: pytest.Config) -> None:
     from consistency.pytest_plugin.session import Session
 
     try:
-        session = Session.of(config)
+        session = Session.from_config(config)
     except ConsistencyError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[_SESSION] = session
     config.add_cleanup(session.close)
-    on_line = any(config.getoption(name, None) is not None for name in _TRIGGERS)
-    session.take_arguments(config, items_alone=on_line)
+    session.take_arguments(config, items_alone=_is_used_on_command_line(config))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -109,53 +112,55 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the items, before -k, --lf and others select from them."""
-    found = config.stash.get(_SESSION, None)
-    if found is None:
+    case_session = config.stash.get(_SESSION, None)
+    if case_session is None:
         return
-    from consistency.pytest_plugin.items import make_items, of_architectures
+    from consistency.pytest_plugin.items import make_items, select_architectures
 
-    own = make_items(session, found)
-    # pytest counts what it reports as collected
-    report = pytest.CollectReport(nodeid="consistency", outcome="passed", longrepr=None, result=list(own))
+    made = make_items(session, case_session)
+    # pytest counts the items of this report among those that it has collected.
+    report = pytest.CollectReport(nodeid="consistency", outcome="passed", longrepr=None, result=list(made))
     config.hook.pytest_collectreport(report=report)
-    kept, others = of_architectures(own, found.given.architectures)
-    items.extend(kept)
-    if others:
-        config.hook.pytest_deselected(items=others)
+    selected, deselected = select_architectures(made, case_session.given.architectures)
+    items.extend(selected)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Record the selected items: only what they need is captured."""
-    found = session.config.stash.get(_SESSION, None)
-    if found is not None:
+    case_session = session.config.stash.get(_SESSION, None)
+    if case_session is not None:
         from consistency.pytest_plugin.items import selection
 
-        found.selected = selection(session.items)
+        case_session.selected = selection(session.items)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fail a test whose marker would do nothing."""
-    marked = any(marker.name == "consistency" for marker in item.own_markers)
-    if marked and "consistency_report" not in getattr(item, "fixturenames", ()):
+    is_marked = any(marker.name == "consistency" for marker in item.own_markers)
+    if is_marked and "consistency_report" not in getattr(item, "fixturenames", ()):
         pytest.fail("@pytest.mark.consistency does nothing without the fixture consistency_report", pytrace=False)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """Name case and devices."""
-    found = config.stash.get(_SESSION, None)
-    return None if found is None else f"consistency: {found.headline}"
+    case_session = config.stash.get(_SESSION, None)
+    return None if case_session is None else f"consistency: {case_session.headline}"
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print the worst layer of each architecture and stage, and the verdict of the run, if there was one."""
-    found = config.stash.get(_SESSION, None)
-    layers = [] if found is None else list(found.layers())
+    case_session = config.stash.get(_SESSION, None)
+    if case_session is None:
+        return
+    layers = list(case_session.layers())
     if layers:
         terminalreporter.write_sep("-", "consistency: worst layer by architecture and stage")
         for status, line in layers:
             terminalreporter.write_line(line, red=status in ("outside", "missing", "unexpected"))
-    lines = [] if found is None else list(found.summary())
+    lines = list(case_session.summary())
     if lines:
         terminalreporter.write_sep("-", "consistency")
         for line in lines:
@@ -170,8 +175,8 @@ def deterministic() -> Iterator[dict[str, Any]]:
     """
     from consistency.worker.determinism import deterministic as pinned
 
-    with pinned() as asked:
-        yield asked
+    with pinned() as settings:
+        yield settings
 
 
 @pytest.fixture(scope="session")
@@ -200,10 +205,10 @@ def consistency_devices(pytestconfig: pytest.Config) -> tuple[str, ...]:
     from consistency.devices.spec import parse_devices
     from consistency.errors import ConsistencyError
 
-    given = _default_options(pytestconfig).get("devices", "auto")
+    devices = _default_options(pytestconfig).get("devices", "auto")
     try:
         with Source(edge=Edge.PYTEST).naming():
-            return tuple(info.spec.name for info in select(parse_devices(given)))
+            return tuple(info.spec.name for info in select(parse_devices(devices)))
     except ConsistencyError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -215,12 +220,12 @@ def consistency_run(pytestconfig: pytest.Config) -> Callable[..., Report]:
     from consistency.workflows.api import run
 
     @functools.wraps(run)
-    def explained(*case: Any, **options: Any) -> Report:
+    def run_and_explain(*case: Any, **options: Any) -> Report:
         report = run(*case, **options)
         show_reason(pytestconfig, report.comparison)
         return report
 
-    return explained
+    return run_and_explain
 
 
 @pytest.fixture(scope="session")
@@ -278,16 +283,17 @@ def consistency_report(request: pytest.FixtureRequest, consistency_config: Mappi
     from consistency.pytest_plugin.failures import show_reason
     from consistency.pytest_plugin.own_case import own_comparison, own_options, shared_folder, without_case
 
-    options, marked = own_options(request.node, consistency_config)
-    is_of_session = not marked and options == _default_options(request.config)
-    if is_of_session and not _is_used(request.config):
-        without_case(request.config, request.node)
+    options, marker_options = own_options(request.node, consistency_config)
+    is_of_session = not marker_options and options == _default_options(request.config)
     if not is_of_session:
-        found = own_comparison({**options, **marked}, shared_folder(request.getfixturevalue("tmp_path_factory")))
+        folder = shared_folder(request.getfixturevalue("tmp_path_factory"))
+        comparison = own_comparison({**options, **marker_options}, folder)
     else:
+        if not _is_used(request.config):
+            without_case(request.config, request.node)
         reports = request.getfixturevalue("consistency_reports")
         if len(reports) > 1:
             pytest.fail(f"the configuration has {len(reports)} cases: use consistency_reports", pytrace=False)
-        found = next(iter(reports.values()))
-    show_reason(request.config, found)
-    return found
+        comparison = next(iter(reports.values()))
+    show_reason(request.config, comparison)
+    return comparison

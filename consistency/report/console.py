@@ -1,4 +1,4 @@
-"""The console that reports are printed on, and the shapes that they are made of: lines, headings, tables."""
+"""The console that reports are printed on, and the parts of a printed report: lines, headings, findings, tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TABLE_GAP = 3  # blanks between the columns of a table
 _LEAST_LAST = 20  # columns for the last cells of a table, which are folded between words
 _LEAST_ROOM = 20  # characters of a line, however narrow the terminal is
 
-_HANG = 2  # columns by which what follows the first line of a text is indented
+_HANG = 2  # columns by which the lines after the first line of a text are indented
 
 _GAPS = (4, 2)  # blanks between the columns of a grid: the second where the first does not fit
 
@@ -63,7 +63,7 @@ def make_console(file: TextIO | None = None) -> Console:
 
 @contextmanager
 def without_trailing_blanks(console: Console) -> Iterator[None]:
-    """Leave off what rich pads lines with, where the output is a file that people compare and paste."""
+    """Leave off the blanks that rich pads lines with, where the output is a file that people compare and paste."""
     if console.is_terminal:
         yield
         return
@@ -73,7 +73,7 @@ def without_trailing_blanks(console: Console) -> Iterator[None]:
 
 
 def stripped(text: str, console: Console) -> bytes:
-    """Return what rich captured as a file takes it, without trailing blanks."""
+    """Return text that rich captured as bytes for a file, without trailing blanks."""
     if not console.is_terminal:
         text = "".join(f"{line.rstrip()}\n" for line in text.splitlines())
     return text.encode(console.encoding or "ascii", "replace")  # rich folds with characters that not every encoding has
@@ -83,7 +83,8 @@ def print_table(console: Console, titles: Sequence[str], rows: Iterable[Sequence
     """Print a table whose long cells are folded, never cut."""
     lines = [[Text(title, "bold") for title in titles], *rows]
     widths = [max(cell.cell_len for cell in column) for column in zip_longest(*lines, fillvalue=Text())]
-    if indent + sum(widths) + _TABLE_GAP * (len(widths) - 1) <= console.width and not _has_line_feed(lines):
+    width = indent + sum(widths) + _TABLE_GAP * (len(widths) - 1)
+    if width <= console.width and not _has_line_feed(lines):
         _print_fitting(console, lines, widths, indent)
         return
     table = Table(box=None, pad_edge=False, padding=(0, _TABLE_GAP, 0, 0))
@@ -104,7 +105,7 @@ def _print_fitting(console: Console, lines: Sequence[Sequence[Text]], widths: Se
 
 
 def padded(cells: Sequence[Text], widths: Sequence[int], *, indent: int = 2, gap: int = _TABLE_GAP) -> Text:
-    """Return a line of cells below one another; it may end early."""
+    """Return a line of cells, each padded to the width of its column; there may be fewer cells than columns."""
     line = Text(" " * indent)
     for cell, width in zip(cells, widths, strict=False):
         line.append_text(cell)
@@ -115,15 +116,21 @@ def padded(cells: Sequence[Text], widths: Sequence[int], *, indent: int = 2, gap
 
 def print_rows(console: Console, titles: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
     """Print a table, or a paragraph for each row where the console is so narrow that words would be broken."""
-    widths = [max([len(title), *(len(cells[n]) for cells in rows)]) for n, title in enumerate(titles[:-1])]
-    last = max((len(word) for cells in rows for word in cells[-1].plain.split()), default=0)
-    if sum(widths) + _TABLE_GAP * len(widths) + max(last, _LEAST_LAST) <= console.width:
+    # The last column alone may be folded, but not within a word.
+    widths = [max([len(title), *(len(cells[i]) for cells in rows)]) for i, title in enumerate(titles[:-1])]
+    longest_word = max((_longest_word(cells[-1]) for cells in rows), default=0)
+    if sum(widths) + _TABLE_GAP * len(widths) + max(longest_word, _LEAST_LAST) <= console.width:
         print_table(console, titles, rows)
         return
     for cells in rows:
         console.print(cells[0])
-        facts = [Text(f"{title} ", "bold") + cell for title, cell in zip(titles[1:], cells[1:], strict=True) if cell]
+        titled_cells = zip(titles[1:], cells[1:], strict=True)
+        facts = [Text(f"{title} ", "bold") + cell for title, cell in titled_cells if cell]
         console.print(Padding(Text(", ").join(facts), (0, 0, 0, 2), expand=False))
+
+
+def _longest_word(text: Text) -> int:
+    return max(map(len, text.plain.split()), default=0)
 
 
 def plain_cells(*cells: object) -> list[Text]:
@@ -132,46 +139,57 @@ def plain_cells(*cells: object) -> list[Text]:
 
 
 class Writer:
-    """The shapes of a report, each on one console."""
+    """Writes the parts of a report to one console."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         encoding = (console.encoding or "ascii").lower()
+        # None where every character can be written
         self._encoding = None if encoding.startswith("utf") else encoding
 
     def text(self, text: str, style: str = "") -> Text:
-        """Return what this console can show of a text."""
+        """Return a text on one line, with replacements for the characters that the output cannot encode."""
         text = one_line(text)
         if self._encoding is not None:
             text = text.translate(_PLAIN).encode(self._encoding, "replace").decode(self._encoding)
         return Text(text, style=style)
 
     def line(self, text: str, *, indent: int = 2, hang: int = _HANG, style: str = "") -> None:
+        """Write a text, folded between words; `hang` more blanks before its second line and those after it."""
         self.folded(self.text(text, style), indent=indent, hang=hang)
 
     def folded(self, text: Text, *, indent: int, hang: int = _HANG) -> None:
         """Write a text, folded between words: a name that is longer than a line stays whole, to be searched for.
 
-        `hang` indents what follows the first line: without it, a long name could end in a verdict's line.
+        `hang` indents the lines after the first: without it, the end of a long name could look like a line of its own,
+        such as a verdict.
         """
         for line in text.split("\n", allow_blank=True):
             room = max(_LEAST_ROOM, self.console.width - indent - hang)
-            for number, part in enumerate(line.divide(_folds(line.plain, room, first=room + hang))):
-                part.rstrip()
-                self.console.print(Text(" " * (indent + hang * bool(number))).append_text(part), soft_wrap=True)
+            margin = indent
+            for folded_line in line.divide(_folds(line.plain, room, first=room + hang)):
+                folded_line.rstrip()
+                self.console.print(Text(" " * margin).append_text(folded_line), soft_wrap=True)
+                margin = indent + hang
 
     def items(self, texts: Iterable[str], *, indent: int = 2, hang: int = 0, style: str = "") -> None:
         """Write items side by side, folded between items, then between words."""
         lines: list[str] = []
         for text in texts:
-            room = max(_LEAST_ROOM, self.console.width - indent - hang * (len(lines) > 1))
-            longer = f"{lines[-1]}{' ' * _TABLE_GAP}{text}" if lines else text
-            if lines and cell_len(longer) <= room:
+            if not lines:
+                lines.append(text)
+                continue
+            margin = indent if len(lines) == 1 else indent + hang
+            room = max(_LEAST_ROOM, self.console.width - margin)
+            longer = f"{lines[-1]}{' ' * _TABLE_GAP}{text}"
+            if cell_len(longer) <= room:
                 lines[-1] = longer
             else:
                 lines.append(text)
-        for number, line in enumerate(lines):
-            self.line(line, indent=indent + hang * bool(number), style=style)
+        margin = indent
+        for line in lines:
+            self.line(line, indent=margin, style=style)
+            margin = indent + hang
 
     def heading(self, parts: Sequence[str], *, below: Sequence[str] = ()) -> None:
         """Write a heading and the lines that belong to it, which a terminal folds: a command can be copied whole."""
@@ -181,18 +199,20 @@ class Writer:
         self.console.print()
 
     def verdict(self, verdict: SuiteVerdict, sentence: str, *, words: str = "") -> None:
+        """Write the verdict, or other words in its colour, and its sentence."""
         text = self.text(words or verdict.upper(), f"bold {style_of(verdict)}")
         text.append_text(self.text(f"   {sentence}", "default"))
         self.folded(text, indent=2)
         self.console.print()
 
     def findings(self, findings: Iterable[Finding], *, most: int | None = None) -> None:
-        """Write what to act on, at most `most` of it."""
+        """Write the errors and warnings, at most `most` of them, and how many there are more."""
         chosen = [finding for finding in findings if finding.severity != "note"]
         for number, finding in enumerate(chosen[:most], start=1):
             self.finding(finding, number)
-        if most is not None and (rest := and_more(len(chosen) - most, "finding")):
-            self.line(f"{rest}: -v shows all")
+        left_out = "" if most is None else and_more(len(chosen) - most, "finding")
+        if left_out:
+            self.line(f"{left_out}: -v shows all")
 
     def finding(self, finding: Finding, number: int) -> None:
         """Write a finding with its evidence and what to do next."""
@@ -218,6 +238,7 @@ class Writer:
         self.console.print(self.text(f"{' ' * indent}{one_line(text)}"), soft_wrap=True)
 
     def notes(self, findings: Iterable[Finding]) -> None:
+        """Write the findings that are notes, each with its details and what to do next."""
         for finding in findings:
             if finding.severity == "note":
                 self.line(f"note: {finding.message}")
@@ -229,20 +250,20 @@ class Writer:
         """Print a table; where it does not fit, each row as lines of its own, so that no name is broken."""
         cells = [[self.text(cell) for cell in row] for row in rows]
         columns = zip_longest((Text(title) for title in titles), *cells, fillvalue=Text())
-        needed = sum(max(text.cell_len for text in column) + _TABLE_GAP for column in columns)
-        if 2 + needed - _TABLE_GAP <= self.console.width:
+        widths = [max(text.cell_len for text in column) for column in columns]
+        if 2 + sum(widths) + _TABLE_GAP * (len(widths) - 1) <= self.console.width:
             print_table(self.console, titles, cells, indent=2)
         else:
             for row in cells:
                 self.items([text.plain for text in row], hang=3)
-        if rest := and_more(left_out):
-            self.line(f"{rest}: -v shows all")
+        if remaining := and_more(left_out):
+            self.line(f"{remaining}: -v shows all")
         self.console.print()
 
     def grid_fits(self, titles: Sequence[Text], rows: Sequence[tuple[Text, Sequence[Text]]]) -> bool:
         """Report whether all columns of a grid fit beside one another."""
-        label, widths = _grid_widths(titles, rows, Text())
-        return 2 + label + sum(widths) + _GAPS[-1] * len(widths) <= self.console.width
+        label_width, widths = _grid_widths(titles, rows, Text())
+        return 2 + label_width + sum(widths) + _GAPS[-1] * len(widths) <= self.console.width
 
     def grid(
         self, titles: Sequence[Text], rows: Sequence[tuple[Text, Sequence[Text]]], *, corner: Text | None = None
@@ -253,44 +274,51 @@ class Writer:
         as long as it likes: it takes no width from the cells.
         """
         corner = corner or Text()
-        label, widths = _grid_widths(titles, rows, corner)
-        room = self.console.width - 2 - label
+        label_width, widths = _grid_widths(titles, rows, corner)
+        room = self.console.width - 2 - label_width
         gap = next((gap for gap in _GAPS if sum(widths) + gap * len(widths) <= room), _GAPS[-1])
-        for chosen in _blocks([width + gap for width in widths], room):
-            for name, cells in ((corner, titles), *rows):
+        for columns in _column_blocks([width + gap for width in widths], room):
+            block_widths = [label_width, *(widths[index] for index in columns)]
+            for label, cells in ((corner, titles), *rows):
                 if not cells:
-                    self.folded(name, indent=2)
+                    self.folded(label, indent=2)
                     continue
-                shown = [name, *(cells[place] for place in chosen)]
-                line = padded(shown, [label, *(widths[place] for place in chosen)], gap=gap)
+                line = padded([label, *(cells[index] for index in columns)], block_widths, gap=gap)
                 self.console.print(line, soft_wrap=True)
 
 
 def _folds(text: str, room: int, *, first: int) -> list[int]:
-    """Return the places, each the start of a word, at which a line has to end; the first has room of its own."""
-    places: list[int] = []
-    start = 0
+    """Return the indices, each of the start of a word, at which a new line begins.
+
+    A line has room for `room` characters, the first one for `first`. A longer word has a line of its own.
+    """
+    indices: list[int] = []
+    start, line_room = 0, first
     for word in re.finditer(r"\S+", text):
-        if word.start() > start and cell_len(text[start : word.end()]) > (room if places else first):
-            places.append(word.start())
-            start = word.start()
-    return places
+        if word.start() > start and cell_len(text[start : word.end()]) > line_room:
+            indices.append(word.start())
+            start, line_room = word.start(), room
+    return indices
 
 
 def _grid_widths(
     titles: Sequence[Text], rows: Sequence[tuple[Text, Sequence[Text]]], corner: Text
 ) -> tuple[int, list[int]]:
-    """Return the width of the labels, and those of the columns."""
-    columns = [[title, *(cells[i] for _, cells in rows if cells)] for i, title in enumerate(titles)]
-    label = max(text.cell_len for text in (corner, *(label for label, cells in rows if cells)))
-    return label, [max(text.cell_len for text in column) for column in columns]
+    """Return the width of the labels, and the widths of the columns; headings, which have no cells, are left out."""
+    rows_with_cells = [(label, cells) for label, cells in rows if cells]
+    label_width = max(label.cell_len for label in (corner, *(label for label, _ in rows_with_cells)))
+    widths = []
+    for i, title in enumerate(titles):
+        column = [title, *(cells[i] for _, cells in rows_with_cells)]
+        widths.append(max(cell.cell_len for cell in column))
+    return label_width, widths
 
 
-def _blocks(widths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the places of columns that fit side by side, at least one at a time."""
+def _column_blocks(widths: Sequence[int], room: int) -> list[list[int]]:
+    """Return the indices of the columns that fit side by side, block by block, at least one column in each."""
     blocks: list[list[int]] = [[]]
-    for place, width in enumerate(widths):
+    for index, width in enumerate(widths):
         if blocks[-1] and sum(widths[i] for i in blocks[-1]) + width > room:
             blocks.append([])
-        blocks[-1].append(place)
+        blocks[-1].append(index)
     return blocks

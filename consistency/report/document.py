@@ -1,7 +1,7 @@
-"""The document that the terminal, `report.md` and `report.html` print: what they say, in which order, decided once.
+"""The content of a report, in reading order and without layout: what the terminal, `report.md` and `report.html` print.
 
-`documents.py` makes it from a comparison or from the result of a suite. It has no layout. What only one of them has
-room for stays with that one: the tensors in a terminal, the map of layers on the page.
+`documents.py` makes it from a comparison or from the result of a suite. What only one format has room for stays with
+that format: the tensors in a terminal, the map of layers on the page.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from consistency.optional import is_there
 from consistency.report.summary import Row, by_architecture
 
 EXPLAINED = "what this means, what causes it, and what to do"
-"""What the command below the findings prints."""
+"""Content of what the command below the findings prints, as a report announces it."""
 
 _EXPLAIN = "consistency.cli.commands.explain"
 _MOST_EXPLAINED = 5
@@ -25,7 +25,7 @@ _MOST_EXPLAINED = 5
 
 @functools.cache
 def _explained() -> frozenset[str]:
-    """Return the kinds of findings that the glossary has; a stranger's report may have others."""
+    """Return the kinds of findings that the glossary explains; a stranger's report may have others."""
     return kinds.known()
 
 
@@ -46,10 +46,10 @@ class Column:
 class ResultTable:
     """Results at a glance."""
 
-    label: str  # what a row is of: `workers`, `case`
+    label: str  # `workers` or `case`: the title of the column that names the rows
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
-    heading: str = ""  # what the rows are below, empty where all are below none
+    heading: str = ""  # `architecture` where rows are below headings; empty where there are none
     title: str = ""  # load path, where there are several
     reference: str | None = None  # the worker that others are compared with
 
@@ -61,7 +61,7 @@ class ResultTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A finding as it is shown; of a suite, with the cases that have it: name, and folder of the report if any."""
+    """A finding as it is shown; in a suite, with its cases: the name of each, and the folder of its report if any."""
 
     finding: Finding
     number: int
@@ -110,14 +110,16 @@ class Document:
 
     @property
     def to_act_on(self) -> list[Entry]:
+        """Return the errors and warnings."""
         return [entry for entry in self.entries if entry.finding.severity != "note"]
 
     @property
     def explain_command(self) -> str:
         """Return the command that explains the first kinds of findings to act on; empty where it has none of them."""
-        known = _explained() if is_there(_EXPLAIN) else frozenset()
-        to_act_on = dict.fromkeys(str(entry.finding.kind) for entry in self.to_act_on)
-        chosen = [kind for kind in to_act_on if kind in known][:_MOST_EXPLAINED]
+        if not is_there(_EXPLAIN):  # an installation without that command
+            return ""
+        kinds_to_act_on = dict.fromkeys(str(entry.finding.kind) for entry in self.to_act_on)
+        chosen = [kind for kind in kinds_to_act_on if kind in _explained()][:_MOST_EXPLAINED]
         return " ".join(["consistency explain", *chosen]) if chosen else ""
 
     @property

@@ -62,12 +62,13 @@ _VERSIONS = (
 )
 
 
-def of_comparison(comparison: Comparison, view: View) -> Document:
+def comparison_document(comparison: Comparison, view: View) -> Document:
     """Return the report of a run, or of captures that were compared."""
-    found = summary.all_rows(comparison) if view.rows is None else view.rows
-    told = [worker for worker in comparison.workers if worker.environment.get("inputs")]
-    inputs = [f"inputs: {_values(told, 'inputs')}"] if told else []
-    remarks = [*agreement_texts(comparison, found), *divergence_texts(comparison), *inputs]
+    rows_by_path = summary.all_rows(comparison) if view.rows is None else view.rows
+    remarks = [*agreement_texts(comparison, rows_by_path), *divergence_texts(comparison)]
+    workers_with_inputs = [worker for worker in comparison.workers if worker.environment.get("inputs")]
+    if workers_with_inputs:
+        remarks.append(f"inputs: {_values(workers_with_inputs, 'inputs')}")
     return Document(
         name=comparison.case,
         facts=tuple(facts(comparison, view.elapsed_s)),
@@ -79,54 +80,64 @@ def of_comparison(comparison: Comparison, view: View) -> Document:
         simulated=comparison.simulated,
         planted=comparison.planted,
         entries=numbered(findings_of(comparison, view.folder)),
-        tables=tables(comparison, found),
-        legend=tuple(legend(row for rows in found.values() for row in rows)),
+        tables=tables(comparison, rows_by_path),
+        legend=tuple(legend(row for rows in rows_by_path.values() for row in rows)),
         remarks=(*alternative_path_texts(comparison), *(("", text) for text in remarks)),
         merging=tuple(merging_texts(comparison.merging)),
         not_checked=comparison.not_checked,
         not_checked_title=f"not checked (level {comparison.level})",
-        layers=_layers(comparison),
+        layers=_worst_layers(comparison),
         environment=tuple(environment_texts(comparison.workers)),
     )
 
 
-def tables(comparison: Comparison, found: Rows) -> tuple[ResultTable, ...]:
+def tables(comparison: Comparison, rows_by_path: Rows) -> tuple[ResultTable, ...]:
     """Return a table per default load path: the workers of each architecture, and a cell per stage."""
-    short: dict[str, str] = {spec.stage: spec.short for spec in SPECS.values()}
-    columns = tuple(Column(title=name, short=short.get(name, "")) for name in summary.stages(comparison))
-    mains = {path: rows for path, rows in found.items() if not is_alternative(path)}
+    columns = tuple(_stage_columns(summary.stages(comparison)))
+    defaults = {path: rows for path, rows in rows_by_path.items() if not is_alternative(path)}
     return tuple(
         ResultTable(
             label="workers",
             heading="architecture",
-            title=f"load path: {path}" if len(mains) > 1 else "",
+            title=f"load path: {path}" if len(defaults) > 1 else "",
             columns=columns,
             rows=tuple(rows),
             reference=comparison.reference,
         )
-        for path, rows in mains.items()
+        for path, rows in defaults.items()
     )
 
 
-def _layers(comparison: Comparison) -> Sheet | None:
-    """Return the layers nearest to their tolerance or beyond it, by architecture."""
-    layers = [one for one in layers_of(comparison) if one.stage != standard.OPERATORS and not one.is_equal]
-    worst = heapq.nlargest(_LAYERS, layers, key=lambda one: one.badness)
+def _stage_columns(stages: Sequence[str]) -> Iterator[Column]:
+    short_titles: dict[str, str] = {spec.stage: spec.short for spec in SPECS.values()}
+    for stage in stages:
+        yield Column(title=stage, short=short_titles.get(stage, ""))
+
+
+def _worst_layers(comparison: Comparison) -> Sheet | None:
+    """Return the layers nearest to their tolerance or beyond it, by architecture; None where all are equal."""
+    # An operator is no layer of the model.
+    layers = [layer for layer in layers_of(comparison) if layer.stage != standard.OPERATORS and not layer.is_equal]
+    worst = heapq.nlargest(_LAYERS, layers, key=lambda layer: layer.badness)
     if not worst:
         return None
-    bad = sum(tensor.is_wrong for tensor in comparison.tensors)
-    names = [group.name for group in comparison.architectures]
-    left = f" (of {len(names)} architectures {_ARCHITECTURES})" if len(names) > _ARCHITECTURES else ""
-    title = f"mismatch in {counted(bad, 'tensor')}, the worst" if bad else "worst tensors"
+    mismatches = sum(tensor.is_wrong for tensor in comparison.tensors)
+    title = f"mismatch in {counted(mismatches, 'tensor')}, the worst" if mismatches else "worst tensors"
+    architectures = [group.name for group in comparison.architectures]
+    shown = architectures[:_ARCHITECTURES]
+    left_out = ""
+    if len(architectures) > len(shown):
+        left_out = f" (of {len(architectures)} architectures {len(shown)})"
     rows = []
-    for one in worst:
-        path = f" ({one.load_path})" if one.load_path != comparison.load_paths[0] else ""
-        rows.append((one.name + path, *(_figures(one.architectures.get(name)) for name in names[:_ARCHITECTURES])))
-    titles = (f"{title}: difference / allowed, ratio{left}", *names[:_ARCHITECTURES])
+    for layer in worst:
+        path = f" ({layer.load_path})" if layer.load_path != comparison.load_paths[0] else ""
+        rows.append((layer.name + path, *(_figures(layer.architectures.get(name)) for name in shown)))
+    titles = (f"{title}: difference / allowed, ratio{left_out}", *shown)
     return Sheet(titles=titles, rows=tuple(rows))
 
 
 def _figures(cell: LayerCell | None) -> str:
+    """Return an architecture's figures of a layer, and its devices where they differ bitwise."""
     if cell is None:
         return ""
     return f"{cell_figures(cell)} {devices_text(cell)}" if len(cell.classes) > 1 else cell_figures(cell)
@@ -137,46 +148,48 @@ def environment_texts(workers: Sequence[WorkerSummary]) -> Iterator[str]:
     yield from (f"{title}: {_values(workers, name)}" for title, name in _VERSIONS)
     drivers = dict.fromkeys(worker.driver for worker in workers if worker.driver)
     yield f"Nvidia driver version: {'; '.join(map(str, drivers)) or 'N/A'}"
-    devices = dict.fromkeys(
-        f"{worker.name}: {worker.model} ({worker.architecture}){' simulated' if worker.simulated else ''}"
-        for worker in workers
-    )
+    devices = dict.fromkeys(map(_device_text, workers))
     yield from list(devices)[:_DEVICES]
-    yield from filter(None, [and_more(len(devices) - _DEVICES, "device")])
+    if left_out := and_more(len(devices) - _DEVICES, "device"):
+        yield left_out
     yield from (f"[pip3] {name}=={_values(workers, name)}" for name in _LIBRARIES)
+
+
+def _device_text(worker: WorkerSummary) -> str:
+    simulated = " simulated" if worker.simulated else ""
+    return f"{worker.name}: {worker.model} ({worker.architecture}){simulated}"
 
 
 def _values(workers: Sequence[WorkerSummary], name: str) -> str:
     """Return the value of a name in the environments; where they differ, each with its workers."""
-    found: dict[str, list[str]] = {}
+    workers_by_value: dict[str, list[str]] = {}
     for worker in workers:
         value = worker.environment.get(name)
-        found.setdefault("N/A" if value is None else str(value), []).append(worker.name)
-    if len(found) == 1:
-        return next(iter(found))
-    return "; ".join(f"{value} ({some(names, 4)})" for value, names in found.items()) or "N/A"
+        workers_by_value.setdefault("N/A" if value is None else str(value), []).append(worker.name)
+    if len(workers_by_value) == 1:
+        return next(iter(workers_by_value))
+    return "; ".join(f"{value} ({some(names, 4)})" for value, names in workers_by_value.items()) or "N/A"
 
 
-def of_suite(suite: SuiteResult, view: View) -> Document:
+def suite_document(suite: SuiteResult, view: View) -> Document:
     """Return the report of a suite; the commands in it name the folder of the view."""
     stages = sorted({stage.stage for case in suite.cases for stage in case.stages}, key=stage_order)
     merges = any(case.merging for case in suite.cases)
+    columns = [Column(title="verdict"), *_stage_columns(stages)]
+    if merges:
+        columns.append(Column(title=MERGING))
+    columns.append(Column(title="time", is_number=True))
     lines = _lines(suite.cases, view.most_rows)
     rows = tuple(_row(label, cases, stages, merges=merges) for label, cases in lines)
-    short: dict[str, str] = {spec.stage: spec.short for spec in SPECS.values()}
-    columns = [Column(title="verdict"), *(Column(title=name, short=short.get(name, "")) for name in stages)]
-    columns += [Column(title=MERGING)] if merges else []
     explained = legend(rows)
-    table = ResultTable(
-        label="case",
-        columns=(*columns, Column(title="time", is_number=True)),
-        rows=rows,
-    )
-    about = [time_text(suite.created), suite.host, versions_text(suite.versions)]
+    if merges:
+        explained.append(("", "", MERGING_LEGEND))
+    table = ResultTable(label="case", columns=tuple(columns), rows=rows)
+    origin = [time_text(suite.created), suite.host, versions_text(suite.versions)]
     return Document(
         name=suite.name,
         facts=tuple(_facts(suite)),
-        origin=" · ".join(about) if suite.command else "",
+        origin=" · ".join(origin) if suite.command else "",
         command=command_text(suite.command),
         verdict=suite.verdict,
         sentence=suite.sentence,
@@ -184,7 +197,7 @@ def of_suite(suite: SuiteResult, view: View) -> Document:
         planted=suite.planted,
         entries=_entries(suite, view.folder),
         tables=(table,) if rows else (),
-        legend=(*explained, *([("", "", MERGING_LEGEND)] if merges else [])),
+        legend=tuple(explained),
         not_checked=suite.not_checked,
         unwritten=suite.unwritten,
         file="suite.json",
@@ -195,10 +208,12 @@ def _facts(suite: SuiteResult) -> list[str]:
     """Return what was checked, in a few words each."""
     dtypes = dict.fromkeys(case.dtype for case in suite.cases if case.dtype)
     levels = dict.fromkeys(case.level for case in suite.cases if case.level)
-    found = [counted(len(suite.cases), "case"), ", ".join(dtypes), counted(len(suite.workers), "worker")]
-    found += [f"level {', '.join(levels)}" if levels else ""]
-    found += dict.fromkeys(text for case in suite.cases for text in profile_texts(case))
-    return [text for text in (*found, seconds(suite.elapsed_s)) if text]
+    texts = [counted(len(suite.cases), "case"), ", ".join(dtypes), counted(len(suite.workers), "worker")]
+    if levels:
+        texts.append(f"level {', '.join(levels)}")
+    texts += dict.fromkeys(text for case in suite.cases for text in profile_texts(case))
+    texts.append(seconds(suite.elapsed_s))
+    return [text for text in texts if text]
 
 
 def seconds(elapsed_s: float) -> str:
@@ -210,26 +225,28 @@ def seconds(elapsed_s: float) -> str:
 
 
 def _entries(suite: SuiteResult, folder: str | None) -> tuple[Entry, ...]:
-    cases = {case.name: case for case in suite.cases}
-    found = []
-    for number, one in enumerate(common_findings(suite.cases), start=1):
-        members = [cases[name] for name in one.cases]
-        related = [(case.name, None if case.error else case.folder) for case in members]
-        finding = _shown(one, members[0], folder)
-        found.append(Entry(finding=finding, number=number, cases=tuple(related) if len(related) > 1 else ()))
-    return tuple(found)
+    """Return the findings of a suite, each once, with the cases that have it where there are several."""
+    cases_by_name = {case.name: case for case in suite.cases}
+    entries = []
+    for number, finding in enumerate(common_findings(suite.cases), start=1):
+        cases = [cases_by_name[name] for name in finding.cases]
+        # A case whose input cannot be used has no report to link to.
+        reports = [(case.name, None if case.error else case.folder) for case in cases]
+        shown = _shown(finding, cases[0], folder)
+        entries.append(Entry(finding=shown, number=number, cases=tuple(reports) if len(reports) > 1 else ()))
+    return tuple(entries)
 
 
-def _shown(found: SuiteFinding, first: CaseResult, folder: str | None) -> Finding:
+def _shown(finding: SuiteFinding, first: CaseResult, folder: str | None) -> Finding:
     """Return a finding with its cases, and the first one's evidence, in its details, and the next command."""
-    detail = found.detail
-    if len(found.cases) > 1:
-        evidence = [f"{found.cases[0]}: {detail[0].strip()}"] if detail else []
-        detail = (f"cases: {some(found.cases)}", *evidence)
-    todo = found.next
-    if folder is not None and found.numbers[0] in first.reproducible:
-        todo = reproduce_command(str(PurePath(folder, first.folder)), found.numbers[0])
-    return msgspec.structs.replace(found, detail=detail, next=todo, tensors=())
+    detail = finding.detail
+    if len(finding.cases) > 1:
+        evidence = [f"{finding.cases[0]}: {detail[0].strip()}"] if detail else []
+        detail = (f"cases: {some(finding.cases)}", *evidence)
+    next_step = finding.next
+    if folder is not None and finding.numbers[0] in first.reproducible:
+        next_step = reproduce_command(str(PurePath(folder, first.folder)), finding.numbers[0])
+    return msgspec.structs.replace(finding, detail=detail, next=next_step, tensors=())
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -246,63 +263,63 @@ def _lines(cases: Sequence[CaseResult], most: int | None) -> list[_Line]:
     ordered = worst_first(cases)
     if most is None or len(ordered) <= most:
         return [(case.name, [case]) for case in ordered]
-    outcomes = gathered((_outcome(case), case) for case in ordered)
-    same = list(outcomes.values())
-    shown = same if len(same) <= most else same[: most - len({case.verdict for case in ordered})]
-    rest = [case for members in same[len(shown) :] for case in members]
-    lines: list[_Line] = [(_label(members, of=len(cases)), members) for members in shown]
-    for verdict in dict.fromkeys(case.verdict for case in rest):
-        left = [case for case in rest if case.verdict == verdict]
-        lines.append((f"{len(left)} of {counted(len(cases), 'case')}", left))
+    groups = list(gathered((_outcome(case), case) for case in ordered).values())
+    shown = groups
+    if len(groups) > most:
+        # Room is left for a row per verdict.
+        shown = groups[: most - len({case.verdict for case in ordered})]
+    lines: list[_Line] = [(_label(group, total=len(cases)), group) for group in shown]
+    remaining = gathered((case.verdict, case) for group in groups[len(shown) :] for case in group)
+    for group in remaining.values():
+        lines.append((f"{len(group)} of {counted(len(cases), 'case')}", group))
     return lines
 
 
 def _outcome(case: CaseResult) -> object:
-    """Return what two cases with the same outcome have in common: the verdict and the causes of it."""
+    """Return a key that two cases share if they have the same verdict for the same reasons."""
     causes = {(f.kind, f.workers, f.general or f.message) for f in case.findings if f.severity == "error"}
     return (case.verdict, frozenset(causes), case.headline if case.error is not None else None)
 
 
-def _label(same: Sequence[CaseResult], *, of: int) -> str:
-    if same[0].verdict == "consistent":
-        return f"{len(same)} of {counted(of, 'case')}"
-    return f"{same[0].name} {and_more(len(same) - 1)}".rstrip()
+def _label(group: Sequence[CaseResult], *, total: int) -> str:
+    """Return the label of a row of cases with the same outcome, of so many cases in all."""
+    if group[0].verdict == "consistent":
+        return f"{len(group)} of {counted(total, 'case')}"
+    return f"{group[0].name} {and_more(len(group) - 1)}".rstrip()
 
 
 def _row(label: str, cases: Sequence[CaseResult], stages: Sequence[str], *, merges: bool) -> Row:
-    found = _cells(cases)
-    cells: list[CellText] = [verdict_cell(cases[0].verdict)]
-    cells += [cell_text(stage, found.get(stage)) for stage in stages]
-    cells += [plain_cell(merging_cell([one for case in cases for one in case.merging]))] if merges else []
-    cells.append(plain_cell(seconds(sum(case.elapsed_s for case in cases))))
-    one = cases[0] if len(cases) == 1 else None
-    return Row(
-        names=(label,),
-        cells=tuple(cells),
-        kinds=len(cases),
-        folder=one.folder if one is not None and one.error is None else None,
-        remark=one.headline if one is not None and one.verdict in ("incomplete", "unchecked") else "",
-    )
-
-
-def _cells(cases: Sequence[CaseResult]) -> dict[str, Cell]:
-    return cells(cases[0]) if len(cases) == 1 else merged(map(cells, cases))
+    """Return the row of one case, or of several that share a row; `merges` is whether the table has that column."""
+    stage_cells = cells(cases[0]) if len(cases) == 1 else merged(map(cells, cases))
+    row_cells: list[CellText] = [verdict_cell(cases[0].verdict)]
+    row_cells += [cell_text(stage, stage_cells.get(stage)) for stage in stages]
+    if merges:
+        row_cells.append(plain_cell(merging_cell([merging for case in cases for merging in case.merging])))
+    row_cells.append(plain_cell(seconds(sum(case.elapsed_s for case in cases))))
+    folder, remark = None, ""
+    if len(cases) == 1:
+        case = cases[0]
+        if case.error is None:
+            folder = case.folder
+        if case.verdict in ("incomplete", "unchecked"):
+            remark = case.headline
+    return Row(names=(label,), cells=tuple(row_cells), kinds=len(cases), folder=folder, remark=remark)
 
 
 def cells(case: CaseResult) -> dict[str, Cell]:
     """Return the cell of each stage of a case, over all of its workers, also of those that another case checked."""
-    elsewhere = {stage: Cell(elsewhere=other) for stage, other in case.checked_elsewhere.items()}
-    return elsewhere | {
-        stage.stage: Cell(
+    by_stage = {stage: Cell(elsewhere=other_case) for stage, other_case in case.checked_elsewhere.items()}
+    for stage in case.stages:
+        errors = [f.kind for f in case.findings if f.severity == "error" and stage.stage in f.stages]
+        by_stage[stage.stage] = Cell(
             counts=dict(stage.counts),
             worst_ratio=None if stage.worst_ratio is None else float(stage.worst_ratio),
             first_bad=stage.first_bad,
-            flag=next((f.kind for f in case.findings if f.severity == "error" and stage.stage in f.stages), ""),
+            flag=errors[0] if errors else "",
         )
-        for stage in case.stages
-    }
+    return by_stage
 
 
-def document_of(found: Comparison | SuiteResult, view: View) -> Document:
-    """Return what the formats for people say of a run, of compared captures, or of a suite."""
-    return of_suite(found, view) if isinstance(found, SuiteResult) else of_comparison(found, view)
+def document_of(result: Comparison | SuiteResult, view: View) -> Document:
+    """Return the report of a run, of compared captures, or of a suite, as the formats for people have it."""
+    return suite_document(result, view) if isinstance(result, SuiteResult) else comparison_document(result, view)

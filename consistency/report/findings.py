@@ -25,7 +25,7 @@ from consistency.text import one_line
 _AGAIN = "again: "
 _SETTING = "which setting: "
 COMMANDS = (_AGAIN, _SETTING)
-"""How a detail begins that is a command to type: the one that repeats the check, the one that looks for its cause."""
+"""Beginnings of a detail that is a command to type: to repeat the check, and to look for the setting at fault."""
 
 _COMMAND = "consistency "
 
@@ -33,20 +33,26 @@ _MEASURED = frozenset({Rule.BOUND, Rule.RELATIVE, Rule.BLOCK, Rule.USER})
 _REFERENCES = {"float64": "float64 on the CPU", "file": "the file"}
 
 _Hits = Sequence[tuple[TensorComparison, Outcome]]
+"""The outcomes outside their tolerance that a finding is about, each with its tensor."""
 
 
 def findings_of(comparison: Comparison, folder: str | None = None) -> list[Finding]:
     """Return the findings in their order; `folder` holds the report and its captures, for the commands."""
-    beside = None if comparison.captures else folder
-    is_asked = "--repeat" not in comparison.command  # such a run has done what `again:` is for
-    shown = enumerate(_with_hits(comparison), 1)
-    return [_shown(finding, number, hits, beside, is_asked=is_asked) for number, (finding, hits) in shown]
+    if comparison.captures:  # of other runs: no command finds them beside this report
+        folder = None
+    offers_repeat = "--repeat" not in comparison.command  # such a run has done what `again:` is for
+    return [
+        _shown(finding, number, hits, folder, offers_repeat=offers_repeat)
+        for number, (finding, hits) in enumerate(_with_hits(comparison), 1)
+    ]
 
 
 def reproducible(comparison: Comparison) -> frozenset[int]:
     """Return the numbers of the findings of which a capture beside the report has a tensor."""
-    found = _with_hits(comparison) if not comparison.captures else ()
-    return frozenset(number for number, (finding, hits) in enumerate(found, 1) if _is_reproducible(finding, hits))
+    if comparison.captures:
+        return frozenset()
+    findings = enumerate(_with_hits(comparison), 1)
+    return frozenset(number for number, (finding, hits) in findings if _is_reproducible(finding, hits))
 
 
 def is_command(text: str) -> bool:
@@ -56,127 +62,152 @@ def is_command(text: str) -> bool:
 
 def reproduce_command(folder: str, number: int) -> str:
     """Return the command that shows a finding of a report again."""
-    out = "repro" if number == 1 else f"repro-{number}"  # so that each can be typed after the other
+    out = "repro" if number == 1 else f"repro-{number}"  # so that the commands of several can be typed in turn
     return f"consistency reproduce {shlex.quote(folder)} --finding {number} --out {out}"
 
 
 def _with_hits(comparison: Comparison) -> Iterator[tuple[Finding, _Hits]]:
+    """Yield each finding with its hits; tensors are looked up by name, since a report may have very many."""
     named = {name for finding in comparison.findings for name in finding.tensors}
     tensors = gathered((tensor.name, tensor) for tensor in comparison.tensors if tensor.name in named)
     for finding in comparison.findings:
         yield finding, _hits(finding, tensors)
 
 
-_OF_A_GROUP = frozenset(stages_of(lambda spec: spec.together))
+_GROUP_STAGES = frozenset(stages_of(lambda spec: spec.together))
 
 
-def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None, *, is_asked: bool) -> Finding:
-    shown = msgspec.structs.replace(finding, detail=(*_worst(hits), *finding.evidence), consequences=())
+def _shown(finding: Finding, number: int, hits: _Hits, folder: str | None, *, offers_repeat: bool) -> Finding:
+    """Return a finding with its worst element in the details, and the command that shows it again as its next step.
+
+    Where no device can show it again by itself, the next step is the command that looks for the setting at fault.
+    """
+    shown = msgspec.structs.replace(finding, detail=(*_worst_element(hits), *finding.evidence), consequences=())
     if folder is None:
         return shown
-    again = finding.next if finding.next and is_command(finding.next) else None
-    bisect = f"consistency bisect {shlex.quote(folder)} --finding {number}{_allowing(again)}"
+    repeat = finding.next if finding.next and is_command(finding.next) else None
+    bisect = f"consistency bisect {shlex.quote(folder)} --finding {number}{_allowing_options(repeat)}"
     if _is_of_a_group(finding):
         return msgspec.structs.replace(shown, next=bisect)
-    differs = [tensor for tensor, _ in hits if tensor.layer != SETTINGS_LAYER]
+    differing_tensors = [tensor for tensor, _ in hits if tensor.layer != SETTINGS_LAYER]
     if not _is_reproducible(finding, hits):
-        is_run = again is not None and again.startswith(f"{_COMMAND}run ")
-        return msgspec.structs.replace(shown, next=bisect) if is_run and _is_loaded(finding, differs) else shown
-    commands = [f"{_AGAIN}{again}"] if again and is_asked else []
-    if again and any(tensor.rule in _MEASURED for tensor in differs):
+        is_run = repeat is not None and repeat.startswith(f"{_COMMAND}run ")
+        if is_run and _has_wrong_weights(finding, differing_tensors):
+            return msgspec.structs.replace(shown, next=bisect)
+        return shown
+    commands = []
+    if repeat and offers_repeat:
+        commands.append(f"{_AGAIN}{repeat}")
+    if repeat and any(tensor.rule in _MEASURED for tensor in differing_tensors):
         commands.append(f"{_SETTING}{bisect}")
     return msgspec.structs.replace(shown, detail=(*shown.detail, *commands), next=reproduce_command(folder, number))
 
 
-_NOT_ASKED = ("--base", "--adapter", "--inputs", "--wrapper")
-_FLAGS = ("--trust-remote-code", "--allow-pickle")
+_OPTIONS_TO_ALLOW = ("--base", "--adapter", "--inputs", "--wrapper")
+_FLAGS_TO_ALLOW = ("--trust-remote-code", "--allow-pickle")
 
 
-def _allowing(again: str | None) -> str:
-    """Return the options by which a command is allowed what the one that repeats the check names: see `received`."""
-    words = shlex.split(again or "")
+def _allowing_options(repeat: str | None) -> str:
+    """Return the options that allow a command what the command that repeats the check names: see `received`."""
+    words = shlex.split(repeat or "")
     if any(word.startswith("builtin:") for word in words):
         return ""
-    kept = [word for before, word in pairwise(words) if word in (*_NOT_ASKED, *_FLAGS) or before in _NOT_ASKED]
-    return f" {shlex.join(kept)}" if kept else ""
+    options = []
+    for before, word in pairwise(words):
+        is_option = word in (*_OPTIONS_TO_ALLOW, *_FLAGS_TO_ALLOW)
+        is_value = before in _OPTIONS_TO_ALLOW
+        if is_option or is_value:
+            options.append(word)
+    return f" {shlex.join(options)}" if options else ""
 
 
-def _is_loaded(finding: Finding, differs: Sequence[TensorComparison]) -> bool:
+def _has_wrong_weights(finding: Finding, differing_tensors: Sequence[TensorComparison]) -> bool:
     """Return whether bytes of the model differ, and some worker has the right ones."""
     return finding.severity != "note" and any(
-        tensor.stage in MOVES_WEIGHTS and not set(tensor.workers) <= set(finding.workers) for tensor in differs
+        tensor.stage in MOVES_WEIGHTS and not set(tensor.workers) <= set(finding.workers)
+        for tensor in differing_tensors
     )
 
 
 def _is_of_a_group(finding: Finding) -> bool:
     """Return whether ranks found it together, so that no one device can show it again, and a setting may explain it."""
     stages = {name.partition("::")[0] for name in finding.tensors}
-    return finding.severity != "note" and bool(stages) and stages <= _OF_A_GROUP
+    return finding.severity != "note" and bool(stages) and stages <= _GROUP_STAGES
 
 
 def _is_reproducible(finding: Finding, hits: _Hits) -> bool:
     """Return whether a tensor was stored that is wrong element by element: a drift's earlier bits are kept nowhere."""
     if finding.severity == "note" or finding.kind == kinds.DRIFT:
         return False
-    # of a factor after the optimizer's step, and of what workers are compared in with each other, no value is stored
-    kept = [
-        (tensor, row) for tensor, row in hits if not tensor.tensor.endswith(f".{UPDATED}") and tensor.rule != Rule.PEER
-    ]
-    return any(row.worst_index is not None or tensor.stage == standard.TRANSFER for tensor, row in kept)
+    for tensor, outcome in hits:
+        # No value is stored of a factor after the optimizer's step, or of the numbers that workers compare with each
+        # other.
+        is_stored = not tensor.tensor.endswith(f".{UPDATED}") and tensor.rule != Rule.PEER
+        has_element = outcome.worst_index is not None or tensor.stage == standard.TRANSFER
+        if is_stored and has_element:
+            return True
+    return False
 
 
 def _hits(finding: Finding, tensors: Mapping[str, Sequence[TensorComparison]]) -> _Hits:
-    """Return the rows that are outside, of the finding's own tensors and workers on its load paths."""
+    """Return the outcomes outside tolerance of the finding's own tensors and workers, on its load paths."""
     workers = frozenset(finding.workers)
-    others = {name for consequence in finding.consequences for name in consequence.tensors}
-    return [
-        (tensor, row)
-        for name in dict.fromkeys(finding.tensors)
-        if name not in others
-        for tensor in tensors.get(name, ())
-        if not finding.load_paths or tensor.load_path in finding.load_paths
-        for row in tensor.outcomes
-        if row.status == "outside" and tensor.rule != Rule.LIMIT and not workers.isdisjoint(row.workers)
-    ]
+    tensors_of_consequences = {name for consequence in finding.consequences for name in consequence.tensors}
+    hits = []
+    for name in dict.fromkeys(finding.tensors):
+        if name in tensors_of_consequences:
+            continue
+        for tensor in tensors.get(name, ()):
+            is_on_path = not finding.load_paths or tensor.load_path in finding.load_paths
+            if not is_on_path or tensor.rule == Rule.LIMIT:  # a fact with a limit is no tensor
+                continue
+            for outcome in tensor.outcomes:
+                if outcome.status == "outside" and not workers.isdisjoint(outcome.workers):
+                    hits.append((tensor, outcome))
+    return hits
 
 
-def _worst(hits: _Hits) -> Iterator[str]:
+def _worst_element(hits: _Hits) -> Iterator[str]:
     """Yield a line: against what, by which factor, in how many layers, and the worst element with what was allowed."""
     measured = [(tensor, row) for tensor, row in hits if tensor.rule in _MEASURED and row.max_abs is not None]
     if not measured:
         return
-    tensor, row = max(measured, key=lambda hit: hit[1].badness)
-    factor = row.evidence.get("ratio")
-    reference = _REFERENCES.get(row.reference or "", row.reference)
-    times = f"{factor:.6g}× " if isinstance(factor, float) and math.isfinite(factor) else "against "
-    layers = counted(len({one.layer for one, _ in hits}), "layer")
-    where = f"{tensor.layer}.{tensor.tensor}" + (f"{list(row.worst_index)}" if row.worst_index is not None else "")
-    difference, allowed = difference_of(tensor.rule, row)
-    off = "" if difference is None else f": off by {float(difference):.2g}"
-    may = "" if allowed is None else f", allowed {float(allowed):.2g}"
-    yield f"{times}{reference} in {layers}; worst {where}{off}{may}"
+    tensor, outcome = max(measured, key=lambda hit: hit[1].badness)
+    factor = outcome.evidence.get("ratio")
+    reference = _REFERENCES.get(outcome.reference or "", outcome.reference)
+    has_factor = isinstance(factor, float) and math.isfinite(factor)
+    relation = f"{factor:.6g}× " if has_factor else "against "
+    layers = counted(len({hit_tensor.layer for hit_tensor, _ in hits}), "layer")
+    element = f"{tensor.layer}.{tensor.tensor}"
+    if outcome.worst_index is not None:
+        element += f"{list(outcome.worst_index)}"
+    difference, allowed = difference_of(tensor.rule, outcome)
+    if difference is not None:
+        element += f": off by {float(difference):.2g}"
+    if allowed is not None:
+        element += f", allowed {float(allowed):.2g}"
+    yield f"{relation}{reference} in {layers}; worst {element}"
 
 
 _MOST_PROBLEMS = 10  # a screen; the report has the rest
 _MOST_NAMES = 5
 
 
-def problems(found: Comparison | SuiteResult) -> Iterator[str]:
+def problems(result: Comparison | SuiteResult) -> Iterator[str]:
     """Yield why a result is not consistent: the verdict in a sentence, then each error with its tensors and devices."""
-    if isinstance(found, SuiteResult):
-        yield one_line(f"{found.verdict}: {found.sentence}")
-        for case in found.cases:
+    if isinstance(result, SuiteResult):
+        yield one_line(f"{result.verdict}: {result.sentence}")
+        for case in result.cases:
             if case.verdict != "consistent":
                 yield one_line(f"  {case.name}: {case.verdict}: {case.headline}")
         return
-    yield one_line(f"{found.verdict}: {sentence(found)}")
-    errors = [finding for finding in findings_of(found) if finding.severity == "error"]
+    yield one_line(f"{result.verdict}: {sentence(result)}")
+    errors = [finding for finding in findings_of(result) if finding.severity == "error"]
     for number, finding in enumerate(errors[:_MOST_PROBLEMS], start=1):
         if len(errors) > 1:  # otherwise the verdict has said it
             yield one_line(f"  {number}  {finding.message}")
-        yield from (one_line(f"     {line}") for line in finding.detail)
-        if not finding.detail:
-            yield from (one_line(f"     {name}") for name in finding.tensors[:_MOST_NAMES])
+        evidence = finding.detail or finding.tensors[:_MOST_NAMES]
+        yield from (one_line(f"     {text}") for text in evidence)
         if finding.next:
             yield one_line(f"     next: {finding.next}")
     if len(errors) > _MOST_PROBLEMS:

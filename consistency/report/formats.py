@@ -35,8 +35,8 @@ class View:
 
     elapsed_s: float | None = None  # time that the run took
     verbose: bool = False  # every layer, not only those with a mismatch, and every case
-    folder: str | None = None  # where the files of the report and the captures are
-    # `summary.all_rows`, where they are known already: computing them visits every outcome
+    folder: str | None = None  # folder of the report's files and of the captures
+    # `summary.all_rows`, where they are computed already: that visits every outcome
     rows: Rows | None = None
     most_rows: int | None = None  # rows of a table of cases; None is all of them
 
@@ -51,10 +51,10 @@ class Format:
     writer: str  # `module:function`, imported when used; of a comparison or a suite, and a `View`, it yields bytes
     help: str  # for `--help`
 
-    def render(self, found: Comparison | SuiteResult, view: View) -> Iterable[bytes]:
+    def render(self, result: Comparison | SuiteResult, view: View) -> Iterable[bytes]:
         """Return the report, piece by piece."""
         render: Callable[[object, View], Iterable[bytes]] = pkgutil.resolve_name(self.writer)
-        return render(found, view)
+        return render(result, view)
 
 
 FORMATS: tuple[Format, ...] = (
@@ -78,12 +78,13 @@ What is printed has the same name for a run and a suite; files have different on
 
 
 def shared() -> Iterator[Format]:
-    """Yield the files of a report that are made for others to read."""
+    """Yield the files of a report that are made for people and programs to read, without the status for monitoring."""
     return (row for row in formats(Chosen.OUT) if row.name != RUN_STATUS)
 
 
 def formats(chosen: Chosen, *, of_suite: bool = False) -> Iterator[Format]:
     """Yield the formats that are asked for in this way, by their names for a run or for a suite."""
     for row in (*FORMATS, *(row for _, row in plugins.offered("formats"))):
-        if row.chosen is chosen and is_there(row.writer) and (row.suite or not of_suite):
+        has_name = bool(row.suite) or not of_suite
+        if row.chosen is chosen and is_there(row.writer) and has_name:
             yield replace(row, name=row.suite) if of_suite else row

@@ -22,13 +22,13 @@ _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 _MOST = 10  # GitHub shows ten annotations of a level per step and silently drops the others
 
 
-def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
+def render(result: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
     """Yield the report for people and the annotations; append to the summary of the step."""
-    yield from not_obeyed(terminal.render(found, view))
-    failed = found.verdict if found.exit_status else None
-    findings = (entry.finding for entry in document_of(found, view).entries)
+    yield from not_obeyed(terminal.render(result, view))
+    failed = result.verdict if result.exit_status else None
+    findings = (entry.finding for entry in document_of(result, view).entries)
     yield from (f"{line}\n".encode() for line in annotate(findings, failed))
-    write_summary(as_markdown(found, view))
+    write_summary(as_markdown(result, view))
 
 
 def not_obeyed(text: Iterable[bytes]) -> Iterator[bytes]:
@@ -44,17 +44,18 @@ def annotate(findings: Iterable[Finding], failed: str | None) -> Iterator[str]:
 
     A run that `failed`, with this verdict, has an error even where no finding is one.
     """
-    shown = dict.fromkeys(_LEVELS, 0)
+    counts = dict.fromkeys(_LEVELS, 0)
     for finding in findings:
-        shown[finding.severity] += 1
-        if shown[finding.severity] > _MOST:
+        counts[finding.severity] += 1
+        if counts[finding.severity] > _MOST:
             continue
-        message = "\n".join(
-            map(one_line, [finding.message, *finding.detail[:3], *([finding.next] if finding.next else [])])
-        )
+        texts = [finding.message, *finding.detail[:3]]
+        if finding.next:
+            texts.append(finding.next)
+        message = "\n".join(map(one_line, texts))
         title = _property(f"consistency: {finding.kind}")
         yield f"::{_LEVELS[finding.severity]} title={title}::{_data(message)}"
-    if failed is not None and not shown["error"]:
+    if failed is not None and not counts["error"]:
         yield f"::error title=consistency::{_data(failed)}"
 
 
@@ -67,6 +68,7 @@ def write_summary(text: str) -> None:
 
 
 def _data(text: str) -> str:
+    """Return text as the data of a workflow command, in which a line feed would end the command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 

@@ -51,24 +51,26 @@ _MOST_SOURCES = 64  # captures named with their time and version
 _MOST_CLASSES = 8  # boxes of a partition
 _FOLD_ABOVE = 30  # cases of a suite
 
-_ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
+_ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 """Inside a JSON string these mean the same; in a script element `</script>` or `<!--` would end or change it."""
 
 
-def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
+def render(result: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
     """Yield the page."""
-    yield as_html(found, view).encode()
+    yield as_html(result, view).encode()
 
 
-def as_html(found: Comparison | SuiteResult, view: View | None = None) -> str:
-    """Return the page."""
+def as_html(result: Comparison | SuiteResult, view: View | None = None) -> str:
+    """Return the page of a run or of a suite."""
     view = view or View()
-    if isinstance(found, Comparison) and view.rows is None:
-        view = dataclasses.replace(view, rows=all_rows(found))  # once, for the document and for the page's columns
-    document = document_of(found, view)
-    script = part("page.js") if isinstance(found, Comparison) else ""
-    of_run = _of_run(found, view) if isinstance(found, Comparison) else {}
+    if isinstance(result, Comparison) and view.rows is None:
+        view = dataclasses.replace(view, rows=all_rows(result))  # once, for the document and for the page's columns
+    document = document_of(result, view)
+    script, run_values = "", {}
+    if isinstance(result, Comparison):
+        script, run_values = part("page.js"), _run_values(result, view)
     tables = [dataclasses.replace(table, rows=_faulty_first(table)) for table in document.tables]
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() if script else ""
     return _template().render(
         document=document,
         findings=document.to_act_on,
@@ -78,9 +80,9 @@ def as_html(found: Comparison | SuiteResult, view: View | None = None) -> str:
         most_findings=_MOST_FINDINGS,
         most_tensors=_MOST_TENSORS,
         notes=document.notes,
-        run=of_run,
+        run=run_values,
         script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() if script else "",
+        script_hash=script_hash,
         sources=_few(document.sources),
         style=Markup(part("style.css")),
         tables=tables,
@@ -96,7 +98,7 @@ def _template(name: str = "template.html", package: str = PACKAGE) -> jinja2.Tem
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    """Return the environment of the page and its sections."""
+    """Return the environment of the page and its sections, with the filters that only these use."""
     environment = page_environment()
     environment.filters.update(letter=letter, link=urllib.parse.quote, shortened=shortened, size=size, some=some)
     environment.filters["reference_first"] = lambda names, reference: sorted(names, key=lambda name: name != reference)
@@ -117,34 +119,35 @@ def _sections(comparison: Comparison) -> Iterator[Markup]:
             yield rendered
 
 
-def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
-    """Return what the page of a run has besides its document."""
-    found = all_rows(comparison) if view.rows is None else view.rows
-    by_load_path = {
-        load_path: cells.columns(comparison, load_path, found[load_path]) for load_path in comparison.load_paths
+def _run_values(comparison: Comparison, view: View) -> dict[str, Any]:
+    """Return what the template shows of a run besides its document, by the names that the template has for it."""
+    rows_by_path = all_rows(comparison) if view.rows is None else view.rows
+    columns_by_path = {
+        load_path: cells.columns(comparison, load_path, rows_by_path[load_path]) for load_path in comparison.load_paths
     }
+    is_shortened = any(column.stands_for != 1 for columns in columns_by_path.values() for column in columns)
     layers = cells.unequal(comparison)
     worst = sorted(summary_lines(layers), key=lambda line: line[0] not in BAD)
-    copied = sorted(matrices(comparison.tensors), key=lambda matrix: not matrix.wrong)
-    parted, ways_left_out = tables.partitions(comparison.tensors)
+    copy_matrices = sorted(matrices(comparison.tensors), key=lambda matrix: not matrix.wrong)
+    partitions, partitions_left_out = tables.partitions(comparison.tensors)
     return {
-        "agreement": parted,
+        "agreement": partitions,
         "bits": tables.bits(comparison.tensors),
         "cell_status": cell_status,
         "copies": copies,
-        "data": Markup(_data(comparison, layers, by_load_path)),  # escaped for a script element, which is not HTML
+        "data": Markup(_data(comparison, layers, columns_by_path)),  # escaped for a script element, which is not HTML
         "environments": tables.environments(comparison.workers),
         "marks": MARKS,
         "markdown": lambda entry: _attribute(finding_as_markdown(comparison, entry.finding, entry.number)),
-        "matrices": copied[:_MOST_MATRICES],
-        "matrices_left_out": len(copied[_MOST_MATRICES:]),
+        "matrices": copy_matrices[:_MOST_MATRICES],
+        "matrices_left_out": len(copy_matrices[_MOST_MATRICES:]),
         "most_classes": _MOST_CLASSES,
         "ratios": tables.ratios(comparison.tensors),
         "reference": comparison.reference,
         "sections": [*_sections(comparison)],
         "several_paths": sum(not is_alternative(path) for path in comparison.load_paths) > 1,
-        "shortened": any(column.stands_for != 1 for some in by_load_path.values() for column in some),
-        "ways_left_out": ways_left_out,
+        "shortened": is_shortened,
+        "ways_left_out": partitions_left_out,
         "workers": tables.workers(comparison),
         "worst_layers": [text for _, text in worst[:_MOST_WORST]],
     }
@@ -152,8 +155,10 @@ def _of_run(comparison: Comparison, view: View) -> dict[str, Any]:
 
 def _few(sources: Sequence[str]) -> list[str]:
     """Return the first captures and how many there are more."""
-    rest = and_more(len(sources) - _MOST_SOURCES, "capture")
-    return [*sources[:_MOST_SOURCES], *([rest] if rest else [])]
+    texts = [*sources[:_MOST_SOURCES]]
+    if left_out := and_more(len(sources) - _MOST_SOURCES, "capture"):
+        texts.append(left_out)
+    return texts
 
 
 def _attribute(text: str) -> Markup:
@@ -162,43 +167,41 @@ def _attribute(text: str) -> Markup:
 
 
 def _faulty_first(table: ResultTable) -> tuple[Row, ...]:
-    """Return headings, and the rows below each, with mismatches before others; cases are in order already."""
-    if not table.heading:
+    """Return the rows of a table with mismatches first: headings with one first, and rows with one below each."""
+    if not table.heading:  # of a suite: its cases are in order already
         return table.rows
-    ordered = [sorted(below, key=lambda row: not row.bad) for below in table.by_heading]
-    ordered.sort(key=lambda below: not any(row.bad for row in below))
-    return tuple(itertools.chain(*ordered))
+    blocks = [sorted(rows, key=lambda row: not row.bad) for rows in table.by_heading]
+    blocks.sort(key=lambda rows: not any(row.bad for row in rows))
+    return tuple(itertools.chain(*blocks))
 
 
 def _is_folded(rows: Sequence[Row], row: Row) -> bool:
-    """Return whether a row of many is of a consistent case, so that what failed is on the first screens."""
+    """Return whether a row is folded: of many cases the consistent ones, so that failures are on the first screens."""
     return len(rows) > _FOLD_ABOVE and row.cells[0].kind == "consistent"
 
 
 def _data(
     comparison: Comparison,
     layers: Sequence[LayerComparison],
-    by_load_path: Mapping[str, Sequence[cells.MapColumn]],
+    columns_by_path: Mapping[str, Sequence[cells.MapColumn]],
 ) -> str:
     """Return the data of the table of layers, as JSON that is safe in a script element."""
     strings = cells.Strings()
-    sections = cells.sections(comparison, layers, by_load_path, strings)
+    sections = cells.sections(comparison, layers, columns_by_path, strings)
+    architectures, columns = {}, {}
+    for load_path, path_columns in columns_by_path.items():
+        architectures[one_line(load_path)] = [
+            [one_line(name), one_line(some(labels, _MOST_DEVICES))]
+            for name, labels in cells.architectures(path_columns).items()
+        ]
+        columns[one_line(load_path)] = [
+            [one_line(column.label), column.stands_for, one_line(column.architecture)] for column in path_columns
+        ]
     table: dict[str, Any] = {
-        "architectures": {
-            one_line(load_path): [
-                [one_line(name), one_line(some(labels, _MOST_DEVICES))]
-                for name, labels in cells.architectures(drawn).items()
-            ]
-            for load_path, drawn in by_load_path.items()
-        },
-        "columns": {
-            one_line(load_path): [
-                [one_line(column.label), column.stands_for, one_line(column.architecture)] for column in drawn
-            ]
-            for load_path, drawn in by_load_path.items()
-        },
+        "architectures": architectures,
+        "columns": columns,
         "sections": sections,
-        "strings": strings.all,
+        "strings": strings.all,  # after the sections, which add to them
         "key": KEY,
     }
     return msgspec.json.encode(table).decode().translate(_ESCAPES)

@@ -1,4 +1,4 @@
-"""`report.json`, and `suite.json`: the contracts for programs.
+"""Write and read `report.json`, and write `suite.json`: the contracts for programs.
 
 `outcomes` is the table of a comparison: a row per tensor and cohort, which is the workers of which the same is true,
 bits included. All other fields are those of `Comparison`. A list of more than 16 workers is written as `["@3"]`: the
@@ -9,6 +9,7 @@ so the size of a fleet's report depends on distinct results, not on workers. It 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,13 +39,13 @@ MOST_CLASSES = 16
 """Classes of bits of a tensor: the reference worker's and then the largest."""
 
 MOST_IN_FULL = 64
-"""Workers, and hosts, of which all is written: as many as the page shows."""
+"""Workers, and hosts, that are written with all of their fields: as many as the page shows."""
 
 _FIRST = ("created", "host", "command", "elapsed_s", "versions", "simulated", "planted", "verdict")
-"""Fields that stand before the others: where a report is from, and what nobody must mistake it for."""
+"""Fields before all others: where a report is from, and whether devices are simulated or a fault is planted."""
 
 _COHORT = "@"
-"""Before the number of a cohort, in the place of a list of its workers."""
+"""Prefix of the number of a cohort, which stands in the place of a list of its workers."""
 
 _OF_TENSOR = tuple(
     name for name in TensorComparison.__struct_fields__ if name not in ("classes", "outcomes", "workers")
@@ -54,7 +55,7 @@ _OF_OUTCOME = (
     *_OF_TENSOR, "cohort", "bits", "status", "reference", "max_abs", "allowed", "ratio", "max_ulp", "mismatched",
     "worst_index", "word", "evidence", "reason",
 )  # fmt: skip
-"""Fields that every outcome has, in this order; others are left out where they say nothing."""
+"""Fields that every outcome has, in this order; others are left out where they have their default."""
 
 _OF_WORKER = (
     "name",
@@ -68,10 +69,10 @@ _OF_WORKER = (
     "reason",
     "environment",
 )
-"""Fields that every worker has, in this order; others are left out where they say nothing."""
+"""Fields that every worker has, in this order; others are left out where they have their default."""
 
 _OF_KIND = ("environment", "asked", "in_force")
-"""Fields of a worker that are mostly those of its kind."""
+"""Fields of a worker that it mostly shares with devices of its kind."""
 
 
 class Cohort(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,10 +121,15 @@ class TableRow(Judgement, frozen=True, kw_only=True):
 
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(TableRow)}
-_WORKER_DEFAULTS = {
-    field.name: field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-    for field in msgspec.structs.fields(WorkerSummary)
-}
+
+
+def _default(worker_field: msgspec.structs.FieldInfo) -> object:
+    if worker_field.default_factory is msgspec.NODEFAULT:
+        return worker_field.default
+    return worker_field.default_factory()
+
+
+_WORKER_DEFAULTS = {field.name: _default(field) for field in msgspec.structs.fields(WorkerSummary)}
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,39 +164,34 @@ class ReportFile(ComparisonFacts, frozen=True, kw_only=True):
     hosts_left_out: int = 0
 
 
-def _of_suite(suite: SuiteResult) -> bytes:
+def _suite_as_bytes(suite: SuiteResult) -> bytes:
     """Return `suite.json`; `report` of a case is the path of its own report, null where it could not be checked."""
-    table = msgspec.structs.asdict(suite)
-    cases = table.pop("cases")
-    return (
-        encode_json(
-            {
-                "schema": SUITE_SCHEMA,
-                "tool": __version__,
-                **{name: table.pop(name) for name in ("created", "host", "command", "elapsed_s")},
-                "versions": suite.versions,
-                **table,
-                "verdict": suite.verdict,
-                "sentence": suite.sentence,
-                "exit_status": suite.exit_status,
-                "simulated": suite.simulated,
-                "planted": list(suite.planted),
-                "counts": suite.counts,
-                "not_checked": suite.not_checked,
-                "findings": common_findings(suite.cases),
-                "cases": [
-                    {
-                        **msgspec.structs.asdict(case),
-                        "workers": list(map(worker_entry, case.workers)),
-                        "report": None if case.error else f"{case.folder}/report.json",
-                    }
-                    for case in cases
-                ],
-            },
-            indent=1,
-        )
-        + b"\n"
-    )
+    fields = msgspec.structs.asdict(suite)
+    cases = [
+        {
+            **msgspec.structs.asdict(case),
+            "workers": list(map(worker_entry, case.workers)),
+            "report": None if case.error else f"{case.folder}/report.json",
+        }
+        for case in fields.pop("cases")
+    ]
+    table = {
+        "schema": SUITE_SCHEMA,
+        "tool": __version__,
+        **{name: fields.pop(name) for name in ("created", "host", "command", "elapsed_s")},
+        "versions": suite.versions,
+        **fields,
+        "verdict": suite.verdict,
+        "sentence": suite.sentence,
+        "exit_status": suite.exit_status,
+        "simulated": suite.simulated,
+        "planted": list(suite.planted),
+        "counts": suite.counts,
+        "not_checked": suite.not_checked,
+        "findings": common_findings(suite.cases),
+        "cases": cases,
+    }
+    return encode_json(table, indent=1) + b"\n"
 
 
 def as_bytes(comparison: Comparison) -> bytes:
@@ -198,17 +199,18 @@ def as_bytes(comparison: Comparison) -> bytes:
     return b"".join(render(comparison, View()))
 
 
-def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:  # noqa: ARG001 - as every format
+def render(result: Comparison | SuiteResult, view: View) -> Iterator[bytes]:  # noqa: ARG001 - as every format
     """Yield `report.json` piece by piece, a line per entry of a list; or `suite.json`."""
-    if isinstance(found, SuiteResult):
-        yield _of_suite(found)
+    if isinstance(result, SuiteResult):
+        yield _suite_as_bytes(result)
         return
-    comparison, writer = found, _Writer(found)
+    writer = _Writer(result)
     lists: dict[str, list[bytes]] = {
         name: [encode_json(entry) for entry in entries] for name, entries in writer.lists().items()
     }
-    lists["cohorts"] = [encode_json(cohort) for cohort in writer.cohorts()]  # which the outcomes have numbered
-    facts = {name: getattr(comparison, name) for name in ComparisonFacts.__struct_fields__}
+    # Last, because cohorts are numbered while the outcomes and the other lists are written.
+    lists["cohorts"] = [encode_json(cohort) for cohort in writer.cohorts()]
+    facts = {name: getattr(result, name) for name in ComparisonFacts.__struct_fields__}
     table = {
         "schema": SCHEMA,
         "tool": __version__,
@@ -219,7 +221,8 @@ def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:  # n
     }
     opening = b"{\n"
     for name, value in table.items():
-        yield opening + encode_json(name) + b": " + (_lines(lists[name]) if name in lists else encode_json(value))
+        written_value = _lines(lists[name]) if name in lists else encode_json(value)
+        yield opening + encode_json(name) + b": " + written_value
         opening = b",\n"
     yield b"\n}\n"
 
@@ -229,7 +232,7 @@ def _lines(entries: Sequence[bytes]) -> bytes:
 
 
 class _Writer:
-    """The lists of a report."""
+    """Makes the lists of a report, and numbers the cohorts that these refer to."""
 
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
@@ -238,8 +241,8 @@ class _Writer:
         self._by_bits = functools.cache(self._split)
         self._hosts = comparison.hosts
         if len(self._hosts) > MOST_IN_FULL:
-            ill = (host for host in self._hosts if host.new_log or any(gpu.after for gpu in host.gpus))
-            self._hosts = tuple(ill)[:MOST_IN_FULL]
+            faulty = (host for host in self._hosts if host.new_log or any(gpu.after for gpu in host.gpus))
+            self._hosts = tuple(faulty)[:MOST_IN_FULL]
         self.hosts_left_out = len(comparison.hosts) - len(self._hosts)
 
     def lists(self) -> dict[str, Iterable[object]]:
@@ -262,16 +265,19 @@ class _Writer:
         }
 
     def cohorts(self) -> Iterator[Cohort]:
+        """Yield the cohorts that lists and outcomes refer to, after all of these have been encoded."""
         for workers, number in self._cohorts.items():
             yield Cohort(number=number, workers=tuple(ranges.written(workers)), count=len(workers))
 
     def _cohort(self, workers: Workers) -> int:
+        """Return the number of a cohort, a new one where the report has no such cohort yet."""
         return self._cohorts.setdefault(workers, len(self._cohorts))
 
     def _named(self, workers: Workers) -> Workers:
         """Return a list of workers as it is written: few names, or the number of a cohort."""
-        is_short = len(workers) <= ranges.MOST_NAMED and not any(name.startswith(_COHORT) for name in workers)
-        return workers if is_short else (f"{_COHORT}{self._cohort(workers)}",)
+        # A worker whose name looks like the number of a cohort is never written as it is.
+        is_plain = len(workers) <= ranges.MOST_NAMED and not any(name.startswith(_COHORT) for name in workers)
+        return workers if is_plain else (f"{_COHORT}{self._cohort(workers)}",)
 
     def _with_names(self, entry: Any) -> object:
         return _with_workers(entry, self._named)
@@ -288,12 +294,14 @@ class _Writer:
         return msgspec.structs.replace(layer, architectures=cells)
 
     def _outcomes(self, tensor: TensorComparison) -> Iterator[dict[str, Any]]:
-        of_tensor = {name: getattr(tensor, name) for name in _OF_TENSOR}
+        """Yield the entries of a tensor: one per outcome and class of bits."""
+        tensor_fields = {name: getattr(tensor, name) for name in _OF_TENSOR}
         for outcome, left_out in self._joined(tensor.outcomes):
-            workers = outcome.workers
-            for bits, some in [(None, workers)] if left_out else self._by_bits(workers, tensor.classes):
+            # A joined outcome has no class of bits: it is of many workers whose bits differ.
+            parts = [(None, outcome.workers)] if left_out else self._by_bits(outcome.workers, tensor.classes)
+            for bits, workers in parts:
                 fields = {name: getattr(outcome, name) for name in Judgement.__struct_fields__}
-                fields |= {**of_tensor, "cohort": self._cohort(some), "bits": bits, "left_out": left_out}
+                fields |= {**tensor_fields, "cohort": self._cohort(workers), "bits": bits, "left_out": left_out}
                 yield _written(fields, _OF_OUTCOME, _DEFAULTS)
 
     def _joined(self, outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, int]]:
@@ -305,85 +313,102 @@ class _Writer:
             yield from ((outcome, 0) for outcome in outcomes)
             return
         alike: dict[object, list[Outcome]] = {}
-        for one in outcomes:
-            architectures = tuple(self._members.split(one.workers))
-            alike.setdefault((one.status, one.reference, one.word, one.reason, architectures), []).append(one)
-        for found in alike.values():
-            worst = worst_of(found)
+        for outcome in outcomes:
+            architectures = tuple(self._members.split(outcome.workers))
+            key = (outcome.status, outcome.reference, outcome.word, outcome.reason, architectures)
+            alike.setdefault(key, []).append(outcome)
+        for group in alike.values():
+            worst = worst_of(group)
             yield worst, 0
-            others = [one.workers for one in found if one is not worst]
+            others = [outcome.workers for outcome in group if outcome is not worst]
             if others:
-                rest = Outcome(
-                    workers=tuple(name for names in others for name in names),
+                joined_outcome = Outcome(
+                    workers=tuple(itertools.chain.from_iterable(others)),
                     reference=worst.reference,
                     status=worst.status,
                     elements=worst.elements,
                     word=worst.word,
                     reason=worst.reason,
                 )
-                yield rest, len(others)
+                yield joined_outcome, len(others)
 
     def _split(self, workers: Workers, classes: tuple[Workers, ...]) -> list[tuple[int | None, Workers]]:
         """Split the workers of a row by the class of their bits; the smallest of many classes stay together."""
-        number = {name: place for place, names in enumerate(_largest(classes)[:MOST_CLASSES]) for name in names}
-        parts = gathered((number.get(name), name) for name in workers)
-        return [(bits, workers if len(parts) == 1 else tuple(names)) for bits, names in parts.items()]
+        numbers = {name: number for number, names in enumerate(_largest(classes)[:MOST_CLASSES]) for name in names}
+        parts = gathered((numbers.get(name), name) for name in workers)
+        if len(parts) == 1:
+            return [(bits, workers) for bits in parts]
+        return [(bits, tuple(names)) for bits, names in parts.items()]
 
     def _workers(self) -> tuple[list[Environment], list[dict[str, Any]]]:
-        """Return what devices of one kind share, and an entry for each worker with what is its own."""
+        """Return the values that devices of one kind share, and an entry per worker with the values of its own."""
         workers = self._comparison.workers
         in_full = self._in_full() if len(workers) > MOST_IN_FULL else range(len(workers))
-        kinds: dict[tuple[str, ...], list[int]] = {}
-        for place, worker in enumerate(workers):
-            kind = (worker.architecture, worker.model, worker.load_path, worker.status)
-            kinds.setdefault(kind, []).append(place)
-        environments, own = [], {}
-        for places in kinds.values():
-            shared = {name: shared_by([getattr(workers[place], name) for place in places]) for name in _OF_KIND}
-            names = self._named(tuple(workers[place].name for place in places))
-            environments.append(Environment(workers=names, load_path=workers[places[0]].load_path, **shared))
-            for place in places:
-                own[place] = {name: beside(getattr(workers[place], name), shared[name]) for name in _OF_KIND}
+        kinds = gathered(
+            ((worker.architecture, worker.model, worker.load_path, worker.status), index)
+            for index, worker in enumerate(workers)
+        )
+        environments, unshared = [], {}
+        for indices in kinds.values():
+            shared = {name: shared_by([getattr(workers[index], name) for index in indices]) for name in _OF_KIND}
+            names = self._named(tuple(workers[index].name for index in indices))
+            environments.append(Environment(workers=names, load_path=workers[indices[0]].load_path, **shared))
+            for index in indices:
+                unshared[index] = {name: beside(getattr(workers[index], name), shared[name]) for name in _OF_KIND}
         entries = []
-        for place, worker in enumerate(workers):
-            memory = worker.stage_memory if place in in_full else ()
-            entries.append(worker_entry(msgspec.structs.replace(worker, **own[place], stage_memory=memory)))
+        for index, worker in enumerate(workers):
+            memory = worker.stage_memory if index in in_full else ()
+            entries.append(worker_entry(msgspec.structs.replace(worker, **unshared[index], stage_memory=memory)))
         return environments, entries
 
     def _in_full(self) -> set[int]:
-        """Return the places of workers of which all is written: the reference, those with errors, one per model."""
+        """Return the indices of the workers whose memory by stage is written.
+
+        These are workers that did not finish, the reference, one per model, and those with errors, in this order as far
+        as there is room.
+        """
         comparison = self._comparison
-        named = {name for finding in comparison.findings if finding.severity == "error" for name in finding.workers}
-        kinds: set[tuple[str, ...]] = set()
-
-        def weight(place: int) -> int:
-            worker = comparison.workers[place]
+        with_errors: set[str] = set()
+        for finding in comparison.findings:
+            if finding.severity == "error":
+                with_errors.update(finding.workers)
+        seen_kinds: set[tuple[str, ...]] = set()
+        candidates = []  # rank and index
+        for index, worker in enumerate(comparison.workers):
             kind = (worker.architecture, worker.model, worker.load_path)
-            is_first = kind not in kinds
-            kinds.add(kind)
-            return 0 if worker.status != "ok" else 1 if worker.name == comparison.reference or is_first else 2
-
-        places = [(weight(place), place) for place in range(len(comparison.workers))]
-        chosen = [one for one in places if one[0] < 2 or comparison.workers[one[1]].name in named]
-        return {place for _, place in sorted(chosen)[:MOST_IN_FULL]}
+            is_first = kind not in seen_kinds
+            seen_kinds.add(kind)
+            if worker.status != "ok":
+                candidates.append((0, index))
+            elif worker.name == comparison.reference or is_first:
+                candidates.append((1, index))
+            elif worker.name in with_errors:
+                candidates.append((2, index))
+        return {index for _, index in sorted(candidates)[:MOST_IN_FULL]}
 
 
 def worker_entry(worker: WorkerSummary) -> dict[str, Any]:
-    """Return a worker without what says nothing."""
+    """Return the fields of a worker, without most of those that have their default."""
     return _written(msgspec.structs.asdict(worker), _OF_WORKER, _WORKER_DEFAULTS)
 
 
 def _written(fields: Mapping[str, Any], always: Sequence[str], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are always written, in this order, and then those that say something."""
-    rest = {name: value for name, value in fields.items() if name not in always and value != defaults[name]}
-    return {name: fields[name] for name in always} | rest
+    """Return the fields that are always written, in this order, and then those that do not have their default."""
+    entry = {name: fields[name] for name in always}
+    for name, value in fields.items():
+        if name not in always and value != defaults[name]:
+            entry[name] = value
+    return entry
 
 
 def _with_workers(entry: Any, named: Callable[[Workers], Workers]) -> Any:
-    """Return an entry with its list of workers, and those of its consequences, written or read."""
+    """Return an entry whose list of workers, and those of its consequences, went through `named`."""
     if isinstance(entry, Finding):
-        led_to = (msgspec.structs.replace(one, workers=named(one.workers)) for one in entry.consequences)
-        entry = msgspec.structs.replace(entry, consequences=tuple(led_to))
+        consequences = (
+            msgspec.structs.replace(consequence, workers=named(consequence.workers))
+            for consequence in entry.consequences
+        )
+        entry = msgspec.structs.replace(entry, consequences=tuple(consequences))
     return msgspec.structs.replace(entry, workers=named(entry.workers))
 
 
@@ -395,9 +420,9 @@ def _largest(classes: tuple[Workers, ...]) -> tuple[Workers, ...]:
 
 
 def read(content: bytes) -> Comparison:
-    """Return the comparison that `report.json` was written of.
+    """Return the comparison of which a `report.json` was written.
 
-    What the file does not have stays out: figures of rows that were joined, the smallest classes of bits, and hosts
+    Left out is what the file does not have: figures of rows that were joined, the smallest classes of bits, and hosts
     without a problem. A file may be a stranger's: cohorts are checked, and how much patterns stand for.
 
     Raises
@@ -423,25 +448,29 @@ def named(table: dict[str, Any]) -> dict[str, Any]:
 
 def _renamed(table: dict[str, Any], convert: Callable[[list[str]], list[str]]) -> dict[str, Any]:
     """Return a decoded report with the names of all cohorts converted."""
-    return {**table, "cohorts": [{**one, "workers": convert(one["workers"])} for one in table.get("cohorts") or ()]}
+    cohorts = [{**cohort, "workers": convert(cohort["workers"])} for cohort in table.get("cohorts") or ()]
+    return {**table, "cohorts": cohorts}
 
 
 class _Reader:
-    """A report as a comparison."""
+    """Makes a comparison from a report, which may be a stranger's."""
 
     def __init__(self, report: ReportFile) -> None:
         self._report = report
-        self._places = {name: place for place, name in enumerate(dict.fromkeys(w.name for w in report.workers))}
+        names = dict.fromkeys(worker.name for worker in report.workers)
+        self._indices = {name: index for index, name in enumerate(names)}
         self._cohorts = {cohort.number: self._names(cohort) for cohort in report.cohorts}
-        self._order, self._classes_of = functools.cache(self._in_order), functools.cache(self._classes)
+        # Most tensors have the same cohorts: the tuples of names are made once, and shared.
+        self._workers_of, self._classes_of = functools.cache(self._in_order), functools.cache(self._classes)
 
     def _names(self, cohort: Cohort) -> Workers:
+        """Return the names of a cohort's workers; raise `ValueError` if they are not as many or not of the report."""
         workers = tuple(ranges.unfolded(cohort.workers))
         if len(workers) != cohort.count:
             raise ValueError(f"a cohort of {cohort.count} names {len(workers)} workers")
         if not workers:
             raise ValueError("a cohort of no worker")
-        if strangers := [name for name in workers if name not in self._places]:
+        if strangers := [name for name in workers if name not in self._indices]:
             raise ValueError(f"a cohort names a worker that is none of the report's: {strangers[0]}")
         return workers
 
@@ -457,6 +486,7 @@ class _Reader:
         return workers
 
     def comparison(self) -> Comparison:
+        """Return the comparison; raise `ValueError`, `IndexError` or `KeyError` where the report contradicts itself."""
         report = self._report
         fields = {name: getattr(report, name) for name in ComparisonFacts.__struct_fields__}
         for name in ("architectures", "findings", "first_divergence", "first_bitwise_difference"):
@@ -464,47 +494,55 @@ class _Reader:
         return Comparison(**{**fields, "workers": tuple(self._workers())}, tensors=tuple(self._tensors()))
 
     def _workers(self) -> Iterator[WorkerSummary]:
-        kinds = {
-            (name, kind.load_path): kind for kind in self._report.environments for name in self._named(kind.workers)
-        }
+        """Yield the workers with the values that they share with others of their kind."""
+        environments = {}
+        for environment in self._report.environments:
+            for name in self._named(environment.workers):
+                environments[name, environment.load_path] = environment
         for worker in self._report.workers:
-            kind = kinds[worker.name, worker.load_path]
-            whole = {name: joined(getattr(kind, name), getattr(worker, name)) for name in _OF_KIND}
-            yield msgspec.structs.replace(worker, **whole)
+            environment = environments[worker.name, worker.load_path]
+            fields = {name: joined(getattr(environment, name), getattr(worker, name)) for name in _OF_KIND}
+            yield msgspec.structs.replace(worker, **fields)
 
     def _tensors(self) -> Iterator[TensorComparison]:
-        found = gathered(((one.load_path, one.stage, one.layer, one.tensor), one) for one in self._report.outcomes)
-        for outcomes in found.values():
+        """Yield the tensors, each made of all of its rows."""
+        rows_by_tensor = gathered(
+            ((row.load_path, row.stage, row.layer, row.tensor), row) for row in self._report.outcomes
+        )
+        for rows in rows_by_tensor.values():
             yield TensorComparison(
-                **{name: getattr(outcomes[0], name) for name in _OF_TENSOR},
-                classes=self._classes_of(tuple((outcome.cohort, outcome.bits) for outcome in outcomes)),
-                outcomes=tuple(
-                    Outcome(
-                        workers=self._cohort(one.cohort),
-                        **{name: getattr(one, name) for name in Judgement.__struct_fields__},
-                    )
-                    for one in outcomes
-                ),
-                workers=self._order(tuple(outcome.cohort for outcome in outcomes)),
+                **{name: getattr(rows[0], name) for name in _OF_TENSOR},
+                classes=self._classes_of(tuple((row.cohort, row.bits) for row in rows)),
+                outcomes=tuple(map(self._outcome, rows)),
+                workers=self._workers_of(tuple(row.cohort for row in rows)),
             )
 
+    def _outcome(self, row: TableRow) -> Outcome:
+        fields = {name: getattr(row, name) for name in Judgement.__struct_fields__}
+        return Outcome(workers=self._cohort(row.cohort), **fields)
+
     def _in_order(self, cohorts: tuple[int, ...]) -> Workers:
+        """Return the workers of several cohorts in the order of the report."""
         names = [worker for number in cohorts for worker in self._cohort(number)]
         if len(set(names)) != len(names):
             raise ValueError("a worker with two outcomes of one tensor")
-        return tuple(sorted(names, key=self._places.__getitem__))
+        return tuple(sorted(names, key=self._indices.__getitem__))
 
     def _classes(self, rows: tuple[tuple[int, int | None], ...]) -> tuple[Workers, ...]:
-        classes = gathered((bits, name) for cohort, bits in rows if bits is not None for name in self._cohort(cohort))
-        return tuple(
-            tuple(sorted(names, key=lambda name: (name != self._report.reference, self._places[name])))
-            for _, names in sorted(classes.items())
-        )
+        """Return the workers of each class of bits, the reference worker first, from cohorts and numbers of classes."""
+        workers_by_bits: dict[int, list[str]] = {}
+        for cohort, bits in rows:
+            if bits is not None:
+                workers_by_bits.setdefault(bits, []).extend(self._cohort(cohort))
+        return tuple(tuple(sorted(names, key=self._order)) for _, names in sorted(workers_by_bits.items()))
+
+    def _order(self, name: str) -> tuple[bool, int]:
+        return (name != self._report.reference, self._indices[name])
 
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema."""
-    (found,), components = msgspec.json.schema_components(
+    (reference,), components = msgspec.json.schema_components(
         (ReportFile,), schema_hook=_schema_of, ref_template="#/$defs/{name}"
     )
     components["ReportFile"]["properties"]["schema"] = {"const": SCHEMA}
@@ -515,13 +553,13 @@ def schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "report.json of consistency",
-        **found,
+        **reference,
         "$defs": components,
     }
 
 
 def _open_names() -> dict[str, tuple[set[str], dict[str, Any]]]:
-    """Return the names that stages and plug-ins may add to: by title, the fields that have them, and what they are."""
+    """Return the sets of names that stages and plug-ins may extend: by title, their fields and their definition."""
     return {
         "Stage": (
             {"stage"},
@@ -551,14 +589,16 @@ def _refer(properties: dict[str, Any], fields: set[str], name: str) -> None:
     """Let fields of texts refer to the definition of a name."""
     for field in fields & properties.keys():
         types = properties[field].get("anyOf", [properties[field]])
-        for number, kind in enumerate(types):
-            if kind.get("type") == "string":
-                types[number] = {"$ref": f"#/$defs/{name}"} | {key: kind[key] for key in kind if key != "type"}
+        for index, definition in enumerate(types):
+            if definition.get("type") == "string":
+                others = {key: definition[key] for key in definition if key != "type"}
+                types[index] = {"$ref": f"#/$defs/{name}"} | others
         if "anyOf" not in properties[field]:
             properties[field] = types[0]
 
 
 def _schema_of(kind: type) -> dict[str, Any]:
+    """Return the schema of a type that msgspec does not know: JSON has words for the numbers that are not finite."""
     if kind is Real:
         return {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}]}
     raise NotImplementedError(kind)

@@ -7,6 +7,7 @@ longer than any run of backticks in it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -22,32 +23,33 @@ from consistency.report.sentences import facts
 from consistency.text import one_line
 
 MOST_LINES = 40
-"""Visible ones of a run: readers of an issue skip more than a screen; the parts below add up to no more than this."""
+"""Visible lines of a run: readers of an issue skip more than a screen; the parts below add up to no more than this."""
 
 MOST_ROWS = 20
 """Rows of a table of cases."""
 
-_SOURCES = 3
-_ROWS, _FINDINGS = 5, 3
-_FOLDED = 20_000  # characters of a folded part
+_MOST_SOURCES = 3
+_MOST_WORKER_ROWS, _MOST_FINDINGS = 5, 3
+_MOST_FOLDED = 20_000  # characters of a folded part
 _LONGEST = 400  # characters of a visible line: a sentence with a hundred workers is cut
 _LONGEST_FOLDED = 4000
-_NAMES = 4  # workers of a row
+_MOST_NAMES = 4  # workers of a row
 
 _SPECIAL = re.compile(
     r"([\\`*_{}\[\]<>|~$!^=])|(?<!\w)([@#])(?=\w)|(://)|(?<!\w)(www)(\.)|^([-+#]|\d+(?=[.)](?:\s|$)))"
 )
+"""Characters of markup; a mention or an issue; a URL with and without scheme; the beginning of a list or a heading."""
 
 
-def render(found: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
+def render(result: Comparison | SuiteResult, view: View) -> Iterator[bytes]:
     """Yield the file."""
-    yield as_markdown(found, view).encode()
+    yield as_markdown(result, view).encode()
 
 
-def as_markdown(found: Comparison | SuiteResult, view: View | None = None) -> str:
+def as_markdown(result: Comparison | SuiteResult, view: View | None = None) -> str:
     """Return the report in GitHub's Markdown."""
-    document = document_of(found, dataclasses.replace(view or View(), most_rows=MOST_ROWS))
-    lines = [*_head(document), *_numbered(document.to_act_on), *_explained(document)]
+    document = document_of(result, dataclasses.replace(view or View(), most_rows=MOST_ROWS))
+    lines = [*_head(document), *_numbered_list(document.to_act_on), *_explain_command(document)]
     lines += [*_tables(document), *_details(document)]
     lines += folded("Environment", document.environment, document.file)
     return "".join(f"{line}\n" for line in lines)
@@ -55,70 +57,77 @@ def as_markdown(found: Comparison | SuiteResult, view: View | None = None) -> st
 
 def escaped(text: object) -> str:
     """Return text that Markdown shows literally: no markup, no HTML, no link, no mention."""
-
-    def escape(match: re.Match[str]) -> str:
-        special, call, scheme, www, dot, first = match.groups()
-        if call:
-            return f"{call}\u2060"  # word joiner: no backslash keeps a tracker from calling @somebody or linking #1
-        if scheme:
-            return "\\:\\/\\/"
-        if www:
-            return f"{www}\\{dot}"
-        if first:
-            return f"\\{first}" if first in "-+#" else f"{first}\u2060"
-        return f"\\{special}"
-
     line = _cut(one_line(text)).replace("&", "&amp;")
-    return _SPECIAL.sub(escape, line)
+    return _SPECIAL.sub(_escape, line)
+
+
+def _escape(match: re.Match[str]) -> str:
+    special, call, scheme, www, dot, first = match.groups()
+    if call:
+        return f"{call}\u2060"  # word joiner: no backslash keeps a tracker from calling @somebody or linking #1
+    if scheme:
+        return "\\:\\/\\/"
+    if www:
+        return f"{www}\\{dot}"
+    if first:
+        return f"\\{first}" if first in "-+#" else f"{first}\u2060"
+    return f"\\{special}"
 
 
 def fence(lines: Sequence[str]) -> list[str]:
     """Return lines as a block of code that none of them can end."""
-    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
-    ticks = "`" * max(3, longest + 1)
+    ticks = "`" * max(3, 1 + max(map(_longest_ticks, lines), default=0))
     return [f"{ticks}text", *lines, ticks]
 
 
-def _numbered(found: Sequence[Entry]) -> Iterator[str]:
+def _longest_ticks(line: str) -> int:
+    """Return the length of the longest run of backticks in a line."""
+    return max(map(len, re.findall("`+", line)), default=0)
+
+
+def _numbered_list(entries: Sequence[Entry]) -> Iterator[str]:
     """Yield the first findings as a numbered list, each with its evidence and what to do next; and how many follow."""
-    if found:
+    if entries:
         yield ""
-    for entry in found[:_FINDINGS]:
+    for entry in entries[:_MOST_FINDINGS]:
         finding = entry.finding
         mark = "✗" if finding.severity == "error" else "warning:"
         lines = [f"{mark} **{escaped(finding.kind)}** {escaped(finding.message)}"]
         lines += [escaped(text.strip()) for text in finding.detail[:1]]
-        lines += [f"Next: {_next(finding.next)}"] if finding.next else []
+        if finding.next:
+            lines.append(f"Next: {_next_step(finding.next)}")
         indent = " " * len(f"{entry.number}. ")
+        # A backslash before the line feed breaks the line within the item.
         yield f"{entry.number}. " + f"\\\n{indent}".join(lines)
-    if rest := and_more(len(found) - _FINDINGS, "finding"):
-        yield f"{_FINDINGS + 1}. {rest}"
+    if left_out := and_more(len(entries) - _MOST_FINDINGS, "finding"):
+        yield f"{_MOST_FINDINGS + 1}. {left_out}"
 
 
-def _explained(document: Document) -> Iterator[str]:
+def _explain_command(document: Document) -> Iterator[str]:
     if document.explain_command:
         yield ""
         yield f"{EXPLAINED[0].upper()}{EXPLAINED[1:]}: `{document.explain_command}`"
 
 
-def _next(text: str) -> str:
-    """Return what to do next: a command as code, whole."""
+def _next_step(text: str) -> str:
+    """Return a next step in Markdown: a command as code, whole."""
     if not is_command(text):
         return escaped(text)
     line = one_line(text)
-    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
+    ticks = "`" * (1 + _longest_ticks(line))
     blank = " " if "`" in line else ""
     return f"{ticks}{blank}{line}{blank}{ticks}"
 
 
 def _finding_lines(document: Document) -> Iterator[str]:
     """Yield what the numbered list leaves out: further findings, of each the evidence and the command; the notes."""
-    for place, entry in enumerate(document.to_act_on):
-        finding, is_shown = entry.finding, place < _FINDINGS
-        if not is_shown:
+    for index, entry in enumerate(document.to_act_on):
+        finding, is_listed = entry.finding, index < _MOST_FINDINGS
+        if not is_listed:
             yield f"{entry.number}. {finding.kind}: {finding.message}"
-        yield from (f"{entry.number}. {text}" for text in finding.detail[is_shown:])
-        if finding.next and not is_shown:
+        unlisted_details = finding.detail[1:] if is_listed else finding.detail
+        yield from (f"{entry.number}. {text}" for text in unlisted_details)
+        if finding.next and not is_listed:
             yield f"{entry.number}. next: {finding.next}"
     for entry in document.notes:
         yield f"note: {entry.finding.message}"
@@ -129,26 +138,46 @@ def _cut(text: str, longest: int = _LONGEST) -> str:
     return text if len(text) <= longest else f"{text[:longest]} …"
 
 
-def _within(lines: Sequence[str], file: str) -> list[str]:
+def _shortened(lines: Sequence[str], file: str) -> list[str]:
     """Return the first lines, as many as a tracker takes, and how many follow."""
-    room, kept = _FOLDED, 0
+    room, count = _MOST_FOLDED, 0
     for line in lines:
         room -= len(line) + 1
         if room < 0:
             break
-        kept += 1
-    rest = and_more(len(lines) - kept, "line")
-    return [*lines[:kept], *([f"{rest}: {file} has them all"] if rest else [])]
+        count += 1
+    shown = [*lines[:count]]
+    if left_out := and_more(len(lines) - count, "line"):
+        shown.append(f"{left_out}: {file} has them all")
+    return shown
 
 
 def folded(title: str, lines: Sequence[str], file: str, *, above: Sequence[str] = ()) -> list[str]:
-    """Return lines as a block of code that a reader opens, below Markdown; nothing where there is neither."""
-    code = fence(_within([_cut(one_line(line), _LONGEST_FOLDED) for line in lines], file)) if lines else []
-    content = [*above, *([""] if above else []), *code]
-    return ["", f"<details><summary>{title}</summary>", "", *content, "</details>"] if content else []
+    """Return lines as a block of code that a reader opens, below Markdown; nothing where there is neither.
+
+    Parameters
+    ----------
+    title : str
+        Visible text that opens it.
+    lines : sequence of str
+        Lines of the block of code.
+    file : str
+        The file that has the lines for which there is no room.
+    above : sequence of str
+        Lines of Markdown before the code.
+    """
+    content = [*above]
+    if above:
+        content.append("")
+    if lines:
+        content += fence(_shortened([_cut(one_line(line), _LONGEST_FOLDED) for line in lines], file))
+    if not content:
+        return []
+    return ["", f"<details><summary>{title}</summary>", "", *content, "</details>"]
 
 
 def _head(document: Document) -> Iterator[str]:
+    """Yield the verdict, what was checked, and where the report is from."""
     drill = f" **A drill: {escaped(document.drill[:_LONGEST])}.**" if document.drill else ""
     yield f"**{document.verdict.upper()}** {escaped(document.sentence)}{drill}"
     yield ""
@@ -157,8 +186,9 @@ def _head(document: Document) -> Iterator[str]:
         yield ""
     yield f"{' · '.join(map(escaped, (document.name, *document.facts)))} · consistency {__version__}"
     if document.origin:
-        rest = and_more(len(document.sources) - _SOURCES, "capture")
-        code = [document.command, *document.sources[:_SOURCES], *([rest] if rest else [])]
+        code = [document.command, *document.sources[:_MOST_SOURCES]]
+        if left_out := and_more(len(document.sources) - _MOST_SOURCES, "capture"):
+            code.append(left_out)
         yield ""
         yield escaped(document.origin)
         yield ""
@@ -169,42 +199,51 @@ def _tables(document: Document) -> Iterator[str]:
     """Yield all tables as one, mismatches first where not every row is shown."""
     if not document.tables:
         return
-    most = MOST_ROWS if document.tables[0].label == "case" else _ROWS
-    most -= 2 * bool(document.merging)  # the line below the table, and the empty one before it
-    lines = [line for table in document.tables for line in _rows(table)]
-    if len(lines) > most:
-        lines.sort(key=lambda line: not line[0])
     table = document.tables[0]
-    titles = [*([table.heading] if table.heading else []), table.label, *(column.title for column in table.columns)]
+    most = MOST_ROWS if table.label == "case" else _MOST_WORKER_ROWS
+    if document.merging:
+        most -= 2  # the line below the table, and the empty one before it
+    rows = list(itertools.chain.from_iterable(map(_rows, document.tables)))
+    if len(rows) > most:
+        rows.sort(key=lambda row: not row[0])
+    titles = [table.label, *(column.title for column in table.columns)]
+    if table.heading:
+        titles.insert(0, table.heading)
     yield ""
     yield f"| {' | '.join(map(escaped, titles))} |"
     yield "|---" * len(titles) + "|"
-    yield from (line for _, line in lines[:most])
-    if rest := and_more(len(lines) - most, "line"):
-        yield f"| {rest} |"
+    yield from (line for _, line in rows[:most])
+    if left_out := and_more(len(rows) - most, "line"):
+        yield f"| {left_out} |"
     if document.merging:
         yield ""
         yield escaped(" · ".join(document.merging))
 
 
 def _rows(table: ResultTable) -> Iterator[tuple[bool, str]]:
-    """Yield each row, and whether it has a mismatch."""
+    """Yield for each row whether it has a mismatch, and its line of Markdown."""
+    path = table.title.removeprefix("load path: ")
     for row in table.rows:
-        cells = [f"{cell.mark} {escaped(f'{cell.text} {cell.place}'.rstrip())}".strip() for cell in row.cells]
-        cells.insert(0, escaped(some(row.names, _NAMES)))
+        cells = []
         if table.heading:
-            path = table.title.removeprefix("load path: ")
-            cells.insert(0, escaped(row.architecture) + (f" ({escaped(path)})" if path else ""))
+            cells.append(f"{escaped(row.architecture)} ({escaped(path)})" if path else escaped(row.architecture))
+        cells.append(escaped(some(row.names, _MOST_NAMES)))
+        for cell in row.cells:
+            text = escaped(f"{cell.text} {cell.place}".rstrip())
+            cells.append(f"{cell.mark} {text}".strip())
         yield row.bad, f"| {' | '.join(cells)} |"
 
 
 def _details(document: Document) -> list[str]:
     """Return the worst layers, the rest of the findings, where workers diverge, and what was not checked."""
     lines = [*_finding_lines(document), *(text for _, text in document.remarks)]
-    lines += filter(None, [document.not_checked_text, *(f"not written: {text}" for text in document.unwritten)])
-    above = [] if document.layers is None else list(_sheet(document.layers))
+    if document.not_checked_text:
+        lines.append(document.not_checked_text)
+    lines += [f"not written: {text}" for text in document.unwritten]
+    if document.layers is None:
+        return folded("Details, notes, and what was not checked", lines, document.file)
     title = "Layers by architecture, details, notes, and what was not checked"
-    return folded(title if above else "Details, notes, and what was not checked", lines, document.file, above=above)
+    return folded(title, lines, document.file, above=list(_sheet(document.layers)))
 
 
 def _sheet(sheet: Sheet) -> Iterator[str]:
@@ -217,7 +256,7 @@ def _sheet(sheet: Sheet) -> Iterator[str]:
 MOST_EVIDENCE = 20
 """Lines of evidence: a stack has about as many, and `report.json` holds all."""
 
-_TENSORS = 3
+_MOST_TENSORS = 3
 
 
 def finding_as_markdown(comparison: Comparison, finding: Finding, number: int) -> str:
@@ -229,13 +268,18 @@ def finding_as_markdown(comparison: Comparison, finding: Finding, number: int) -
     evidence = [one_line(line) for line in finding.detail[:MOST_EVIDENCE]]
     if len(finding.detail) > MOST_EVIDENCE:
         evidence.append(f"and {len(finding.detail) - MOST_EVIDENCE} more lines")
-    evidence += [f"next: {one_line(finding.next)}"] if finding.next else []
+    if finding.next:
+        evidence.append(f"next: {one_line(finding.next)}")
     if evidence:
         lines += [*fence(evidence), ""]
     if finding.tensors:
-        lines.append(f"* tensors: {escaped(some(finding.tensors, _TENSORS))}")
-    named = set(finding.workers)
-    devices = [f"{one.name} ({one.architecture}, {one.model})" for one in comparison.workers if one.name in named]
+        lines.append(f"* tensors: {escaped(some(finding.tensors, _MOST_TENSORS))}")
+    names = set(finding.workers)
+    devices = [
+        f"{worker.name} ({worker.architecture}, {worker.model})"
+        for worker in comparison.workers
+        if worker.name in names
+    ]
     if devices:
         lines.append(f"* devices: {escaped(some(devices))}")
     case = " · ".join(escaped(text) for text in (comparison.case, *facts(comparison)))

@@ -1,4 +1,4 @@
-"""The marks of every report: what each means, its colour in a terminal, and the letters of classes of agreement."""
+"""The marks of every report: their meanings, their colours in a terminal, and the letters of classes of agreement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKS: Mapping[str, tuple[str, str]] = {
     "elsewhere": ("″", "checked in another case, for the whole host"),
     "none": ("–", "not checked"),
 }
-"""Mark and meaning of each status, and of what else a cell may say."""
+"""Mark and meaning of each status of a tensor, and of the other kinds of cells."""
 
 STATUSES = ("equal", "within", "outside", "missing", "unexpected", "skipped", "blocked")
 
@@ -33,20 +33,20 @@ _STYLES = {
 
 
 def style_of(kind: str) -> str:
-    """Return the style in a terminal of a status, of a verdict, or of what else a cell may say."""
+    """Return the style in a terminal of a status, a verdict, or another kind of cell."""
     return _STYLES.get(kind, "dim")
 
 
 def key(statuses: Iterable[str] = STATUSES) -> tuple[tuple[str, str, str], ...]:
-    """Return statuses, each with its mark and its meaning."""
+    """Return the rows of a legend: each status with its mark and its meaning."""
     return tuple((status, *MARKS[status]) for status in statuses)
 
 
 def letter(number: int) -> str:
     """Return the letter of a class of agreement, counted from 0: A, B, … Z, AA, AB and so on."""
-    text = ""
-    number += 1
+    letters = ""
+    number += 1  # digits count from 1 to 26: there is none for zero
     while number:
-        number, rest = divmod(number - 1, 26)
-        text = chr(ord("A") + rest) + text
-    return text
+        number, digit = divmod(number - 1, 26)
+        letters = chr(ord("A") + digit) + letters
+    return letters

@@ -23,7 +23,7 @@ _COLUMNS = "{:28}{:>13}{:>13}{:>13}"
 
 
 def as_table(budget: Budget) -> dict[str, Any]:
-    """Return a budget as JSON has it: bytes, and null for what is unknown."""
+    """Return a budget as a table for JSON: sizes in bytes, null for those that are unknown."""
     shape = {field.name: getattr(budget.shape, field.name) for field in dataclasses.fields(Shape)}
     layers, unknown = shape.pop("layers"), shape.pop("unknown")
     return {
@@ -68,36 +68,36 @@ def render(budget: Budget) -> str:
 
 
 def suite_as_table(name: str, budgets: Mapping[str, Budget | ConsistencyError], at_once: int) -> dict[str, Any]:
-    """Return the budgets of a suite, of which so many cases run at once, as JSON has them.
+    """Return the budgets of a suite, of which `at_once` cases run at a time, as a table for JSON.
 
-    Of a case that cannot be checked, it says why.
+    A case that cannot be checked has the reason in the place of a budget.
     """
-    cases = {
-        case: {"refusal": found.parts} if isinstance(found, ConsistencyError) else as_table(found)
-        for case, found in budgets.items()
-    }
+    cases = {}
+    for case, budget in budgets.items():
+        cases[case] = {"refusal": budget.parts} if isinstance(budget, ConsistencyError) else as_table(budget)
     return {"schema": SUITE_SCHEMA, "suite": name, "cases": cases, "cases_at_a_time": at_once}
 
 
 def render_suite(name: str, budgets: Mapping[str, Budget | ConsistencyError], at_once: int) -> str:
     """Return the budgets of a suite as text: a line per case, and the most expensive one in full."""
-    known = {case: found for case, found in budgets.items() if isinstance(found, Budget)}
     lines = [f"consistency plan · {one_line(name)} · {counted(len(budgets), 'case')}", ""]
     lines.append("  " + _COLUMNS.format("case", "host private", "host mapped", "device"))
-    for case, found in budgets.items():
-        if isinstance(found, ConsistencyError):
-            lines.append(f"  {one_line(case)}: cannot be checked: {_reason(found)}")
+    estimated = []
+    for case, budget in budgets.items():
+        if isinstance(budget, ConsistencyError):
+            lines.append(f"  {one_line(case)}: cannot be checked: {_reason(budget)}")
             continue
-        device = max((worker.device_bytes or 0 for worker in found.workers), default=0)
-        figures = (found.host_private_bytes, found.host_mapped_bytes, device)
-        note = "" if found.refusal is None else f"  refused: {one_line(found.refusal.what)}"
-        lines.append("  " + _COLUMNS.format(one_line(case), *map(_size, figures)) + note)
-    if not known:
+        estimated.append(budget)
+        device_bytes = max((worker.device_bytes or 0 for worker in budget.workers), default=0)
+        sizes = (budget.host_private_bytes, budget.host_mapped_bytes, device_bytes)
+        note = "" if budget.refusal is None else f"  refused: {one_line(budget.refusal.what)}"
+        lines.append("  " + _COLUMNS.format(one_line(case), *map(_size, sizes)) + note)
+    if not estimated:
         return "\n".join(lines) + "\n"
     beside = f", {at_once} at a time" if at_once > 1 else ""
     lines += ["", f"  together  workers are started once and take the cases in turn{beside}", ""]
     text = "\n".join(lines)
-    largest = max(known.values(), key=lambda found: found.host_private_bytes)
+    largest = max(estimated, key=lambda budget: budget.host_private_bytes)
     return f"{text}\nThe case that needs the most memory:\n\n{render(largest)}"
 
 
@@ -107,6 +107,7 @@ def _reason(error: ConsistencyError) -> str:
 
 
 def _model(shape: Shape) -> Iterator[str]:
+    """Yield a line for the base and one for the adapter, where there are such."""
     if shape.elements:
         converted = f", {size(shape.converted_bytes)} of them converted" if shape.converted_bytes else ""
         yield (
@@ -131,39 +132,47 @@ def _millions(count: int) -> str:
 
 
 def _worker(worker: WorkerEstimate) -> Iterator[str]:
-    notes = [
-        text
-        for text, holds in (("reference", worker.makes_reference), ("offload", worker.placement == "offload"))
-        if holds
-    ]
-    name = one_line(worker.worker) + (f" ({', '.join(notes)})" if notes else "")
+    """Yield the lines of a worker: what each stage needs, and the peaks."""
+    notes = []
+    if worker.makes_reference:
+        notes.append("reference")
+    if worker.placement == "offload":
+        notes.append("offload")
+    name = one_line(worker.worker)
+    if notes:
+        name += f" ({', '.join(notes)})"
     yield "  " + _COLUMNS.format(name, "host private", "host mapped", "device")
     for stage in worker.stages:
-        figures = (stage.host_private_bytes, stage.host_mapped_bytes, stage.device_bytes)
-        yield "  " + _COLUMNS.format(f"  {stage.stage}", *map(_size, figures)) + _passes(stage)
-    figures = (worker.host_private_bytes, worker.host_mapped_bytes, worker.device_bytes)
-    yield "  " + _COLUMNS.format("  peaks", *map(_size, figures))
+        sizes = (stage.host_private_bytes, stage.host_mapped_bytes, stage.device_bytes)
+        yield "  " + _COLUMNS.format(f"  {stage.stage}", *map(_size, sizes)) + _passes(stage)
+    peaks = (worker.host_private_bytes, worker.host_mapped_bytes, worker.device_bytes)
+    yield "  " + _COLUMNS.format("  peaks", *map(_size, peaks))
     if worker.device_bytes is not None:
-        has = "of unknown size" if worker.device_memory_bytes is None else f"with {size(worker.device_memory_bytes)}"
-        yield f"    a device {has}"
+        memory = "of unknown size"
+        if worker.device_memory_bytes is not None:
+            memory = f"with {size(worker.device_memory_bytes)}"
+        yield f"    a device {memory}"
 
 
 def _passes(stage: StageEstimate) -> str:
-    """Return how many passes a stage makes of the model, and over how many blocks; empty where it declares none."""
+    """Return the number of passes of a stage, and of the blocks that they compute; empty where it declares none."""
     if not stage.passes:
         return ""
-    blocks = max(one.blocks for one in stage.passes)
+    blocks = max(passes.blocks for passes in stage.passes)
     over = f" over {counted(blocks, 'block')}" if blocks else ""
-    count = sum(one.count for one in stage.passes)
-    return f"   {count} {'pass' if count == 1 else 'passes'}{over}"
+    count = sum(passes.count for passes in stage.passes)
+    noun = "pass" if count == 1 else "passes"
+    return f"   {count} {noun}{over}"
 
 
 def _together(budget: Budget) -> Iterator[str]:
-    free = budget.host_available_bytes
+    """Yield the memory of all workers that run at a time, and the space for temporary files."""
+    available = "an unknown amount of memory"
+    if budget.host_available_bytes is not None:
+        available = f"{size(budget.host_available_bytes)} available on this host"
     yield (
         f"  together  {counted(budget.at_once, 'worker')} at a time: {size(budget.host_private_bytes)} private and "
-        f"{size(budget.host_mapped_bytes)} mapped, of "
-        + ("an unknown amount of memory" if free is None else f"{size(free)} available on this host")
+        f"{size(budget.host_mapped_bytes)} mapped, of {available}"
     )
     if budget.scratch_bytes:
         where = "in memory, and part of the private memory" if budget.scratch_in_memory else "on disk"
@@ -177,4 +186,5 @@ def _indented(text: str) -> list[str]:
 
 
 def _size(count: int | None) -> str:
+    """Write a number of bytes; a dash where there are none, or where that is unknown."""
     return "–" if not count else size(count)

@@ -1,4 +1,4 @@
-"""Folders of runs by date below one `--out`, so that the same command line serves every night.
+"""Make and find the folders of runs by date below one `--out`, so that the same command line serves every night.
 
 ::
 
@@ -55,7 +55,7 @@ def dated(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def telling_refusal(out: Path | None) -> Iterator[None]:
-    """Leave beside earlier results why the last run has none, for `status`, until a run has one."""
+    """Leave a refused run's reason beside earlier results, for `status`, until a run has a result."""
     try:
         yield
     except ConsistencyError as error:
@@ -72,25 +72,29 @@ def _has_results(folder: Path) -> bool:
 
 
 def _remove_killed(out: Path) -> None:
-    """Remove what runs of this host left unfinished whose processes are gone."""
+    """Remove the unfinished work of runs of this host whose processes are gone."""
     for folder in out.iterdir():
-        if _NAME.fullmatch(folder.name) and is_abandoned(folder):
-            if not _has_results(folder) and not (folder / "captures").exists():
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
-            for partial in (*folder.glob(f".*{PARTIAL}"), *folder.glob(f"cases/*/.*{PARTIAL}")):
-                shutil.rmtree(partial, ignore_errors=True)
-            for claim in (*folder.glob(f".*{CLAIM}"), *folder.glob(f"cases/*/.*{CLAIM}"), folder / CLAIM):
-                claim.unlink(missing_ok=True)
+        if not _NAME.fullmatch(folder.name) or not is_abandoned(folder):
+            continue
+        if not _has_results(folder) and not (folder / "captures").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        # Results and captures stay: only unfinished captures and the claims of dead processes go.
+        for partial in (*folder.glob(f".*{PARTIAL}"), *folder.glob(f"cases/*/.*{PARTIAL}")):
+            shutil.rmtree(partial, ignore_errors=True)
+        for claim in (*folder.glob(f".*{CLAIM}"), *folder.glob(f"cases/*/.*{CLAIM}"), folder / CLAIM):
+            claim.unlink(missing_ok=True)
 
 
 def latest_run(out: Path) -> Path:
     """Return the folder of the last run at `out`: itself, or one by date below it; `out` where there is none."""
-    found = [folder for folder in (out, _latest_dated(out)) if folder is not None and _ended(folder) is not None]
-    return max(found, key=lambda folder: _ended(folder) or 0, default=out)
+    candidates = [out, _latest_dated(out)]
+    ended = [folder for folder in candidates if folder is not None and _ended(folder) is not None]
+    return max(ended, key=lambda folder: _ended(folder) or 0, default=out)
 
 
 def _new_folder(out: Path) -> Path:
+    """Make a folder below `out` with the time as its name, and a number where there is one of that name."""
     name = time.strftime(_FORM, time.gmtime())
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -105,7 +109,8 @@ def _new_folder(out: Path) -> Path:
 
 
 def _latest_dated(out: Path) -> Path | None:
-    with suppress(OSError):
+    """Return the newest folder by date below `out` that has a report; None where there is none."""
+    with suppress(OSError):  # without links, the names are looked through
         folder = out / (out / LATEST).readlink()
         if _ended(folder) is not None:
             return folder
@@ -117,7 +122,7 @@ def _latest_dated(out: Path) -> Path | None:
 
 
 def _ended(folder: Path) -> int | None:
-    """Return when a run wrote its report, in nanoseconds; None where it wrote none."""
+    """Return the time at which a run wrote its report, in nanoseconds; None where it wrote none."""
     times = []
     for name in (REPORT, SUITE):
         with suppress(OSError):

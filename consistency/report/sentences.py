@@ -1,9 +1,9 @@
-"""What every report states in the same words: the verdict, a cell of the table, load paths, where workers diverge."""
+"""Sentences that every report has in the same words: the verdict, facts, load paths, where workers diverge."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 
 import msgspec
 
@@ -17,10 +17,10 @@ from consistency.case.stages import SPECS
 from consistency.comparison import kinds
 from consistency.comparison.by_worker import Coverage, coverage, worst_error
 from consistency.comparison.outcomes import names_in
-from consistency.comparison.result import BAD, Comparison, Divergence
+from consistency.comparison.result import BAD, Comparison, Divergence, Finding
 from consistency.comparison.suite import CaseResult
 from consistency.report.ranges import folded
-from consistency.report.summary import MOST_COLUMNS, NEARLY_ALL, Rows, by_architecture, ratio_text
+from consistency.report.summary import MOST_COLUMNS, NEARLY_ALL, Row, Rows, by_architecture, ratio_text
 from consistency.text import one_line
 
 _NEED_ADAPTER = frozenset(stage for stage, spec in SPECS.items() if spec.needs_adapter)
@@ -29,26 +29,33 @@ _MOST_LOAD_PATHS = 4  # names of load paths that fit a line
 
 _STATUS: Mapping[str, str] = {"within": "within tolerance", "equal": "matches its own file", "outside": "mismatch"}
 
-
 _HALF = frozenset({"float16", "bfloat16"})
+
+_SAID_BY_INCOMPLETE = frozenset({kinds.LOST_WORKER, kinds.FAILED_WORKER, kinds.LOST_NODE, kinds.NOTHING_COMPARED})
+"""Kinds of errors that the sentence of an incomplete run states already."""
 
 
 def facts(comparison: Comparison, elapsed_s: float | None = None) -> list[str]:
-    """Return what was checked, in a few words each; how long it took is the comparison's own where none is given."""
-    elapsed_s = comparison.elapsed_s if elapsed_s is None else elapsed_s
-    counts = [counted(len(comparison.workers), "worker"), counted(len(comparison.tensors), "tensor")]
-    found = [*dtype_texts(comparison), *counts]
-    mains = [load_path for load_path in comparison.load_paths if not is_alternative(load_path)]
-    sides = len(comparison.load_paths) - len(mains)
-    found += [f"load paths {' and '.join(mains)}" if len(mains) > 1 else ""]
-    found += [counted(sides, "alternative load path") if sides else ""]
-    found += [f"level {comparison.level}", *profile_texts(comparison), *soak_texts(comparison)]
-    found += [] if elapsed_s is None else [f"{elapsed_s:.0f} s"]
-    return [text for text in found if text]
+    """Return what was checked, in a few words each; without `elapsed_s`, the time is the comparison's own."""
+    if elapsed_s is None:
+        elapsed_s = comparison.elapsed_s
+    texts = [*dtype_texts(comparison)]
+    texts.append(counted(len(comparison.workers), "worker"))
+    texts.append(counted(len(comparison.tensors), "tensor"))
+    default_paths = [load_path for load_path in comparison.load_paths if not is_alternative(load_path)]
+    alternatives = len(comparison.load_paths) - len(default_paths)
+    if len(default_paths) > 1:
+        texts.append(f"load paths {' and '.join(default_paths)}")
+    if alternatives:
+        texts.append(counted(alternatives, "alternative load path"))
+    texts += [f"level {comparison.level}", *profile_texts(comparison), *soak_texts(comparison)]
+    if elapsed_s is not None:
+        texts.append(f"{elapsed_s:.0f} s")
+    return [text for text in texts if text]
 
 
 def dtype_texts(comparison: Comparison) -> list[str]:
-    """Return the dtype of the model; a run without one has none."""
+    """Return the dtype of the model, if any: a run without a model has none."""
     return [comparison.dtype] if comparison.dtype not in ("", "auto") else []
 
 
@@ -65,13 +72,13 @@ def versions_text(versions: Mapping[str, str]) -> str:
 
 
 def time_text(created: str) -> str:
-    """Write a time of a report: `2026-11-22 09:02 UTC`; one that a stranger wrote differently stays as it is."""
+    """Write the time of a report: `2026-11-22 09:02 UTC`; a time in another form, of a stranger's file, as it is."""
     time = time_of(created)
     return created if time is None else f"{time:%Y-%m-%d %H:%M} UTC"
 
 
 def command_text(command: Sequence[str]) -> str:
-    """Write a command line as a shell takes it; in one of very many words, those that are alike become a pattern."""
+    """Write a command line as a shell takes it; of very many words, those that are alike become a pattern."""
     return shlex.join(folded(command) if len(command) > _MOST_WORDS else command)
 
 
@@ -80,8 +87,8 @@ def source_texts(comparison: Comparison) -> list[str]:
     if len(comparison.sources) < 2:
         return []
     return [
-        f"capture {one.name}: {time_text(one.created)} · {one.host} · consistency {one.tool}"
-        for one in comparison.sources
+        f"capture {source.name}: {time_text(source.created)} · {source.host} · consistency {source.tool}"
+        for source in comparison.sources
     ]
 
 
@@ -100,19 +107,22 @@ def soak_texts(comparison: Comparison) -> list[str]:
     soaks = [(worker.name, worker.soak) for worker in comparison.workers if worker.soak is not None]
     if not soaks:
         return []
-    longest = max(soak.asked_s for _, soak in soaks)
-    load = " under load" if any(soak.load is not None and soak.load.products for _, soak in soaks) else ""
-    counts = sorted({soak.repeats for _, soak in soaks})
-    text = counted(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
-    differ = [
-        f"{soak.changed.count} of {soak.begun} differ" + (f" on {name}" if len(soaks) > 1 else "")
-        for name, soak in soaks
-        if soak.changed is not None
-    ]
-    cut = [f"{name} was lost during it" for name, soak in soaks if not soak.complete]
-    ended = [f"{name}: {soak.load.error}" for name, soak in soaks if soak.load is not None and soak.load.error]
-    result = some(differ) if differ else "none differs"
-    return [f"soak{load}: {text} in {duration_text(longest)}, {result}", *cut, *ended]
+    longest_s = max(soak.asked_s for _, soak in soaks)
+    had_load = any(soak.load is not None and soak.load.products for _, soak in soaks)
+    load = " under load" if had_load else ""
+    repeats = sorted({soak.repeats for _, soak in soaks})
+    repeats_text = counted(repeats[0], "repeat") if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]} repeats"
+    changes, lost, load_errors = [], [], []
+    for name, soak in soaks:
+        if soak.changed is not None:
+            where = f" on {name}" if len(soaks) > 1 else ""
+            changes.append(f"{soak.changed.count} of {soak.begun} differ{where}")
+        if not soak.complete:
+            lost.append(f"{name} was lost during it")
+        if soak.load is not None and soak.load.error:
+            load_errors.append(f"{name}: {soak.load.error}")
+    result = some(changes) if changes else "none differs"
+    return [f"soak{load}: {repeats_text} in {duration_text(longest_s)}, {result}", *lost, *load_errors]
 
 
 def sentence(comparison: Comparison) -> str:
@@ -121,59 +131,79 @@ def sentence(comparison: Comparison) -> str:
         return statement.sentence
     offloaded = [w.name for w in comparison.workers if str(w.environment.get("placement")).startswith("offload")]
     simulated = [w.name for w in comparison.workers if w.simulated]
-    found = (("base offloaded", offloaded), ("simulated", simulated), ("planted fault", comparison.planted))
-    return _of_workers(comparison) + "".join(f"; {what}: {some(names)}" for what, names in found if names)
+    remarks = (("base offloaded", offloaded), ("simulated", simulated), ("planted fault", comparison.planted))
+    return _verdict_sentence(comparison) + "".join(f"; {remark}: {some(names)}" for remark, names in remarks if names)
 
 
-def _of_workers(comparison: Comparison) -> str:
-    errors = [f for f in comparison.findings if f.severity == "error"]
+def _verdict_sentence(comparison: Comparison) -> str:
+    errors = [finding for finding in comparison.findings if finding.severity == "error"]
     if comparison.verdict == "consistent":
-        covered = coverage(comparison.tensors)
-        accepted = sum(finding.accepted is not None for finding in comparison.findings)
-        what = f"nothing new on {_workers(comparison)}: the baseline accepts {counted(accepted, 'finding')}"
-        parts = [what if accepted else _what_matches(comparison, covered), _no_adapter(comparison, covered)]
-        parts += [_software_mismatch(covered) if not accepted else "", _not_compared(comparison, covered)]
-        return "; ".join(filter(None, [*parts, _worst_error(comparison)]))
+        return _consistent_sentence(comparison)
     if comparison.verdict == "incomplete":
-        nothing = [f.message for f in errors if f.kind in (kinds.NOTHING_COMPARED, kinds.GONE_DEVICE)]
-        lost = [node for f in errors if f.kind == kinds.LOST_NODE for node in f.detail]
-        lost += [w.name for w in comparison.workers if w.status != "ok"]
-        what = f"{some(lost)} did not finish" if lost else "part of what was requested could not be checked"
-        said = (
-            kinds.LOST_WORKER,
-            kinds.FAILED_WORKER,
-            kinds.LOST_NODE,
-            kinds.NOTHING_COMPARED,
-            *(() if lost else (kinds.GONE_DEVICE,)),
-        )
-        others = sum(f.kind not in said for f in errors)
-        what = nothing[0] if nothing and not lost else what
-        return what + (f"; {counted(others, 'other finding')}" if others else "")
+        return _incomplete_sentence(comparison, errors)
     if not errors:  # of a stranger's file
         return "no finding says why"
     first = errors[0].message
     return first if len(errors) == 1 else f"{first} (and {counted(len(errors) - 1, 'other finding')})"
 
 
-def _what_matches(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
+def _consistent_sentence(comparison: Comparison) -> str:
+    """State what agrees, or that a baseline accepts it; what was not compared; and the worst error."""
+    covered = coverage(comparison.tensors)
+    accepted = sum(finding.accepted is not None for finding in comparison.findings)
+    if accepted:
+        findings = counted(accepted, "finding")
+        parts = [f"nothing new on {_worker_count(comparison)}: the baseline accepts {findings}"]
+        parts.append(_no_adapter(comparison, covered))
+    else:
+        parts = [_agreement(comparison, covered), _no_adapter(comparison, covered), _software_mismatch(covered)]
+    parts += [_not_compared(comparison, covered), _worst_error(comparison)]
+    return "; ".join(part for part in parts if part)
+
+
+def _incomplete_sentence(comparison: Comparison, errors: Sequence[Finding]) -> str:
+    """State which workers and nodes did not finish, or else what could not be compared."""
+    lost = [node for error in errors if error.kind == kinds.LOST_NODE for node in error.detail]
+    lost += [worker.name for worker in comparison.workers if worker.status != "ok"]
+    reasons = [error.message for error in errors if error.kind in (kinds.NOTHING_COMPARED, kinds.GONE_DEVICE)]
+    said_kinds: Set[str] = _SAID_BY_INCOMPLETE
+    if lost:
+        statement = f"{some(lost)} did not finish"
+    else:
+        # Where a worker is lost, a device that is gone is another finding: the sentence does not state it.
+        said_kinds = said_kinds | {kinds.GONE_DEVICE}
+        statement = reasons[0] if reasons else "part of what was requested could not be checked"
+    unsaid = sum(error.kind not in said_kinds for error in errors)
+    return f"{statement}; {counted(unsaid, 'other finding')}" if unsaid else statement
+
+
+def _agreement(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
     """State which weights are right and on how many workers; without any, the stages that found no mismatch."""
     names = dict.fromkeys(worker.name for worker in comparison.workers)
-    right = {stage: covered[stage] for stage in (standard.BASE, standard.ADAPTER) if stage in covered}
-    right = {stage: one for stage, one in right.items() if not one.wrong}
-    workers = _workers(comparison)
+    workers = _worker_count(comparison)
     if not covered:
         return "nothing was compared"
-    if not right:
-        fine = [one_line(stage) for stage, one in covered.items() if not one.wrong]
-        return f"no mismatch in {listed(fine)} on {workers}" if fine else f"no difference between {workers}"
-    if all(one.workers.keys() >= names.keys() for one in right.values()):
-        what, verb = (f"the {next(iter(right))}", "agrees") if len(right) == 1 else (" and ".join(right), "agree")
-        return f"{what} {verb} {'with the files' if len(names) == 1 else f'on {workers}'}"
-    texts = [f"the {stage} on {len(one.workers.keys() & names.keys())} of {workers}" for stage, one in right.items()]
+    right_stages = [stage for stage in covered if not covered[stage].wrong]
+    weights = {stage: covered[stage] for stage in (standard.BASE, standard.ADAPTER) if stage in right_stages}
+    if not weights:
+        if not right_stages:
+            return f"no difference between {workers}"
+        return f"no mismatch in {listed([one_line(stage) for stage in right_stages])} on {workers}"
+    if all(stage_coverage.workers.keys() >= names.keys() for stage_coverage in weights.values()):
+        subject = " and ".join(weights) + " agree"
+        if len(weights) == 1:
+            subject = f"the {next(iter(weights))} agrees"
+        # One worker has nobody to agree with but the files of the model.
+        where = "with the files" if len(names) == 1 else f"on {workers}"
+        return f"{subject} {where}"
+    texts = [
+        f"the {stage} on {len(stage_coverage.workers.keys() & names.keys())} of {workers}"
+        for stage, stage_coverage in weights.items()
+    ]
     return f"agree: {listed(texts)}"
 
 
-def _workers(comparison: Comparison) -> str:
+def _worker_count(comparison: Comparison) -> str:
     return counted(len({worker.name for worker in comparison.workers}), "worker")
 
 
@@ -184,93 +214,113 @@ def _no_adapter(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
 
 def _software_mismatch(covered: Mapping[str, Coverage]) -> str:
     """Name the stages with a mismatch that is no device's fault: the verdict is of the devices alone."""
-    wrong = [one_line(stage) for stage, one in covered.items() if one.wrong]
+    wrong = [one_line(stage) for stage, stage_coverage in covered.items() if stage_coverage.wrong]
     return f"mismatch in {listed(wrong)}, the same on every device: see the warnings" if wrong else ""
 
 
 def _not_compared(comparison: Comparison, covered: Mapping[str, Coverage]) -> str:
     """Name the stages that were requested and could not compare anything, but for those that need an adapter."""
-    left = dict.fromkeys(tensor.stage for tensor in comparison.tensors if tensor.stage not in covered)
+    stages = dict.fromkeys(tensor.stage for tensor in comparison.tensors if tensor.stage not in covered)
     if _no_adapter(comparison, covered):
-        left = {stage: None for stage in left if stage not in _NEED_ADAPTER}
-    return f"{listed([one_line(stage) for stage in left])} not compared" if left else ""
+        stages = {stage: None for stage in stages if stage not in _NEED_ADAPTER}
+    return f"{listed([one_line(stage) for stage in stages])} not compared" if stages else ""
 
 
 def _worst_error(comparison: Comparison) -> str:
+    """State the largest error/tolerance and its tensor; nothing where no error was measured."""
     worst = worst_error(comparison)
     if worst is None:
         return ""
-    is_rounding = comparison.dtype in _HALF and NEARLY_ALL < worst[0] <= 1
-    why = f", where one rounding to {comparison.dtype} alone may take 1.00" if is_rounding else ""
-    return f"the model's worst error/tolerance is {ratio_text(worst[0])} ({worst[1]}{why})"
+    ratio, tensor = worst
+    why = ""
+    if comparison.dtype in _HALF and NEARLY_ALL < ratio <= 1:
+        why = f", where one rounding to {comparison.dtype} alone may take 1.00"
+    return f"the model's worst error/tolerance is {ratio_text(ratio)} ({tensor}{why})"
 
 
 def alternative_path_texts(comparison: Comparison) -> Iterator[tuple[str, str]]:
     """Yield how the alternative load paths ended, each with its kind of cell; those without a mismatch in one line."""
-    equal, others = [], []
+    equal_paths, lines = [], []
     for path in filter(is_alternative, comparison.load_paths):
         tensors = [tensor for tensor in comparison.tensors if tensor.load_path == path]
-        wrong = names_in(row.workers for tensor in tensors for row in tensor.outcomes if row.status in BAD)
+        outcomes = [outcome for tensor in tensors for outcome in tensor.outcomes]
+        wrong = names_in(outcome.workers for outcome in outcomes if outcome.status in BAD)
         if wrong:
-            bad, names = sum(tensor.is_wrong for tensor in tensors), some(_in_order(comparison, wrong))
-            others.append(("outside", f"load path {path}: ✗ {bad}/{len(tensors)} on {names}"))
-        elif any(row.status not in ("skipped", "blocked") for tensor in tensors for row in tensor.outcomes):
-            equal.append(path)
+            mismatches = sum(tensor.is_wrong for tensor in tensors)
+            names = some(_in_order(comparison, wrong))
+            lines.append(("outside", f"load path {path}: ✗ {mismatches}/{len(tensors)} on {names}"))
+        elif any(outcome.status not in ("skipped", "blocked") for outcome in outcomes):
+            equal_paths.append(path)
         else:
-            others.append(("skipped", f"load path {path}: skipped"))
-    if equal:
-        names = f" ({', '.join(equal)})" if len(equal) <= _MOST_LOAD_PATHS else ""
-        every = "all " if len(equal) > 1 else ""
-        yield "equal", f"{counted(len(equal), 'more load path')} checked, {every}equal{names}"
-    yield from others
+            lines.append(("skipped", f"load path {path}: skipped"))
+    if equal_paths:
+        names = f" ({', '.join(equal_paths)})" if len(equal_paths) <= _MOST_LOAD_PATHS else ""
+        every = "all " if len(equal_paths) > 1 else ""
+        yield "equal", f"{counted(len(equal_paths), 'more load path')} checked, {every}equal{names}"
+    yield from lines
 
 
 def _in_order(comparison: Comparison, names: Container[str]) -> list[str]:
+    """Return the workers of these names in the order of the comparison."""
     return [name for name in dict.fromkeys(worker.name for worker in comparison.workers) if name in names]
 
 
-def agreement_texts(comparison: Comparison, found: Rows) -> Iterator[str]:
+def agreement_texts(comparison: Comparison, rows_by_path: Rows) -> Iterator[str]:
     """Yield, for more workers than a reader looks through, how many agree with their architecture and which do not.
 
     An architecture of which no more than half agree has no majority to differ from.
     """
     if len(comparison.workers) <= MOST_COLUMNS:
         return
-    for load_path, rows in found.items():
+    for load_path, rows in rows_by_path.items():
         if is_alternative(load_path):
             continue
-        agree, differ = 0, set()
-        for of_one in by_architecture(rows):
-            largest = max(of_one, key=lambda row: len(row.names) if row.kinds == 1 else 0)
-            of = sum(len(row.names) for row in of_one)
-            if of > 1 and 2 * len(largest.names) > of:
-                agree += len(largest.names)
-                differ |= {name for row in of_one if row is not largest for name in row.names}
-        if agree:
-            odd = _in_order(comparison, differ)
+        agreeing, differing = _majorities(rows)
+        if agreeing:
+            odd = _in_order(comparison, differing)
             where = f" (load path {load_path})" if load_path != comparison.load_paths[0] else ""
-            names = f"; {some(odd)} {'differs' if len(odd) == 1 else 'differ'}" if odd else ""
-            yield f"{agree:,} of {agree + len(odd):,} workers agree bitwise within their architectures{where}{names}"
+            verb = "differs" if len(odd) == 1 else "differ"
+            names = f"; {some(odd)} {verb}" if odd else ""
+            total = agreeing + len(odd)
+            yield f"{agreeing:,} of {total:,} workers agree bitwise within their architectures{where}{names}"
+
+
+def _majorities(rows: Sequence[Row]) -> tuple[int, set[str]]:
+    """Return how many workers agree with most of their architecture, and the names of those that do not."""
+    agreeing = 0
+    differing: set[str] = set()
+    for architecture_rows in by_architecture(rows):
+        # A row of more than one kind sums up workers that do not agree with each other.
+        largest = max(architecture_rows, key=lambda row: len(row.names) if row.kinds == 1 else 0)
+        workers = sum(len(row.names) for row in architecture_rows)
+        if workers > 1 and 2 * len(largest.names) > workers:
+            agreeing += len(largest.names)
+            for row in architecture_rows:
+                if row is not largest:
+                    differing.update(row.names)
+    return agreeing, differing
 
 
 def divergence_texts(comparison: Comparison) -> Iterator[str]:
     """Yield where workers first have a mismatch, and where their bits first differ from the reference worker's."""
-    mismatches = {(worker, *_place(one)) for one in comparison.first_divergence for worker in one.workers}
-    reference = comparison.reference
-    yield from _first("mismatch", comparison, comparison.first_divergence)
-    bits = []
-    for one in comparison.first_bitwise_difference:
-        others = tuple(worker for worker in one.workers if (worker, *_place(one)) not in mismatches)
-        bits += [msgspec.structs.replace(one, workers=others)] if others else []
-    yield from _first(f"bitwise difference from {reference}", comparison, bits)
+    mismatches = {(worker, *_place(first)) for first in comparison.first_divergence for worker in first.workers}
+    yield from _first_places("mismatch", comparison, comparison.first_divergence)
+    differences = []
+    for first in comparison.first_bitwise_difference:
+        # A worker whose bits first differ where its first mismatch is has been named already.
+        workers = tuple(worker for worker in first.workers if (worker, *_place(first)) not in mismatches)
+        if workers:
+            differences.append(msgspec.structs.replace(first, workers=workers))
+    yield from _first_places(f"bitwise difference from {comparison.reference}", comparison, differences)
 
 
-def _place(one: Divergence) -> tuple[str, ...]:
-    return (one.load_path, one.stage, one.layer, one.tensor)
+def _place(divergence: Divergence) -> tuple[str, ...]:
+    return (divergence.load_path, divergence.stage, divergence.layer, divergence.tensor)
 
 
-def _first(what: str, comparison: Comparison, found: Sequence[Divergence]) -> Iterator[str]:
-    for one in found:
-        where = f" (load path {one.load_path})" if one.load_path != comparison.load_paths[0] else ""
-        status = f" ({_STATUS.get(one.status, one.status)})" if one.status != "outside" else ""
-        yield f"{some(one.workers)}{where}: first {what}: {one.stage}, {one.layer}.{one.tensor}{status}"
+def _first_places(noun: str, comparison: Comparison, divergences: Sequence[Divergence]) -> Iterator[str]:
+    """Yield a line per divergence: the workers, and the tensor at which they first diverge."""
+    for first in divergences:
+        where = f" (load path {first.load_path})" if first.load_path != comparison.load_paths[0] else ""
+        status = f" ({_STATUS.get(first.status, first.status)})" if first.status != "outside" else ""
+        yield f"{some(first.workers)}{where}: first {noun}: {first.stage}, {first.layer}.{first.tensor}{status}"

@@ -1,4 +1,4 @@
-"""Tables that are mostly alike -> what all of them share, once, and what is each one's own."""
+"""Take mostly equal tables apart into the values that all of them share, and the values of each that differ."""
 
 from __future__ import annotations
 
@@ -17,33 +17,38 @@ def shared_by(tables: Sequence[_Table]) -> dict[str, Any]:
         if not all(name in table for table in tables):
             continue
         values = [table[name] for table in tables]
-        if all(_same(one, value) for one in values):
+        if all(_is_same(other, value) for other in values):
             shared[name] = value
-        elif all(isinstance(one, Mapping) for one in values) and (below := shared_by(values)):
-            shared[name] = below
+        elif all(isinstance(other, Mapping) for other in values):
+            shared_below = shared_by(values)
+            if shared_below:
+                shared[name] = shared_below
     return shared
 
 
 def beside(table: _Table, shared: _Table) -> dict[str, Any]:
     """Return the values of a table that are not among those it shares with others."""
-    own: dict[str, Any] = {}
+    unshared: dict[str, Any] = {}
     for name, value in table.items():
         if name not in shared:
-            own[name] = value
-        elif not _same(value, shared[name]):
-            own[name] = beside(value, shared[name])
-    return own
+            unshared[name] = value
+        elif not _is_same(value, shared[name]):
+            unshared[name] = beside(value, shared[name])
+    return unshared
 
 
-def joined(shared: _Table, own: _Table) -> dict[str, Any]:
-    """Return the table that was taken apart."""
+def joined(shared: _Table, unshared: _Table) -> dict[str, Any]:
+    """Return the table that was taken apart into these."""
     table = dict(shared)
-    for name, value in own.items():
+    for name, value in unshared.items():
         below = table.get(name)
-        table[name] = joined(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            table[name] = joined(below, value)
+        else:
+            table[name] = value
     return table
 
 
-def _same(one: object, other: object) -> bool:
-    """Return whether two values are written alike: True is no 1, and a NaN is one."""
-    return repr(one) == repr(other)
+def _is_same(value: object, other: object) -> bool:
+    """Return whether two values are written alike: True is not 1, and a NaN is the same as another."""
+    return repr(value) == repr(other)

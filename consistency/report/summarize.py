@@ -1,14 +1,14 @@
-"""What a suite keeps of a comparison: values that hold nothing of it, so that its memory is free for the next case."""
+"""Sum up a comparison for a suite: the values hold nothing of it, so that its memory is free for the next case."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from consistency.case.load_path import LoadPath
 from consistency.comparison.by_worker import worse, worst_ratios
-from consistency.comparison.outcomes import Workers, worst_of
+from consistency.comparison.outcomes import Status, Workers, worst_of
 from consistency.comparison.result import BAD, Comparison, Finding, Outcome, TensorComparison
 from consistency.comparison.suite import CaseResult, CaseStage
 from consistency.numerics.real import Real
@@ -20,20 +20,25 @@ _MOST_DETAILS = 3  # lines of evidence; the case's own report has all
 
 
 def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) -> CaseResult:
-    """Return what a suite keeps of a case.
+    """Return the result of a case that a suite keeps.
 
     Parameters
     ----------
     name : str
-        Of the case in the suite.
+        Name of the case in the suite.
     folder : str
-        Of its report, relative to the suite's: `cases/NAME`.
+        Folder of its report, relative to the suite's: `cases/NAME`.
     elapsed_s : float
-        Of the worker that took longest.
+        Time of the worker that took longest.
     """
     by_stage: dict[str, list[TensorComparison]] = {stage: [] for stage in stages(comparison)}
     for tensor in comparison.tensors:
         by_stage[tensor.stage].append(tensor)
+    # The case's own report has the environments and the memory of each worker.
+    workers = tuple(
+        msgspec.structs.replace(worker, environment={}, asked={}, in_force={}, stage_memory=(), soak=None)
+        for worker in comparison.workers
+    )
     return CaseResult(
         name=name,
         folder=folder,
@@ -49,10 +54,7 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
         findings=tuple(_findings(comparison)),
         stages=tuple(_stage(stage, tensors, comparison) for stage, tensors in by_stage.items()),
         reproducible=tuple(sorted(reproducible(comparison))),
-        workers=tuple(
-            msgspec.structs.replace(worker, environment={}, asked={}, in_force={}, stage_memory=(), soak=None)
-            for worker in comparison.workers
-        ),
+        workers=workers,
         not_checked=comparison.not_checked,
         checked_elsewhere=comparison.checked_elsewhere,
         ratios={name: Real(ratio) for name, ratio in worst_ratios(comparison).items()},
@@ -63,51 +65,63 @@ def summarize(name: str, folder: str, comparison: Comparison, elapsed_s: float) 
 
 
 def _findings(comparison: Comparison) -> Iterator[Finding]:
+    """Yield each finding with the first lines of its evidence, and the first tensor of each stage."""
     for finding in findings_of(comparison):
-        one_of_stage = {name.partition("::")[0]: name for name in reversed(finding.tensors)}
-        tensors = sorted(one_of_stage.values(), key=finding.tensors.index)
-        yield msgspec.structs.replace(finding, detail=finding.detail[:_MOST_DETAILS], tensors=tuple(tensors))
+        first_of_stage: dict[str, str] = {}
+        for name in finding.tensors:
+            first_of_stage.setdefault(name.partition("::")[0], name)
+        tensors = tuple(first_of_stage.values())
+        yield msgspec.structs.replace(finding, detail=finding.detail[:_MOST_DETAILS], tensors=tensors)
 
 
 def _stage(stage: str, tensors: Sequence[TensorComparison], comparison: Comparison) -> CaseStage:
     """Return a stage's worst status, its worst ratio with its place, and its times."""
     counts: dict[str, int] = {}
-    worst: dict[tuple[Workers, str], Outcome] = {}
-    worst_ratio, place, worker, first_bad = None, None, None, None
+    worst_by_set: dict[tuple[Workers, str], Outcome] = {}  # by workers and load path
+    worst_ratio, worst_tensor, worst_worker, first_bad = None, None, None, None
     for tensor in tensors:
-        row = worst_of(tensor.outcomes)
-        counts[row.status] = counts.get(row.status, 0) + 1
-        if row.status in BAD and first_bad is None:
+        worst = worst_of(tensor.outcomes)
+        counts[worst.status] = counts.get(worst.status, 0) + 1
+        if worst.status in BAD and first_bad is None:
             first_bad = tensor.layer
-        for one in tensor.outcomes:
-            key = (one.workers, tensor.load_path)
-            worst[key] = worst_of((worst.get(key, one), one))
-            if (share := one.share) is not None and worse(share, worst_ratio) is share:
-                worst_ratio, place, worker = share, tensor.name, one.workers[0]
-    of_workers: dict[tuple[str, str], Outcome] = {}
-    for (names, load_path), one in worst.items():
-        for name in names:
-            of_workers[load_path, name] = worst_of((of_workers.get((load_path, name), one), one))
-    listed = (worker.name for worker in comparison.workers)
-    order = dict.fromkeys((*listed, *(name for _, name in of_workers)))
-    paths = dict.fromkeys(path for path, _ in of_workers)
-    in_order = [(path, name) for path in paths for name in order if (path, name) in of_workers]
+        for outcome in tensor.outcomes:
+            key = (outcome.workers, tensor.load_path)
+            worst_by_set[key] = worst_of((worst_by_set.get(key, outcome), outcome))
+            ratio = outcome.share
+            if ratio is not None and worse(ratio, worst_ratio) is ratio:
+                worst_ratio, worst_tensor, worst_worker = ratio, tensor.name, outcome.workers[0]
+    elapsed_s = {}
+    for worker in comparison.workers:
+        for cost in worker.stage_memory:
+            if cost.stage == stage and cost.elapsed_s is not None:
+                elapsed_s[with_load_path(worker.name, worker.load_path)] = cost.elapsed_s
     return CaseStage(
         stage=stage,
-        status=worst_of(worst.values()).status,
+        status=worst_of(worst_by_set.values()).status,
         counts=counts,
         worst_ratio=None if worst_ratio is None else Real(worst_ratio),
-        worst_tensor=place,
-        worst_worker=worker,
+        worst_tensor=worst_tensor,
+        worst_worker=worst_worker,
         first_bad=first_bad,
-        workers={with_load_path(name, path): of_workers[path, name].status for path, name in in_order},
-        elapsed_s={
-            with_load_path(worker.name, worker.load_path): one.elapsed_s
-            for worker in comparison.workers
-            for one in worker.stage_memory
-            if one.stage == stage and one.elapsed_s is not None
-        },
+        workers=_statuses(worst_by_set, comparison),
+        elapsed_s=elapsed_s,
     )
+
+
+def _statuses(worst_by_set: Mapping[tuple[Workers, str], Outcome], comparison: Comparison) -> dict[str, Status]:
+    """Return the worst status of each worker on each load path, from the worst outcomes of sets of workers."""
+    worst: dict[tuple[str, str], Outcome] = {}  # by load path and worker
+    for (workers, load_path), outcome in worst_by_set.items():
+        for name in workers:
+            worst[load_path, name] = worst_of((worst.get((load_path, name), outcome), outcome))
+    # The order of the comparison; a worker that is not listed there comes last.
+    names = dict.fromkeys((*(worker.name for worker in comparison.workers), *(name for _, name in worst)))
+    statuses = {}
+    for load_path in dict.fromkeys(load_path for load_path, _ in worst):
+        for name in names:
+            if (load_path, name) in worst:
+                statuses[with_load_path(name, load_path)] = worst[load_path, name].status
+    return statuses
 
 
 def with_load_path(worker: str, load_path: str) -> str:
@@ -116,5 +130,5 @@ def with_load_path(worker: str, load_path: str) -> str:
 
 
 def without_load_path(name: str) -> str:
-    """Return the worker of such a name."""
+    """Return the worker that a name from `with_load_path` is of."""
     return name.rpartition(" (")[0] if name.endswith(")") else name

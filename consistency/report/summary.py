@@ -1,10 +1,10 @@
-"""What the tables of every report show: one cell per stage and worker, and which workers share a line. No layout."""
+"""The content of the tables of every report, without layout: a cell per stage, and the workers that share a row."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from consistency.capture.wording import counted, some
@@ -32,47 +32,68 @@ _FIGURES = {
     "outside": " (failed/total tensors, or first failing layer)",
     "blocked": " (such/all tensors)",
 }
-"""What stands beside the mark in a cell."""
+"""Explanation of the text beside the mark in a cell, by kind of cell."""
+
+
+def _legend_rows(*kinds: str) -> Iterator[tuple[str, str, str]]:
+    for kind, mark, meaning in key(kinds):
+        yield kind, mark, meaning + _FIGURES.get(kind, "")
+
 
 LEGEND = (
-    *((kind, mark, meaning + _FIGURES.get(kind, "")) for kind, mark, meaning in key(("equal", "within"))),
+    *_legend_rows("equal", "within"),
     ("rounding", "≤ 1.00", "correct rounding alone may use the whole tolerance of a half type"),
-    *(
-        (kind, mark, meaning + _FIGURES.get(kind, ""))
-        for kind, mark, meaning in key(("outside", "blocked", "flagged", "elsewhere", "none"))
-    ),
+    *_legend_rows("outside", "blocked", "flagged", "elsewhere", "none"),
 )
 """Kind of a cell, its mark, and what it means."""
 
 NEARLY_ALL = 0.9  # of a tolerance
 
-_ALWAYS = ("equal", "within", "outside", "none")
+_ALWAYS = ("equal", "within", "outside", "none")  # kinds of cells that every legend explains
 
 
 @dataclass(slots=True, kw_only=True)
 class Cell:
-    """The rows of one worker in one stage."""
+    """The rows of one worker in one stage.
 
-    counts: dict[str, int] = field(default_factory=dict)  # tensors by status
-    worst_ratio: float | None = None  # largest `ratio`; NaN is larger than any number
-    worst_layer: str = ""  # the first layer with that ratio
-    first_bad: str | None = None  # layer of the first tensor with a mismatch
-    first_place: int = 0  # place of that tensor among all
-    # kind of an error that is about the stage of this worker although no tensor has a mismatch: `drift`, …
+    Attributes
+    ----------
+    counts : dict
+        Number of tensors by status.
+    worst_ratio : float or None
+        Largest error/tolerance; NaN is larger than any number. None where none was measured.
+    worst_layer : str
+        The first layer with that ratio.
+    first_bad : str or None
+        Layer of the first tensor with a mismatch.
+    first_place : int
+        Index of that tensor among all.
+    flag : str
+        Kind of an error that is about the stage of this worker although no tensor has a mismatch: `drift`, …
+    elsewhere : str
+        The case of the suite in which the stage was checked for this case too: it is about the host alone.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    worst_ratio: float | None = None
+    worst_layer: str = ""
+    first_bad: str | None = None
+    first_place: int = 0
     flag: str = ""
-    # the case of the suite in which the stage was checked for this one too: it is about the host alone
     elsewhere: str = ""
 
     @property
     def total(self) -> int:
+        """Return the number of tensors."""
         return sum(self.counts.values())
 
     @property
     def bad(self) -> int:
-        return sum(n for status, n in self.counts.items() if status in BAD)
+        """Return the number of tensors with a mismatch."""
+        return sum(count for status, count in self.counts.items() if status in BAD)
 
     def take_ratio(self, ratio: float | None, layer: str) -> None:
-        """Note a `ratio` and its layer, if it is the largest so far."""
+        """Keep a ratio and its layer, if it is the largest so far."""
         if ratio is None:
             return
         if self.worst_ratio is None or is_larger(ratio, self.worst_ratio):
@@ -81,22 +102,41 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellText:
-    """A cell of a table of workers or of cases."""
+    """A cell of a table of workers or of cases.
 
-    kind: str  # of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`
+    Attributes
+    ----------
+    kind : str
+        A kind of `LEGEND`, or `blocked`, or `skipped`; a verdict; or `plain`.
+    text : str
+        The text beside the mark.
+    spoken : str
+        The whole cell in words, for a screen reader.
+    place : str
+        The layer at which a mismatch begins, where the order of layers matters.
+    worst_layer : str
+        The layer of the ratio in the text, in a stage whose layers are judged each by itself.
+    is_near : bool
+        Whether nearly all of the tolerance is used.
+    """
+
+    kind: str
     text: str
-    spoken: str  # the whole cell in words, for a screen reader
-    place: str = ""  # the layer at which a mismatch begins, where the order of layers matters
-    worst_layer: str = ""  # the layer of the ratio in the text, of a stage whose layers are judged each by itself
-    is_near: bool = False  # nearly all of the tolerance is used
+    spoken: str
+    place: str = ""
+    worst_layer: str = ""
+    is_near: bool = False
 
     @property
     def mark(self) -> str:
-        """Return the mark of its kind; a verdict and plain text have none."""
+        """Return the mark of this kind of cell; a verdict and plain text have none."""
         return MARKS[self.kind][0] if self.kind in MARKS else ""
 
     def written(self, *, place: bool = False, worst_layer: bool = False) -> str:
-        """Return mark and text, or the place in the text's stead, and the layer of the ratio behind it if asked for."""
+        """Return the mark and the text.
+
+        With `place` the place of a mismatch is in the text's stead; with `worst_layer` the layer of the ratio follows.
+        """
         parts = [self.mark, self.place if place and self.place else self.text]
         if worst_layer:
             parts.append(self.worst_layer)
@@ -105,17 +145,32 @@ class CellText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of a table."""
+    """A row of a table of workers or of cases.
 
-    names: tuple[str, ...]  # workers that are bitwise equal, or the case
+    Attributes
+    ----------
+    names : tuple of str
+        Workers that are bitwise equal, or the case.
+    cells : tuple of CellText
+        A cell per column.
+    architecture, models : str, tuple of str
+        The architecture of the workers, and the models of all devices of that architecture. Rows of one architecture
+        follow each other, below one heading. Empty in a row of cases.
+    kinds : int
+        Number of different results; more than 1 where the row sums up all results without a row of their own.
+    folder : str or None
+        Folder of the case's own report, relative to this one's.
+    remark : str
+        One sentence on the case.
+    """
+
+    names: tuple[str, ...]
     cells: tuple[CellText, ...]
-    # architecture, models: of the workers, and of all devices of that architecture; rows with the same one follow each
-    # other, below one heading. Empty of a case
     architecture: str = ""
     models: tuple[str, ...] = ()
-    kinds: int = 1  # more than 1 where the row sums up all results without a row of their own
-    folder: str | None = None  # of the case's own report, relative to this one's
-    remark: str = ""  # one sentence on the case
+    kinds: int = 1
+    folder: str | None = None
+    remark: str = ""
 
     @property
     def bad(self) -> bool:
@@ -128,8 +183,8 @@ Rows = Mapping[str, Sequence[Row]]
 
 
 def by_architecture(rows: Iterable[Row]) -> list[tuple[Row, ...]]:
-    """Return the rows below each heading; those of cases are below one."""
-    return [tuple(below) for _, below in itertools.groupby(rows, key=lambda row: row.architecture)]
+    """Return the rows of each architecture, in order; rows of cases are one block."""
+    return [tuple(block) for _, block in itertools.groupby(rows, key=lambda row: row.architecture)]
 
 
 def stages(comparison: Comparison) -> list[str]:
@@ -149,45 +204,68 @@ def rows_of(comparison: Comparison, load_path: str) -> list[Row]:
     an architecture the worst are kept, and the others become one.
     """
     tensors = [tensor for tensor in comparison.tensors if tensor.load_path == load_path]
-    signatures = _signatures(tensors)
     flags = _flags(comparison, load_path)
-    models: dict[str, list[str]] = {}
-    same: dict[str, dict[object, list[str]]] = {}
-    took = names_in(tensor.workers for tensor in tensors) if is_alternative(load_path) else {}
-    here = {w.name: w.model for w in comparison.workers if w.load_path == load_path or w.name in took}
-    for architecture in comparison.architectures:
-        for name in architecture.workers:
-            if name in here:
-                models.setdefault(architecture.name, []).append(here[name])
-                signature = (signatures.get(name, 0), tuple(flags.get(name, {}).items()))
-                same.setdefault(architecture.name, {}).setdefault(signature, []).append(name)
-    cells = _cells(tensors, {workers[0] for lines in same.values() for workers in lines.values()})
-    for name, by_stage in flags.items():
-        for stage, kind in by_stage.items():
+    models = _models(comparison, load_path, tensors)
+    workers_by_architecture: dict[str, list[str]] = {}
+    for group in comparison.architectures:
+        for name in group.workers:
+            if name in models:
+                workers_by_architecture.setdefault(group.name, []).append(name)
+    signatures = _signatures(tensors)
+    lines = {
+        architecture: _lines(workers, signatures, flags) for architecture, workers in workers_by_architecture.items()
+    }
+    cells = _cells(tensors, {workers[0] for members in lines.values() for workers in members})
+    for name, flag_by_stage in flags.items():
+        for stage, kind in flag_by_stage.items():
             if stage in cells.get(name, {}):
                 cells[name][stage].flag = kind
     names = stages(comparison)
     rows = []
-    for title, lines in same.items():
-        of_title = tuple(dict.fromkeys(models[title]))
-        for members in _shortened(list(lines.values()), cells, comparison.reference):
-            own = merged(cells.get(workers[0], {}) for workers in members)
-            texts = tuple(cell_text(stage, own.get(stage)) for stage in names)
+    for architecture, members in lines.items():
+        architecture_models = tuple(dict.fromkeys(models[name] for name in workers_by_architecture[architecture]))
+        for row_lines in _shortened(members, cells, comparison.reference):
+            # The workers of a line are alike: the cells of its first one stand for all.
+            row_cells = merged(cells.get(workers[0], {}) for workers in row_lines)
             row = Row(
-                names=tuple(itertools.chain(*members)),
-                cells=texts,
-                architecture=title,
-                models=of_title,
-                kinds=len(members),
+                names=tuple(itertools.chain(*row_lines)),
+                cells=tuple(cell_text(stage, row_cells.get(stage)) for stage in names),
+                architecture=architecture,
+                models=architecture_models,
+                kinds=len(row_lines),
             )
             rows.append(row)
     return rows
 
 
+def _models(comparison: Comparison, load_path: str, tensors: Sequence[TensorComparison]) -> dict[str, str]:
+    """Return the model of each worker on a load path, by name.
+
+    A worker of a default load path is on an alternative one too if it has results there.
+    """
+    also_took = names_in(tensor.workers for tensor in tensors) if is_alternative(load_path) else {}
+    return {
+        worker.name: worker.model
+        for worker in comparison.workers
+        if worker.load_path == load_path or worker.name in also_took
+    }
+
+
+def _lines(
+    workers: Sequence[str], signatures: Mapping[str, int], flags: Mapping[str, Mapping[str, str]]
+) -> list[list[str]]:
+    """Return the workers of an architecture line by line; those with the same results and errors share a line."""
+    alike = gathered(((signatures.get(name, 0), tuple(flags.get(name, {}).items())), name) for name in workers)
+    return list(alike.values())
+
+
 def _shortened(
     lines: Sequence[Sequence[str]], cells: Mapping[str, Mapping[str, Cell]], reference: str | None
 ) -> list[list[Sequence[str]]]:
-    """Give a row to the reference worker, mismatches before others, many workers before few; the rest share one."""
+    """Return the lines of workers of each row of an architecture: one line per row, and the last row has the others.
+
+    Rows of their own are for the reference worker, then for mismatches before others, then for many workers before few.
+    """
     if len(lines) <= MOST_LINES:
         return [[workers] for workers in lines]
 
@@ -195,35 +273,38 @@ def _shortened(
         bad = sum(cell.bad or bool(cell.flag) for cell in cells.get(workers[0], {}).values())
         return (reference in workers, bad, len(workers))
 
-    kept = sorted(lines, key=weight, reverse=True)[: MOST_LINES - 1]
-    return [*([workers] for workers in lines if workers in kept), [workers for workers in lines if workers not in kept]]
+    alone = sorted(lines, key=weight, reverse=True)[: MOST_LINES - 1]
+    rows = [[workers] for workers in lines if workers in alone]
+    return [*rows, [workers for workers in lines if workers not in alone]]
 
 
-def merged(many: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
-    """Return cells that sum up those of several lines."""
-    found: dict[str, Cell] = {}
-    for cells in many:
+def merged(cells_of_lines: Iterable[Mapping[str, Cell]]) -> dict[str, Cell]:
+    """Return cells that sum up the cells of several lines, by stage."""
+    sums: dict[str, Cell] = {}
+    for cells in cells_of_lines:
         for stage, cell in cells.items():
-            into = found.setdefault(stage, Cell())
+            total = sums.setdefault(stage, Cell())
             for status, count in cell.counts.items():
-                into.counts[status] = into.counts.get(status, 0) + count
-            into.flag = into.flag or cell.flag
-            into.elsewhere = into.elsewhere or cell.elsewhere
-            into.take_ratio(cell.worst_ratio, cell.worst_layer)
-            if cell.first_bad is not None and (into.first_bad is None or cell.first_place < into.first_place):
-                into.first_bad, into.first_place = cell.first_bad, cell.first_place
-    return found
+                total.counts[status] = total.counts.get(status, 0) + count
+            total.flag = total.flag or cell.flag
+            total.elsewhere = total.elsewhere or cell.elsewhere
+            total.take_ratio(cell.worst_ratio, cell.worst_layer)
+            if cell.first_bad is not None and (total.first_bad is None or cell.first_place < total.first_place):
+                total.first_bad, total.first_place = cell.first_bad, cell.first_place
+    return sums
 
 
 def legend(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
     """Return the rows of `LEGEND` that a table of these rows needs."""
     cells = [cell for row in rows for cell in row.cells]
-    kinds = {*_ALWAYS, *(cell.kind for cell in cells), *(["rounding"] if any(cell.is_near for cell in cells) else [])}
+    kinds = {*_ALWAYS, *(cell.kind for cell in cells)}
+    if any(cell.is_near for cell in cells):
+        kinds.add("rounding")
     return [row for row in LEGEND if row[0] in kinds]
 
 
 def cell_text(stage: str, cell: Cell | None) -> CellText:
-    """Return the worst that workers saw in a stage."""
+    """Return the text of a cell: its worst status, and the number that belongs to it."""
     if cell is None:
         return CellText(kind="none", text="", spoken="not checked")
     if cell.elsewhere and not cell.counts:
@@ -255,7 +336,7 @@ def verdict_cell(verdict: SuiteVerdict) -> CellText:
 
 
 def plain_cell(text: str) -> CellText:
-    """Return a cell that says nothing of agreement."""
+    """Return a cell that has nothing to do with agreement."""
     return CellText(kind="plain", text=text, spoken=text)
 
 
@@ -267,9 +348,10 @@ def ratio_text(ratio: float) -> str:
 def class_text(classes: Sequence[Sequence[str]]) -> str:
     """Write classes of agreement as `{cpu, cuda:0} {cuda:1}`, the first few workers of the first few classes."""
     texts = ["{" + some(names, 4) + "}" for names in classes[:_MOST_CLASSES]]
-    others = classes[_MOST_CLASSES:]
-    if others:
-        texts.append(f"and {counted(sum(map(len, others)), 'worker')} in {len(others)} more")
+    unnamed_classes = classes[_MOST_CLASSES:]
+    if unnamed_classes:
+        workers = counted(sum(map(len, unnamed_classes)), "worker")
+        texts.append(f"and {workers} in {len(unnamed_classes)} more")
     return " ".join(texts)
 
 
@@ -278,54 +360,60 @@ def _flags(comparison: Comparison, load_path: str) -> dict[str, dict[str, str]]:
 
     An error that names no load path is about all, unless mismatches show it in the table of another.
     """
-    found: dict[str, dict[str, str]] = {}
+    flags: dict[str, dict[str, str]] = {}
     elsewhere: Set[tuple[str, str]] | None = None
     for finding in comparison.findings:
         if finding.severity != "error" or (finding.load_paths and load_path not in finding.load_paths):
             continue
-        if elsewhere is None and not finding.load_paths:
+        if elsewhere is None and not finding.load_paths:  # once, and only if needed: it visits every outcome
             elsewhere = _mismatches_elsewhere(comparison, load_path)
         for stage in dict.fromkeys(name.partition("::")[0] for name in finding.tensors):
             for worker in finding.workers:
                 if finding.load_paths or elsewhere is None or (stage, worker) not in elsewhere:
-                    found.setdefault(worker, {}).setdefault(stage, finding.kind)
-    return found
+                    flags.setdefault(worker, {}).setdefault(stage, finding.kind)
+    return flags
 
 
 def _mismatches_elsewhere(comparison: Comparison, load_path: str) -> Set[tuple[str, str]]:
-    """Return the stages and workers with a mismatch on another load path."""
+    """Return the pairs of a stage and a worker with a mismatch on another load path."""
     others = [tensor for tensor in comparison.tensors if tensor.load_path != load_path]
     wrong = gathered((tensor.stage, row.workers) for tensor in others for row in tensor.outcomes if row.status in BAD)
     return {(stage, worker) for stage, sets in wrong.items() for worker in names_in(sets)}
 
 
 def _signatures(tensors: Sequence[TensorComparison]) -> dict[str, int]:
-    """Return a number per worker; equal for workers of the same class and status in every tensor."""
-    numbers: dict[tuple[int, int, int, str], int] = {}  # by a worker's rows so far, and the next one
-    found: dict[str, int] = {}
-    known: set[object] = set()  # tensors at which the same workers are alike tell nothing new
-    for place, tensor in enumerate(tensors):
-        alike = (tensor.classes, tuple((row.status, row.workers) for row in tensor.outcomes))
-        if alike in known:
+    """Return a number per worker; equal for workers of the same class and status in every tensor.
+
+    The number of a worker stands for all of its rows so far: with each tensor it becomes the number of the pair of
+    itself and the next row.
+    """
+    numbers: dict[tuple[int, int, int, str], int] = {}
+    signatures: dict[str, int] = {}
+    seen_partitions: set[object] = set()
+    for index, tensor in enumerate(tensors):
+        partition = (tensor.classes, tuple((row.status, row.workers) for row in tensor.outcomes))
+        if partition in seen_partitions:  # splits no workers that an earlier tensor has not split
             continue
-        known.add(alike)
+        seen_partitions.add(partition)
         classes = {name: number for number, names in enumerate(tensor.classes) for name in names}
         for row in tensor.outcomes:
             for worker in row.workers:
-                mark = (found.get(worker, 0), place, classes.get(worker, -1), row.status)
-                found[worker] = numbers.setdefault(mark, len(numbers) + 1)
-    return found
+                pair = (signatures.get(worker, 0), index, classes.get(worker, -1), row.status)
+                signatures[worker] = numbers.setdefault(pair, len(numbers) + 1)
+    return signatures
 
 
 def _cells(tensors: Sequence[TensorComparison], workers: Set[str]) -> dict[str, dict[str, Cell]]:
     """Return the cells of these workers, by worker and stage."""
-    found: dict[str, dict[str, Cell]] = {}
-    wanted = functools.cache(lambda names: [name for name in names if name in workers])
-    for place, tensor in enumerate(tensors):
-        for row, worker in ((one, worker) for one in tensor.outcomes for worker in wanted(one.workers)):
-            cell = found.setdefault(worker, {}).setdefault(tensor.stage, Cell())
-            cell.counts[row.status] = cell.counts.get(row.status, 0) + 1
-            cell.take_ratio(row.share, tensor.layer)
-            if row.status in BAD and cell.first_bad is None:
-                cell.first_bad, cell.first_place = tensor.layer, place
-    return found
+    cells: dict[str, dict[str, Cell]] = {}
+    # Most rows have one of a few sets of workers.
+    chosen_workers = functools.cache(lambda names: [name for name in names if name in workers])
+    for index, tensor in enumerate(tensors):
+        for row in tensor.outcomes:
+            for worker in chosen_workers(row.workers):
+                cell = cells.setdefault(worker, {}).setdefault(tensor.stage, Cell())
+                cell.counts[row.status] = cell.counts.get(row.status, 0) + 1
+                cell.take_ratio(row.share, tensor.layer)
+                if row.status in BAD and cell.first_bad is None:
+                    cell.first_bad, cell.first_place = tensor.layer, index
+    return cells

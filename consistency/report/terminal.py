@@ -1,4 +1,4 @@
-"""What a person reads in a terminal: the report of a run, a suite, two weight files, or the state of a machine."""
+"""Reports as text for a terminal: of a run, a suite, two weight files, or the state of a machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from consistency.comparison.suite import SuiteResult
 from consistency.devices.seen import FIRST_STEPS, unseen
 from consistency.report.console import Writer, make_console, stripped, without_trailing_blanks
 from consistency.report.copy_matrix import write_matrices
-from consistency.report.document import EXPLAINED, Document, ResultTable
-from consistency.report.documents import document_of, of_comparison, seconds
+from consistency.report.document import EXPLAINED, Column, Document, ResultTable
+from consistency.report.documents import comparison_document, document_of, seconds
 from consistency.report.findings import is_command
 from consistency.report.formats import View
 from consistency.report.marks import style_of
@@ -41,12 +41,12 @@ _MOST_TENSORS = _MOST_FINDINGS = 20
 _MOST_NOTES = 20
 
 
-def render(found: Comparison | SuiteResult, view: View, console: Console | None = None) -> Iterator[bytes]:
+def render(result: Comparison | SuiteResult, view: View, console: Console | None = None) -> Iterator[bytes]:
     """Yield the report as a console takes it: that of standard output where none is given."""
     console = console or make_console()
     view = dataclasses.replace(view, most_rows=None if view.verbose else MOST_ROWS)
     with console.capture() as captured:
-        _write(Writer(console), document_of(found, view), view, found)
+        _write(Writer(console), document_of(result, view), view, result)
     yield stripped(captured.get(), console)
 
 
@@ -67,12 +67,31 @@ def render_finding(finding: Finding, number: int) -> Iterator[bytes]:
     yield stripped(captured.get(), console)
 
 
-def _write(write: Writer, document: Document, view: View, found: Comparison | SuiteResult) -> None:
+def _write(write: Writer, document: Document, view: View, result: Comparison | SuiteResult) -> None:
+    """Write a report from its verdict to its last findings, in the order in which a person needs them."""
     write_head(write, document)
     write.findings((entry.finding for entry in document.to_act_on), most=None if view.verbose else _MOST_FINDINGS)
     write_tables(write, document, verbose=view.verbose)
-    if isinstance(found, Comparison):
-        write_matrices(write, found.tensors)
+    if isinstance(result, Comparison):
+        write_matrices(write, result.tensors)
+    _write_remarks(write, document)
+    if isinstance(result, Comparison):
+        _write_tensors(write, result, verbose=view.verbose)
+        if view.verbose:
+            _write_costs(write, result)
+    _write_notes(write, document, verbose=view.verbose)
+    if document.not_checked:
+        is_whole = view.verbose or result.verdict != "consistent"
+        write.line(_not_checked_text(document, is_whole=is_whole))
+    for text in document.unwritten:
+        write.line(f"not written: {text}", style="yellow")
+    if view.folder is not None:
+        write.line(f"report and captures: {view.folder}")
+    _write_end(write, document, view)
+
+
+def _write_remarks(write: Writer, document: Document) -> None:
+    """Write how load paths and workers agree, and what merging does to the outputs."""
     if document.remarks:
         for kind, text in document.remarks:
             write.line(text, style={"outside": "bold red", "skipped": "dim"}.get(kind, ""))
@@ -80,49 +99,56 @@ def _write(write: Writer, document: Document, view: View, found: Comparison | Su
     for text in document.merging:
         write.line(text)
         write.console.print()
-    if isinstance(found, Comparison):
-        _tensors(write, found, verbose=view.verbose)
-        _taken(write, found if view.verbose else None)
+
+
+def _write_notes(write: Writer, document: Document, *, verbose: bool) -> None:
     notes = [entry.finding for entry in document.notes]
-    write.notes(notes if view.verbose else notes[:_MOST_NOTES])
-    if rest := "" if view.verbose else and_more(len(notes) - _MOST_NOTES, "note"):
-        write.line(f"{rest}: -v shows all")
-    if document.not_checked:
-        first, *others = document.not_checked
-        is_whole = view.verbose or found.verdict != "consistent" or not others
-        short = f"{document.not_checked_title}: {first} {and_more(len(others), 'thing')}: -v lists them"
-        write.line(document.not_checked_text if is_whole else short)
-    for text in document.unwritten:
-        write.line(f"not written: {text}", style="yellow")
-    if view.folder is not None:
-        write.line(f"report and captures: {view.folder}")
-    _end(write, document, view)
+    if verbose:
+        write.notes(notes)
+        return
+    write.notes(notes[:_MOST_NOTES])
+    if left_out := and_more(len(notes) - _MOST_NOTES, "note"):
+        write.line(f"{left_out}: -v shows all")
 
 
-def _end(write: Writer, document: Document, view: View) -> None:
+def _not_checked_text(document: Document, *, is_whole: bool) -> str:
+    """Return what was not checked; in short, the first of it and how much more there is."""
+    first, *others = document.not_checked
+    if is_whole or not others:
+        return document.not_checked_text
+    return f"{document.not_checked_title}: {first} {and_more(len(others), 'thing')}: -v lists them"
+
+
+def _write_end(write: Writer, document: Document, view: View) -> None:
     """Repeat the verdict and the first findings below a long report of something wrong."""
-    found = [entry for entry in document.entries if entry.finding.severity == "error"]
-    if not found:
+    errors = [entry for entry in document.entries if entry.finding.severity == "error"]
+    if not errors:
         return
     write.console.print()
     write.verdict(document.verdict, document.sentence)
-    for entry in found[:_LAST_FINDINGS]:
+    for entry in errors[:_LAST_FINDINGS]:
         write.line(f"{entry.number:<3}{entry.finding.message}", hang=3, style="red")
         write.next_step(entry.finding)
-    rest = and_more(len(found) - _LAST_FINDINGS, "finding")
-    file = Path(document.file)
-    where = "" if view.folder is None else f", and in {Path(view.folder, file.with_suffix('.md'))} and {file.stem}.html"
-    write.line(f"{f'{rest}; details' if rest else 'details'} above{where}", style="dim")
+    left_out = and_more(len(errors) - _LAST_FINDINGS, "finding")
+    details = f"{left_out}; details" if left_out else "details"
+    files = ""
+    if view.folder is not None:
+        file = Path(document.file)
+        files = f", and in {Path(view.folder, file.with_suffix('.md'))} and {file.stem}.html"
+    write.line(f"{details} above{files}", style="dim")
     if document.explain_command:
         write.step(f"{EXPLAINED}: {document.explain_command}", indent=2)
 
 
 def write_head(write: Writer, document: Document, *, title: str = "consistency", verdict: str = "") -> None:
     """Write what was compared, when, where and by which command, and the verdict, in other words where given."""
-    marks = ["SIMULATED DEVICES"] if document.simulated else []
-    marks += ["PLANTED FAULT"] if document.planted else []
-    rest = and_more(len(document.sources) - _MOST_SOURCES, "capture")
-    below = [document.origin, document.command, *document.sources[:_MOST_SOURCES], rest]
+    marks = []
+    if document.simulated:
+        marks.append("SIMULATED DEVICES")
+    if document.planted:
+        marks.append("PLANTED FAULT")
+    left_out = and_more(len(document.sources) - _MOST_SOURCES, "capture")
+    below = [document.origin, document.command, *document.sources[:_MOST_SOURCES], left_out]
     write.heading([title, *marks, document.name, *document.facts], below=[text for text in below if text])
     write.verdict(document.verdict, document.sentence, words=verdict)
 
@@ -134,9 +160,10 @@ def write_tables(write: Writer, document: Document, *, verbose: bool = False) ->
     run has a line of its own. With `verbose` cells keep that layer, and name that of the worst ratio of a merge too.
     """
     abbreviated = [_write_table(write, table, verbose=verbose) for table in document.tables]
-    columns = {column.title: column for table in document.tables for column in table.columns}.values()
     explained = [f"{mark} {meaning}".strip() for _, mark, meaning in document.legend]
-    explained += [f"{column.short} {column.title}" for column in columns if any(abbreviated) and column.short]
+    if any(abbreviated):
+        columns = {column.title: column for table in document.tables for column in table.columns}.values()
+        explained += [f"{column.short} {column.title}" for column in columns if column.short]
     if any(table.label == "case" and row.kinds > 1 for table in document.tables for row in table.rows):
         explained.append("-v shows a line for every case")
     write.items(explained, style="dim")
@@ -152,29 +179,34 @@ def _write_table(write: Writer, table: ResultTable, *, verbose: bool) -> bool:
     attempts = [(False, True), (False, False), (True, False)]
     if verbose:
         attempts = [(False, True), (True, True)]
-    for short, places in attempts:
-        titles = [write.text((column.short if short else "") or column.title, "bold") for column in table.columns]
+    for is_abbreviated, places in attempts:
+        titles = [write.text(_title(column, is_abbreviated=is_abbreviated), "bold") for column in table.columns]
         rows = _grid_rows(write, table, places=places, worst_layers=verbose)
-        if write.grid_fits(titles, rows) or (short and not table.heading):
+        # The grid of a suite may break between columns: no stage of it gets a line of its own.
+        if write.grid_fits(titles, rows) or (is_abbreviated and not table.heading):
             write.grid(titles, rows, corner=corner)
             break
     else:
-        short = False
+        is_abbreviated = False
         _write_turned(write, table, verbose=verbose)
     if table.title:
         write.console.print()
-    return short
+    return is_abbreviated
+
+
+def _title(column: Column, *, is_abbreviated: bool) -> str:
+    return column.short if is_abbreviated and column.short else column.title
 
 
 def _grid_rows(write: Writer, table: ResultTable, *, places: bool, worst_layers: bool) -> list[tuple[Text, list[Text]]]:
     """Return the headings, and a line per row; names that fill the line have one of their own."""
     rows: list[tuple[Text, list[Text]]] = []
-    for below in table.by_heading:
+    for block in table.by_heading:
         indent = ""
         if table.heading:
-            rows.append((_heading(write, below[0]), []))
+            rows.append((_heading(write, block[0]), []))
             indent = "   "
-        for row in below:
+        for row in block:
             name = _name(row, table, write.console.width // 2)
             if name is None:
                 name = f"these {len(row.names)}"
@@ -189,17 +221,17 @@ def _write_turned(write: Writer, table: ResultTable, *, verbose: bool) -> None:
     names = [_name(row, table, write.console.width // 2) for row in table.rows]
     titles = [write.text((name or "").replace("  ", ", "), "bold") for name in names]
     rows = []
-    for place, column in enumerate(table.columns):
-        cells = [_cell(write, row.cells[place], places=verbose, worst_layer=verbose) for row in table.rows]
+    for index, column in enumerate(table.columns):
+        cells = [_cell(write, row.cells[index], places=verbose, worst_layer=verbose) for row in table.rows]
         rows.append((write.text(column.title), cells))
     side_by_side = all(names) and write.grid_fits(titles, rows)
-    for below in table.by_heading:
-        write.folded(_heading(write, below[0]), indent=2)
-        for row in below:
+    width = max((len(column.title) for column in table.columns), default=0) + 2
+    for block in table.by_heading:
+        write.folded(_heading(write, block[0]), indent=2)
+        for row in block:
             write.items(_some_names(row, table), indent=5)
             if side_by_side:
                 continue
-            width = max(len(column.title) for column in table.columns) + 2
             for column, cell in zip(table.columns, row.cells, strict=True):
                 written = _cell(write, cell, places=True, worst_layer=verbose)
                 write.folded(write.text(column.title.ljust(width)).append_text(written), indent=7, hang=0)
@@ -225,8 +257,9 @@ def _some_names(row: Row, table: ResultTable) -> list[str]:
     if row.kinds > 1:
         return [f"{len(row.names)} others, {row.kinds} different results"]
     names = sorted(_names(row, table), key=lambda text: not text.endswith(_REFERENCE))
-    shown = names if len(names) <= _MOST_NAMES else names[:_FEW_NAMES]
-    return [*shown, *filter(None, [and_more(len(names) - len(shown))])]
+    if len(names) <= _MOST_NAMES:
+        return names
+    return [*names[:_FEW_NAMES], and_more(len(names) - _FEW_NAMES)]
 
 
 def _names(row: Row, table: ResultTable) -> list[str]:
@@ -237,57 +270,49 @@ def _cell(write: Writer, cell: CellText, *, places: bool, worst_layer: bool) -> 
     return write.text(cell.written(place=places, worst_layer=worst_layer), style_of(cell.kind))
 
 
-def _tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
+def _write_tensors(write: Writer, comparison: Comparison, *, verbose: bool) -> None:
     """Write the tensors with a mismatch; all of them where `verbose` asks for it."""
-    shown = [
-        tensor for tensor in comparison.tensors if verbose or (tensor.is_wrong and tensor.stage != standard.TRANSFER)
-    ]  # the matrix shows those of copies
+    shown = list(comparison.tensors)
+    if not verbose:
+        # The matrix shows those of copies.
+        shown = [tensor for tensor in shown if tensor.is_wrong and tensor.stage != standard.TRANSFER]
     if not shown:
         return
     limit = len(shown) if verbose else _MOST_TENSORS
-    default = comparison.load_paths[0]
-    write.table(
-        ("stage", "layer", "tensor", "bitwise equal workers", "worst"),
-        [
-            (
-                t.stage if t.load_path == default else f"{t.stage} ({t.load_path})",
-                t.layer,
-                t.tensor,
-                class_text(t.classes),
-                _worst(t),
-            )
-            for t in shown[:limit]
-        ],
-        left_out=len(shown) - limit,
-    )
+    default_path = comparison.load_paths[0]
+    rows = []
+    for tensor in shown[:limit]:
+        stage = tensor.stage
+        if tensor.load_path != default_path:
+            stage = f"{stage} ({tensor.load_path})"
+        rows.append((stage, tensor.layer, tensor.tensor, class_text(tensor.classes), _worst_text(tensor)))
+    titles = ("stage", "layer", "tensor", "bitwise equal workers", "worst")
+    write.table(titles, rows, left_out=len(shown) - limit)
 
 
-def _taken(write: Writer, comparison: Comparison | None) -> None:
-    """Write what each stage took of time and memory."""
-    rows = [
-        (
-            with_load_path(worker.name, worker.load_path),
-            one.stage,
-            "" if one.elapsed_s is None else seconds(one.elapsed_s),
-            size(one.host_peak_bytes),
-            "" if one.device_peak_bytes is None else size(one.device_peak_bytes),
-        )
-        for worker in (comparison.workers if comparison else ())
-        for one in worker.stage_memory
-    ]
+def _write_costs(write: Writer, comparison: Comparison) -> None:
+    """Write the time and the memory of each stage on each worker."""
+    rows = []
+    for worker in comparison.workers:
+        name = with_load_path(worker.name, worker.load_path)
+        for cost in worker.stage_memory:
+            elapsed = "" if cost.elapsed_s is None else seconds(cost.elapsed_s)
+            device_peak = "" if cost.device_peak_bytes is None else size(cost.device_peak_bytes)
+            rows.append((name, cost.stage, elapsed, size(cost.host_peak_bytes), device_peak))
     if rows:
         write.table(("worker", "stage", "time", "host peak", "device peak"), rows, left_out=0)
 
 
-def _worst(tensor: TensorComparison) -> str:
-    row = worst_of(tensor.outcomes)
-    parts = [f"{row.workers[0]}: {row.status}"]
-    if row.word and row.status not in ("within", "equal"):
-        parts.append(row.word)
-    if row.share is not None:
-        parts.append(f"{row.share:.3g}× tolerance")
-    if row.status in BAD and row.worst_index is not None:
-        parts.append(f"at {list(row.worst_index)}")
+def _worst_text(tensor: TensorComparison) -> str:
+    """Return the worst outcome of a tensor: a worker, its status, and the error where there is one."""
+    worst = worst_of(tensor.outcomes)
+    parts = [f"{worst.workers[0]}: {worst.status}"]
+    if worst.word and worst.status not in ("within", "equal"):
+        parts.append(worst.word)
+    if worst.share is not None:
+        parts.append(f"{worst.share:.3g}× tolerance")
+    if worst.status in BAD and worst.worst_index is not None:
+        parts.append(f"at {list(worst.worst_index)}")
     return ", ".join(parts)
 
 
@@ -307,13 +332,15 @@ def print_weights(
     with without_trailing_blanks(console):
         write = Writer(console)
         facts = [comparison.dtype, counted(len(comparison.tensors), "tensor")]
-        facts += [] if elapsed_s is None else [f"{elapsed_s:.2f} s"]
-        document = dataclasses.replace(of_comparison(comparison, View()), facts=tuple(facts))
+        if elapsed_s is not None:
+            facts.append(f"{elapsed_s:.2f} s")
+        document = dataclasses.replace(comparison_document(comparison, View()), facts=tuple(facts))
         statement = plugins.statement_of(comparison)
-        write_head(write, document, title=title, verdict="" if statement is None else statement.heading)
-        findings = list(map(_in_lines, comparison.findings))
-        write.findings(f for f in findings if f.severity != "note")
-        shown = [t for t in comparison.tensors if verbose or t.is_wrong]
+        verdict = "" if statement is None else statement.heading
+        write_head(write, document, title=title, verdict=verdict)
+        findings = list(map(_one_line_texts, comparison.findings))
+        write.findings(finding for finding in findings if finding.severity != "note")
+        shown = [tensor for tensor in comparison.tensors if verbose or tensor.is_wrong]
         if shown:
             limit = len(shown) if verbose else _MOST_OF_FILES
             titles = ("tensor", "shape", "dtype", "", "differ", "largest", "ulp")
@@ -323,35 +350,44 @@ def print_weights(
             write.line(f"report: {folder}")
 
 
-def _in_lines(finding: Finding) -> Finding:
+def _one_line_texts(finding: Finding) -> Finding:
+    """Return a finding whose texts are a line each; how many tensors its detail leaves out is a line more."""
     detail = tuple(map(one_line, finding.detail))
-    if more := and_more(len(finding.tensors) - len(detail)) if detail else "":
-        detail = (*detail, more)
+    if detail and (left_out := and_more(len(finding.tensors) - len(detail))):
+        detail = (*detail, left_out)
     return msgspec.structs.replace(finding, message=one_line(finding.message), detail=detail)
 
 
-def _has_other_sign(row: Outcome) -> bool:
+def _has_other_sign(outcome: Outcome) -> bool:
     """Return whether the worst element has the other sign: its steps through all numbers around 0 say nothing."""
-    values = [row.evidence.get(name) for name in ("actual", "expected")]
+    values = [outcome.evidence.get(name) for name in ("actual", "expected")]
     signs = [math.copysign(1, value) for value in values if isinstance(value, float) and value]
     return len(set(signs)) > 1
 
 
 def _file_cells(tensor: TensorComparison) -> list[str]:
-    row = tensor.outcomes[-1]
+    """Return the cells of a tensor of two files; one that cannot be measured has no figures."""
+    outcome = tensor.outcomes[-1]
     cells = [f"{tensor.layer}.{tensor.tensor}", "×".join(map(str, tensor.shape)) or "scalar", tensor.dtype]
-    cells.append(row.word or row.reason or row.status)
-    if row.status == "outside" and row.mismatched is not None:
-        cells += [f"{row.mismatched} of {row.elements}", "" if row.max_abs is None else f"{float(row.max_abs):.3g}"]
-        cells.append("" if row.max_ulp is None else "across 0" if _has_other_sign(row) else str(row.max_ulp))
+    cells.append(outcome.word or outcome.reason or outcome.status)
+    if outcome.status == "outside" and outcome.mismatched is not None:
+        cells.append(f"{outcome.mismatched} of {outcome.elements}")
+        cells.append("" if outcome.max_abs is None else f"{float(outcome.max_abs):.3g}")
+        cells.append(_ulp_text(outcome))
     return list(map(one_line, cells))
+
+
+def _ulp_text(outcome: Outcome) -> str:
+    if outcome.max_ulp is None:
+        return ""
+    return "across 0" if _has_other_sign(outcome) else str(outcome.max_ulp)
 
 
 def print_doctor(comparison: Comparison, console: Console, *, elapsed_s: float, folder: str | None = None) -> None:
     """Print the state of this machine."""
     with without_trailing_blanks(console):
         write = Writer(console)
-        document = of_comparison(comparison, View(elapsed_s=elapsed_s))
+        document = comparison_document(comparison, View(elapsed_s=elapsed_s))
         write_head(write, document)
         write_tables(write, document)
         write_matrices(write, comparison.tensors)
@@ -359,32 +395,33 @@ def print_doctor(comparison: Comparison, console: Console, *, elapsed_s: float, 
             for text in about(host_facts):
                 write.line(text)
             console.print()
-        _fix(write, comparison)
-        _first_run(write, comparison)
+        _write_advice(write, comparison)
+        _write_unseen_models(write, comparison)
         write.notes(comparison.findings)
         if folder is not None:
             write.line(f"report and captures: {folder}")
 
 
-def _first_run(write: Writer, comparison: Comparison) -> None:
-    """Say that nobody is known to have run this tool on such a device, and how to see what it does there."""
-    real = [worker for worker in comparison.workers if not worker.simulated]
-    models = unseen((worker.name.partition(":")[0], worker.model) for worker in real)
+def _write_unseen_models(write: Writer, comparison: Comparison) -> None:
+    """Name the models of devices on which no run of this tool is known, and how to see what it does there."""
+    hardware = [worker for worker in comparison.workers if not worker.simulated]
+    models = unseen((worker.name.partition(":")[0], worker.model) for worker in hardware)
     if models:
         write.line(f"no run on {some(models)} is known yet: {FIRST_STEPS} has ten commands to see what it does there")
 
 
-def _fix(write: Writer, comparison: Comparison) -> None:
-    found = advise(comparison)
-    if not found:
+def _write_advice(write: Writer, comparison: Comparison) -> None:
+    """Write what to fix on this machine, the first things first."""
+    advices = advise(comparison)
+    if not advices:
         write.line("nothing to fix", style="bold")
         return
     write.line("fix first:", style="bold")
-    for number, advice in enumerate(found[:MOST_ADVICE], start=1):
+    for number, advice in enumerate(advices[:MOST_ADVICE], start=1):
         write.line(f"{number:<3}{advice.what}", style="red" if advice.urgent else "yellow")
         if advice.fix is not None and is_command(advice.fix):
             write.step(advice.fix)
         elif advice.fix is not None:
             write.line(advice.fix, indent=5)
-    if rest := and_more(len(found) - MOST_ADVICE):
-        write.line(f"{rest}: --json has all of them")
+    if left_out := and_more(len(advices) - MOST_ADVICE):
+        write.line(f"{left_out}: --json has all of them")

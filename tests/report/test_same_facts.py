@@ -16,7 +16,7 @@ from consistency.comparison import kinds
 from consistency.comparison.result import Comparison, Finding, Status
 from consistency.report import github, junit
 from consistency.report import json as report_json
-from consistency.report.documents import of_suite
+from consistency.report.documents import suite_document
 from consistency.report.findings import findings_of, is_command
 from consistency.report.formats import View
 from consistency.report.html import as_html
@@ -179,7 +179,7 @@ def test_redaction_takes_names_and_leaves_facts(form: Callable[[Comparison], str
 def test_every_form_of_a_suite_says_the_findings_of_its_cases() -> None:
     """But for the commands in XML, whose findings are those of the cases."""
     made = suite(case("alice", everything()))
-    found = [entry.finding for entry in of_suite(made, View(folder=FOLDER)).entries]
+    found = [entry.finding for entry in suite_document(made, View(folder=FOLDER)).entries]
     facts = [text for one in found for text in (one.message.removeprefix("case alice · "), *one.detail, one.next or "")]
     assert len(facts) > 20
     page, issue = suite_as_html(made, FOLDER), suite_as_markdown(made, FOLDER)

@@ -1,4 +1,4 @@
-"""The templates of the pages, and how they show text from strangers: each value is put on one line and escaped."""
+"""Load and render the templates of pages; each text of a stranger is put on one line and escaped."""
 
 from __future__ import annotations
 
@@ -35,4 +35,5 @@ def part(name: str, package: str = PACKAGE) -> str:
 
 def _shown(value: object) -> object:
     """Return a value as the template shows it: a line feed in a stranger's name could forge a line."""
-    return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return one_line(value) if is_text else value

@@ -17,11 +17,12 @@ class PageSection:
     Attributes
     ----------
     package : str
-        Where its template is.
+        Package that its template is in.
     template : str
-        Name of the file: HTML with what `values` returns, in Jinja's language.
+        Name of the file: HTML in Jinja's language, with the names that `values` returns.
     values : callable
-        What the template shows of a comparison, by name; nothing where the page has no such section.
+        Function from a comparison to the values that the template shows, by name; empty where the page has no such
+        section.
     """
 
     package: str
@@ -30,8 +31,12 @@ class PageSection:
 
 
 def numbers(curve: Mapping[str, Any], figure: str) -> list[float | None]:
-    """Return a figure of every step; what is no finite number is None, for a capture may come from a stranger."""
+    """Return a figure of every step; None where it is no finite number, for a capture may come from a stranger."""
     values = curve.get(figure)
     if not isinstance(values, (list, tuple)):
         return []
-    return [float(v) if isinstance(v, (int, float)) and math.isfinite(v) else None for v in values]
+    return [_finite_number(value) for value in values]
+
+
+def _finite_number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

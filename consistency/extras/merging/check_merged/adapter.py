@@ -1,4 +1,4 @@
-"""What an adapter makes of each tensor of the base: by the names in its file, or by PEFT's own layers.
+"""Find what an adapter changes in each tensor of the base: by the names in its file, or by PEFT's own layers.
 
 A plain LoRA whose keys name tensors of the base needs no model. All others are put on transformers' model without
 weights (device `meta`) by PEFT itself, which maps the keys of its file and gives each layer its settings; only a
@@ -51,7 +51,7 @@ _NEEDS_MODEL = (
     "megatron_config",
 )
 _RESIDUAL = re.compile(r"^(pissa|olora|corda|loftq|lora_ga)")
-"""Initialisations of a LoRA that take what its factors begin as out of the base."""
+"""Initialisations of a LoRA that subtract the product of its first factors from the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +60,10 @@ class LowRankTarget:
 
     Attributes
     ----------
-    alpha, rank
-        What its scaling follows from.
+    name : str
+        Name of the tensor in the base.
+    alpha, rank : float, int
+        Settings from which the scaling is computed.
     flat : tuple of torch.Tensor
         A and B as in the file, where they hold the factors of several experts.
     """
@@ -77,10 +79,12 @@ class LowRankTarget:
 
     @property
     def shape(self) -> tuple[int, int, int]:
+        """Return `(stack, rows, columns)` of the delta."""
         return self.left.shape[0], self.left.shape[1], self.right.shape[2]
 
     @property
     def is_zero(self) -> bool:
+        """Return whether the delta is zero everywhere."""
         return not self.left.any() or not self.right.any() or not self.scaling
 
     @property
@@ -97,7 +101,7 @@ class LowRankTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replaced:
-    """A tensor that the adapter's file holds whole."""
+    """A tensor that the adapter's file holds whole, or of which it holds the rows with the indices `rows`."""
 
     name: str
     value: torch.Tensor
@@ -106,7 +110,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByForm:
-    """A weight with a closed form of another kind; `plain` is its LoRA alone, where it is DoRA."""
+    """A weight with a closed form of another kind; for DoRA, `plain` is its LoRA without the magnitude."""
 
     name: str
     layer: Any
@@ -125,7 +129,7 @@ class ByPeft:
         PEFT's layer as it loads it onto the base in its own dtype, and in that of the folder where that is another:
         some methods compute a part of themselves from the base.
     plain : LowRankTarget or None
-        Its LoRA alone, where it needs a base without what its factors began as.
+        Its LoRA alone, where the base has to be changed before: the product of the first factors is taken out of it.
     """
 
     name: str
@@ -153,20 +157,22 @@ Target = LowRankTarget | Replaced | ByForm | ByPeft
 
 @dataclass(slots=True, kw_only=True)
 class Adapter:
-    """What an adapter makes of the base.
+    """The changes that an adapter makes to the base.
 
     Attributes
     ----------
+    targets : dict of str to Target
+        The change of each tensor, by its name in the base.
     unmatched : tuple of str
         Modules that its file adapts, and the base does not have.
     renaming : str
         In words, the renaming that would make them match.
     bases : dict of str to torch.Tensor
-        What takes the place of the base's tensors before they are adapted.
+        Tensors that take the place of the base's before they are adapted.
     shared : dict of str to int
-        How many adapted modules have a tensor in common.
+        Number of adapted modules that have a tensor in common, by its name.
     drawn : AdapterRemark or None
-        That loading it draws at random, so that no two loads merge to the same.
+        Remark that loading the adapter draws at random, so that no two loads merge to the same.
     """
 
     targets: dict[str, Target] = field(default_factory=dict)
@@ -177,12 +183,12 @@ class Adapter:
     drawn: AdapterRemark | None = None
 
     def add(self, target: Target) -> None:
-        """Add a target; one that is saved whole, after what adapts it, is the base of that."""
-        known = self.targets.get(target.name)
-        if isinstance(target, Replaced) and target.rows is None and known is not None:
+        """Add a target; a tensor that is saved whole and adapted too is the base of its other target."""
+        earlier = self.targets.get(target.name)
+        if isinstance(target, Replaced) and target.rows is None and earlier is not None:
             self.bases[target.name] = target.value
             return
-        if known is not None:
+        if earlier is not None:
             self.shared[target.name] = self.shared.get(target.name, 1) + 1
         self.targets[target.name] = target
 
@@ -263,7 +269,7 @@ def _bias(of: LowRankTarget, name: str, bias: torch.Tensor) -> LowRankTarget:
 
 
 def on_model(case: Case, model: Any, base: Mapping[str, Stored], stored: str) -> Adapter:
-    """Return what an adapter makes of a base by PEFT's layers on a model without weights.
+    """Return the changes that an adapter makes to a base, by PEFT's layers on a model without weights.
 
     `stored` is the dtype of the merged folder.
 

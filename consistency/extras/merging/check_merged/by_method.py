@@ -8,6 +8,7 @@ methods are in a run (`consistency.numerics.rules`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -35,11 +36,14 @@ class _Cast(Form):
         return self._form.prepare(tested)
 
     def block(self, tensors: Sequence[Judged], rows: slice) -> Sequence[Typed]:
-        def cast(one: Typed) -> Typed:
-            total = np.abs(one.value + self.base(rows).value if self.adds else one.value)
-            return replace(one, error=one.error + half_ulp(total + one.error, self._dtype), dtype=self._dtype)
+        def cast(result: Typed) -> Typed:
+            total = result.value
+            if self.adds:  # the form gives the delta alone
+                total = total + self.base(rows).value
+            error = result.error + half_ulp(np.abs(total) + result.error, self._dtype)
+            return replace(result, error=error, dtype=self._dtype)
 
-        return [cast(one) for one in self._form.block(tensors, rows)]
+        return [cast(result) for result in self._form.block(tensors, rows)]
 
 
 def judge_by_method(
@@ -53,7 +57,8 @@ def judge_by_method(
     best: tuple[Measure, float, str] | None = None
     for measure, weight, adapter in measured:
         ratio = float(measure.ratio or 0.0)
-        ratio = ratio if ratio == ratio else float("inf")
+        if math.isnan(ratio):
+            ratio = math.inf
         if best is None or ratio < best[1]:
             best = measure, ratio, f"{name_of(weight)} and an adapter in {name_of(adapter)}"
         if ratio <= 1:
@@ -65,8 +70,9 @@ Measured = Iterator[tuple[Measure, torch.dtype, torch.dtype]]
 
 
 def _by_form(actual: torch.Tensor, base: torch.Tensor, target: ByForm) -> Measured:
-    own = next(iter(target.files.values())).dtype
-    for weight, adapter in _dtypes_tried(actual.dtype, base.dtype, own):
+    """Yield a measure by the closed form for each pair of dtypes, of a plain and of a safe merge."""
+    adapter_dtype = next(iter(target.files.values())).dtype
+    for weight, adapter in _dtypes_tried(actual.dtype, base.dtype, adapter_dtype):
         files = {name: tensor.to(adapter) for name, tensor in target.files.items()}
         form = target.make(Source(layer=target.layer, weight=base.to(weight), files=files, on_cpu=False))
         if form is None:
@@ -79,17 +85,18 @@ def _by_form(actual: torch.Tensor, base: torch.Tensor, target: ByForm) -> Measur
 
 
 def _by_peft(actual: torch.Tensor, base: torch.dtype, target: ByPeft) -> Measured:
+    """Yield a measure by PEFT's own merge in float64 for each pair of dtypes; none where PEFT does not merge it."""
     for layer in target.layers:
         exact = target.merged(layer, torch.float64, torch.float64)
         if exact is None or exact.shape != actual.shape:
             return
         for weight, adapter in _dtypes_tried(actual.dtype, base, base):
-            made = target.merged(layer, weight, adapter)
-            if made is None:
+            merged = target.merged(layer, weight, adapter)
+            if merged is None:
                 continue
             allowed = exact.abs() * UNIT_ROUNDOFF[actual.dtype] + HALF_SMALLEST_SUBNORMAL[actual.dtype]
-            # a value that overflowed in these dtypes allows nothing: the merge may not make it
-            errors = (made.double() - exact).abs()
+            # A value that overflowed in these dtypes allows nothing: the merge may not make it.
+            errors = (merged.double() - exact).abs()
             errors = errors[errors.isfinite()]
             allowed += 2 * float(errors.max()) if errors.numel() else 0.0
             yield measure_against_exact(actual.contiguous(), exact, allowed), weight, adapter
@@ -101,4 +108,5 @@ def _dtypes_tried(
     """Yield the dtypes of weight and adapter in which a method may have been merged before the result was cast."""
     for weight in dict.fromkeys((torch.float32, base, stored)):
         if weight in UNIT_ROUNDOFF and weight != torch.float64:
-            yield from ((weight, one) for one in dict.fromkeys((adapter, torch.float32, weight)))
+            for adapter_dtype in dict.fromkeys((adapter, torch.float32, weight)):
+                yield weight, adapter_dtype

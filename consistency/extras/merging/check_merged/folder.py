@@ -1,10 +1,10 @@
-"""A folder of weights as any writer may leave it: its tensors by name, and what is wrong with its files."""
+"""Open a folder of weights as any writer may leave it: its tensors by name, and the problems of its files."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,19 +22,27 @@ _MOST = 4
 
 Severity = Literal["error", "warning", "note"]
 
-_READING = threading.Lock()
+_READING = threading.Lock()  # tensors are judged in several threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor that can be read: by its name, with the names that it has in the files.
+    """A tensor that can be read.
 
     Attributes
     ----------
+    name : str
+        Its name.
+    keys : tuple of str
+        The names that it has in the files.
+    shape, dtype : tuple of int, torch.dtype
+        Of the values that `read` returns.
+    read : callable
+        Reads it.
     step : callable or None
-        Of one that is quantized: given exact values, float64, how far quantizing them may be from each.
+        For a quantized tensor: given exact values, float64, how far quantizing them may be from each.
     codes : callable or None
-        Of one in 8-bit floats: these, without their scales.
+        For a tensor in 8-bit floats: reads these, without their scales.
     """
 
     name: str
@@ -48,7 +56,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something wrong that is about files or names, not about values."""
+    """A problem of files or names, not of values."""
 
     cause: MergeCause
     text: str
@@ -75,8 +83,9 @@ class Folder:
     @property
     def ties(self) -> bool:
         """Return whether its config says that embedding and head are one."""
-        tables = [self.config, *(one for one in self.config.values() if isinstance(one, dict))]
-        stated = [one["tie_word_embeddings"] for one in tables if "tie_word_embeddings" in one]
+        # A model of several parts has a config for each of them within its own.
+        tables = [self.config, *(table for table in self.config.values() if isinstance(table, dict))]
+        stated = [table["tie_word_embeddings"] for table in tables if "tie_word_embeddings" in table]
         return bool(stated and stated[0])
 
 
@@ -99,28 +108,32 @@ def open_folder(path: Path, *, allow_pickle: bool, strict: bool) -> Folder:
     elif strict or not list(path.glob("*.safetensors")):
         checkpoint = read_checkpoint(path, stem="model", pickle_stem="pytorch_model", allow_pickle=allow_pickle)
     else:
-        checkpoint = _as_found(path, problems)
+        checkpoint = _lenient_checkpoint(path, problems)
     files = WeightFiles(checkpoint, allow_pickle=allow_pickle)
     folder = path.parent if path.is_file() else path
     config = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
-    tensors = {name: stored for name in files.names() if (stored := _stored(name, files)) is not None}
-    lost = {
+    tensors = {}
+    for name in files.names():
+        if (stored := _stored(name, files)) is not None:
+            tensors[name] = stored
+    unread = {
         name: f"dtype {header.dtype}, which torch does not have"
         for name, header in checkpoint.tensors.items()
         if name not in tensors
     }
-    return Folder(path=path, tensors=tensors, config=config, problems=problems, unread=lost)
+    return Folder(path=path, tensors=tensors, config=config, problems=problems, unread=unread)
 
 
 def _stored(name: str, files: WeightFiles) -> Stored | None:
+    """Return a tensor of the files; None where torch has no such dtype."""
     header = files.header(name)
     if header is None:  # of a pickle
         dtype = files.read(name).dtype
     else:
-        known = getattr(torch, DTYPES.get(header.dtype, ""), None)
-        if not isinstance(known, torch.dtype):
+        torch_dtype = getattr(torch, DTYPES.get(header.dtype, ""), None)
+        if not isinstance(torch_dtype, torch.dtype):
             return None
-        dtype = known
+        dtype = torch_dtype
     return Stored(
         name=name, keys=(name,), shape=files.shape(name), dtype=dtype, read=functools.partial(_read, files, name)
     )
@@ -131,60 +144,82 @@ def _read(files: WeightFiles, name: str) -> torch.Tensor:
         return files.read(name)
 
 
-def _as_found(path: Path, problems: list[Problem]) -> Checkpoint:
-    """Return the weights that transformers reads from a folder, and what is odd about its files."""
-    every = sorted(one for one in path.glob("*.safetensors") if one.name != "adapter_model.safetensors")
-    beside = [name for name in ("adapter_config.json", "adapter_model.safetensors") if (path / name).exists()]
-    if beside:
-        text = f"{' and '.join(beside)} {'lie' if len(beside) > 1 else 'lies'} in the folder"
+def _lenient_checkpoint(path: Path, problems: list[Problem]) -> Checkpoint:
+    """Return the weights that transformers reads from a folder; add what is odd about its files to the problems."""
+    shards = sorted(file for file in path.glob("*.safetensors") if file.name != "adapter_model.safetensors")
+    adapter_files = [name for name in ("adapter_config.json", "adapter_model.safetensors") if (path / name).exists()]
+    if adapter_files:
+        verb = "lie" if len(adapter_files) > 1 else "lies"
+        text = f"{' and '.join(adapter_files)} {verb} in the folder"
         problems.append(Problem(cause=MergeCause.ADAPTER_BESIDE, text=text))
     index: dict[str, str] = {}
     if (path / _WHOLE).exists():
         files = [path / _WHOLE]
     elif (path / _INDEX).exists():
         index = {str(name): str(file) for name, file in read_json(path / _INDEX)["weight_map"].items()}
-        named = sorted(set(index.values()))
-        files = [path / file for file in named if Path(file).name == file and (path / file).exists()]
-        absent = sorted(set(named) - {file.name for file in files})
-        if absent:
-            lost = tuple(name for name, file in index.items() if file in absent)
-            text = f"the index names {counted(len(absent), 'file')} that the folder lacks: {some(absent, _MOST)}"
-            problems.append(Problem(cause=MergeCause.FILES, text=text, tensors=lost))
+        files = _files_of_index(path, index, problems)
     else:
-        files = every
-        if len(every) > 1 or (every and every[0].name.startswith("model-")):
-            text = f"{counted(len(every), 'shard')} and no {_INDEX}: transformers loads none of them"
+        files = shards
+        if len(shards) > 1 or (shards and shards[0].name.startswith("model-")):
+            text = f"{counted(len(shards), 'shard')} and no {_INDEX}: transformers loads none of them"
             problems.append(Problem(cause=MergeCause.FILES, text=text))
     if not files:
         raise InputError(
             "the folder holds no weights of a model",
             where=path,
-            got=", ".join(beside) or "no shard",
+            got=", ".join(adapter_files) or "no shard",
             wanted=f"{_WHOLE}, or {_INDEX} and its shards",
             hint="an adapter alone was saved: merge it, and save the model",
         )
-    stale = [one.name for one in every if one not in files]
+    stale = [file.name for file in shards if file not in files]
     if stale:
         text = f"transformers does not read {some(stale, _MOST)}, in the same folder"
         problems.append(Problem(cause=MergeCause.FILES, text=text, severity="warning"))
+    tensors = _headers(files, index, problems)
+    # Where a problem names tensors already, those would be named again here.
+    if not any(problem.tensors for problem in problems):
+        unlisted = tuple(sorted(set(index) - set(tensors)))
+        if unlisted:
+            names = some(list(unlisted), _MOST)
+            text = f"the index has {counted(len(unlisted), 'tensor')} that no shard holds: {names}"
+            problems.append(Problem(cause=MergeCause.FILES, text=text, tensors=unlisted))
+    return Checkpoint(folder=path, files=tuple(files), tensors=tensors)
+
+
+def _files_of_index(path: Path, index: Mapping[str, str], problems: list[Problem]) -> list[Path]:
+    """Return the files that an index names, those that are there; the absent ones are a problem."""
+    names = sorted(set(index.values()))
+    # A name with a folder in it could lead out of this folder: it counts as absent.
+    files = [path / name for name in names if Path(name).name == name and (path / name).exists()]
+    absent = sorted(set(names) - {file.name for file in files})
+    if absent:
+        lost = tuple(name for name, file in index.items() if file in absent)
+        text = f"the index names {counted(len(absent), 'file')} that the folder lacks: {some(absent, _MOST)}"
+        problems.append(Problem(cause=MergeCause.FILES, text=text, tensors=lost))
+    return files
+
+
+def _headers(files: Sequence[Path], index: Mapping[str, str], problems: list[Problem]) -> dict[str, TensorHeader]:
+    """Return the headers of all tensors; one that is in two files is a problem, and taken from that of the index."""
     tensors: dict[str, TensorHeader] = {}
-    for file, headers in ((file, read_header(file)) for file in files):
+    for file in files:
+        headers = read_header(file)
         twice = tuple(sorted(headers.keys() & tensors.keys()))
         if twice:
             text = f"{counted(len(twice), 'tensor')} in two shards: {some(list(twice), _MOST)}"
             problems.append(Problem(cause=MergeCause.FILES, text=text, tensors=twice))
-        listed = {name: one for name, one in headers.items() if index.get(name, file.name) == file.name}
-        tensors |= {name: one for name, one in headers.items() if name not in tensors} | listed
-    unlisted = tuple(sorted(set(index) - set(tensors))) if not any(p.tensors for p in problems) else ()
-    if unlisted:
-        text = f"the index has {counted(len(unlisted), 'tensor')} that no shard holds: {some(list(unlisted), _MOST)}"
-        problems.append(Problem(cause=MergeCause.FILES, text=text, tensors=unlisted))
-    return Checkpoint(folder=path, files=tuple(files), tensors=tensors)
+        for name, header in headers.items():
+            is_listed_here = index.get(name, file.name) == file.name
+            if name not in tensors or is_listed_here:
+                tensors[name] = header
+    return tensors
 
 
 def as_matrices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor as matrices: one of two dimensions, those of a stack; a vector is a column."""
+    """Yield the matrices of a tensor: of a stack, each one; of a vector, a column."""
     if tensor.dim() <= 1:
         yield tensor.reshape(-1, 1)
+    elif tensor.dim() == 2:
+        yield tensor
     else:
-        yield from tensor.reshape(-1, *tensor.shape[-2:]) if tensor.dim() > 2 else (tensor,)
+        yield from tensor.reshape(-1, *tensor.shape[-2:])

@@ -1,4 +1,4 @@
-"""Formats of quantized weights: what their parts stand for, and how far quantizing may be from an exact value.
+"""Read formats of quantized weights: the values of their parts, and the largest distance from an exact value.
 
 Each is read by its formula. Of a value that was quantized it is known that it is the nearest level by the scale that is
 stored with it: half the distance to the next level, the rounding of that scale, and where the scale leaves the largest
@@ -53,7 +53,7 @@ def open_weights(path: Path, *, allow_pickle: bool, like: Folder | None = None) 
 def _take(
     folder: Folder, name: str, parts: Mapping[str, str], make: Callable[[dict[str, torch.Tensor]], QuantizedWeight]
 ) -> None:
-    """Put a weight in the place of the parts that store it; `parts` are their names by what they are."""
+    """Put a weight in the place of the tensors that store its parts; `parts` are their names by part."""
     taken = {part: folder.tensors[key] for part, key in parts.items()}
 
     def load() -> QuantizedWeight:
@@ -106,7 +106,7 @@ def _eight_bit(parts: dict[str, torch.Tensor]) -> QuantizedWeight:
 
 
 class _Levels(QuantizedWeight):
-    """Levels times scales that are stored, and offsets: a value is the nearest of them."""
+    """A weight of stored levels times scales, plus offsets: a value is the nearest of them."""
 
     __slots__ = ()
 
@@ -244,7 +244,7 @@ def _gguf(path: Path, files: list[Path], like: Folder) -> Folder:
 def _as_in_base(
     values: torch.Tensor, *, name: str, shape: tuple[int, ...], kind: str, config: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return a tensor in the layout of the base's."""
+    """Return a tensor in the layout of the base: with the rows of q and k, and the norms, as transformers has them."""
     values = values.reshape(shape)
     heads = next((config.get(one) for part, one in _HEADS.items() if f".{part}." in name), None)
     if kind == "llama" and isinstance(heads, int):

@@ -43,10 +43,10 @@ _MOST_AGAIN = 1 << 13
 """Elements of a block that are computed again in float64; of more than that another order is the reason."""
 
 _DEVIATIONS = 6.0
-"""By which a mean may be off by chance, in standard deviations."""
+"""Standard deviations by which a mean may be off by chance."""
 
 _GIVE_UP = 1 / 64
-"""Share of outside elements at which an order is left for the next one: no tensor with few faults has as many."""
+"""Part of outside elements at which an order is left for the next one: no tensor with few faults has as many."""
 
 _SAMPLED = 16
 """Rows of a matrix, evenly taken, from which what rounding took of the adapter's effect is measured."""
@@ -54,18 +54,18 @@ _SAMPLED = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Where a writer rounds, by dtype; None where it does not.
+    """The dtypes to which a writer rounds after each step; None where it does not round.
 
     Attributes
     ----------
     factors : torch.dtype or None
-        Of A and B, before they are multiplied.
+        Dtype of A and B, before they are multiplied.
     scaled : torch.dtype or None
-        Of s·B, where the scaling is multiplied into it.
+        Dtype of s·B, where the scaling is multiplied into it.
     product, delta : torch.dtype or None
-        Of B·A, and of s·B·A.
+        Dtypes of B·A, and of s·B·A.
     total : torch.dtype or None
-        Of the weight before, and of the sum.
+        Dtype of the weight before, and of the sum.
     tf32 : bool
         Whether the product runs in TF32.
     """
@@ -79,15 +79,17 @@ class Order:
 
     @property
     def roundings(self) -> int:
-        """Return how many steps round, but for the last one."""
-        return sum(one is not None for one in (self.factors, self.scaled, self.product, self.delta, self.total))
+        """Return the number of steps that round, but for the last one."""
+        return sum(dtype is not None for dtype in (self.factors, self.scaled, self.product, self.delta, self.total))
 
     @property
     def text(self) -> str:
         """Return the order in words."""
         named = {"A and B": self.factors, "s·B": self.scaled, "B·A": self.product, "the delta": self.delta}
-        parts = [f"{what} in {name_of(dtype)}" for what, dtype in {**named, "the sum": self.total}.items() if dtype]
-        return ", ".join([*parts, *(["products in TF32"] if self.tf32 else [])]) or "one rounding"
+        parts = [f"{step} in {name_of(dtype)}" for step, dtype in {**named, "the sum": self.total}.items() if dtype]
+        if self.tf32:
+            parts.append("products in TF32")
+        return ", ".join(parts) or "one rounding"
 
 
 ONE_ROUNDING = Order()
@@ -136,7 +138,7 @@ class LowRankSum:
 
 
 class _Product:
-    """The factors of a sum as an order rounds them, and what the sum's elements may be."""
+    """The factors of a sum as an order rounds them, and the ends between which the sum's elements lie."""
 
     def __init__(self, of: LowRankSum, order: Order) -> None:
         rank = max(1, of.left.shape[1])
@@ -171,12 +173,12 @@ class _Product:
         return rounded(rounded(values, order.delta).add_(base), order.total)
 
     def ends(self, rows: slice) -> torch.Tensor:
-        """Return what rows of the sum may be: `(2, n, columns)` float64, the lower and the upper ends."""
+        """Return the lower and the upper ends of rows of the sum: `(2, n, columns)`, float64."""
         middle, off = self._left[rows] @ self._right, self._off[0][rows] * self._off[1] + self._floor
         return self._merged(torch.stack((middle - off, middle + off)), self._base[rows])
 
     def ends_at(self, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-        """Return the same of single elements: `(2, n)`."""
+        """Return the lower and the upper ends of single elements: `(2, n)`, float64."""
         middle = (self._left[row] * self._right.T[column]).sum(dim=1)
         off = self._off[0][row, 0] * self._off[1][0, column] + self._floor
         return self._merged(torch.stack((middle - off, middle + off)), self._base[row, column])
@@ -187,22 +189,24 @@ class _Product:
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Round to a dtype, and stay in one's own."""
+    """Return values rounded to a dtype, in their own dtype; as they are without one."""
     return values if dtype is None else values.to(dtype).to(values.dtype)
 
 
 @dataclass(slots=True)
 class OutsideElements:
-    """What an order does not explain of a tensor.
+    """The elements of a tensor that an order does not explain.
 
     Attributes
     ----------
+    order : Order
+        The order.
     rows : torch.Tensor
-        How many elements of each row are outside, `(rows,)` int32; those that were not looked at have none.
+        Number of outside elements of each row, `(rows,)` int32; 0 for rows that were not looked at.
     seen : int
-        Elements that were looked at.
+        Number of elements that were looked at.
     worst : tuple or None
-        Of an outside element: row, column, its value, and the ends between which it should be.
+        Row and column of an outside element, its value, and the ends between which it should be.
     """
 
     order: Order
@@ -213,6 +217,7 @@ class OutsideElements:
 
     @property
     def outside(self) -> int:
+        """Return the number of outside elements."""
         return int(self.rows.sum())
 
     @property
@@ -386,7 +391,19 @@ def _is_like_tf32(actual: torch.Tensor, of: LowRankSum, order: Order) -> bool:
 
 @dataclass(slots=True)
 class Effect:
-    """What rounding took of the adapter's effect: sums of squares over sampled rows of all tensors."""
+    """The part of the adapter's effect that rounding took: sums of squares over sampled rows of all tensors.
+
+    Attributes
+    ----------
+    delta : float
+        Squares of the exact deltas.
+    lost : float
+        Squares of the errors of the folder.
+    least : float
+        Squares of the errors of a merge that rounds once.
+    in_float32 : float
+        Squares of the errors of a merge that is saved in float32.
+    """
 
     delta: float = 0.0
     lost: float = 0.0
@@ -403,12 +420,12 @@ class Effect:
         self.in_float32 += _square(exact.float() - exact)
 
     def include(self, other: Effect) -> None:
-        """Add what was measured of other tensors."""
+        """Add the sums of other tensors."""
         for name in ("delta", "lost", "least", "in_float32"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def share(self, name: str) -> float:
-        """Return an error as a share of the delta, both root mean square."""
+        """Return an error relative to the delta, both root mean square."""
         return math.sqrt(getattr(self, name) / self.delta) if self.delta else 0.0
 
 

@@ -1,9 +1,10 @@
-"""Check a folder of merged weights, and say what is in it: `consistency check-merged`."""
+"""Check a folder of merged weights, and state the result as a comparison: `consistency check-merged`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from consistency.capture.wording import and_more, counted, layers_text, some
 from consistency.case import recognition
 from consistency.case.case import Case
 from consistency.comparison import kinds
+from consistency.comparison.outcomes import gathered
 from consistency.comparison.result import (
     BAD,
     ArchitectureGroup,
@@ -30,8 +32,9 @@ from consistency.comparison.result import (
     with_provenance,
 )
 from consistency.extras.merging.check_merged.causes import CAUSES, MERGED_FOLDER, ROLE, ZERO_DELTA, MergeCause
-from consistency.extras.merging.check_merged.check import MergedFolder, TensorState, check
+from consistency.extras.merging.check_merged.check import check
 from consistency.extras.merging.check_merged.folder import Problem
+from consistency.extras.merging.check_merged.state import MergedFolder, TensorState
 from consistency.extras.merging.kinds import DIFFERENCE, NAMES, ROUNDED
 from consistency.numerics.real import Real
 from consistency.plugins import Statement
@@ -48,11 +51,13 @@ _BASE_ALONE = frozenset(
     }
 )
 
+"""Causes for which a tensor holds the base alone."""
+
 _REFERENCE = "base + adapter"
-_MOST = 3
+_MOST_NAMES = 3
 _MOST_DETAIL = 6
-_SAID = 0.01
-"""Share of the adapter's effect that rounding has to take to be said."""
+_LEAST_LOSS = 0.01
+"""Least part of the adapter's effect that rounding takes for a finding about it."""
 
 
 def check_merged(
@@ -103,40 +108,48 @@ def check_merged(
         refuse_among_weights(target, folders[0], Path(merged), *folders[1:])
     with output(target, replace=replace):  # refused before any work
         started = time.monotonic()
-        found = check(case, Path(merged))
-        comparison = with_provenance(as_comparison(found, case, str(merged)), time.monotonic() - started)
+        folder = check(case, Path(merged))
+        comparison = with_provenance(as_comparison(folder, case, str(merged)), time.monotonic() - started)
         return write_reports(comparison, target)
 
 
-def as_comparison(found: MergedFolder, case: Case, label: str) -> Comparison:
-    """Return what was found as a comparison of the folder with base + adapter."""
-    wrong = _wrong(found) if case.adapter is not None else _differences(found)
+def as_comparison(folder: MergedFolder, case: Case, label: str) -> Comparison:
+    """Return the result of a check as a comparison of the folder, called `label`, with base + adapter."""
+    about_tensors = _wrong(folder) if case.adapter is not None else _differences(folder)
     findings = in_order(
-        [*_problems(found.problems), *_remarks(found.remarks), *wrong, *_missing(found), *_notes(found)]
+        [
+            *_problems(folder.problems),
+            *_remarks(folder.remarks),
+            *about_tensors,
+            *_unpaired(folder),
+            *_not_judged(folder),
+            *_notes(folder),
+        ]
     )
-    skipped = any(state.status == "skipped" for state in found.tensors)
+    has_skipped = any(state.status == "skipped" for state in folder.tensors)
     is_wrong = any(finding.severity == "error" for finding in findings)
     names = (_REFERENCE, label)
     return Comparison(
         case=label,
         base=case.base,
         adapter=case.adapter,
-        dtype=found.dtype,
+        dtype=folder.dtype,
         level="every element",
         load_paths=(MERGED_FOLDER,),
-        verdict=verdict_of(findings, incomplete=skipped and not is_wrong),
+        verdict=verdict_of(findings, incomplete=has_skipped and not is_wrong),
         reference=_REFERENCE,
         workers=tuple(
             WorkerSummary(name=name, load_path=MERGED_FOLDER, architecture="weights", model="", status="ok")
             for name in names
         ),
         architectures=(ArchitectureGroup(name="weights", workers=names),),
-        tensors=tuple(_row(state, label) for state in found.tensors),
+        tensors=tuple(_row(state, label) for state in folder.tensors),
         findings=findings,
     )
 
 
 def _row(state: TensorState, label: str) -> TensorComparison:
+    """Return a tensor of the folder as a row of the comparison; its last outcome is the folder's."""
     layer, tensor = split_name(state.name)
     evidence: dict[str, Any] = {ROLE: state.role}
     if state.causes:
@@ -145,15 +158,17 @@ def _row(state: TensorState, label: str) -> TensorComparison:
         evidence[ZERO_DELTA] = True
     if state.keys:
         evidence["names_in_folder"] = list(state.keys)
-    row = Outcome(
+    outcome = Outcome(
         workers=(label,), reference=_REFERENCE, status=state.status, evidence=evidence, reason=state.reason or None
     )
     if state.status in ("equal", "within", "outside"):
-        row = msgspec.structs.replace(row, elements=state.elements, mismatched=state.outside)
+        outcome = msgspec.structs.replace(outcome, elements=state.elements, mismatched=state.outside)
     if state.worst is not None:
         index, actual, low, high = state.worst
         evidence |= {"actual": Real(actual), "lowest": Real(low), "highest": Real(high)}
-        row = msgspec.structs.replace(row, worst_index=index, max_abs=Real(max(low - actual, actual - high)))
+        # How far the element is beyond the nearer end of what it may be.
+        error = Real(max(low - actual, actual - high))
+        outcome = msgspec.structs.replace(outcome, worst_index=index, max_abs=error)
     return TensorComparison(
         stage=MERGED_FOLDER,
         load_path=MERGED_FOLDER,
@@ -163,7 +178,7 @@ def _row(state: TensorState, label: str) -> TensorComparison:
         dtype=state.dtype,
         rule="rounding" if state.role == "adapted" else "bitwise",
         classes=((_REFERENCE, label),) if state.status == "equal" else ((_REFERENCE,), (label,)),
-        outcomes=(Outcome(workers=(_REFERENCE,), reference=_REFERENCE, status="equal"), row),
+        outcomes=(Outcome(workers=(_REFERENCE,), reference=_REFERENCE, status="equal"), outcome),
     )
 
 
@@ -173,15 +188,16 @@ def _names(states: Iterable[TensorState]) -> tuple[str, ...]:
 
 def _problems(problems: Sequence[Problem]) -> Iterator[Finding]:
     """Yield a finding per kind of problem."""
-    for cause in dict.fromkeys(problem.cause for problem in problems):
-        of = [problem for problem in problems if problem.cause is cause]
-        texts = [*(one.text for one in of[:_MOST]), and_more(len(of) - _MOST)]
-        severity = min((problem.severity for problem in of), key=get_args(Severity).index)
+    for cause, alike in gathered((problem.cause, problem) for problem in problems).items():
+        texts = [problem.text for problem in alike[:_MOST_NAMES]]
+        texts.append(and_more(len(alike) - _MOST_NAMES))
+        severity = min((problem.severity for problem in alike), key=get_args(Severity).index)
+        tensors = [name for problem in alike for name in problem.tensors]
         yield Finding(
             kind=cause,
             severity=severity,
-            message=cause.sentence("; ".join(filter(None, texts))),
-            tensors=tuple(name for one in of for name in one.tensors),
+            message=cause.sentence("; ".join(text for text in texts if text)),
+            tensors=tuple(tensors),
             next=None if severity == "note" else cause.todo,
         )
 
@@ -194,185 +210,266 @@ def _remarks(remarks: Sequence[AdapterRemark]) -> Iterator[Finding]:
         )
 
 
-def _wrong(found: MergedFolder) -> Iterator[Finding]:
+def _wrong(folder: MergedFolder) -> Iterator[Finding]:
     """Yield one finding where one explanation holds for all wrong tensors, else one per explanation."""
-    said = {(problem.cause, name) for problem in found.problems for name in problem.tensors}
-    wrong = [
-        state
-        for state in found.tensors
-        if state.status == "outside" and not any((cause, state.name) in said for cause in state.causes)
-    ]
-    common = set.intersection(*(set(state.causes) for state in wrong)) if wrong else set()
+    # A problem of the folder states the cause of its tensors already.
+    stated = {(problem.cause, name) for problem in folder.problems for name in problem.tensors}
+    wrong = []
+    for state in folder.tensors:
+        is_stated = any((cause, state.name) in stated for cause in state.causes)
+        if state.status == "outside" and not is_stated:
+            wrong.append(state)
+    common_causes = set.intersection(*(set(state.causes) for state in wrong)) if wrong else set()
     groups: dict[tuple[MergeCause, ...], list[TensorState]] = {}
     for state in wrong:
-        causes = tuple(cause for cause in state.causes if not common or cause in common)
-        plain = MergeCause.CHANGED if state.role == "untouched" else MergeCause.OFF
-        groups.setdefault(causes or (plain,), []).append(state)
+        causes = tuple(cause for cause in state.causes if not common_causes or cause in common_causes)
+        if not causes:
+            causes = (MergeCause.CHANGED if state.role == "untouched" else MergeCause.OFF,)
+        groups.setdefault(causes, []).append(state)
     for causes, states in groups.items():
-        yield _explained(causes, states, found)
+        yield _explained(causes, states, folder)
 
 
-def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], found: MergedFolder) -> Finding:
-    """Return what explains some tensors: said once where it is the same of all, else in a line for each."""
-    texts = {one.name: " or ".join(filter(None, (one.causes.get(cause, "") for cause in causes))) for one in states}
-    shared = len(set(texts.values())) == 1
-    roles = {state.role for state in states}
-    role = f"{next(iter(roles))} " if len(roles) == 1 else ""
-    what = f"{len(states)} of {counted(sum(one.role in roles for one in found.tensors), f'{role}tensor')}"
-    shown = [] if states[0].causes and (shared or not any(texts.values())) else states
-    layer = split_name(states[0].name)[0]
-    if len(states) == 1 and not shown and layer not in texts[states[0].name]:
-        what = f"{what} ({states[0].name})"
-    said: list[str] = []
+def _explained(causes: tuple[MergeCause, ...], states: list[TensorState], folder: MergedFolder) -> Finding:
+    """Return the finding of tensors with the same causes.
+
+    The text of the causes is in its message where it is the same for all tensors, else in a line for each.
+    """
+    texts = {}
+    for state in states:
+        cause_texts = [state.causes.get(cause, "") for cause in causes]
+        texts[state.name] = " or ".join(text for text in cause_texts if text)
+    has_one_text = len(set(texts.values())) == 1
+    is_explained = bool(states[0].causes) and (has_one_text or not any(texts.values()))
+    detailed_states = [] if is_explained else states
+    subject = _subject(states, folder)
+    name = states[0].name
+    if len(states) == 1 and is_explained and split_name(name)[0] not in texts[name]:
+        subject = f"{subject} ({name})"
+    sentences: list[str] = []
     for cause in causes:
-        text = cause.sentence("they" if said else what)
-        text = text.replace(" hold ", " holds ", 1).replace(" are ", " is ", 1) if len(states) == 1 else text
-        own = states[0].causes.get(cause, "") if shared else ""
-        said.append(f"{text}: {own}" if own else text)
-    message, first = "; or ".join(said), causes[0]
+        sentence = cause.sentence("they" if sentences else subject)
+        if len(states) == 1:
+            sentence = sentence.replace(" hold ", " holds ", 1).replace(" are ", " is ", 1)
+        cause_text = states[0].causes.get(cause, "") if has_one_text else ""
+        sentences.append(f"{sentence}: {cause_text}" if cause_text else sentence)
     return Finding(
-        kind=first,
+        kind=causes[0],
         severity="error",
-        message=message,
+        message="; or ".join(sentences),
         tensors=_names(states),
-        detail=tuple(_detail(state, texts[state.name]) for state in shown[:_MOST_DETAIL]),
-        next=first.todo,
+        detail=tuple(_detail(state, texts[state.name]) for state in detailed_states[:_MOST_DETAIL]),
+        next=causes[0].todo,
     )
 
 
-def _differences(found: MergedFolder) -> Iterator[Finding]:
-    """Yield what differs from the base, by rank."""
-    states = [state for state in found.tensors if state.difference is not None]
+def _subject(states: Sequence[TensorState], folder: MergedFolder) -> str:
+    """Return `2 of 9 adapted tensors`: how many tensors there are, of all with their roles."""
+    roles = {state.role for state in states}
+    noun = f"{next(iter(roles))} tensor" if len(roles) == 1 else "tensor"
+    total = sum(state.role in roles for state in folder.tensors)
+    return f"{len(states)} of {counted(total, noun)}"
+
+
+def _differences(folder: MergedFolder) -> Iterator[Finding]:
+    """Yield how many tensors differ from the base, and then a finding per rank of the difference."""
+    differing = [(state, state.difference) for state in folder.tensors if state.difference is not None]
     yield Finding(
         kind=DIFFERENCE,
         severity="note",
-        message=f"{len(states)} of {counted(len(found.tensors), 'tensor')} differ from the base",
-        tensors=_names(states),
+        message=f"{len(differing)} of {counted(len(folder.tensors), 'tensor')} differ from the base",
+        tensors=_names(state for state, _ in differing),
     )
-    ranks: dict[int | None, list[TensorState]] = {}
-    for state in states:
-        assert state.difference is not None
-        ranks.setdefault(state.difference.rank, []).append(state)
-    for rank, of in sorted(ranks.items(), key=lambda item: -len(item[1])):
-        layers = [split_name(state.name)[0] for state in of]
-        shares = [one.difference.share for one in of if one.difference is not None]
-        size = f"{min(shares):.2%} to {max(shares):.2%} of the base's norm"
-        what = "full rank" if rank is None else f"rank {rank}, as a LoRA of that rank leaves"
+    by_rank = gathered((difference.rank, (state, difference)) for state, difference in differing)
+    for rank, alike in sorted(by_rank.items(), key=lambda item: -len(item[1])):
+        layers = [split_name(state.name)[0] for state, _ in alike]
+        sizes = [difference.share for _, difference in alike]
+        size = f"{min(sizes):.2%} to {max(sizes):.2%} of the base's norm"
+        rank_text = "full rank" if rank is None else f"rank {rank}, as a LoRA of that rank leaves"
         yield Finding(
             kind=DIFFERENCE,
             severity="note",
-            tensors=_names(of),
-            message=f"{counted(len(of), 'tensor')} by {what}: {layers_text(layers)}; {size}",
+            tensors=_names(state for state, _ in alike),
+            message=f"{counted(len(alike), 'tensor')} by {rank_text}: {layers_text(layers)}; {size}",
         )
 
 
 def _detail(state: TensorState, text: str) -> str:
-    """Return a line about one tensor: what explains it, or its worst element."""
+    """Return a line about one tensor: the text of its causes, or its worst element."""
     if text:
         return f"{state.name}   {text}"
     if state.worst is None or state.causes:
-        return f"{state.name}{f'   {state.reason}' if state.reason else ''}"
+        return f"{state.name}   {state.reason}" if state.reason else state.name
     index, actual, low, high = state.worst
-    wanted = f"{low:.9g}" if low == high else f"{low:.9g} to {high:.9g}"
-    place = ", ".join(map(str, index))
-    return f"{state.name}   {state.outside} of {state.elements} elements; [{place}] is {actual:.9g}, not {wanted}"
+    expected = f"{low:.9g}" if low == high else f"{low:.9g} to {high:.9g}"
+    position = ", ".join(map(str, index))
+    return f"{state.name}   {state.outside} of {state.elements} elements; [{position}] is {actual:.9g}, not {expected}"
 
 
-def _missing(found: MergedFolder) -> Iterator[Finding]:
-    """Yield what one side lacks, and what could not be judged."""
+def _unpaired(folder: MergedFolder) -> Iterator[Finding]:
+    """Yield the tensors that only the base has, and those that only the folder has."""
     severities: dict[str, tuple[Severity, str]] = {
         "missing": ("error", "the folder lacks {} of the base"),
         "unexpected": ("warning", "the folder has {} that neither base nor adapter has"),
     }
-    for status, (severity, text) in severities.items():
-        states = [state for state in found.tensors if state.status == status]
+    for status, (severity, template) in severities.items():
+        states = [state for state in folder.tensors if state.status == status]
         if states:
-            what = text.format(counted(len(states), "tensor"))
-            names = some([state.name for state in states], _MOST)
+            statement = template.format(counted(len(states), "tensor"))
+            names = some([state.name for state in states], _MOST_NAMES)
             yield Finding(
                 kind=MergeCause.FILES,
                 severity=severity,
-                message=f"{what}: {names}",
+                message=f"{statement}: {names}",
                 tensors=_names(states),
                 next=MergeCause.FILES.todo,
             )
-    reasons: dict[str, list[TensorState]] = {}
-    for state in found.tensors:
-        if state.status == "skipped":
-            reasons.setdefault(state.reason, []).append(state)
-    for reason, states in reasons.items():
+
+
+def _not_judged(folder: MergedFolder) -> Iterator[Finding]:
+    """Yield a finding per reason for which tensors could not be judged."""
+    by_reason = gathered((state.reason, state) for state in folder.tensors if state.status == "skipped")
+    for reason, states in by_reason.items():
         message = f"{counted(len(states), 'tensor')} not judged: {reason}"
         yield Finding(kind=kinds.SKIPPED, severity="note", message=message, tensors=_names(states))
 
 
-def _notes(found: MergedFolder) -> Iterator[Finding]:
+def _notes(folder: MergedFolder) -> Iterator[Finding]:
     """Yield how names were matched, how the writer rounded, and what that took of the adapter's effect."""
-    if found.mapping:
-        yield Finding(kind=NAMES, severity="note", message=f"names matched {'; '.join(found.mapping)}")
-    if found.orders:
-        used = ", ".join(
-            f"{order.text} ({number} {'matrix' if number == 1 else 'matrices'})"
-            for order, number in found.orders.items()
-        )
-        yield Finding(kind=ROUNDED, severity="note", message=f"how it was rounded: {used}")
-    lost, least, in_float32 = (found.effect.share(name) for name in ("lost", "least", "in_float32"))
-    if lost >= _SAID:
+    if folder.mapping:
+        yield Finding(kind=NAMES, severity="note", message=f"names matched {'; '.join(folder.mapping)}")
+    if folder.orders:
+        texts = []
+        for order, count in folder.orders.items():
+            noun = "matrix" if count == 1 else "matrices"
+            texts.append(f"{order.text} ({count} {noun})")
+        yield Finding(kind=ROUNDED, severity="note", message=f"how it was rounded: {', '.join(texts)}")
+    lost, least, in_float32 = (folder.effect.share(name) for name in ("lost", "least", "in_float32"))
+    if lost >= _LEAST_LOSS:
         took = f"took {_percent(lost)} of" if lost < 1 else "is larger than"
-        parts = [f"rounding to {found.dtype} {took} the adapter's effect here"]
-        parts += [f"rounded once it would be {_percent(least)}"] if least < 0.95 * lost else []
-        parts += [f"merged and saved in float32 {_percent(in_float32)}"] if in_float32 < 0.95 * lost else []
+        parts = [f"rounding to {folder.dtype} {took} the adapter's effect here"]
+        # Another way to merge is worth a word where it loses clearly less.
+        if least < 0.95 * lost:
+            parts.append(f"rounded once it would be {_percent(least)}")
+        if in_float32 < 0.95 * lost:
+            parts.append(f"merged and saved in float32 {_percent(in_float32)}")
         yield Finding(kind=MergeCause.LOSS, severity="note", message="; ".join(parts), next=MergeCause.LOSS.todo)
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.0005 else f"{share:.1e}"
+def _percent(fraction: float) -> str:
+    if fraction >= 0.095:
+        return f"{fraction:.0%}"
+    return f"{fraction:.1%}" if fraction >= 0.0005 else f"{fraction:.1e}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counts:
+    """Numbers of tensors in a folder; all but the last three are of tensors that the adapter changes or has whole."""
+
+    adapted: int
+    right: int  # hold base + adapter, the unchanged ones too
+    unchanged: int  # right, where the adapter adds nothing
+    base_alone: int
+    missing: int
+    broken: int  # cannot be judged, because the adapter is not finite there
+    overflowed: int  # hold NaN or infinity
+    adapted_skipped: int
+    skipped: int  # of all tensors
+    untouched: int  # that the adapter leaves as they are
+    changed: int  # untouched, and not the base's
+
+    @property
+    def otherwise_wrong(self) -> int:
+        """Return the number of adapted tensors that none of the other numbers counts."""
+        counted_ones = self.right + self.base_alone + self.missing + self.broken + self.overflowed
+        return self.adapted - counted_ones - self.adapted_skipped
+
+
+def _counts(comparison: Comparison) -> _Counts:
+    """Count the tensors of a folder by what they hold, from the outcomes of the folder."""
+    outcomes = [tensor.outcomes[-1] for tensor in comparison.tensors]
+    adapted = [outcome for outcome in outcomes if outcome.evidence.get(ROLE) in ("adapted", "saved")]
+    right = [outcome for outcome in adapted if outcome.status in ("equal", "within")]
+    causes = [set(outcome.evidence.get(CAUSES, ())) for outcome in adapted if outcome.status == "outside"]
+    untouched = [outcome for outcome in outcomes if outcome.evidence.get(ROLE) == "untouched"]
+    return _Counts(
+        adapted=len(adapted),
+        right=len(right),
+        unchanged=sum(ZERO_DELTA in outcome.evidence for outcome in right),
+        base_alone=sum(bool(of_tensor) and of_tensor <= _BASE_ALONE for of_tensor in causes),
+        missing=sum(outcome.status == "missing" for outcome in adapted),
+        broken=sum(of_tensor == {MergeCause.ADAPTER_NOT_FINITE} for of_tensor in causes),
+        overflowed=sum(of_tensor == {MergeCause.OVERFLOW} for of_tensor in causes),
+        adapted_skipped=sum(outcome.status == "skipped" for outcome in adapted),
+        skipped=sum(outcome.status == "skipped" for outcome in outcomes),
+        untouched=len(untouched),
+        changed=sum(outcome.status in BAD for outcome in untouched),
+    )
 
 
 def statement(comparison: Comparison) -> Statement:
     """Return what a folder of merged weights is, and the verdict in one sentence."""
-    rows = [tensor.outcomes[-1] for tensor in comparison.tensors]
-    adapted = [row for row in rows if row.evidence.get(ROLE) in ("adapted", "saved")]
-    right = sum(row.status in ("equal", "within") for row in adapted)
-    unchanged = sum(row.status in ("equal", "within") and ZERO_DELTA in row.evidence for row in adapted)
-    wrong = [set(row.evidence.get(CAUSES, ())) for row in adapted if row.status == "outside"]
-    alone = sum(bool(causes) and causes <= _BASE_ALONE for causes in wrong)
-    merged = right - unchanged
-    parts = [f"{merged} of {counted(len(adapted), 'adapted tensor')} hold{'s' if merged == 1 else ''} base + adapter"]
-    if unchanged:
-        parts.append(f"{unchanged} hold{'s' if unchanged == 1 else ''} the base, to which the adapter adds nothing")
-    if broken := sum(causes == {MergeCause.ADAPTER_NOT_FINITE} for causes in wrong):
-        parts.append(f"{broken} cannot be judged, since the adapter is not finite there")
-    parts += [f"{alone} hold{'s' if alone == 1 else ''} the base alone"] if alone else []
-    missing = sum(row.status == "missing" for row in adapted)
-    parts += [f"{missing} {'is' if missing == 1 else 'are'} missing"] if missing else []
-    if overflowed := sum(causes == {MergeCause.OVERFLOW} for causes in wrong):
-        parts.append(f"{overflowed} hold{'s' if overflowed == 1 else ''} NaN or infinity")
-    others = len(adapted) - right - alone - missing - broken - overflowed
-    others -= sum(row.status == "skipped" for row in adapted)
-    parts += [f"{others} {'is' if others == 1 else 'are'} something else"] if others else []
-    left = [row for row in rows if row.evidence.get(ROLE) == "untouched"]
-    changed = sum(row.status in BAD for row in left)
-    if changed:
-        parts.append(f"{changed} of {counted(len(left), 'other')} {'is' if changed == 1 else 'are'} not the base's")
-    elif left:
-        parts.append("the other is the base's" if len(left) == 1 else f"the {len(left)} others are the base's")
-    if skipped := sum(row.status == "skipped" for row in rows):
-        parts.append(f"{counted(skipped, 'tensor')} could not be judged")
+    counts = _counts(comparison)
     if comparison.adapter is None:
-        text = f"{changed} of {counted(len(left), 'tensor')} differ from the base"
-        return Statement(heading="COMPARED", sentence=text)
+        sentence = f"{counts.changed} of {counted(counts.untouched, 'tensor')} differ from the base"
+        return Statement(heading="COMPARED", sentence=sentence)
+    parts = [*_adapted_texts(counts), *_other_texts(counts)]
+    return Statement(heading=_heading(comparison, counts), sentence="; ".join(parts))
+
+
+def _holds(count: int) -> str:
+    return "holds" if count == 1 else "hold"
+
+
+def _is(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def _adapted_texts(counts: _Counts) -> Iterator[str]:
+    """Yield what the tensors hold that the adapter changes or has whole."""
+    merged = counts.right - counts.unchanged
+    yield f"{merged} of {counted(counts.adapted, 'adapted tensor')} {_holds(merged)} base + adapter"
+    if counts.unchanged:
+        yield f"{counts.unchanged} {_holds(counts.unchanged)} the base, to which the adapter adds nothing"
+    if counts.broken:
+        yield f"{counts.broken} cannot be judged, since the adapter is not finite there"
+    if counts.base_alone:
+        yield f"{counts.base_alone} {_holds(counts.base_alone)} the base alone"
+    if counts.missing:
+        yield f"{counts.missing} {_is(counts.missing)} missing"
+    if counts.overflowed:
+        yield f"{counts.overflowed} {_holds(counts.overflowed)} NaN or infinity"
+    if counts.otherwise_wrong:
+        yield f"{counts.otherwise_wrong} {_is(counts.otherwise_wrong)} something else"
+
+
+def _other_texts(counts: _Counts) -> Iterator[str]:
+    """Yield whether the untouched tensors are the base's, and how many tensors could not be judged."""
+    if counts.changed:
+        others = counted(counts.untouched, "other")
+        yield f"{counts.changed} of {others} {_is(counts.changed)} not the base's"
+    elif counts.untouched == 1:
+        yield "the other is the base's"
+    elif counts.untouched:
+        yield f"the {counts.untouched} others are the base's"
+    if counts.skipped:
+        yield f"{counted(counts.skipped, 'tensor')} could not be judged"
+
+
+def _heading(comparison: Comparison, counts: _Counts) -> str:
+    """Return the verdict in capitals: what the folder is."""
     if comparison.verdict != "inconsistent":
-        what = "MERGED" if comparison.verdict == "consistent" else "NOT ALL JUDGED"
-        if unchanged and unchanged == len(adapted):
-            what = "NOTHING TO MERGE"
-    elif broken and right + broken == len(adapted) and not changed:
-        what = "BROKEN ADAPTER"
-    elif skipped and right + sum(row.status == "skipped" for row in adapted) == len(adapted) and not changed:
-        what = "NOT ALL JUDGED"
-    elif not adapted or alone == len(adapted):
-        what = "NOT MERGED"
-    elif right + alone + missing == len(adapted):
-        what = "NOT MERGED WHOLE" if alone or missing else "MERGED, AND WRONG BESIDE"
-    else:
-        what = "WRONGLY MERGED"
-    return Statement(heading=what, sentence="; ".join(parts))
+        if counts.unchanged and counts.unchanged == counts.adapted:
+            return "NOTHING TO MERGE"
+        return "MERGED" if comparison.verdict == "consistent" else "NOT ALL JUDGED"
+    # First what is no fault of the merge, then how much of the adapter is missing.
+    if counts.broken and counts.right + counts.broken == counts.adapted and not counts.changed:
+        return "BROKEN ADAPTER"
+    if counts.skipped and counts.right + counts.adapted_skipped == counts.adapted and not counts.changed:
+        return "NOT ALL JUDGED"
+    if counts.base_alone == counts.adapted:  # no adapted tensor at all, too
+        return "NOT MERGED"
+    if counts.right + counts.base_alone + counts.missing == counts.adapted:
+        is_partial = counts.base_alone or counts.missing
+        return "NOT MERGED WHOLE" if is_partial else "MERGED, AND WRONG BESIDE"
+    return "WRONGLY MERGED"
