@@ -101,6 +101,12 @@ class MergeQuestion:
         sums = self.sums(left, right, scaling)
         return not any(self.writer.judge(matrix, low_rank_sum).outside for matrix, low_rank_sum in sums)
 
+    def is_merged_twice(self) -> bool:
+        """Return whether the tensor is the base with the delta added twice, and rounded after each time."""
+        target = self.target
+        sums = self.sums(target.left, target.right, target.scaling)
+        return not any(self.writer.judge(matrix, low_rank_sum, is_twice=True).outside for matrix, low_rank_sum in sums)
+
     def fit(self, left: torch.Tensor, right: torch.Tensor, *, rows: int = _SAMPLE) -> tuple[float, float]:
         """Return the factor of a product that fits the difference best, and the part that it leaves over.
 
@@ -155,10 +161,11 @@ def _scalings(question: MergeQuestion) -> Iterator[tuple[MergeCause, str]]:
     if target.is_bias and _is_near(fitted, 1.0) and question.holds(target.left, target.right, 1.0):
         yield MergeCause.BIAS_UNSCALED, ""
         return
-    is_twice = False
-    if _is_near(fitted, 2 * target.scaling) and question.holds(target.left, target.right, 2 * target.scaling):
+    is_twice = _is_near(fitted, 2 * target.scaling) and (
+        question.is_merged_twice() or question.holds(target.left, target.right, 2 * target.scaling)
+    )
+    if is_twice:
         yield MergeCause.TWICE, ""
-        is_twice = True
     names = []
     for text, scaling in _named_scalings(question).items():
         is_likely = scaling != target.scaling and _is_near(fitted, scaling)

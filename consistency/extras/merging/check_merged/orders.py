@@ -48,6 +48,9 @@ _DEVIATIONS = 6.0
 _GIVE_UP = 1 / 64
 """Part of outside elements at which an order is left for the next one: no tensor with few faults has as many."""
 
+_TRIED = 64
+"""Rows of a matrix, evenly taken, on which an order is tried before all of them are read."""
+
 _SAMPLED = 16
 """Rows of a matrix, evenly taken, from which what rounding took of the adapter's effect is measured."""
 
@@ -68,6 +71,8 @@ class Order:
         Dtype of the weight before, and of the sum.
     tf32 : bool
         Whether the product runs in TF32.
+    between : torch.dtype or None
+        Dtype of the sum of a first merge, to which the delta is added once more; None where there was one merge.
     """
 
     factors: torch.dtype | None = None
@@ -76,6 +81,7 @@ class Order:
     delta: torch.dtype | None = None
     total: torch.dtype | None = None
     tf32: bool = False
+    between: torch.dtype | None = None
 
     @property
     def roundings(self) -> int:
@@ -132,6 +138,10 @@ class LowRankSum:
         """Return rows that are evenly taken, `_SAMPLED` of them or more."""
         return slice(None, None, max(1, self.shape[0] // _SAMPLED))
 
+    def part(self, rows: slice) -> LowRankSum:
+        """Return the sum of some rows."""
+        return LowRankSum(self.base[rows].contiguous(), self.left[rows].contiguous(), self.right, self.scaling)
+
     def delta(self, rows: slice) -> torch.Tensor:
         """Return rows of the exact delta, float64."""
         return (self.left[rows].double() @ self.right.double()).mul_(self.scaling)
@@ -161,10 +171,18 @@ class _Product:
 
     def once(self, rows: slice, out: torch.Tensor) -> torch.Tensor:
         """Return one result that the writer may have come to, float32, in the memory of `out`."""
-        left, right = self._in_float32
         order, base = self._order, self._base[rows]
         if order.total not in (None, base.dtype):
             base = rounded(base.float(), order.total)
+        merged = self._added_once(rows, base, out)
+        if order.between is not None:
+            merged = self._added_once(rows, merged.to(order.between, copy=True), out)
+        return merged
+
+    def _added_once(self, rows: slice, base: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return one result of adding the delta to `base`, float32, in the memory of `out`."""
+        left, right = self._in_float32
+        order = self._order
         if order.product is None and order.delta is None:
             return rounded(out.copy_(base).addmm_(left[rows], right), order.total)
         values = torch.mm(left[rows], right, out=out)
@@ -184,8 +202,19 @@ class _Product:
         return self._merged(torch.stack((middle - off, middle + off)), self._base[row, column])
 
     def _merged(self, ends: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        ends = rounded(rounded(ends, self._order.product).mul_(self._scaling), self._order.delta)
-        return rounded(ends.add_(rounded(base.double(), self._order.total)), self._order.total)
+        order = self._order
+        deltas = rounded(rounded(ends, order.product).mul_(self._scaling), order.delta)
+        base = rounded(base.double(), order.total)
+        if order.between is None:
+            return rounded(deltas.add_(base), order.total)
+        # what one merge left is the base of the other; both have the same delta, so that ends stay ends
+        return rounded(deltas + _stored_ends(rounded(deltas + base, order.total), order.between), order.total)
+
+
+def _stored_ends(ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round ends of sums to the dtype that a writer stored them in, by way of float32 or not: `(2, ...)`, float64."""
+    both = torch.stack((ends.to(dtype), ends.float().to(dtype))).double()
+    return torch.stack((both[:, 0].amin(dim=0), both[:, 1].amax(dim=0)))
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -306,30 +335,70 @@ class MergeWriter:
         known = orders(actual.dtype, of.base.dtype, of.left.dtype)
         return self._last if self._last in known else ONE_ROUNDING
 
-    def judge(self, actual: torch.Tensor, of: LowRankSum) -> OutsideElements:
+    def judge(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool = False) -> OutsideElements:
         """Judge a tensor by the order that leaves the fewest elements outside, the first one of several.
 
-        Where no order can explain it, only some of its rows are looked at.
+        Orders are tried on some rows first, and one that explains these on all. Where no order can explain the tensor,
+        only a part of it is looked at.
+
+        Parameters
+        ----------
+        is_twice : bool
+            Whether the delta was merged a second time, into what the first merge had left.
         """
-        tried = orders(actual.dtype, of.base.dtype, of.left.dtype)
-        if self._last in tried:
-            tried = [self._last, *tried]
+        tried = self._orders_to_try(actual, of, is_twice=is_twice)
+        whole = replace(of, scaling=2 * of.scaling) if is_twice else of
+        sample = _Sample.of(actual, of)
         best: OutsideElements | None = None
-        for order in dict.fromkeys(tried):
-            if order.tf32 and order is not self._last and best is not None and best.share < _least_in_tf32(actual, of):
+        for order in tried:
+            is_new_tf32 = order.tf32 and order is not self._last
+            if is_new_tf32 and best is not None and best.share < _least_in_tf32(actual, whole):
                 continue
-            found = judge(actual, of, order)
-            if order.tf32 and not found.outside and not _is_like_tf32(actual, of, order):
+            found = sample.judge(order)
+            if found is None or found.share <= _GIVE_UP:
+                found = judge(actual, of, order)
+            if order.tf32 and not found.outside and not _is_like_tf32(actual, whole, order):
                 continue
             if best is None or found.share < best.share:
                 best = found
             if not found.outside:
                 self._last = order
                 return found
-            if order is tried[0] and found.share > _GIVE_UP and _hopeless(actual, of):
-                return found
+            if order is tried[0] and found.share > _GIVE_UP and _hopeless(actual, whole):
+                return judge(actual, of, order)
         assert best is not None
         return judge(actual, of, best.order, patient=True)
+
+    def _orders_to_try(self, actual: torch.Tensor, of: LowRankSum, *, is_twice: bool) -> list[Order]:
+        """Return the orders that a writer may have taken, the one that fitted last first."""
+        tried = orders(actual.dtype, of.base.dtype, of.left.dtype)
+        if is_twice:
+            stored = dict.fromkeys((actual.dtype, of.base.dtype))
+            tried = [replace(order, between=dtype) for order in tried for dtype in stored]
+        if self._last in tried:
+            tried = [self._last, *tried]
+        return list(dict.fromkeys(tried))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Rows of a tensor, evenly taken, on which orders are tried; `of_rows` is None of a small tensor."""
+
+    actual: torch.Tensor
+    of_rows: LowRankSum | None
+
+    @classmethod
+    def of(cls, actual: torch.Tensor, of: LowRankSum) -> _Sample:
+        """Take the rows of a tensor; one that has hardly more of them is tried as a whole."""
+        step = of.shape[0] // _TRIED
+        if step < 2:
+            return cls(actual, None)
+        rows = slice(None, None, step)
+        return cls(actual[rows].contiguous(), of.part(rows))
+
+    def judge(self, order: Order) -> OutsideElements | None:
+        """Return the elements of these rows that an order does not explain; None of a small tensor."""
+        return None if self.of_rows is None else judge(self.actual, self.of_rows, order, patient=True)
 
 
 def _hopeless(actual: torch.Tensor, of: LowRankSum) -> bool:
