@@ -34,7 +34,7 @@ from consistency.worker.model.call_trace import NotTracedError, Saw, kept_parts,
 from consistency.worker.model.float64_reference import Reference, given_name
 from consistency.worker.model.running import matrix_elements
 from consistency.worker.precision import products_of
-from consistency.worker.recorder import Kept, TraceWrong
+from consistency.worker.recorder import TracedOperation, TraceWrong
 
 ROWS = 32
 """Of all passes together, for which more are computed."""
@@ -312,7 +312,7 @@ def computed_again(
         Gives what computes on this device in place of slow kernels.
     """
 
-    def trace(layer: str, tensor: str, share: Callable[[torch.Tensor], float]) -> Kept | None:
+    def trace(layer: str, tensor: str, share: Callable[[torch.Tensor], float]) -> TracedOperation | None:
         if (layer, tensor) not in names:
             return None
         context.events.step(f"{layer}, computed again", 0, 1)
