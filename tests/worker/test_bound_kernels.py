@@ -68,7 +68,7 @@ def test_the_cpu_runs_the_models_own_code(tmp_path: Path) -> None:
 def test_products_of_triton_may_be_in_tf32_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In passes with noise, of models that call them: what torch multiplies stays in float32, as the settings say."""
     monkeypatch.setattr(bound_kernels, "BOUND", {})
-    monkeypatch.setattr(bound_kernels, "_users", set())
+    monkeypatch.setattr(bound_kernels, "_modules_with_triton", set())
     plain, bound = torch.nn.Linear(2, 2), torch.nn.Sequential(Bound())
     job = job_of(case_of(Path("base"), None), peers=tuple(Peer(type=kind, settings={}) for kind in ("cuda", "xpu")))
     with deterministic(threads=1):
