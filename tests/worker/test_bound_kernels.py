@@ -73,9 +73,9 @@ def test_products_of_triton_may_be_in_tf32_on_a_gpu_alone(monkeypatch: pytest.Mo
     job = job_of(case_of(Path("base"), None), peers=tuple(Peer(type=kind, settings={}) for kind in ("cuda", "xpu")))
     with deterministic(threads=1):
         assert list(cpu_error.products_of_run(job, bound)) == ["float32"], "nothing is bound"
-        bound_kernels._chosen("name", "causal_conv1d", lambda one: one, forward)
+        bound_kernels._bind_by_device("name", "causal_conv1d", lambda one: one, forward)
         assert list(cpu_error.products_of_run(job, bound)) == ["float32"], "it has no product"
-        bound_kernels._chosen("name", "fla", lambda one: one, forward)
+        bound_kernels._bind_by_device("name", "fla", lambda one: one, forward)
         assert list(cpu_error.products_of_run(job, bound)) == ["float32", "tf32"]
         assert list(cpu_error.products_of_run(job, plain)) == ["float32"], "a case before it in this process bound it"
         assert cpu_error.products_on(bound, "cpu") == "float32"

@@ -1,4 +1,4 @@
-"""Whether a saved LoRA is whole and trained: layers that add nothing, and factors of which one shard was saved.
+"""Find layers of a saved LoRA that add nothing, and factors of which only one shard was saved.
 
 Both load without an error and are the same on every device, so that no comparison shows them.
 
@@ -12,6 +12,7 @@ one in every block. Dead outputs leave rows of zeros too, but not at the same pl
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,10 +26,10 @@ from consistency.capture.wording import counted, layers_text, listed
 
 _FACTOR = re.compile(r"^(?P<layer>.+)\.(?P<part>lora_(?:embedding_)?[ABE])(?:\.weight)?$")
 _CHANGES_MORE = re.compile(r"^(?P<layer>.+)\.(?:lora_magnitude_vector(?:\.weight)?|lora_B\.bias)$")
-"""What lets a layer with a factor of zeros change something nevertheless: DoRA's magnitude, a bias."""
+"""Tensors by which a layer with a factor of zeros changes something nevertheless: DoRA's magnitude, a bias."""
 
 _NUMBERS_OF_SHARDS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
-"""How many processes are looked for."""
+"""Numbers of processes whose shards are looked for."""
 
 _LEAST_LAYERS = 2
 """Layers of one kind that have to lack the same part: in one layer alone it may be dead outputs."""
@@ -36,7 +37,7 @@ _LEAST_LAYERS = 2
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 Factors = Mapping[str, Mapping[str, torch.Tensor]]
-"""By layer and part: `lora_A` is (rank, in), `lora_B` (out, rank)."""
+"""Factors by layer and part: `lora_A` is (rank, in), `lora_B` (out, rank)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,18 @@ class _Shard:
 
 
 def remarks_on(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[AdapterRemark]:
-    """Return what shows in an adapter's tensors, by their keys in its file; nothing for methods other than LoRA.
+    """Return remarks on an adapter's tensors; none for methods other than LoRA.
 
     Parameters
     ----------
     tensors : iterable of (str, torch.Tensor)
-        Keys and tensors, on the CPU. Each tensor is read once.
+        Keys in the adapter's file and tensors, on the CPU. Each tensor is read once.
     """
     factors, changes_more = _factors_of(tensors)
     untrained = _untrained(factors, changes_more)
     remarks = []
-    if untrained and len(untrained) < len(factors):  # of all of them it is said elsewhere: the adapter has no effect
+    # where no layer adds anything, another check says that the adapter has no effect
+    if untrained and len(untrained) < len(factors):
         remarks.append(AdapterRemark(flaw=AdapterFlaw.UNTRAINED_LAYERS, text=_untrained_text(untrained, factors)))
     trained = {layer: parts for layer, parts in factors.items() if layer not in untrained}
     for shard, layers in _shards(trained).items():
@@ -79,11 +81,11 @@ def _factors_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Factors, s
     changes_more = set()
     for key, tensor in tensors:
         factor = _FACTOR.match(module_place(key))
-        other = _CHANGES_MORE.match(module_place(key))
+        addition = _CHANGES_MORE.match(module_place(key))
         if factor is not None and tensor.dim() == 2:
             factors[factor["layer"]][factor["part"]] = tensor
-        elif other is not None:
-            changes_more.add(other["layer"])
+        elif addition is not None:
+            changes_more.add(addition["layer"])
     return factors, changes_more
 
 
@@ -91,9 +93,9 @@ def _untrained(factors: Factors, changes_more: set[str]) -> dict[str, str]:
     """Return the layers that add nothing, each with its factor of zeros."""
     untrained = {}
     for layer, parts in factors.items():
-        zero = [part for part, tensor in parts.items() if not bool(tensor.any())]
-        if zero and layer not in changes_more:
-            untrained[layer] = zero[-1]
+        zero_parts = [part for part, tensor in parts.items() if not bool(tensor.any())]
+        if zero_parts and layer not in changes_more:
+            untrained[layer] = zero_parts[-1]
     return untrained
 
 
@@ -105,42 +107,57 @@ def _untrained_text(untrained: Mapping[str, str], factors: Factors) -> str:
 
 
 def _shards(factors: Factors) -> dict[_Shard, list[str]]:
-    """Return the parts that alone are not zero in every layer of some kind, each with all of these layers.
+    """Return the shards outside of which every layer of some kind is zero, each with all of these layers.
 
-    What lies in the first quarter lies in the first half too, and two rows of 16 may be one of 8 or of 12 shares. Of
-    all that hold, those of the most layers are taken, then the smallest.
+    A shard in the first quarter lies in the first half too, and two rows of 16 may be a shard of 8 or of 12. Among the
+    shards that hold for a kind, the one that holds for the most layers is chosen, then the smallest.
     """
-    by_kind: dict[str, list[str]] = defaultdict(list)
+    layers_by_kind: dict[str, list[str]] = defaultdict(list)
     for layer in factors:
-        by_kind[_kind(layer)].append(layer)
-    of_kinds: dict[str, set[_Shard]] = {}
-    for kind, layers in by_kind.items():
+        layers_by_kind[_kind(layer)].append(layer)
+    shards_by_kind: dict[str, set[_Shard]] = {}
+    for kind, layers in layers_by_kind.items():
         if len(layers) >= _LEAST_LAYERS:
-            of_kinds[kind] = set.intersection(*(set(_shards_of_layer(factors[layer])) for layer in layers))
+            shards_by_kind[kind] = set.intersection(*(set(_shards_of_layer(factors[layer])) for layer in layers))
+    places = {(shard.part, shard.axis) for shard in itertools.chain.from_iterable(shards_by_kind.values())}
     chosen: dict[_Shard, list[str]] = {}
-    for part, axis in sorted({(shard.part, shard.axis) for shards in of_kinds.values() for shard in shards}):
-        left = {
-            kind: alike
-            for kind, shards in of_kinds.items()
-            if (alike := {shard for shard in shards if (shard.part, shard.axis) == (part, axis)})
-        }
-        while left:
-            counts = Counter(shard for kind, shards in left.items() for shard in shards for _ in by_kind[kind])
-            shard = max(counts, key=lambda one: (counts[one], one.of))
-            kinds = [kind for kind, shards in left.items() if shard in shards]
+    for place in sorted(places):
+        remaining = _shards_at(place, shards_by_kind)
+        while remaining:
+            shard = _most_frequent(remaining, layers_by_kind)
+            kinds = [kind for kind, shards in remaining.items() if shard in shards]
             chosen[shard] = [layer for layer in factors if _kind(layer) in kinds]
             for kind in kinds:
-                del left[kind]
+                del remaining[kind]
     return chosen
 
 
+def _shards_at(place: tuple[str, str], shards_by_kind: Mapping[str, set[_Shard]]) -> dict[str, set[_Shard]]:
+    """Return the shards of one part and axis, of the kinds of layers that have any."""
+    shards_there: dict[str, set[_Shard]] = {}
+    for kind, shards in shards_by_kind.items():
+        of_place = {shard for shard in shards if (shard.part, shard.axis) == place}
+        if of_place:
+            shards_there[kind] = of_place
+    return shards_there
+
+
+def _most_frequent(shards_by_kind: Mapping[str, set[_Shard]], layers_by_kind: Mapping[str, list[str]]) -> _Shard:
+    """Return the shard of the most layers; among equals the one of the most, and so the smallest, parts."""
+    counts = Counter[_Shard]()
+    for kind, shards in shards_by_kind.items():
+        for shard in shards:
+            counts[shard] += len(layers_by_kind[kind])
+    return max(counts, key=lambda shard: (counts[shard], shard.of))
+
+
 def _kind(layer: str) -> str:
-    """Return what layers of all blocks have in common: their name without numbers."""
+    """Return the name that a layer has in common with those of other blocks: its own without numbers."""
     return re.sub(r"\d+", "N", layer)
 
 
 def _shards_of_layer(parts: Mapping[str, torch.Tensor]) -> Iterator[_Shard]:
-    """Yield which part alone of each factor is not zero.
+    """Yield the shards of each factor outside of which it is zero.
 
     Columns of `lora_embedding_A` belong to tokens, and those that no text had stay zero. Rows of `lora_A` are zero
     where a rank was padded, and then `lora_B` has nothing for them either.
@@ -156,12 +173,12 @@ def _shards_of_layer(parts: Mapping[str, torch.Tensor]) -> Iterator[_Shard]:
             yield from _shard("lora_A", "rows", a.any(dim=1))
 
 
-def _shard(part: str, axis: str, is_held: torch.Tensor) -> Iterator[_Shard]:
-    """Yield each of several equal parts that has all that is held."""
-    places = is_held.nonzero().reshape(-1)
-    if not len(places):
+def _shard(part: str, axis: str, is_nonzero: torch.Tensor) -> Iterator[_Shard]:
+    """Yield each shard that has all rows or columns that are not zero."""
+    indices = is_nonzero.nonzero().reshape(-1)
+    if not len(indices):
         return
-    first, last, size = int(places[0]), int(places[-1]), len(is_held)
+    first, last, size = int(indices[0]), int(indices[-1]), len(is_nonzero)
     for number in _NUMBERS_OF_SHARDS:
         length = -(-size // number)  # torch.chunk gives each process so many, the last ones fewer
         if size >= number and first // length == last // length:
@@ -175,8 +192,8 @@ def _shard_text(shard: _Shard, layers: list[str], factors: Factors) -> str:
     length = -(-size // shard.of)
     start, stop = shard.index * length, min(size, (shard.index + 1) * length)
     number = counted(len(factors), "adapted layer")
-    held = f"{shard.axis} {start}-{stop - 1} of {size} in {example}"
+    nonzero = f"{shard.axis} {start}-{stop - 1} of {size} in {example}"
     return (
-        f"in {len(layers)} of {number} all but {shard.text()} is zero ({held}), as if one process had saved its part "
-        f"alone: {layers_text(layers)}"
+        f"in {len(layers)} of {number} all but {shard.text()} is zero ({nonzero}), as if one process had saved its "
+        f"part alone: {layers_text(layers)}"
     )
