@@ -122,9 +122,7 @@ class CallTrace(TorchDispatchMode):
             self._copy_written_inputs(func._schema.arguments, args, kwargs)
         return tuple(_pytree.tree_map_only(torch.device, self._stand_in, named))
 
-    def _copy_written_inputs(
-        self, parameters: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def _copy_written_inputs(self, parameters: Sequence[Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Copy the inputs that a call writes into, by the parameters of its schema."""
         values = {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | dict(kwargs)
         written = [values.get(parameter.name) for parameter in parameters if parameter.is_write]
@@ -358,9 +356,7 @@ def kept_parts(
     size = f"its calls take {_bytes(traced) >> 20} MiB"
     if ratio <= 1:
         raise NotTracedError(f"{size}, and their result was right when it was computed again")
-    inputs = {
-        name: tensor if name.startswith("host") else tensor.to(device) for name, tensor in traced.inputs.items()
-    }
+    inputs = {name: tensor if name.startswith("host") else tensor.to(device) for name, tensor in traced.inputs.items()}
     suspects = blamed(calls, inputs, device, lambda results: share(results[last]))[:_MOST_BLAMED]
     for number in suspects:
         if calls[number].operation.overloadpacket.__name__ in PRODUCTS:
