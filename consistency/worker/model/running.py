@@ -59,10 +59,8 @@ def model_code(
     try:
         yield
     except Exception as error:
-        if kinds:
-            is_theirs = isinstance(error, kinds)
-        else:
-            is_theirs = not isinstance(error, Skip) and not _is_ours(error)
+        is_foreign = not isinstance(error, Skip) and not _is_ours(error)
+        is_theirs = isinstance(error, kinds) if kinds else is_foreign
         if not is_theirs:
             raise
         device = of if isinstance(of, torch.device) else device_of(of)
@@ -191,9 +189,7 @@ def outputs_by(call: Callable[..., Any], model: torch.nn.Module, inputs: Activat
     Outputs that are no floating-point tensors, and scalars such as a loss, are left out.
     """
     device, dtype = device_of(model), next(model.parameters()).dtype
-    moved = {
-        name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in inputs.items()
-    }
+    moved = {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in inputs.items()}
     output = call(**moved, **_extras(model), **_tasks(model, moved))
     if isinstance(output, torch.Tensor):
         return {"output": output}
