@@ -49,7 +49,7 @@ def choose_by_device() -> None:
 
     @functools.wraps(real)
     def bind(name: str, package: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-        decorate = real(name, package, *args, **kwargs)
+        decorate: Callable[[Any], Any] = real(name, package, *args, **kwargs)
         if importlib.util.find_spec(package) is None:
             return decorate
         return functools.partial(_bind_by_device, name, package, decorate)

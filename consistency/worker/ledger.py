@@ -179,10 +179,8 @@ class Ledger:
         """
         if label not in self._first:
             return
-        if isinstance(value, torch.Tensor):
-            tensor, actual = value, digest(value).value
-        else:
-            tensor, actual = held, value.value
+        tensor = value if isinstance(value, torch.Tensor) else held
+        actual = digest(value).value if isinstance(value, torch.Tensor) else value.value
         if tensor is not None:
             self.largest_bytes = max(self.largest_bytes, tensor.nbytes)
         right = self._first_repeat.setdefault(label, actual) if own else self._first[label]

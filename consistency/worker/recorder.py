@@ -299,6 +299,7 @@ class Recorder(RecordStore):
         verdict = _judge(row, found, chunks, diagnose, is_derived=tolerance is None)
         evidence: Mapping[str, Any] = verdict.evidence
         is_outside = verdict.status == "outside"
+        # of a larger tensor, block digests and the worst element are recorded alone
         is_stored_as_wrong = is_outside and actual.nbytes <= KEEP_BYTES
         ingredient_blobs: dict[str, str] = {}
         if is_stored_as_wrong:
@@ -309,7 +310,7 @@ class Recorder(RecordStore):
         is_stored_on_request = self._keep and chunks is not None
         # blocks locate bitwise differences; after a sum in another order all blocks differ
         has_blocks = is_outside or found is None
-        is_judged_by_user = found is not None and tolerance is not None
+        stated_tolerance = tolerance.stated if found is not None and tolerance is not None else ""
         self.write(
             msgspec.structs.replace(
                 row,
@@ -327,7 +328,7 @@ class Recorder(RecordStore):
                 reference_blob=ingredient_blobs.pop("exact", None),
                 repeats=tuple(repeat.value for repeat in digests[1:]),
                 ingredients=ingredient_blobs,
-                tolerance=tolerance.stated if is_judged_by_user else "",
+                tolerance=stated_tolerance,
             )
         )
 
@@ -431,12 +432,12 @@ def _judge(
     if found is None or chunks is None or found.ratio is None:
         return _Verdict(status=row.status, word=row.word)
     is_exact = float(found.max_abs) == 0 and found.mismatched == 0
+    word, evidence = row.word, dict[str, Any]()
     if passes(found.ratio):
-        # within a tolerance that nobody derived, nothing is known of the cause
-        word = words.ACCUMULATION_ORDER if is_derived else row.word
+        # within a user's tolerance, which nobody derived, nothing is known of the cause
+        if is_derived:
+            word = words.ACCUMULATION_ORDER
         return _Verdict(status="equal" if is_exact else "within", word=word)
-    word: Word | None = row.word
-    evidence: Mapping[str, Any] = {}
     if word is None:
         diagnosis = diagnose(found, chunks)
         word, evidence = diagnosis.word, diagnosis.evidence

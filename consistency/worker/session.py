@@ -77,6 +77,7 @@ class Session:
         device = torch.device(job.device)
         self._placement = Placement(device)
         if not self._bases.is_first(job):
+            # the memory and the devices of an earlier case in this process are not this one's
             reset_peak()
             self._placement.start_again()
         self._placement.look("import")
@@ -259,7 +260,7 @@ class Session:
         """Load the adapter onto the base, and run the checks of stages that come right after; return its context."""
         job, case, loaded = self._job, self._job.case, context.base
         bare = None
-        if case.adapters:
+        if case.adapters:  # noted before PEFT changes the base, for the stages that load the other adapters
             bare = self._structure or Structure(loaded.model)
         _release_pages(loaded, {})
         self._begin("load adapter")

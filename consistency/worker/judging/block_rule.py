@@ -48,6 +48,7 @@ Read = Callable[[str], Readable | None]
 def passes_for(model: torch.nn.Module, tokens: int, rows: Iterable[int]) -> int:
     """Return the number of noisy passes to compute, by the tokens of one pass and the rows of each result."""
     is_large = cpu_error.is_large(cpu_error.passes_for(matrix_elements(model) * tokens))
+    # one noisy pass of a large model is a good part of the work
     least = LEAST_PASSES - 1 if is_large else LEAST_PASSES
     fewest_rows = max(1, min(rows, default=ROWS))
     wanted = -(-ROWS // fewest_rows)  # rounded up
@@ -115,6 +116,7 @@ def spreads(
         by_name = spreads_by_title[title] = {}
         for name, truth in exact.items():
             tensors = _drawn_tensors(reads, name)
+            # a single pass has no spread
             fits = len(tensors) > 1 and all(tensor.shape == truth.shape for tensor in tensors)
             if fits and truth.numel() and tensors[0].dtype in UNIT_ROUNDOFF:
                 by_name[name] = Spread.of(tensors, truth, of_a_sum=name in sums)
@@ -291,6 +293,7 @@ def _record_by_spread(
         if passes(zeros.ratio):
             record.write(replace(skipped, reason=ZEROS_PASS))
             return
+    # the tolerance of each element is for a diagnosis and a reproducer, of a result outside the rule alone
     allowed = None if is_within else spread.allowed(truth, actual.dtype)
 
     def diagnose(found: Measure, chunks: Chunks) -> Diagnosis:
@@ -336,7 +339,7 @@ def _overflow(exact: torch.Tensor, dtype: torch.dtype, spread: Spread) -> str:
     if not math.isfinite(spread.limits.row):
         return f"passes in {name_of(dtype)} on the CPU are {OVERFLOWS}: there is no error to compare with"
     largest = max(abs(float(exact.min())), abs(float(exact.max())))
-    if not math.isfinite(largest):
+    if not math.isfinite(largest):  # infinite values are no overflow: every dtype has them
         largest = float(torch.where(exact.isfinite(), exact, 0.0).abs().max())
     if largest <= torch.finfo(dtype).max:
         return ""

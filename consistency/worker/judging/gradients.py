@@ -72,9 +72,10 @@ class ExactGradients:
         return tensors, Tables(failures={}, names=tuple(tensors), limits=limits_of(found))
 
 
-def in_float64(of: Backward, track: Track) -> ExactGradients:
+def in_float64(backward: Backward, track: Track) -> ExactGradients:
     """Compute the exact gradients, on values and gradients that the pass rounds itself."""
-    dtype = next(p.dtype for p in of.model.parameters() if p.dtype in UNIT_ROUNDOFF)
+    dtypes = (parameter.dtype for parameter in backward.model.parameters())
+    dtype = next(dtype for dtype in dtypes if dtype in UNIT_ROUNDOFF)
     exact, sections = ExactGradients(), Sections(track.exact)
 
     def round_and_keep(mode: str, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -84,33 +85,37 @@ def in_float64(of: Backward, track: Track) -> ExactGradients:
     def take(name: str, gradient: torch.Tensor) -> None:
         exact.gradients[name] = gradient.detach().to(CPU, torch.float64).contiguous()
 
-    with trainable(of.model, of.wanted.values()), computing_exactly(of), deciding(sections, gradient=True):
+    with (
+        trainable(backward.model, backward.wanted.values()),
+        computing_exactly(backward),
+        deciding(sections, gradient=True),
+    ):
         crossing = Crossing(
             given=functools.partial(round_and_keep, ADAPTER_ON),
             come_in=functools.partial(round_and_keep, GRADIENT),
         )
-        backward_by_blocks(of, crossing, take, sections)
+        backward_by_blocks(backward, crossing, take, sections)
     return exact
 
 
 def with_noise(
-    context: Context, of: Backward, exact: ExactGradients, track: Track, *, most: int = MOST_PASSES
+    context: Context, backward: Backward, exact: ExactGradients, track: Track, *, most: int = MOST_PASSES
 ) -> dict[str, list[Gradients]]:
     """Compute the gradients of noisy passes, on the exact pass's values, gradients and decisions, by title."""
-    kernels = half_kernels.replacement(of.model, tokens_of(of.inputs))
+    kernels = half_kernels.replacement(backward.model, tokens_of(backward.inputs))
     reference = Reference.of_this_process(exact.given)
 
     def compute(title: str) -> Gradients:
         sections = Sections(functools.partial(track.other, title=title))
         with half_kernels.computing(kernels), deciding(sections if track.decides else None, gradient=True):
-            return _gradients(of, as_it_is, reference, sections)
+            return _gradients(backward, as_it_is, reference, sections)
 
-    return draw(context, of.model, compute, noise_passes(context, of, most=most))
+    return draw(context, backward.model, compute, noise_passes(context, backward, most=most))
 
 
-def noise_passes(context: Context, of: Backward, *, most: int = MOST_PASSES) -> int:
+def noise_passes(context: Context, backward: Backward, *, most: int = MOST_PASSES) -> int:
     """Return the number of noisy passes to compute for the products of each worker."""
-    return min(most, passes_for_sums(context, of.model))
+    return min(most, passes_for_sums(context, backward.model))
 
 
 Computed = Callable[[str, torch.Tensor], torch.Tensor]
@@ -124,32 +129,32 @@ def crossing_by(reference: Reference) -> Crossing:
     )
 
 
-def on_what_is_given(of: Backward, reference: Reference, replay: Replay, computed: Computed) -> Gradients:
+def on_what_is_given(backward: Backward, reference: Reference, replay: Replay, computed: Computed) -> Gradients:
     """Return the gradients by blocks on a reference's values and gradients, with its decisions."""
     sections = Sections(replay.watch_if_any)
     with deciding(sections if replay.decides else None, gradient=True, places=replay.places):
-        return _gradients(of, computed, reference, sections)
+        return _gradients(backward, computed, reference, sections)
 
 
 def from_end_to_end(
-    of: Backward, computed: Computed, *, exact: bool = False, watch: Callable[[str], None] | None = None
+    backward: Backward, computed: Computed, *, exact: bool = False, watch: Callable[[str], None] | None = None
 ) -> Gradients:
     """Return the gradients of the parameters on the model's own values, in its dtype or in float64.
 
     `watch` gets the name of each operation that decides.
     """
     watched = None if watch is None else lambda decision: watch(decision.name)
-    computing = computing_exactly(of) if exact else nullcontext()
+    computing = computing_exactly(backward) if exact else nullcontext()
     with computing, deciding(watched, gradient=True):
-        gradients = _gradients(of, computed)
-    return {name: gradient for name, gradient in gradients.items() if name in of.wanted}
+        gradients = _gradients(backward, computed)
+    return {name: gradient for name, gradient in gradients.items() if name in backward.wanted}
 
 
 @contextmanager
-def computing_exactly(of: Backward) -> Iterator[None]:
+def computing_exactly(backward: Backward) -> Iterator[None]:
     """Compute in float64, gradients of parameters too."""
     mode = Float64Mode()
-    with exact_layers(of.model), mode.with_gradients(of.wanted.values()), mode:
+    with exact_layers(backward.model), mode.with_gradients(backward.wanted.values()), mode:
         yield
 
 
@@ -159,7 +164,7 @@ def as_it_is(_: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(
-    of: Backward, computed: Computed, reference: Reference | None = None, sections: Sections | None = None
+    backward: Backward, computed: Computed, reference: Reference | None = None, sections: Sections | None = None
 ) -> Gradients:
     """Run a backward pass, on the values of a reference if one is given; return all its gradients on the CPU."""
     gradients: Gradients = {}
@@ -168,6 +173,6 @@ def _gradients(
         gradients[name] = computed(name, gradient).detach().to(CPU).contiguous()
 
     crossing = Crossing() if reference is None else crossing_by(reference)
-    with trainable(of.model, of.wanted.values()):
-        backward_by_blocks(of, crossing, take, sections)
+    with trainable(backward.model, backward.wanted.values()):
+        backward_by_blocks(backward, crossing, take, sections)
     return gradients

@@ -33,7 +33,8 @@ A device's pass (`_BackwardOnGivenGradients`), for the same block::
     loss      outside <- loss
     backward  only outside <- incoming() for each input that was made outside
 
-A block that gives another result when it runs again keeps its activations in the float64 pass instead.
+A block that gives another result when it runs again keeps its activations in the float64 pass instead. A pass from end
+to end is one from the loss too, in which `given` and `come_in` return what they get.
 """
 
 from __future__ import annotations
@@ -191,7 +192,9 @@ class Crossing:
     """Without `incoming`: called with the sum of the gradients that have come in, returns the one that goes on."""
 
 
-def backward_by_blocks(of: Backward, crossing: Crossing, take: TakeGradient, sections: Sections | None = None) -> None:
+def backward_by_blocks(
+    backward: Backward, crossing: Crossing, take: TakeGradient, sections: Sections | None = None
+) -> None:
     """Run a model forward and backward, each block by itself, and hand over gradients, on their device.
 
     A block that does not run again as it did keeps its activations.
@@ -202,13 +205,13 @@ def backward_by_blocks(of: Backward, crossing: Crossing, take: TakeGradient, sec
     """
     sections = sections or Sections(lambda _: None)
     if crossing.incoming is not None:
-        _BackwardOnGivenGradients(of, crossing.given, crossing.incoming, take, sections).run()
+        _BackwardOnGivenGradients(backward, crossing.given, crossing.incoming, take, sections).run()
         return
     try:
-        _BackwardFromTheLoss(of, crossing, take, sections, runs_again=True).run()
+        _BackwardFromTheLoss(backward, crossing, take, sections, runs_again=True).run()
     except _NotAgainError:
         sections.begin()
-        _BackwardFromTheLoss(of, crossing, take, sections, runs_again=False).run()
+        _BackwardFromTheLoss(backward, crossing, take, sections, runs_again=False).run()
 
 
 class _BackwardPass(BlockPass, ABC):
@@ -218,10 +221,10 @@ class _BackwardPass(BlockPass, ABC):
     which autograd is asked for gradients, of one block or of the outside at a time.
     """
 
-    def __init__(self, of: Backward, given: Given, take: TakeGradient, sections: Sections) -> None:
-        super().__init__(given, lambda *_: None, began=of.began)
-        self._of = of
-        self._wanted = of.wanted
+    def __init__(self, backward: Backward, given: Given, take: TakeGradient, sections: Sections) -> None:
+        super().__init__(given, lambda *_: None, began=backward.began)
+        self._backward = backward
+        self._wanted = backward.wanted
         self._take_gradient = take
         self._sections = sections
         self._calls_made: list[_Call] = []
@@ -250,10 +253,10 @@ class _BackwardPass(BlockPass, ABC):
 
     def run(self) -> None:
         """Run forward, go back from the loss, and hand over the gradients that are known at the end."""
-        model = self._of.model
+        model = self._backward.model
         with parameters_kept(model), as_loaded(model), torch.enable_grad(), self.following(model):
             with self._sections.within(OUTSIDE):
-                terms = self._of.loss(outputs(model, self._of.inputs))
+                terms = self._backward.loss(outputs(model, self._backward.inputs))
             if not terms:
                 raise NoGradientError("no output of the model depends on the adapter")
             self._go_back_from(terms)
@@ -429,8 +432,10 @@ class _BackwardPass(BlockPass, ABC):
 class _BackwardOnGivenGradients(_BackwardPass):
     """A pass whose incoming gradients are known: each block goes back as soon as it has run forward."""
 
-    def __init__(self, of: Backward, given: Given, incoming: Incoming, take: TakeGradient, sections: Sections) -> None:
-        super().__init__(of, given, take, sections)
+    def __init__(
+        self, backward: Backward, given: Given, incoming: Incoming, take: TakeGradient, sections: Sections
+    ) -> None:
+        super().__init__(backward, given, take, sections)
         self._incoming = incoming
 
     def _keeps_activations(self, call: _Call) -> bool:  # noqa: ARG002 - every call goes back at once
@@ -463,9 +468,9 @@ class _BackwardFromTheLoss(_BackwardPass):
     share_of_forward = _SHARE_OF_FORWARD
 
     def __init__(
-        self, of: Backward, crossing: Crossing, take: TakeGradient, sections: Sections, *, runs_again: bool
+        self, backward: Backward, crossing: Crossing, take: TakeGradient, sections: Sections, *, runs_again: bool
     ) -> None:
-        super().__init__(of, crossing.given, take, sections)
+        super().__init__(backward, crossing.given, take, sections)
         self._come_in = crossing.come_in
         self._runs_again = runs_again
         self._is_running_again = False
@@ -522,7 +527,7 @@ class _BackwardFromTheLoss(_BackwardPass):
         kind = type(call.block).__name__
         self._is_running_again = True
         try:
-            with model_code(self._of.model, f"{kind} does not run again: ", raises=_NotAgainError):
+            with model_code(self._backward.model, f"{kind} does not run again: ", raises=_NotAgainError):
                 output = call.block(*self._copies(call.args), **self._copies(call.kwargs))
         finally:
             self._is_running_again = False

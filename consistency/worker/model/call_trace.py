@@ -184,7 +184,7 @@ class CallTrace(TorchDispatchMode):
                     lines.append(f"{name} = aten.as_strided.default({name}, {shape}, {strides}, 0)")
             try:
                 text = "\n".join([*lines, *map(str, calls), f"return {last}", ""])
-                read_calls(text, inputs)
+                read_calls(text, inputs)  # a text that cannot be read here cannot be read by a reproducer either
             except CallsError as error:
                 raise NotTracedError(str(error)) from None
             host_inputs = {name: self._before.get(name, _elements(tensor)) for name, tensor in inputs.items()}

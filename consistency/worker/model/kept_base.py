@@ -103,6 +103,7 @@ class BaseKeeper:
         base, restored = kept.base, 0
         # a mapping of its own: tensors on the CPU become parts of it
         reader = base if base.files is None else dataclasses.replace(base, files=base.files.mapped_anew())
+        # weights that the adapter was merged into differ anyway: they are restored before any digest is taken
         for name, tensor in base.tensors.items():
             if id(tensor) in kept.merged and _restore(reader, name):
                 restored += 1

@@ -240,7 +240,7 @@ def load_adapter(
     noting: AbstractContextManager[dict[str, str]] = nullcontext({})
     if notes_initial:
         noting = _noting_initial_values(base)
-    if base.offload is not None:
+    if base.offload is not None:  # PEFT loads while the base is on the host: some methods compute from its values
         base.offload.detach()
     # by default PEFT copies by way of the first accelerator, which is no way for a reference on the CPU
     is_detour = device_of(base.model).type == "cpu" and peft.utils.infer_device() != "cpu"
@@ -454,13 +454,13 @@ def _from_folder(
     arguments: dict[str, Any] = {
         "dtype": case.dtype if case.dtype == "auto" else getattr(torch, case.dtype),
         "trust_remote_code": case.trust_remote_code,
-        "use_safetensors": None if case.allow_pickle else True,
+        "use_safetensors": None if case.allow_pickle else True,  # None: a pickle where there is no safetensors file
         "output_loading_info": True,
     }
     if device_map is not None:
         arguments["device_map"] = device_map
     elif device != "cpu":
-        arguments["device_map"] = {"": device}
+        arguments["device_map"] = {"": device}  # loads straight to the device
     if label_count is not None:
         arguments.update(num_labels=label_count, ignore_mismatched_sizes=True)
     problem = f"transformers cannot load this base as {auto.__name__}"

@@ -110,7 +110,8 @@ class Offload:
 
     def attach(self, model: torch.nn.Module) -> None:
         """Put the hooks on; `model` is the base, or PEFT's model around it, whose other tensors go to the device."""
-        adapted_layer_of: dict[int, torch.nn.Module] = {}  # by the identity of a module inside, the outermost layer
+        # every part inside one of PEFT's layers arrives with that layer's forward pass, the outermost if they nest
+        adapted_layer_of: dict[int, torch.nn.Module] = {}
         for layer in model.modules():
             if isinstance(layer, BaseTunerLayer):
                 for inner in layer.modules():

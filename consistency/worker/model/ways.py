@@ -256,9 +256,9 @@ class Way:
                 if logits is not None:
                     take(ResultPlace(LOGITS), logits)
 
-    def cached(self, **more: Any) -> None:
-        """Generate the second half of the sequences, side by side; `more` goes to `generate`."""
-        self._generate([0] * len(self.sequences.ids), self.sequences, **more)
+    def cached(self, **options: Any) -> None:
+        """Generate the second half of the sequences, side by side; `options` go to `generate`."""
+        self._generate([0] * len(self.sequences.ids), self.sequences, **options)
 
     def padded(self) -> None:
         """Generate them with unlike numbers of padding tokens before each, by a mask; an encoder's texts are padded."""
@@ -273,7 +273,7 @@ class Way:
         pads = [min(PADS[number % len(PADS)], most) for number in range(len(sequences.ids))]
         self._generate(pads, sequences)
 
-    def _generate(self, pads: list[int], sequences: Sequences, **more: Any) -> None:
+    def _generate(self, pads: list[int], sequences: Sequences, **options: Any) -> None:
         """Generate the tokens after the prompts, which have so many padding tokens before each."""
         (count, length), width = sequences.ids.shape, sequences.prompt
         prompt, mask = torch.zeros(count, width, dtype=torch.long), torch.zeros(count, width, dtype=torch.long)
@@ -283,7 +283,7 @@ class Way:
         device = device_of(self.model)
         with self._following(list(range(count)), pads), without_gradients(self.model):
             inputs = sequences.inputs(prompt.to(device), mask.to(device))
-            generated(self.model, inputs, length - width + 1, choosing=self._choose(pads), **more)
+            generated(self.model, inputs, length - width + 1, choosing=self._choose(pads), **options)
 
     def _choose(self, pads: list[int]) -> Choose:
         """Return a function that scores the sequences' next tokens highest; beyond their end any token will do."""
@@ -365,7 +365,7 @@ class Way:
 
 
 def generated(
-    model: Any, inputs: Activations, tokens: int, *, choosing: Choose | None = None, **more: Any
+    model: Any, inputs: Activations, tokens: int, *, choosing: Choose | None = None, **options: Any
 ) -> torch.Tensor:
     """Return the greedy continuation by the model's own `generate`, `(batch, tokens)`: no end of the text ends it."""
     from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -377,11 +377,11 @@ def generated(
     base, ids = base_of(model), inputs.get(DECODER_IDS, inputs["input_ids"])
     if DECODER_IDS in inputs:
         # generate puts this token before decoder ids that do not begin with it
-        more = {"decoder_start_token_id": ids[:, 0].tolist(), **more}
+        options = {"decoder_start_token_id": ids[:, 0].tolist(), **options}
     own_config = base.generation_config
     # the model's own config would decide whatever the call leaves open, such as sampling or a penalty
     base.generation_config = GenerationConfig(
-        do_sample=False, num_beams=1, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, **more
+        do_sample=False, num_beams=1, max_new_tokens=tokens, min_new_tokens=tokens, pad_token_id=0, **options
     )
     try:
         with torch.no_grad():

@@ -67,7 +67,7 @@ def _four_bit(weight: Any) -> QuantizedWeight | None:
     if getattr(state, "packing_format_for_cpu", False) or state.dtype is None:
         return None
     parts = {"codes": weight.data, "absmax": state.absmax, "table": state.code}
-    if state.nested:  # the scales are quantized too
+    if state.nested:  # the scales are quantized too, and the formula is for blocks of the library's usual size
         if state.state2.blocksize != 256:
             return None
         parts |= {"nested_absmax": state.state2.absmax, "nested_table": state.state2.code, "offset": state.offset}
