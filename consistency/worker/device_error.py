@@ -1,4 +1,4 @@
-"""Tell what the runtime of a device says of it from an error of anything else, and say what it means.
+"""Tell errors that a device's runtime reports from all others, and explain them.
 
 The one place that decides it: an error of a device is never the user's input, a layer that PEFT does not merge, a pass
 that the model refuses, or a tensor that is missing. No torch at import: `__main__` asks before torch is there.

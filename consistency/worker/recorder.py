@@ -445,7 +445,7 @@ def _judge(
 
 
 def _rule_applied(row: TensorRecord, found: Measure | None, tolerance: UserTolerance | None) -> str:
-    """Return the rule by which a tensor is judged: by peers alone where no exact value is known."""
+    """Return the rule that judges a tensor: `peer` where no exact value is known."""
     if found is None:
         return Rule.PEER
     return row.rule if tolerance is None else Rule.USER

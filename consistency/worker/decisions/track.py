@@ -235,7 +235,7 @@ def plain(decided: torch.Tensor) -> torch.Tensor:
 
 
 def is_same(name: str, decided: Part, decision: Decision) -> bool:
-    """Report whether a decision is that of the track, by its operation and shape."""
+    """Report whether a decision has the operation and the shape of one of the track."""
     return name == decision.name and decided.shape == tuple(decision.decided.shape)
 
 

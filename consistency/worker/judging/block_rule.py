@@ -1,4 +1,4 @@
-"""The `block` rule: results of blocks on equal inputs, in units of what rounding makes in each element."""
+"""Judge by the `block` rule: results of blocks on equal inputs, in units of each element's rounding errors."""
 
 from __future__ import annotations
 

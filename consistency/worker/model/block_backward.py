@@ -79,7 +79,7 @@ below it, another function is not."""
 
 
 class Sections:
-    """Watch the decisions of each section of a pass by itself: each call of a block, and what is outside.
+    """Watch the decisions of each section of a pass by itself: of each call of a block, and of the outside.
 
     In which order blocks run backward differs between passes; within a section it does not.
     """
@@ -173,7 +173,7 @@ class Backward:
 
     model: torch.nn.Module
     wanted: Mapping[str, torch.nn.Parameter]
-    """By name, the only parameters that require a gradient."""
+    """The only parameters that require a gradient, by name."""
     inputs: Activations
     loss: Loss
     began: BlockBegan = no_listener
@@ -321,7 +321,7 @@ class _BackwardPass(BlockPass, ABC):
                 del self._boundaries[id(result)]  # which holds all that it was computed from
 
     def _passed_on(self, block: str, part: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the given tensor in place of one at a border, a leaf whose gradient can be asked for by itself."""
+        """Replace a tensor at a border by the given one, a leaf whose gradient autograd can return by itself."""
         if not is_real(value):
             return value
         call = self._entering

@@ -132,7 +132,7 @@ def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Ref
 
 
 def give_up(scratch: Path, file: str, reason: str) -> None:
-    """Tell the workers that wait for a file that it will not come, nor the file of one of its steps."""
+    """Tell the workers that wait for a file, or for the file of one of its steps, that it will not come."""
     write_whole(_failed(scratch / file), [reason.encode()])
 
 

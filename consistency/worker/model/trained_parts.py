@@ -32,7 +32,7 @@ _NUMBERS_OF_SHARDS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 """Numbers of processes whose shards are looked for."""
 
 _LEAST_LAYERS = 2
-"""Layers of one kind that have to lack the same part: in one layer alone it may be dead outputs."""
+"""Fewest layers of one kind in which the same shard alone is not zero: in a single one, outputs may be dead."""
 
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
@@ -107,7 +107,7 @@ def _untrained_text(untrained: Mapping[str, str], factors: Factors) -> str:
 
 
 def _shards(factors: Factors) -> dict[_Shard, list[str]]:
-    """Return the shards outside of which every layer of some kind is zero, each with all of these layers.
+    """Return the shards that contain every nonzero element in all layers of some kind, each with these layers.
 
     A shard in the first quarter lies in the first half too, and two rows of 16 may be a shard of 8 or of 12. Among the
     shards that hold for a kind, the one that holds for the most layers is chosen, then the smallest.
@@ -133,7 +133,7 @@ def _shards(factors: Factors) -> dict[_Shard, list[str]]:
 
 
 def _shards_at(place: tuple[str, str], shards_by_kind: Mapping[str, set[_Shard]]) -> dict[str, set[_Shard]]:
-    """Return the shards of one part and axis, of the kinds of layers that have any."""
+    """Return the shards of one part and axis, by kind of layer; leave out kinds without any."""
     shards_there: dict[str, set[_Shard]] = {}
     for kind, shards in shards_by_kind.items():
         of_place = {shard for shard in shards if (shard.part, shard.axis) == place}
@@ -152,12 +152,12 @@ def _most_frequent(shards_by_kind: Mapping[str, set[_Shard]], layers_by_kind: Ma
 
 
 def _kind(layer: str) -> str:
-    """Return the name that a layer has in common with those of other blocks: its own without numbers."""
+    """Return a layer's name without numbers, which it shares with its like in other blocks."""
     return re.sub(r"\d+", "N", layer)
 
 
 def _shards_of_layer(parts: Mapping[str, torch.Tensor]) -> Iterator[_Shard]:
-    """Yield the shards of each factor outside of which it is zero.
+    """Yield the shards that contain every nonzero element of a factor.
 
     Columns of `lora_embedding_A` belong to tokens, and those that no text had stay zero. Rows of `lora_A` are zero
     where a rank was padded, and then `lora_B` has nothing for them either.
@@ -174,7 +174,7 @@ def _shards_of_layer(parts: Mapping[str, torch.Tensor]) -> Iterator[_Shard]:
 
 
 def _shard(part: str, axis: str, is_nonzero: torch.Tensor) -> Iterator[_Shard]:
-    """Yield each shard that has all rows or columns that are not zero."""
+    """Yield each shard that contains all nonzero rows or columns."""
     indices = is_nonzero.nonzero().reshape(-1)
     if not len(indices):
         return

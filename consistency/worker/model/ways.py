@@ -1,6 +1,6 @@
-"""Ways in which a model computes the same tokens: alone, step by step with a cache, beside others in a padded batch.
+"""Compute the same tokens in several ways: alone, step by step with a cache, beside others in a padded batch.
 
-Each is the model's own call, by its own `generate` where there is a cache, with a logits processor that chooses the
+Each way is the model's own call, by its own `generate` where there is a cache, with a logits processor that chooses the
 given tokens. What enters and leaves each block is replaced by the rows of a pass over the whole sequences, so the same
 exact values judge each block's rows, whichever way they are computed. Of an encoder and a decoder the sequences are
 those of the decoder, whose blocks get what the encoder left in the whole pass.
