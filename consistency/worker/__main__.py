@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 def main(path: Path) -> int:
     """Do the jobs; return 0 when done, 2 for invalid input, 3 for any other failure, 4 when that cannot be written.
 
-    After invalid input the next job is done. After any other failure nobody knows what this process is worth: it ends,
-    and the parent starts another one for the jobs that are left.
+    After invalid input the next job is done. After any other failure nobody knows whether this process still works: it
+    ends, and the parent starts another one for the remaining jobs.
     """
     jobs = decode_json(path.read_bytes(), list[Job])
     lifeline.hold(jobs[0].parent_pid)
@@ -95,22 +95,25 @@ def _do(job: Job, events: EventLog, bases: _Bases) -> tuple[int, bool]:
         if not session.cache_info().currsize:  # else they were imported before: by a case, or for all workers
             events.stage("import")
         run = session()
-        usable = run(job, events, bases.keeper)
+        is_usable = run(job, events, bases.keeper)
         events.done()
-        return 0, usable
+        return 0, is_usable
     except BaseException as error:  # nothing may pass here: the parent reports the error
-        told = isinstance(error, (UsageError, CaptureError, UnusableDeviceError))
-        lost = None if told else ends_the_worker(error, job.device)
+        # these errors state their cause: the device need not be asked
+        is_explained = isinstance(error, (UsageError, CaptureError, UnusableDeviceError))
+        device_error = None if is_explained else ends_the_worker(error, job.device)
         try:
-            events.failed({**_described(error, lost), "trace": traceback.format_exc(limit=40)})
+            events.failed({**_described(error, device_error), "trace": traceback.format_exc(limit=40)})
         except OSError:
             return CANNOT_WRITE, False
-        if lost is None and isinstance(error, ConsistencyError) and not isinstance(error, UnusableDeviceError):
+        is_invalid_input = isinstance(error, ConsistencyError) and not isinstance(error, UnusableDeviceError)
+        if device_error is None and is_invalid_input:
             return 2, not isinstance(error, CaptureError)
         return 3, False
 
 
 def _described(error: BaseException, lost: DeviceError | None) -> dict[str, str | None]:
+    """Return the fields of an error in an event; `lost` is the device's, where that ended the worker."""
     if lost is not None:
         kind = OUT_OF_MEMORY if lost.trouble is Trouble.MEMORY else DEVICE_FAILED
         return {"kind": kind, "what": lost.words, "hint": lost.meaning}

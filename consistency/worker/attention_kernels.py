@@ -1,4 +1,4 @@
-"""Which kernel of attention ran, and where it was not the one that was asked for.
+"""Note which kernel of attention ran, and where it was not the one that was asked for.
 
 Torch falls back to the formula, its kernel `math`, wherever a fused kernel does not take dtype, head size or mask, and
 says nothing of it. Each fused kernel is an operation of its own: the one that runs inside of a call is what ran.
@@ -21,6 +21,7 @@ from consistency.worker import determinism
 from consistency.worker.model.structure import blocks_of
 
 FORMULA = "math"
+"""Torch's name of the kernel that computes attention by its formula."""
 
 _PREFIX = "_scaled_dot_product_"
 _OPERATIONS = {
@@ -33,14 +34,16 @@ _OPERATIONS = {
 
 
 class AttentionKernels(TorchFunctionMode):
-    """Notes which kernels run, by the block of the model; outside of all blocks by an empty name."""
+    """Note which kernels run, by the block of the model; outside of all blocks by an empty name."""
 
     def __init__(self) -> None:
         super().__init__()
-        now = determinism.in_force()
-        on = [kernel for kernel in FUSED_ATTENTION if now[f"sdpa_{kernel}"] is True]
-        self._asked = on[0] if len(on) == 1 else ""
+        in_force = determinism.in_force()
+        enabled = [kernel for kernel in FUSED_ATTENTION if in_force[f"sdpa_{kernel}"] is True]
+        self._asked = enabled[0] if len(enabled) == 1 else ""
+        """The fused kernel that this worker is for: the only one that is enabled; else empty."""
         self._ran: dict[str, dict[str, None]] = {}
+        """Kernels that ran, in order, by name of the block."""
         self._block = ""
 
     def __torch_function__(
@@ -53,9 +56,9 @@ class AttentionKernels(TorchFunctionMode):
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         with _Fused() as fused:
-            found = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         self._ran.setdefault(self._block, {})[fused.kernel] = None
-        return found
+        return result
 
     @contextmanager
     def following(self, model: torch.nn.Module) -> Iterator[Self]:
@@ -66,25 +69,26 @@ class AttentionKernels(TorchFunctionMode):
 
         with ExitStack() as hooks:
             for name, block in blocks_of(model).items():
-                here = functools.partial(enter, name)
-                hooks.callback(block.register_forward_pre_hook(here).remove)
-                hooks.callback(block.register_forward_hook(functools.partial(enter, "")).remove)
+                enter_block, leave_block = functools.partial(enter, name), functools.partial(enter, "")
+                hooks.callback(block.register_forward_pre_hook(enter_block).remove)
+                hooks.callback(block.register_forward_hook(leave_block).remove)
             with self:
                 yield self
 
     def evidence(self, layer: str = "") -> dict[str, str]:
-        """Return the kernels that a row depends on; nothing where attention was computed by the formula, or not."""
-        ran = self._of(layer)
+        """Return the kernels that a row depends on as evidence; empty where no fused kernel ran."""
+        ran = self._kernels_in(layer)
         return {"attention": ", ".join(ran)} if ran.keys() - {FORMULA} else {}
 
     def missed(self, layer: str = "") -> str:
         """Return why a row tells nothing of the kernel that was asked for; empty where that ran, or none was."""
-        others = [kernel for kernel in self._of(layer) if self._asked and kernel != self._asked]
+        if not self._asked:
+            return ""
+        others = [kernel for kernel in self._kernels_in(layer) if kernel != self._asked]
         if not others:
             return ""
-        return (
-            f"{', '.join(others)} ran: torch's {self._asked} attention does not take this device, dtype, size or mask"
-        )
+        names = ", ".join(others)
+        return f"{names} ran: torch's {self._asked} attention does not take this device, dtype, size or mask"
 
     def never_called(self) -> str:
         """Return why no row of a model tells anything of the kernel that was asked for; empty where some may."""
@@ -92,13 +96,14 @@ class AttentionKernels(TorchFunctionMode):
             return ""
         return f"{self._asked} attention did not run: this model does not call scaled_dot_product_attention"
 
-    def _of(self, layer: str) -> dict[str, None]:
+    def _kernels_in(self, layer: str) -> dict[str, None]:
+        """Return the kernels that ran in the block of a layer, in order; for other layers those outside of blocks."""
         block = next((name for name in self._ran if name and f"{layer}.".startswith(f"{name}.")), "")
         return self._ran.get(block, {})
 
 
 class _Fused(TorchDispatchMode):
-    """Notes the fused kernel that runs; the formula is made of other operations."""
+    """Note the fused kernel that runs; the formula is made of other operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves this class untyped

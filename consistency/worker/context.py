@@ -1,4 +1,4 @@
-"""What every stage is given."""
+"""The arguments of every stage: a worker's device, its model, and where to write."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Machine:
     events: EventLog
     record: Recorder
     placement: Placement
-    """Which devices were touched so far."""
+    """Notes which devices were touched."""
     memory: StageMemoryLog
-    """What the stage takes so far."""
+    """Measures the memory that the stage takes."""
 
     @property
     def device(self) -> torch.device:
@@ -65,9 +65,9 @@ class Context(Machine):
         return None if self.job.case.factory is not None else self.job.case.base
 
     def changed_base(self) -> dict[str, TensorDigest]:
-        """Return what differs now from the base before the adapter: the digests of today, by name."""
-        now = {name: digest(tensor) for name, tensor in self.base.on_device()}
-        return {name: after for name, after in now.items() if after.value != self.base.digests[name].value}
+        """Return the current digests of the tensors that differ from the base before the adapter, by name."""
+        current = {name: digest(tensor) for name, tensor in self.base.on_device()}
+        return {name: now for name, now in current.items() if now.value != self.base.digests[name].value}
 
     def expected_base(self, name: str) -> torch.Tensor | None:
         """Return the file's value of a tensor of the base under the adapter.
@@ -80,24 +80,33 @@ class Context(Machine):
         return self.base.expected(name)
 
     def expected_under(self, layer: str, part: str) -> torch.Tensor | None:
-        """Return the same for a tensor inside an adapted layer, by its name in that layer: `base_layer.weight`."""
-        found = self.origins.get(f"{layer}.{part}")
-        if found is None:  # a tensor in the place of the base's
-            found = f"{module_place(layer)}.{part.removeprefix('base_layer.')}"
-        return self.expected_base(found)
+        """Return the file's value of a tensor inside an adapted layer, as `expected_base` does.
+
+        Parameters
+        ----------
+        layer : str
+            Name of the layer in the model.
+        part : str
+            Name of the tensor in that layer, such as `base_layer.weight`.
+        """
+        name_in_base = self.origins.get(f"{layer}.{part}")
+        if name_in_base is None:  # a tensor in the place of the base's
+            name_in_base = f"{module_place(layer)}.{part.removeprefix('base_layer.')}"
+        return self.expected_base(name_in_base)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AfterStages:
-    """What a plug-in is given that goes on after the stages (`consistency.case.final_step`)."""
+    """The argument of a plug-in's step after the stages (`consistency.case.final_step`)."""
 
     context: Machine
     """A `Context` where a model is loaded."""
     specs: Sequence[StageSpec]
     """The stages of the case, in the order in which they ran."""
     device_uuid: str | None
+    """None where the device has none."""
     update: Callable[..., None]
-    """Change fields of the worker's state, by name, and write it."""
+    """Changes fields of the worker's state, by name, and writes it."""
 
 
 INPUTS = "inputs"
@@ -105,23 +114,26 @@ INPUTS = "inputs"
 
 
 def inputs_fit(context: Context, stage: str, inputs: Mapping[str, torch.Tensor], *, every: bool = False) -> bool:
-    """Record what is wrong with ids and labels, or `every` check of them; report whether the model may run on a device.
+    """Check ids and labels on the CPU, and report whether the model may run on them on a device.
 
-    They are looked at on the CPU.
+    Parameters
+    ----------
+    every : bool
+        Record every check; else only those that fail.
     """
     model = context.base.model
-    seen = look(inputs, Tables.of(model))
-    if every or any(one.word for one in seen):  # else the tokenizer's file, which may be large, is not needed
-        seen = look(inputs, Tables.of(model, context.base_folder))
-    for one in seen:
-        if one.word or every:
+    checks = look(inputs, Tables.of(model))
+    if every or any(check.word for check in checks):  # else the tokenizer's file, which may be large, is not needed
+        checks = look(inputs, Tables.of(model, context.base_folder))
+    for check in checks:
+        if check.word or every:
             context.record.fact(
                 stage,
                 INPUTS,
-                one.name,
-                status="outside" if one.word else "equal",
-                word=one.word,
-                evidence=one.evidence,
-                reason=one.sentence,
+                check.name,
+                status="outside" if check.word else "equal",
+                word=check.word,
+                evidence=check.evidence,
+                reason=check.sentence,
             )
-    return not any(one.word for one in seen)
+    return not any(check.word for check in checks)

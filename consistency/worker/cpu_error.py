@@ -1,4 +1,4 @@
-"""What rounding may do on a healthy device: passes on the CPU with random rounding errors, in a device's precision.
+"""Noisy passes: passes on the CPU with random rounding errors in a device's precision, which show what rounding may do.
 
 The `relative` rule allows a device the error that rounding makes, which passes with random rounding errors show
 (`consistency.numerics.rounding_noise`). How large it is depends on the precision of the products that the settings in
@@ -42,20 +42,20 @@ _IN_FLOAT32 = {
     "mkldnn_conv_fp32_precision": "ieee",
 }
 _BY_FORMULA = {"sdpa_math": True, "sdpa_flash": False, "sdpa_mem_efficient": False, "sdpa_cudnn": False}
-"""Settings of attention without a fused kernel of the CPU's, whose steps could not be reached."""
+"""Settings of attention by its formula: the steps of the CPU's fused kernels could not be reached by noise."""
 
 PLAIN = str(Precision.FLOAT32)
 """The name of float32 products."""
 
 ENOUGH = 16
-"""Independent errors of a tensor that passes are computed for: a device may exceed the largest of them 6.8 to 8.3 times
+"""Number of independent errors of a tensor that is enough: a device may exceed the largest of them 6.8 to 8.3 times
 where it makes 1 to 16 itself (`rules.error_factor`); with twice as many it would be 4.2 to 4.8 times."""
 
 MOST_PASSES = 16
-"""With one error in each, for a model of a single row, that factor is 6.8."""
+"""Largest number of noisy passes: with one error in each, for a model of a single row, that factor is 6.8."""
 
 _PRODUCTS_AT_MOST = 1 << 35
-"""Multiplications of all passes: what a core computes in a second or two."""
+"""Largest number of multiplications of all passes: a core computes them in a second or two."""
 
 
 def in_float32() -> AbstractContextManager[None]:
@@ -64,7 +64,7 @@ def in_float32() -> AbstractContextManager[None]:
 
 
 def by_formula() -> AbstractContextManager[None]:
-    """Compute attention without a fused kernel."""
+    """Compute attention by its formula, without a fused kernel."""
     return determinism.switched(**_BY_FORMULA)
 
 
@@ -72,7 +72,7 @@ def by_formula() -> AbstractContextManager[None]:
 def computing_with(products: Products) -> Iterator[None]:
     """Compute float32 products on the CPU as a device does, whatever the CPU's own settings are."""
     if not products.is_reduced and not products_of(torch.device(CPU)).is_reduced:
-        yield
+        yield  # the CPU computes in float32 already
     elif not products.is_reduced:
         with in_float32():
             yield
@@ -85,9 +85,12 @@ def computing_with(products: Products) -> Iterator[None]:
 
 
 def products_in(model: torch.nn.Module, products: Products) -> Products:
-    """Return products of a model: what it has none of, convolutions or sums of a half type, tells nothing apart."""
+    """Return products without what a model has none of: convolutions, and partial sums in dtypes that it does not use.
+
+    Workers that differ in these alone compute the model alike, and share their noisy passes.
+    """
     if products.partial_terms:
-        stored = {name_of_dtype(one.dtype) for one in model.parameters()}
+        stored = {name_of_dtype(parameter.dtype) for parameter in model.parameters()}
         partial = {name: terms for name, terms in products.partial_terms.items() if name in stored}
         products = replace(products, partial_terms=partial)
     if products.convolution is products.matmul:  # asked for every tensor, and there are thousands of modules
@@ -97,13 +100,14 @@ def products_in(model: torch.nn.Module, products: Products) -> Products:
 
 
 def name_of(products: Products) -> str:
-    """Return the name under which the errors with such products are shared."""
-    found = str(products.matmul)
+    """Return the name under which the errors with such products are shared: `tf32, convolutions float32`."""
+    name = str(products.matmul)
     if products.matmul is not products.convolution:
-        found += f", convolutions {products.convolution}"
+        name += f", convolutions {products.convolution}"
     for dtype, terms in sorted(products.partial_terms.items()):
-        found += f", {'sums' if terms == 1 else 'partial sums'} in {dtype}"
-    return found
+        sums = "sums" if terms == 1 else "partial sums"
+        name += f", {sums} in {dtype}"
+    return name
 
 
 def products_on(model: torch.nn.Module, device: torch.device | str) -> str:
@@ -113,19 +117,26 @@ def products_on(model: torch.nn.Module, device: torch.device | str) -> str:
 
 
 def _with_bound(model: torch.nn.Module, kind: str, products: Products) -> Products:
-    """Return products of a model whose code may be a package's on this type of device, and not torch's."""
-    is_less = kind == "cuda" and products.matmul is Precision.FLOAT32 and multiplies_in_triton(model)
-    return replace(products, matmul=Precision.TF32) if is_less else products
+    """Return products with those of packages whose kernels compute parts of a model on this type of device.
+
+    Triton's kernels multiply in TF32 where torch's settings do not permit that to torch.
+    """
+    is_reduced = kind == "cuda" and products.matmul is Precision.FLOAT32 and multiplies_in_triton(model)
+    return replace(products, matmul=Precision.TF32) if is_reduced else products
 
 
 def products_of_run(job: Job, model: torch.nn.Module) -> dict[str, Products]:
-    """Return, by name, the products with which the workers of a run compute, and those in float32."""
+    """Return the products with which the workers of a run compute, and float32 products, by name."""
     settings, variables = determinism.settings_to_judge_by()
-    of_workers = [Products(), products_of(torch.device(CPU))]
+    products_of_workers = [Products(), products_of(torch.device(CPU))]
     for peer in job.peers:
-        of_peer = permitted(peer.type, {**settings, **with_implied(peer.settings)}, variables)
-        of_workers.append(_with_bound(model, peer.type, of_peer))
-    return {name_of(products): products for products in (products_in(model, each) for each in of_workers)}
+        products = permitted(peer.type, {**settings, **with_implied(peer.settings)}, variables)
+        products_of_workers.append(_with_bound(model, peer.type, products))
+    by_name: dict[str, Products] = {}
+    for products in products_of_workers:
+        products_of_model = products_in(model, products)
+        by_name[name_of(products_of_model)] = products_of_model
+    return by_name
 
 
 @contextmanager
@@ -143,7 +154,7 @@ def with_noise(products: Products, seed: int, *, toward_zero: bool = False, is_k
 
 
 def passes_for(multiplications: int) -> range:
-    """Return how many passes to compute, at least and at most, by what one of them multiplies."""
+    """Return the range of the number of noisy passes to compute, by the multiplications of one of them."""
     most = min(MOST_PASSES, max(1, _PRODUCTS_AT_MOST // max(1, multiplications)))
     return range(min(2, most), most + 1)
 
@@ -156,13 +167,23 @@ def is_large(passes: range) -> bool:
 def draw(
     products: Products, passes: range, compute: Callable[[], Drawn], count: Callable[[Drawn], Mapping[str, int]]
 ) -> list[Drawn]:
-    """Compute passes with noise until each tensor has enough independent errors, which `count` counts in one pass."""
+    """Compute noisy passes until each tensor has enough independent errors.
+
+    Parameters
+    ----------
+    passes : range
+        Least and largest number of passes.
+    compute : callable
+        Computes one pass.
+    count : callable
+        Returns the number of independent errors in one pass, by name of the tensor.
+    """
     drawn: list[Drawn] = []
     errors: Counter[str] = Counter()
     while len(drawn) < passes.start or (len(drawn) < passes.stop - 1 and min(errors.values(), default=ENOUGH) < ENOUGH):
         with with_noise(products, seed=len(drawn)):
             drawn.append(compute())
-        if len(passes) > 1:
+        if len(passes) > 1:  # else the number of passes does not depend on their errors
             errors.update(count(drawn[-1]))
     return drawn
 
@@ -170,10 +191,12 @@ def draw(
 def rounding_error(
     drawn: Iterable[Readable], exact: Readable, samples: Callable[[Readable, Readable], int]
 ) -> RoundingError:
-    """Measure passes with noise against the exact tensor; `samples` counts the independent errors in one of them."""
+    """Measure the tensors of noisy passes against the exact one; `samples` counts the independent errors in one."""
     counts, errors = [], []
     for tensor in drawn:
         counts.append(samples(tensor, exact))
         errors.append(float(measure_against_exact(tensor, exact).max_abs))
+    # max() of values among which is NaN depends on their order
     largest = math.nan if any(math.isnan(error) for error in errors) else max(errors)
-    return RoundingError(largest=Real(largest), samples=-(-sum(counts) // len(counts)), drawn=sum(counts))
+    samples_of_one = -(-sum(counts) // len(counts))  # rounded up
+    return RoundingError(largest=Real(largest), samples=samples_of_one, drawn=sum(counts))

@@ -22,32 +22,37 @@ from consistency.devices.settings import AS_FOUND, DEFAULT_LIBRARY, SETTINGS, TH
 from consistency.errors import UsageError, first_line
 
 SEED = zlib.crc32(b"consistency")
-"""What generators are seeded by: 2186408668, which nobody takes by habit.
+"""Seed of all generators: 2186408668, which nobody takes by habit.
 
 Models, adapters and inputs are often drawn after ``manual_seed(0)``. A worker that drew from there too would draw the
 very weights of a file that it failed to load, and a function's random numbers would be the function's inputs.
 """
 
 _Access = tuple[Callable[[], Any], Callable[[Any], None]]
+"""Functions that read and write a setting."""
 
 
 class _Request(NamedTuple):
+    """The settings that a call of `deterministic` was asked for, and whether it pins all of them."""
+
     asked: dict[str, Any]
     pins: bool
 
 
 _requests: list[_Request] = []
-"""What `deterministic` was asked for, the innermost last."""
+"""Requests of the calls of `deterministic` that are entered, the innermost last."""
 
 
 def settings_to_judge_by() -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Return the settings and variables that results are to be judged by.
+    """Return the settings, and the environment variables, that results are to be judged by.
 
-    What was asked for is that, even where a library has changed it since: TF32 that nobody requested is a fault. What
-    nobody asked for is as it is.
+    A setting that was asked for has the value that was asked for, even where a library has changed it since: TF32 that
+    nobody requested is a fault. A setting that nobody asked for has the value in force. Where all settings are pinned,
+    no environment variable counts.
     """
-    found, pins = (_requests[-1].asked, _requests[-1].pins) if _requests else ({}, False)
-    return {**in_force(), **found}, {} if pins else os.environ
+    request = _requests[-1] if _requests else _Request(asked={}, pins=False)
+    variables = {} if request.pins else os.environ
+    return {**in_force(), **request.asked}, variables
 
 
 def pinned() -> dict[str, Any]:
@@ -90,15 +95,7 @@ def deterministic(
     if unknown:
         raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
     before = in_force()
-    # a setting that this torch lacks is in force nowhere, and so not asked for
-    asked = {name: value for name, value in with_implied(overrides).items() if name in overrides or _exists(name)}
-    if pins:
-        readable = {name: value for name, value in before.items() if not _is_unreadable(value)}
-        asked = readable | {name: value for name, value in pinned().items() if _exists(name)} | asked
-        if "mkldnn_matmul_fp32_precision" in overrides and "float32_matmul_precision" not in overrides:
-            del asked["float32_matmul_precision"]  # torch tells it only where all backends share it
-        if threads is not None:
-            asked[THREADS] = threads
+    asked = _requested_settings(overrides, before, threads=threads, pins=pins)
     with _generators_kept():
         try:
             _apply(asked, chosen=overrides)
@@ -113,6 +110,26 @@ def deterministic(
             _apply(before)
 
 
+def _requested_settings(
+    overrides: Mapping[str, Any], before: Mapping[str, Any], *, threads: int | None, pins: bool
+) -> dict[str, Any]:
+    """Return every setting that `deterministic` asks for: the overrides, and with `pins` all others too.
+
+    Settings that are not pinned to a value are asked for as they are in force `before`, so that a change is noticed.
+    """
+    # a setting that this torch lacks is in force nowhere, and so not asked for
+    asked = {name: value for name, value in with_implied(overrides).items() if name in overrides or _exists(name)}
+    if not pins:
+        return asked
+    readable = {name: value for name, value in before.items() if not _is_unreadable(value)}
+    asked = readable | {name: value for name, value in pinned().items() if _exists(name)} | asked
+    if "mkldnn_matmul_fp32_precision" in overrides and "float32_matmul_precision" not in overrides:
+        del asked["float32_matmul_precision"]  # torch tells it only where all backends share it
+    if threads is not None:
+        asked[THREADS] = threads
+    return asked
+
+
 @contextmanager
 def seeded(seed: int = SEED) -> Iterator[None]:
     """Seed every generator, and restore its state at the end."""
@@ -123,9 +140,11 @@ def seeded(seed: int = SEED) -> Iterator[None]:
 
 @contextmanager
 def switched(**overrides: Any) -> Iterator[None]:
-    """Set some settings for a while, and those that torch changes together with them."""
+    """Set some settings within a `with` block, and those that torch changes together with them."""
     if all(_read(name) == value for name, value in with_implied(overrides).items()):
-        yield  # inside another of the same, as each pass with noise is, reading all of them takes longer than the pass
+        # inside another block of the same settings, as each noisy pass is, reading all settings of `before` would take
+        # longer than the pass
+        yield
         return
     before = in_force()
     try:
@@ -136,11 +155,11 @@ def switched(**overrides: Any) -> Iterator[None]:
 
 
 def restore(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Set back every setting that is not as requested; return what `changed` returned before."""
-    found = changed(asked)
-    if found:
+    """Set back every setting that is not as requested; return the values that these had, by setting."""
+    values = changed(asked)
+    if values:
         _apply(asked)  # all of them: torch moves some together with others, and so does putting these back
-    return found
+    return values
 
 
 @contextmanager
@@ -165,7 +184,13 @@ def seed_all(seed: int = SEED) -> None:
 
 
 def _apply(values: Mapping[str, Any], *, chosen: Mapping[str, Any] | None = None) -> None:
-    """Set what differs; torch may refuse only what nobody chose."""
+    """Set each setting that differs from its value here.
+
+    Raises
+    ------
+    UsageError
+        This torch refuses one of the settings that the user has `chosen`; it may refuse others.
+    """
     # one order for all: torch's matmul precision also moves the switches of its backends, so those come after it
     for name, (_, write) in _ACCESS.items():
         value = values.get(name, UNREADABLE)
@@ -186,6 +211,7 @@ def _apply(values: Mapping[str, Any], *, chosen: Mapping[str, Any] | None = None
 
 
 def _read(name: str) -> Any:
+    """Return the value of a setting, or a text that begins with `unreadable`."""
     try:
         return _ACCESS[name][0]()
     # torch refuses to answer after its old and new TF32 switches were both used, and an older torch has fewer switches
@@ -213,7 +239,9 @@ def _generators_kept() -> Iterator[None]:
     """Restore the state of every generator at the end."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     module = _initialized_accelerator()
-    states = [] if module is None else [module.get_rng_state(i) for i in range(module.device_count())]
+    states = []
+    if module is not None:
+        states = [module.get_rng_state(index) for index in range(module.device_count())]
     try:
         yield
     finally:
@@ -225,33 +253,38 @@ def _generators_kept() -> Iterator[None]:
 
 
 def _initialized_accelerator() -> Any:
-    """Return the accelerator's module if it is in use; reading its generators must not open it."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    """Return the accelerator's module if it is in use, else None; reading its generators must not open it."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return None
     module = torch.get_device_module(accelerator.type)
-    initialized = getattr(module, "is_initialized", None)
-    return module if initialized is not None and initialized() and hasattr(module, "get_rng_state") else None
+    is_initialized = getattr(module, "is_initialized", None)
+    if is_initialized is None or not is_initialized() or not hasattr(module, "get_rng_state"):
+        return None
+    return module
 
 
 def _attribute(owner: str, name: str) -> _Access:
     """Return access to an attribute of a part of torch, which an older torch may lack."""
 
-    def holder() -> Any:
+    def part_of_torch() -> Any:
         return functools.reduce(getattr, owner.split("."), torch)
 
     def read() -> Any:
-        return getattr(holder(), name)
+        return getattr(part_of_torch(), name)
 
     def write(value: Any) -> None:
         with suppress(RuntimeError):  # torch does not tell it after its old and new switches were both used
             read()  # raises where torch lacks it: torch 2.8 takes any new attribute of torch.backends
-        setattr(holder(), name, value)
+        setattr(part_of_torch(), name, value)
 
     return read, write
 
 
 def _sdpa(name: str) -> _Access:
+    """Return access to the switch of one kernel of scaled dot product attention."""
     backends = torch.backends.cuda  # despite the name these switches choose the CPU's SDPA kernel too
     return (
         lambda: getattr(backends, f"{name}_sdp_enabled")(),
@@ -260,7 +293,7 @@ def _sdpa(name: str) -> _Access:
 
 
 def _library(name: str) -> _Access:
-    """Return access to the library that torch takes for operations of one kind, of several that do the same."""
+    """Return access to torch's choice between libraries that offer the same operations."""
 
     def write(value: str) -> None:
         with warnings.catch_warnings():
@@ -271,6 +304,8 @@ def _library(name: str) -> _Access:
 
 
 def _environment(name: str) -> _Access:
+    """Return access to a variable of the environment; None where it is not set."""
+
     def write(value: Any) -> None:
         if value is None:
             os.environ.pop(name, None)
@@ -281,6 +316,7 @@ def _environment(name: str) -> _Access:
 
 
 def _algorithms() -> _Access:
+    """Return access to `torch.use_deterministic_algorithms`, as `off`, `warn` or `error`."""
     # "warn" rather than "error": a model with an operation that has no deterministic version runs nevertheless, and
     # `consistency.worker.nondeterministic` notes what the operation can reach
     names = {0: "off", 1: "warn", 2: "error"}
@@ -291,13 +327,16 @@ def _algorithms() -> _Access:
     return (lambda: names[torch.get_deterministic_debug_mode()]), write
 
 
-def _precision_write(value: Any) -> None:
+def _write_matmul_precision(value: Any) -> None:
+    """Set the precision of float32 products, without torch's warning about it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.set_float32_matmul_precision(value)
 
 
 def _reduction(name: str) -> _Access:
+    """Return access to a switch of products that newer torch reports as a tuple, the switch first."""
+
     def read() -> bool:
         value = getattr(torch.backends.cuda.matmul, name)
         return bool(value[0]) if isinstance(value, tuple) else bool(value)
@@ -306,6 +345,7 @@ def _reduction(name: str) -> _Access:
 
 
 def _math_reduction() -> _Access:
+    """Return access to the switch of half-precision sums in attention by its formula."""
     backends = torch.backends.cuda
     return (
         lambda: backends.fp16_bf16_reduction_math_sdp_allowed(),
@@ -316,7 +356,7 @@ def _math_reduction() -> _Access:
 _ACCESS: dict[str, _Access] = {
     "fp32_precision": _attribute("backends", "fp32_precision"),
     "cuda_fp32_precision": _attribute("backends.cudnn", "fp32_precision"),
-    "float32_matmul_precision": (torch.get_float32_matmul_precision, _precision_write),
+    "float32_matmul_precision": (torch.get_float32_matmul_precision, _write_matmul_precision),
     "matmul_allow_tf32": _attribute("backends.cuda.matmul", "allow_tf32"),
     "cudnn_allow_tf32": _attribute("backends.cudnn", "allow_tf32"),
     "cuda_matmul_fp32_precision": _attribute("backends.cuda.matmul", "fp32_precision"),
@@ -344,4 +384,4 @@ _ACCESS: dict[str, _Access] = {
     "sdpa_cudnn": _sdpa("cudnn"),
     THREADS: (torch.get_num_threads, torch.set_num_threads),
 }
-"""In the order in which they are set."""
+"""Access to each setting, by name, in the order in which they are set."""

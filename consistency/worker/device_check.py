@@ -1,4 +1,4 @@
-"""Whether a worker's device is the one that was planned, and torch has kernels for it.
+"""Check that a worker's device is the one that was planned, and that torch has kernels for it.
 
 CUDA may skip a GPU that NVML counts, so that a number, and a list of visible devices, mean another card: its results
 would be reported under the name of its neighbour.
@@ -22,7 +22,7 @@ from consistency.worker.protocol import Job
 
 
 def require_device(job: Job) -> None:
-    """Raise a UnusableDeviceError where this process cannot check the device of its job.
+    """Raise an error where this process cannot check the device of its job.
 
     Raises
     ------
@@ -43,37 +43,45 @@ def require_device(job: Job) -> None:
         if is_out_of_memory(error):
             raise
         raise UnusableDeviceError(f"torch cannot open {job.name}: {first_line(error)}{_mask(device.type)}") from error
-    found = described(device.type, properties)
-    if _is_another(job, found):
+    facts = described(device.type, properties)
+    if _is_another(job, facts):
         raise UnusableDeviceError(
-            f"{job.name} is another device than was listed: {found['uuid']}, not {job.uuid}{_mask(device.type)}",
+            f"{job.name} is another device than was listed: {facts['uuid']}, not {job.uuid}{_mask(device.type)}",
             hint="a device before it may have fallen off the bus: see the kernel's log, and run again",
         )
-    missing = missing_kernels(found.get("capability"), _built_for(module))
+    missing = missing_kernels(facts.get("capability"), _architectures(module))
     if missing is not None and not computes(device):  # the list of architectures is no proof that none runs
         raise UnusableDeviceError(f"{job.name} ({properties.name}) cannot be used: {missing}")
 
 
-def _is_another(job: Job, found: Mapping[str, Any]) -> bool:
-    """Return whether both the UUID and, as far as it is known, the place on the PCI bus are those of another device.
+def _is_another(job: Job, facts: Mapping[str, Any]) -> bool:
+    """Report whether both the UUID and, as far as it is known, the place on the PCI bus are those of another device.
 
     A virtual or an integrated GPU may have one UUID by NVML and another by CUDA: its place says that it is the same.
+
+    Parameters
+    ----------
+    facts : mapping of str to any
+        The device as torch describes it.
     """
-    uuid, place = found.get("uuid"), found.get("pci_bus_id")
+    uuid, pci_bus_id = facts.get("uuid"), facts.get("pci_bus_id")
     if not uuid or not job.uuid or job.uuid.startswith("MIG-") or _bare(uuid) == _bare(job.uuid):
         return False
-    return place is None or job.pci_bus_id is None or address(place) != address(job.pci_bus_id)
+    return pci_bus_id is None or job.pci_bus_id is None or address(pci_bus_id) != address(job.pci_bus_id)
 
 
-def _built_for(module: Any) -> list[str]:
+def _architectures(module: Any) -> list[str]:
+    """Return the architectures that torch was built for; empty where the backend has no such list."""
     return list(module.get_arch_list()) if hasattr(module, "get_arch_list") else []
 
 
 def _mask(kind: str) -> str:
-    """Return what this process's environment shows of the devices, for an error."""
+    """Return the variable that limits the devices that this process sees, for an error; empty where none is set."""
     mask = visibility_of(kind)
-    shown = None if mask is None else os.environ.get(mask.variable)
-    return "" if mask is None or shown is None else f" ({mask.variable}={shown})"
+    if mask is None:
+        return ""
+    visible = os.environ.get(mask.variable)
+    return "" if visible is None else f" ({mask.variable}={visible})"
 
 
 def _bare(uuid: str) -> str:

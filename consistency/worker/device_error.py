@@ -1,4 +1,4 @@
-"""Tell what the runtime of a device says of it from an error of anything else, and say what it means.
+"""Tell errors that a device's runtime reports from all others, and explain them.
 
 The one place that decides it: an error of a device is never the user's input, a layer that PEFT does not merge, a pass
 that the model refuses, or a tensor that is missing. No torch at import: `__main__` asks before torch is there.
@@ -32,7 +32,15 @@ class Trouble(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceError:
-    """What a runtime said: its own words, and a sentence on what they mean and what to do."""
+    """An error that a device's runtime reports.
+
+    Attributes
+    ----------
+    words : str
+        The first line of the runtime's own message.
+    meaning : str
+        A sentence on what it means and what to do; empty where there is none.
+    """
 
     trouble: Trouble
     words: str
@@ -41,7 +49,7 @@ class DeviceError:
 
 @dataclass(frozen=True, slots=True)
 class _Saying:
-    """Words of a runtime, as a pattern, and what they mean; `{tool}` in that is the vendor's command."""
+    """A pattern of a runtime's messages, and their meaning, in which `{tool}` stands for the vendor's command."""
 
     pattern: str
     trouble: Trouble
@@ -180,8 +188,9 @@ _SAYINGS = (
 )
 
 _OF_A_RUNTIME = ("AcceleratorError", "DeferredCudaCallError")
-"""Classes of torch that only errors of a device have, whatever it says."""
+"""Names of torch's classes that only errors of a device have, whatever their message is."""
 
+# patterns of messages by vendor, and the vendor's command; nvidia-smi where none fits
 _TOOLS = (
     (r"HIP|hip|MIOpen|miopen|rocblas|\bROC", "amd-smi"),
     (r"XPU|UR_|ZE_|PI_|SYCL|level_zero|Native API|UR backend", "xpu-smi"),
@@ -190,23 +199,28 @@ _TOOLS = (
 )
 
 _NUMBER = re.compile(r"\b(?:GPU|[Dd]evice) (\d+)\b")
-"""That of the device whose memory ran out."""
+"""The number of the device whose memory ran out, in a message."""
 
 _SMALL = 1 << 28
-"""Bytes: half a context of CUDA."""
+"""Free bytes up to which a device has no room: half a context of CUDA."""
 
 _LONGEST = 300
+"""Characters of a message that are shown."""
 
 
 def device_error(error: BaseException) -> DeviceError | None:
-    """Return what a runtime said of a device, in an error or in one that led to it; None where none did."""
-    return next((found for one in _chain(error) if (found := _said(one)) is not None), None)
+    """Return the report of a device's runtime in an error, or in one that led to it; None where there is none."""
+    for link in _chain(error):
+        reported = _read_message(link)
+        if reported is not None:
+            return reported
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Report whether an error means that memory ran out, on the host or on a device."""
-    found = device_error(error)
-    return found is not None and found.trouble is Trouble.MEMORY
+    reported = device_error(error)
+    return reported is not None and reported.trouble is Trouble.MEMORY
 
 
 def is_of_the_device(error: BaseException, device: torch.device | str | None = None) -> bool:
@@ -219,10 +233,10 @@ def is_of_the_device(error: BaseException, device: torch.device | str | None = N
 
 
 def ends_the_worker(error: BaseException, device: torch.device | str | None = None) -> DeviceError | None:
-    """Return what a device said that this process can compute no more on; None where it can, or said nothing."""
-    found = device_error(error)
-    if found is not None and found.trouble is not Trouble.OPERATION:
-        return None if of_another(error, device, by_way=False) else found
+    """Return the error of a device on which this process can compute no more; None where it still can."""
+    reported = device_error(error)
+    if reported is not None and reported.trouble is not Trouble.OPERATION:
+        return None if of_another(error, device, by_way=False) else reported
     if not _is_unexplained(error, device):
         return None
     meaning = f"{device} no longer adds up two numbers in this process: the kernel log (dmesg) says more"
@@ -230,41 +244,59 @@ def ends_the_worker(error: BaseException, device: torch.device | str | None = No
 
 
 def of_another(error: BaseException, device: torch.device | str | None, *, by_way: bool = True) -> DeviceError | None:
-    """Return what another accelerator of this process said, where the worker's own one still computes.
+    """Return the error of another accelerator of this process, where the worker's own one still computes.
 
-    An error names no device, but memory that ran out. Where all compute it is the worker's own, but in what goes by
-    way of the first one (`by_way`), as PEFT's loading does without being asked.
+    Errors of exhausted memory may name their device, other errors do not. Where all devices compute, an error is of the
+    worker's own device, unless the code goes by way of the first one.
+
+    Parameters
+    ----------
+    device : torch.device or str or None
+        The worker's own device; without one, and on the CPU, no error is of another device.
+    by_way : bool
+        Whether the code may use the first device on the way, as PEFT's loading does without being asked.
     """
-    found, (kind, _, number) = device_error(error), str(device).partition(":")
-    if found is None or found.trouble is Trouble.OPERATION or device is None or kind == "cpu":
+    reported, (kind, _, number) = device_error(error), str(device).partition(":")
+    if reported is None or reported.trouble is Trouble.OPERATION or device is None or kind == "cpu":
         return None
     own, count = int(number or 0), _count(kind)
     if count < 2:
         return None
-    if found.trouble is Trouble.MEMORY:
-        named = next((int(match[1]) for one in _chain(error) if (match := _NUMBER.search(str(one)))), None)
-        is_own = not by_way or own == 0 or not _has_room(kind, own) if named is None else named == own
-        return None if is_own else found
+    if reported.trouble is Trouble.MEMORY:
+        is_own = _is_own_memory(error, kind, own, by_way=by_way)
+        return None if is_own else reported
     if not computes(device):
         return None
-    is_others = (by_way and own > 0) or not all(computes(f"{kind}:{other}") for other in range(count) if other != own)
-    return found if is_others else None
+    if by_way and own > 0:
+        return reported
+    others_compute = all(computes(f"{kind}:{other}") for other in range(count) if other != own)
+    return None if others_compute else reported
+
+
+def _is_own_memory(error: BaseException, kind: str, own: int, *, by_way: bool) -> bool:
+    """Report whether it is the memory of the worker's own device that ran out."""
+    for link in _chain(error):
+        match = _NUMBER.search(str(link))
+        if match:
+            return int(match[1]) == own
+    # no device is named: another one's memory is in question only where the code may use the first device on the way
+    return not by_way or own == 0 or not _has_room(kind, own)
 
 
 def _count(kind: str) -> int:
-    """Return how many devices of a type this process has."""
+    """Return the number of devices of a type in this process."""
     import torch
 
     return int(getattr(getattr(torch, kind, None), "device_count", int)())
 
 
 def _has_room(kind: str, number: int) -> bool:
-    """Report whether a device has memory for what is asked of it without a number: a context, a library's handle."""
+    """Report whether a device has memory for requests that name no size: a context, a library's handle."""
     import torch
 
-    ask = getattr(getattr(torch, kind, None), "mem_get_info", None)
+    mem_get_info = getattr(getattr(torch, kind, None), "mem_get_info", None)
     try:
-        return ask is not None and int(ask(number)[0]) > _SMALL
+        return mem_get_info is not None and int(mem_get_info(number)[0]) > _SMALL
     except Exception:  # whatever it says, it tells nothing
         return False
 
@@ -283,37 +315,42 @@ def _is_unexplained(error: BaseException, device: torch.device | str | None) -> 
     """Report whether an error came with a device that computes no more."""
     if device is None or str(device).partition(":")[0] == "cpu":
         return False
-    raised = any(isinstance(one, RuntimeError) and not isinstance(one, NotImplementedError) for one in _chain(error))
-    return raised and not computes(device)
+    is_runtime_error = any(
+        isinstance(link, RuntimeError) and not isinstance(link, NotImplementedError) for link in _chain(error)
+    )
+    return is_runtime_error and not computes(device)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those it was raised from, or while they were handled."""
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        yield one
-        one = one.__cause__ if one.__cause__ is not None or one.__suppress_context__ else one.__context__
+    visited: set[int] = set()  # a chain may be a ring
+    link: BaseException | None = error
+    while link is not None and id(link) not in visited:
+        visited.add(id(link))
+        yield link
+        # as Python shows a traceback: `raise ... from None` hides the context
+        hides_context = link.__cause__ is not None or link.__suppress_context__
+        link = link.__cause__ if hides_context else link.__context__
 
 
-def _said(error: BaseException) -> DeviceError | None:
-    """Return what one error says of a device."""
+def _read_message(error: BaseException) -> DeviceError | None:
+    """Return the report of a device's runtime in one error, None where it has none."""
     if isinstance(error, MemoryError):
         return DeviceError(trouble=Trouble.MEMORY, words=_words(error))
     if not isinstance(error, RuntimeError):
         return None
-    text, kind = str(error), type(error).__name__
-    saying = next((one for one in _SAYINGS if re.search(one.pattern, text)), None)
+    message, kind = str(error), type(error).__name__
+    saying = next((saying for saying in _SAYINGS if re.search(saying.pattern, message)), None)
     if kind == "OutOfMemoryError" and (saying is None or saying.trouble is not Trouble.MEMORY):
         saying = _Saying("", Trouble.MEMORY, _LESS_MEMORY)
     elif saying is None and kind in _OF_A_RUNTIME:
         saying = _SAYINGS[-1]
     if saying is None:
         return None
-    tool = next((tool for pattern, tool in _TOOLS if re.search(pattern, text)), "nvidia-smi")
+    tool = next((tool for pattern, tool in _TOOLS if re.search(pattern, message)), "nvidia-smi")
     return DeviceError(trouble=saying.trouble, words=_words(error), meaning=saying.meaning.format(tool=tool))
 
 
 def _words(error: BaseException) -> str:
+    """Return the first line of an error's message, or a text on an error without a message."""
     return (str(error).strip().splitlines() or [first_line(error)])[0][:_LONGEST]

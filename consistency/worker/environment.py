@@ -18,9 +18,10 @@ from consistency.numerics.precision import Precision
 from consistency.worker.precision import products_of
 
 _VERSIONED = ("transformers", "peft", "safetensors", "accelerate", "numpy")
+"""Packages whose versions are described, besides torch."""
 
 PRODUCTS = "products"
-"""Key of the precisions of products."""
+"""Key in a description of the precisions of products."""
 
 
 @functools.cache
@@ -41,7 +42,7 @@ def _version(package: str) -> str | None:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Return versions, kernel choices, threads and the variables that control them."""
-    found: dict[str, Any] = {
+    described: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": str(torch.__version__),
@@ -53,40 +54,44 @@ def describe(device: torch.device) -> dict[str, Any]:
         "compiled_kernel": trust.state(),
         "variables": {name: os.environ[name] for name in sorted(recorded_variables()) if name in os.environ},
     }
-    found |= {name: _version(name) for name in _VERSIONED}
+    described |= {name: _version(name) for name in _VERSIONED}
     if device.type != CPU:
-        found.update(_accelerator(device))
-    return found | digest_kernel(device) | products(device)
+        described.update(_accelerator(device))
+    return described | digest_kernel(device) | products(device)
 
 
 def describe_host() -> dict[str, Any]:
-    """Return what a worker on the CPU of this host says of its process; no device is opened."""
+    """Return the description of a worker on the CPU of this host; no device is opened."""
     return describe(torch.device(CPU))
 
 
 def products(device: torch.device) -> dict[str, Any]:
-    """Return how products may be computed by the settings in force, where they are less precise than their dtype."""
-    found = products_of(device)
-    reduced = {"matmul": found.matmul, "convolution": found.convolution}
-    table: dict[str, Any] = {name: str(value) for name, value in reduced.items() if value is not Precision.FLOAT32}
-    if found.partial_terms:
-        table["sums stored in"] = ", ".join(sorted(found.partial_terms))
-    return {PRODUCTS: table} if table else {}
+    """Return the precisions of products by the settings in force, where they are less precise than their dtype."""
+    permitted = products_of(device)
+    precisions = {"matmul": permitted.matmul, "convolution": permitted.convolution}
+    reduced: dict[str, Any] = {name: str(value) for name, value in precisions.items() if value is not Precision.FLOAT32}
+    if permitted.partial_terms:
+        reduced["sums stored in"] = ", ".join(sorted(permitted.partial_terms))
+    return {PRODUCTS: reduced} if reduced else {}
 
 
 def digest_kernel(device: torch.device) -> dict[str, str]:
     """Return the path of the digests on a CUDA device, and elsewhere the reason why they are computed on the host.
 
-    As far as this process knows it. All paths give the same digests, so it is not part of `kernel_key`.
+    Both as far as this process knows them. All paths give the same digests, so they are no part of `kernel_key`.
     """
-    on_device = device_digest.state(device)
-    if on_device not in ("", device_digest.PROVEN):
-        fault = device_digest.fault(device)
-        return {"digest_kernel": on_device} | ({DIGEST_FAULT: fault} if fault else {})
-    return {"digest_kernel": triton_digest.state(device)} if device.type == "cuda" else {}
+    state = device_digest.state(device)
+    if state in ("", device_digest.PROVEN):
+        return {"digest_kernel": triton_digest.state(device)} if device.type == "cuda" else {}
+    described = {"digest_kernel": state}
+    fault = device_digest.fault(device)
+    if fault:
+        described[DIGEST_FAULT] = fault
+    return described
 
 
 def _accelerator(device: torch.device) -> dict[str, Any]:
+    """Return the properties of an accelerator, as far as its backend has them."""
     module = torch.get_device_module(device.type)
     if not hasattr(module, "get_device_properties"):
         return {}
@@ -100,7 +105,7 @@ def _accelerator(device: torch.device) -> dict[str, Any]:
 
 
 def kernel_key(kind: str, environment: dict[str, Any], settings: dict[str, Any]) -> str:
-    """Return what determines results besides the device's model: versions, kernels and settings.
+    """Return a text of what determines results besides the device's model: versions, kernels and settings.
 
     Libraries choose kernels by the number of multiprocessors, so it is part of it. On the host's processor they choose
     by its instruction set, and split sums by threads; an accelerator computes the same whatever the host has to spare.
@@ -111,12 +116,14 @@ def kernel_key(kind: str, environment: dict[str, Any], settings: dict[str, Any])
         Type of the device.
     """
     backend = backend_of(kind)
-    on_host = backend.computes_on_host
-    of_host = ("cpu_capability", "threads") if on_host else ("hip",)
-    parts = [environment.get(k) for k in ("torch", "cuda", "cudnn", "transformers", "peft", *of_host)]
+    computes_on_host = backend.computes_on_host
+    host_facts = ("cpu_capability", "threads") if computes_on_host else ("hip",)
+    facts = [environment.get(name) for name in ("torch", "cuda", "cudnn", "transformers", "peft", *host_facts)]
     variables = environment.get("variables", {})
     choosing = kernel_variables() | backend.pinned_environment.keys()
-    parts += [f"{name}={variables[name]}" for name in sorted(choosing & variables.keys())]
-    parts += [environment.get("device_name"), environment.get("multiprocessors")]
-    in_key = sorted(settings if on_host else settings.keys() - HOST_SETTINGS)
-    return " ".join(str(p) for p in parts) + " " + " ".join(f"{k}={settings[k]}" for k in in_key)
+    facts += [f"{name}={variables[name]}" for name in sorted(choosing & variables.keys())]
+    facts += [environment.get("device_name"), environment.get("multiprocessors")]
+    setting_names = sorted(settings if computes_on_host else settings.keys() - HOST_SETTINGS)
+    facts_text = " ".join(str(fact) for fact in facts)
+    settings_text = " ".join(f"{name}={settings[name]}" for name in setting_names)
+    return f"{facts_text} {settings_text}"

@@ -1,4 +1,4 @@
-"""Signs of life where an operation is long and writes no event.
+"""Write signs of life where an operation is long and writes no event.
 
 A float64 pass through a large model can be silent for longer than the stall limit, and so can loading it from a slow
 disk. On the CPU, processor time tells both from a deadlock or a stopped process, which use none. On an accelerator it
@@ -64,7 +64,7 @@ class Heartbeat:
 
 
 class _Pulse:
-    """What the process has done so far."""
+    """The work that the process has done so far."""
 
     def __init__(self) -> None:
         self.at = time.monotonic()
@@ -72,8 +72,9 @@ class _Pulse:
         self.moved_bytes = _moved_bytes()
 
     def is_alive_since(self, before: _Pulse, *, is_on_cpu: bool) -> bool:
-        passed = self.at - before.at
-        is_busy = self.processor_s - before.processor_s > BUSY * passed
+        """Report whether the process has worked since an earlier pulse."""
+        elapsed_s = self.at - before.at
+        is_busy = self.processor_s - before.processor_s > BUSY * elapsed_s
         has_read = self.moved_bytes - before.moved_bytes > MOVED
         return has_read or (is_busy and is_on_cpu)
 

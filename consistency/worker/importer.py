@@ -31,8 +31,10 @@ POLL_S = 0.02
 """Seconds between two looks whether a worker has ended."""
 
 _REQUEST_BYTES = 1 << 16
+"""Largest size of a request."""
+
 _CAPABILITY = "ATEN_CPU_CAPABILITY"
-_KEEPS = frozenset({"aten.lift_fresh.default"})
+_COMPUTE_NOTHING = frozenset({"aten.lift_fresh.default"})
 """Operations that compute nothing: `torch.tensor` ends with this one, which returns its argument. torch._dynamo makes
 two constants so when it is imported."""
 
@@ -74,23 +76,22 @@ def import_libraries(*, models: bool) -> None:
                 from consistency.worker.session import import_models
 
                 import_models()
-    if found := sorted(set(ran) - _KEEPS):
-        raise RuntimeError(f"operations ran while the libraries were imported: {', '.join(found)}")
+    computing = sorted(set(ran) - _COMPUTE_NOTHING)
+    if computing:
+        raise RuntimeError(f"operations ran while the libraries were imported: {', '.join(computing)}")
 
 
 def serve(channel: socket.socket) -> str | None:
-    """Fork a worker for each request, and tell how each has ended; return its jobs in a worker, else None at the end.
+    """Fork a worker for each request, and report how each has ended.
 
-    The end is that of the launcher, who kills the workers before it closes the channel. The kernel kills any other one
-    when this process ends.
+    This returns in each worker too, with the file of its jobs; in this process it returns None when the launcher has
+    closed the channel. The launcher kills the workers before that; the kernel kills any that is left when this process
+    ends.
     """
-    reports: dict[int, int] = {}
+    reports: dict[int, int] = {}  # by a worker's process, the file in which its end is reported
     while True:
         ready, _, _ = select.select([channel], [], [], POLL_S if reports else None)
-        for pid in list(reports):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                _tell(reports.pop(pid), ENDED, os.waitstatus_to_exitcode(status))
+        _report_ended(reports)
         if not ready:
             continue
         message, (*files,), _, _ = socket.recv_fds(channel, _REQUEST_BYTES, 3, socket.MSG_CMSG_CLOEXEC)
@@ -99,9 +100,10 @@ def serve(channel: socket.socket) -> str | None:
         stdin, log, report = files
         forked = _fork()
         if forked == 0:
+            # this is the worker: it keeps nothing of the requests, and nothing of other workers
             channel.close()
-            for other in reports.values():
-                os.close(other)
+            for other_report in reports.values():
+                os.close(other_report)
             request = decode_json(message, ForkRequest)
             _become_worker(request, stdin, log)
             _tell(report, STARTED, os.getpid())
@@ -114,8 +116,19 @@ def serve(channel: socket.socket) -> str | None:
             reports[forked] = report
 
 
+def _report_ended(reports: dict[int, int]) -> None:
+    """Report the exit status of each worker that has ended, and remove it from `reports`."""
+    for pid in list(reports):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            _tell(reports.pop(pid), ENDED, os.waitstatus_to_exitcode(status))
+
+
 def _fork() -> int | None:
-    """Return a new process, 0 in that process, or None where there is none that would be a worker like any other."""
+    """Return the id of a new process, and 0 in that process; None where it would be no worker like any other.
+
+    A process with more than one thread is not forked: only the thread that forks goes on in the new one.
+    """
     if len([*Path("/proc/self/task").iterdir()]) != 1:
         return None
     try:
@@ -125,7 +138,10 @@ def _fork() -> int | None:
 
 
 def _become_worker(request: ForkRequest, stdin: int, log: int) -> None:
-    """Give this process what the launcher gives to one that it starts itself; end it if its kernels are others."""
+    """Give this process what the launcher gives to a worker that it starts itself: a session, input, log, variables.
+
+    It ends here if torch has chosen other kernels than the variables ask for.
+    """
     os.setsid()
     printed = os.pread(1, os.fstat(1).st_size, 0)  # while the libraries were imported: part of each worker's log
     for file, number in ((stdin, 0), (log, 1), (log, 2)):
@@ -134,14 +150,18 @@ def _become_worker(request: ForkRequest, stdin: int, log: int) -> None:
     os.close(log)
     os.write(1, printed)
     os.environ.update(request.variables)
-    wanted = os.environ.get(_CAPABILITY)
+    requested = os.environ.get(_CAPABILITY)
     import torch
 
-    if wanted is not None and (found := torch.backends.cpu.get_cpu_capability()) != wanted.upper():
-        sys.exit(f"torch has chosen its kernels before this worker was forked: {found}, not {wanted.upper()}")
+    if requested is None:
+        return
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability != requested.upper():
+        sys.exit(f"torch has chosen its kernels before this worker was forked: {capability}, not {requested.upper()}")
 
 
 def _tell(report: int, word: str, number: int) -> None:
+    """Write a word and a number to the launcher, and close the file."""
     with suppress(BrokenPipeError):  # the launcher has given this worker up: it reads the end of its input
         os.write(report, f"{word} {number}\n".encode("ascii"))
     os.close(report)

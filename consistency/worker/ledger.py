@@ -1,6 +1,6 @@
-"""Compare what is computed again with the first run, and count what changed: digests alone are kept.
+"""Compare the tensors of a soak's repeats with the first run, and count what changed: digests alone are kept.
 
-Of a tensor that differs for the first time the bits are stored, and those of the next repeat in which it is right
+When a tensor differs for the first time its bits are stored, and so are those of the next repeat in which it is right
 again; then both are compared element by element.
 """
 
@@ -21,15 +21,19 @@ from consistency.numerics.dtype import name_of
 from consistency.worker.recorder import KEEP_BYTES, Recorder
 
 KEPT_PER_STAGE = 8
-"""Tensors of a stage that are stored: one wrong activation makes all those after it wrong."""
+"""Most tensors of a stage that are stored: one wrong activation makes all those after it wrong."""
 
 MOST_CHANGES = 200
-"""Tensors that are described; the others are counted. With the evidence of each, their JSON stays below 1 MB."""
+"""Most tensors that are described; the others are counted. With the evidence of each, their JSON stays below 1 MB."""
 
 _MOST_VALUES = 16
+"""Most different values of a tensor that are counted."""
 
 Label = tuple[str, str, str]
+"""Stage, layer and tensor."""
+
 Expected = Callable[[], torch.Tensor | None]
+"""Returns the right tensor on the CPU, None where there is none."""
 
 
 class Count:
@@ -37,21 +41,23 @@ class Count:
 
     def __init__(self) -> None:
         self.count = 0
-        self._last = 0
+        self._last_repeat = 0
         self._numbers: list[int] = []
         self._first_at = self._last_at = ""
 
     def add(self, repeat: int) -> None:
+        """Count a repeat, unless it is the last one counted."""
         self._last_at = now()
-        if repeat == self._last:
+        if repeat == self._last_repeat:
             return
-        self._last = repeat
+        self._last_repeat = repeat
         self.count += 1
         self._first_at = self._first_at or self._last_at
         if len(self._numbers) < MOST_NUMBERS:
             self._numbers.append(repeat)
 
     def summary(self) -> Occurrences | None:
+        """Return the count as it is stored, None of no repeats."""
         if not self.count:
             return None
         return Occurrences(
@@ -61,7 +67,25 @@ class Count:
 
 @dataclass(slots=True)
 class _Change:
-    """A tensor that has differed; `waits_for` is the digest of the right one that is to be stored."""
+    """A tensor that has differed.
+
+    Attributes
+    ----------
+    condition : Condition
+        The state of the device when it first differed.
+    values : set of str
+        Digests of its wrong values.
+    returned : bool
+        It has been right again.
+    wrong : torch.Tensor or None
+        Its wrong value on the CPU, until it is compared with the right one.
+    waits_for : str or None
+        Digest of the right value, where that is still to be stored.
+    expected : callable or None
+        See `Ledger.see`.
+    facts : dict
+        Fields of the `ChangedTensor` that are known once its values are stored.
+    """
 
     condition: Condition
     count: Count = field(default_factory=Count)
@@ -76,33 +100,45 @@ class _Change:
 
 
 class Ledger:
-    """What changed over the repeats of a soak.
+    """The changes over the repeats of a soak.
 
     Parameters
     ----------
     first : mapping
-        Digests of the first run, by stage, layer and tensor; what is not among them is not compared.
+        Digests of the first run, by stage, layer and tensor; other tensors are not compared.
     condition : callable
-        Given the number of a repeat, what the device reports of itself.
+        Returns the state that the device reports of itself, given the number of a repeat.
+
+    Attributes
+    ----------
+    any : Count
+        The repeats in which any tensor differed.
+    largest_bytes : int
+        Size of the largest tensor that was compared.
     """
 
     def __init__(self, record: Recorder, first: Mapping[Label, str], *, condition: Callable[[int], Condition]) -> None:
         self._record = record
         self._first = dict(first)
         self._condition = condition
-        self._own: dict[Label, str] = {}
+        self._first_repeat: dict[Label, str] = {}
+        """Digests of the first repeat, of tensors that are compared with that."""
         self._changes: dict[Label, _Change] = {}
-        self._tensors: dict[str, set[Label]] = {}
+        self._compared: dict[str, set[Label]] = {}
+        """Tensors that were compared, by stage."""
         self._by_stage: dict[str, Count] = {}
-        self._kept: dict[str, int] = {}
-        self._now: Condition | None = None
+        """The repeats in which a tensor of a stage differed."""
+        self._stored: dict[str, int] = {}
+        """Number of tensors that were stored, by stage."""
+        self._condition_now: Condition | None = None
+        """The state of the device in this repeat, once it was asked for."""
         self.any = Count()
         self.largest_bytes = 0
         self.repeat = 0
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the right bits of a tensor are to be stored when it is right again."""
+        """Whether a tensor's right bits are to be stored when it is right again."""
         return any(change.waits_for is not None for change in self._changes.values())
 
     def knows(self, label: Label) -> bool:
@@ -118,7 +154,7 @@ class Ledger:
         self._first.setdefault(label, right)
 
     def begin(self, repeat: int) -> None:
-        self.repeat, self._now = repeat, None
+        self.repeat, self._condition_now = repeat, None
 
     def see(
         self,
@@ -144,18 +180,19 @@ class Ledger:
         if label not in self._first:
             return
         tensor = value if isinstance(value, torch.Tensor) else held
-        self.largest_bytes = max(self.largest_bytes, 0 if tensor is None else tensor.nbytes)
-        here = (digest(value) if isinstance(value, torch.Tensor) else value).value
-        right = self._own.setdefault(label, here) if own else self._first[label]
-        if not own or self.repeat > 1:
-            self._tensors.setdefault(label[0], set()).add(label)
-        if here == right:
-            self._is_right(label, here, tensor)
+        actual = digest(value).value if isinstance(value, torch.Tensor) else value.value
+        if tensor is not None:
+            self.largest_bytes = max(self.largest_bytes, tensor.nbytes)
+        right = self._first_repeat.setdefault(label, actual) if own else self._first[label]
+        if not own or self.repeat > 1:  # the first repeat is not compared with itself
+            self._compared.setdefault(label[0], set()).add(label)
+        if actual == right:
+            self._note_right(label, actual, tensor)
         else:
-            self._is_wrong(label, here, right, tensor, expected)
+            self._note_wrong(label, actual, right, tensor, expected)
 
     def finish(self) -> None:
-        """Take the right bits from elsewhere, where a tensor never was right again."""
+        """Take the right bits of a tensor that never was right again from its `expected`, where it has one."""
         for change in self._changes.values():
             if change.waits_for is not None and change.expected is not None:
                 right = change.expected()
@@ -164,11 +201,12 @@ class Ledger:
             change.waits_for = change.wrong = None
 
     def changes(self) -> tuple[ChangedTensor, ...]:
-        found = []
+        """Return the tensors that have differed, the first ones first, at most `MOST_CHANGES`."""
+        changed = []
         for (stage, layer, tensor), change in list(self._changes.items())[:MOST_CHANGES]:
             occurrences = change.count.summary()
             assert occurrences is not None
-            found.append(
+            changed.append(
                 ChangedTensor(
                     stage=stage,
                     layer=layer,
@@ -182,43 +220,52 @@ class Ledger:
                     **change.facts,
                 )
             )
-        return tuple(found)
+        return tuple(changed)
 
     def stage(self, stage: str, repeats: int) -> SoakedStage:
-        changed = self._by_stage.get(stage)
+        """Return the summary of a stage that was repeated so often."""
+        count = self._by_stage.get(stage)
         return SoakedStage(
             stage=stage,
-            tensors=len(self._tensors.get(stage, ())),
+            tensors=len(self._compared.get(stage, ())),
             repeats=repeats,
-            changed=None if changed is None else changed.summary(),
+            changed=None if count is None else count.summary(),
             changed_tensors=sum(label[0] == stage for label in self._changes),
         )
 
-    def _is_right(self, label: Label, here: str, tensor: torch.Tensor | None) -> None:
+    def _note_right(self, label: Label, actual: str, tensor: torch.Tensor | None) -> None:
+        """Note a tensor that is right; if it was wrong before, compare the right bits with the wrong ones."""
         change = self._changes.get(label)
         if change is None:
             return
         change.returned = True
-        if change.waits_for == here and tensor is not None:
+        if change.waits_for == actual and tensor is not None:
             self._compare(change, tensor.detach().to("cpu"))
             change.waits_for = change.wrong = None
 
-    def _is_wrong(
-        self, label: Label, here: str, right: str, tensor: torch.Tensor | None, expected: Expected | None
+    def _note_wrong(
+        self, label: Label, actual: str, right: str, tensor: torch.Tensor | None, expected: Expected | None
     ) -> None:
+        """Count a tensor that differs, and store its bits if it is among the first of its stage.
+
+        Parameters
+        ----------
+        actual, right : str
+            Digests of the tensor, and of its right value.
+        """
         stage = label[0]
-        self._now = self._now or self._condition(self.repeat)
-        change = self._changes.setdefault(label, _Change(self._now))
+        self._condition_now = self._condition_now or self._condition(self.repeat)
+        change = self._changes.setdefault(label, _Change(self._condition_now))
         change.count.add(self.repeat)
         self._by_stage.setdefault(stage, Count()).add(self.repeat)
         self.any.add(self.repeat)
         if len(change.values) < _MOST_VALUES:
-            change.values.add(here)
+            change.values.add(actual)
         if tensor is None or "blob" in change.facts:
             return
         change.shape, change.dtype = tuple(tensor.shape), name_of(tensor.dtype)
-        if self._kept.get(stage, 0) < KEPT_PER_STAGE and tensor.nbytes <= KEEP_BYTES:
-            self._kept[stage] = self._kept.get(stage, 0) + 1
+        if self._stored.get(stage, 0) < KEPT_PER_STAGE and tensor.nbytes <= KEEP_BYTES:
+            self._stored[stage] = self._stored.get(stage, 0) + 1
             change.wrong = tensor.detach().to("cpu", copy=True)
             change.facts["blob"] = self._record.keep(change.wrong)
             change.waits_for, change.expected = right, expected
@@ -230,9 +277,9 @@ class Ledger:
         change.facts["reference_blob"] = self._record.keep(right)
         diagnosis = diagnose_structure(wrong, right)
         if diagnosis is None:
-            found = measure(wrong, right)
-            diagnosis = diagnose_moved(wrong, right, found)
-            change.facts |= {"measure": found, "evidence": {**diagnosis.evidence, **found.evidence()}}
+            difference = measure(wrong, right)
+            diagnosis = diagnose_moved(wrong, right, difference)
+            change.facts |= {"measure": difference, "evidence": {**diagnosis.evidence, **difference.evidence()}}
         change.facts["word"] = diagnosis.word
 
 

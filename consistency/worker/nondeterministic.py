@@ -1,4 +1,4 @@
-"""Operations that torch has no deterministic version of, known by the warnings that it gives when they run.
+"""Collect the operations that torch has no deterministic version of, by the warnings that it gives when they run.
 
 The setting `deterministic_algorithms` is "warn": such an operation runs, and what comes after it has no promised bits.
 """
@@ -21,7 +21,7 @@ _WARNING = re.compile(
 
 
 class NondeterministicOperations:
-    """Collects the names of these operations as they run, while it is entered."""
+    """Collect the names of these operations as they run, while it is entered."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
@@ -53,7 +53,10 @@ class NondeterministicOperations:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Count for what follows only the operations inside: it is computed from nothing that was computed before."""
+        """Count within a `with` block only the operations inside it.
+
+        It is for values that are computed from nothing that was computed before.
+        """
         before, self._names = self._names, {}
         try:
             yield
@@ -69,9 +72,9 @@ class NondeterministicOperations:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        warned = _WARNING.match(str(message))
-        if warned is not None:
-            if warned["operation"] in self._names:
+        match = _WARNING.match(str(message))
+        if match is not None:
+            if match["operation"] in self._names:
                 return  # the log has it
-            self._names[warned["operation"]] = None
+            self._names[match["operation"]] = None
         self._show_others(message, category, filename, lineno, file, line)

@@ -1,4 +1,4 @@
-"""In which precision this process may multiply on a device: what its settings permit, as far as the units have it."""
+"""The precision in which this process may multiply on a device: as its settings permit, as far as the units have it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,20 @@ _WITHOUT_TILES = frozenset(
 """Values of `ONEDNN_MAX_CPU_ISA` that leave out AMX."""
 
 _AMPERE = (8, 0)
+"""Compute capability from which on a GPU has TF32."""
 
 
 def products_of(device: torch.device) -> Products:
-    """Return how products may be computed on a device of this process, by its settings."""
-    found = permitted(device.type, *determinism.settings_to_judge_by())
+    """Return the products by which a device of this process may compute, by its settings."""
+    products = permitted(device.type, *determinism.settings_to_judge_by())
     if device.type == CPU:
-        return _on_cpu(found)
-    return _on_cuda(found, device) if device.type == "cuda" else found
+        return _on_cpu(products)
+    return _on_cuda(products, device) if device.type == "cuda" else products
 
 
-def _on_cpu(found: Products) -> Products:
+def _on_cpu(products: Products) -> Products:
+    """Return permitted products, with float32 where this processor has no units for less."""
+
     def possible(precision: Precision) -> Precision:
         # torch's own condition: oneDNN's mode is for units that multiply float16
         if precision is Precision.TF32 and not getattr(torch.cpu, "_is_amx_fp16_supported", bool)():
@@ -49,7 +52,7 @@ def _on_cpu(found: Products) -> Products:
             return Precision.FLOAT32
         return precision
 
-    return replace(found, matmul=possible(found.matmul), convolution=possible(found.convolution))
+    return replace(products, matmul=possible(products.matmul), convolution=possible(products.convolution))
 
 
 def _multiplies_bfloat16() -> bool:
@@ -72,7 +75,8 @@ def _unknown() -> bool:
     return True
 
 
-def _on_cuda(found: Products, device: torch.device) -> Products:
-    if found.is_reduced and torch.version.hip is None and torch.cuda.get_device_capability(device) < _AMPERE:
-        return Products(partial_terms=found.partial_terms)
-    return found
+def _on_cuda(products: Products, device: torch.device) -> Products:
+    """Return permitted products, with float32 where this GPU has no units for less."""
+    if products.is_reduced and torch.version.hip is None and torch.cuda.get_device_capability(device) < _AMPERE:
+        return Products(partial_terms=products.partial_terms)
+    return products

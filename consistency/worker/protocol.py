@@ -30,7 +30,7 @@ GRADIENT_FILE = "gradient.safetensors"
 """Name of the float64 gradients there."""
 
 GENERATION_FILE = "generation.safetensors"
-"""The exact logits of the texts that the reference's worker writes."""
+"""Name of the exact logits there, of the texts that the reference's worker writes."""
 
 TRAJECTORY_FILE = "trajectory.safetensors"
 """Name of the float64 trajectory of the adapter there."""
@@ -39,7 +39,7 @@ STEP_FILE = "trajectory-{}.safetensors"
 """Name of the float64 gradients of one of its steps there."""
 
 DECISIONS_FILE = "decisions-{}.bin"
-"""Name of the decisions of a stage there, that all workers are compared on."""
+"""Name of the decisions of a stage there, which all workers are compared on."""
 
 REFERENCE_LOST = "reference.lost"
 """Name of the file that the launcher writes there when the worker that makes them is lost."""
@@ -48,7 +48,7 @@ CANNOT_WRITE = 4
 """Exit status of a worker whose disk is full, so that it could not write an event."""
 
 OUT_OF_MEMORY, DEVICE_FAILED = "OutOfMemory", "DeviceError"
-"""Kinds of a reported error that are no class's name: what of its device ended the worker."""
+"""Kinds of a reported error that are no class's name: the trouble of the device that ended the worker."""
 
 STATE_FILE = "state.json"
 """Name of the file with a worker's `WorkerState`."""
@@ -65,24 +65,24 @@ class RankGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The workers that a worker forms a group with, itself included."""
 
     rank: int
-    """Its place among them."""
+    """Number of this worker among them."""
     ranks: tuple[str, ...]
-    """Their names."""
+    """Names of the workers, in the order of their ranks."""
     folder: str
-    """Where they meet, in the scratch folder of the case."""
+    """Folder where they meet, in the scratch folder of the case."""
     timeout_s: float
-    """How long a collective may take: half as long as a worker may be silent, so that a rank that waits for another can
-    say so before it is taken for the silent one."""
+    """Seconds that a collective may take: half as long as a worker may be silent, so that a rank that waits for another
+    can say so before it is taken for the silent one."""
     node: str = ""
-    """Name of this node, where the workers of several form the group: then `ranks` are this node's alone until all
-    nodes have met (`consistency.extras.training.ranks.nodes`)."""
+    """Name of this node, where the workers of several nodes form the group: then `ranks` are this node's alone until
+    all nodes have met (`consistency.extras.training.ranks.nodes`)."""
     nodes: tuple[str, ...] = ()
-    """Of all nodes, in the order of their ranks."""
+    """Names of all nodes, in the order of their ranks."""
     has_met: bool = False
     """Whether `ranks` are those of all nodes."""
 
     def part(self, first: int, size: int) -> RankGroup:
-        """Return a group of some of the ranks, of which this one is."""
+        """Return the group of `size` ranks from `first` on, of which this worker has to be one."""
         return msgspec.structs.replace(
             self, rank=self.rank - first, ranks=self.ranks[first : first + size], folder=f"{self.folder}-from-{first}"
         )
@@ -94,7 +94,7 @@ def lost_rank(folder: Path, name: str) -> Path:
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a worker needs to know of one case."""
+    """Everything that a worker needs to know about one case."""
 
     case: Case
     name: str
@@ -103,21 +103,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The device as torch numbers it in this worker: `cuda:0` where only one is visible."""
     load_path: str
     folder: str
+    """The worker's own folder."""
     blobs: str
+    """The folder of the capture's tensors."""
     scratch: str
-    """`folder`, `blobs`, `scratch`: the worker's own folder, the capture's tensors, and a folder shared with the other
-    workers of this run."""
+    """A folder shared with the other workers of this run."""
     settings: dict[str, Any]
     """Determinism settings that differ from the profile's: the user's, and those of the device's variant."""
     makes_reference: bool
     """Whether this worker computes the float64 activations for all."""
     threads: int | None
-    """None leaves them as the environment has them."""
+    """Threads per operation; None leaves them as the environment has them."""
     parent_pid: int
     alternative_paths: tuple[LoadPath, ...] = ()
-    """Those that the stage `adapter` checks besides `load_path`."""
+    """Load paths that the stage `adapter` checks besides `load_path`."""
     others_wait: bool = True
-    """Whether there are others that wait for what it computes."""
+    """Whether other workers wait for the results of this one."""
     peers: tuple[Peer, ...] = ()
     """Every worker of the run, where this one computes the reference."""
     fault: str | None = None
@@ -125,25 +126,27 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     autocast_adapter_dtype: bool = True
     """PEFT's argument of this name for the default load path."""
     uuid: str | None = None
+    """UUID of the device that was planned, where it is known."""
     pci_bus_id: str | None = None
-    """`uuid`, `pci_bus_id`: of the device that was planned, where they are known."""
+    """PCI bus id of the device that was planned, where it is known."""
     unusable: str = ""
-    """Why no process can use that device, where it was found so."""
+    """Why no process can use that device; empty unless it was found so."""
     group: RankGroup | None = None
-    """None where no other worker on a device of its type runs beside it."""
+    """The ranks that compute together with this worker; None where no other one on a device of its type runs beside
+    it."""
 
 
 STARTED, ENDED = "started", "ended"
-"""What is reported of a forked worker: its process, then its exit status."""
+"""Words before the numbers that are reported of a forked worker: its process, then its exit status."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process that has imported the libraries needs to fork a worker; the files of the worker come with it."""
+    """A request to a process that has imported the libraries to fork a worker; the worker's files come with it."""
 
     jobs: str
     """File with the jobs."""
     variables: dict[str, str]
-    """Of the environment, to be set before the first operation."""
+    """Variables of the environment, to be set before the first operation."""
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,19 +172,19 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes
     ----------
     at : float
-        When: seconds since 1970.
+        Time, in seconds since 1970.
     kind : str
         A case, a stage or a step of one begins; the worker waits, is alive, is done, or failed.
     done, total : int
-        Steps of the stage that are done, and that there are.
+        Number of steps of the stage that are done, and of all its steps.
     block, blocks : int
-        Block of the model that a pass begins, from 1, and how many there are; 0 where a step has none.
+        Number of the block that a pass begins, from 1, and of all blocks; 0 where a step has none.
     share : float or None
-        Share of the stage that is done; None where `done` of `total` is all that is known.
+        Fraction of the stage that is done; None where `done` of `total` is all that is known.
     message : str
-        What it does, in words.
+        The worker's activity, in words.
     error : dict or None
-        What an error says, of a worker that failed.
+        The parts of the error of a worker that failed.
     """
 
     at: float
@@ -197,22 +200,22 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: dict[str, Any] | None = None
 
     def __str__(self) -> str:
-        place = " · ".join(part for part in (self.stage, self.layer, self.block_text, self.message) if part)
-        return place or self.kind
+        parts = (self.stage, self.layer, self.block_text, self.message)
+        return " · ".join(part for part in parts if part) or self.kind
 
     @property
     def block_text(self) -> str:
-        """Return `block 3 of 24`; empty where it is of none."""
+        """Return `block 3 of 24`; empty where the event is of no block."""
         return f"block {self.block} of {self.blocks}" if self.blocks else ""
 
 
 _WHOLE_STAGE = (0.0, 1.0)
-"""A part of a stage: from which share of its work to which."""
+"""A part of a stage: the fractions of its work that are done before and after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """A step of a stage, whose blocks are told later."""
+    """A step of a stage, which is written again with each block that begins in it."""
 
     layer: str = ""
     done: int = 0
@@ -248,12 +251,12 @@ class EventLog:
         self._write(Event(at=time.time(), kind="stage", stage=name))
 
     def step(self, text: str, done: int, total: int) -> None:
-        """Note a step that begins, of so many of a kind."""
+        """Note a step that begins, when `done` of `total` steps of its kind are done."""
         self._step = _Step(layer=text, done=done, total=total)
         self._write_step(share=None if self._part == _WHOLE_STAGE else self._share_of_stage(0.0))
 
     def block(self, number: int, count: int, share_of_step: float | None = None) -> None:
-        """Note a block of the model that begins, from 1, and which share of the step is done where that is known."""
+        """Note a block of the model that begins, from 1, and the fraction of the step that is done, if known."""
         share = None if share_of_step is None else self._share_of_stage(share_of_step)
         self._write_step(block=number, blocks=count, share=share)
 
@@ -271,7 +274,7 @@ class EventLog:
         Parameters
         ----------
         first, last : float
-            Which share of the stage is done before and after.
+            Fractions of the stage, or of that part, that are done before and after.
         """
         before = start, end = self._part
         self._part = (start + (end - start) * first, start + (end - start) * last)
@@ -288,7 +291,7 @@ class EventLog:
 
     @contextmanager
     def on_cpu(self) -> Iterator[None]:
-        """Mark what an accelerator's worker computes on the CPU."""
+        """Let an accelerator's worker count as one on the CPU within a `with` block."""
         before, self.is_on_cpu = self.is_on_cpu, True
         try:
             yield
@@ -302,7 +305,10 @@ class EventLog:
         self._write(Event(at=time.time(), kind="failed", stage=self._stage, error=dict(error)))
 
     def _share_of_stage(self, share_of_step: float) -> float | None:
-        """Return which share of the stage is done, by that of the step; None where the number of steps is unknown."""
+        """Return the fraction of the stage that is done, by that of the step; None if the number of steps is unknown.
+
+        The steps fill the current part of the stage.
+        """
         if not self._step.total:
             return None
         start, end = self._part
@@ -331,7 +337,7 @@ class EventLog:
 class EventReader:
     """Read the events that a worker has written since the last call.
 
-    A line that is no event is passed over: whoever wrote it loses no more than what it says, and no other worker.
+    A line that is no event is passed over: only that line is lost, and no other worker is disturbed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -345,9 +351,10 @@ class EventReader:
                 raw = file.read()
         except FileNotFoundError:
             return []
-        whole = raw[: raw.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [event for line in whole.split(b"\n") if (event := _event(line)) is not None]
+        whole_lines = raw[: raw.rfind(b"\n") + 1]  # the last line may be written in part
+        self._offset += len(whole_lines)
+        events = [_event(line) for line in whole_lines.split(b"\n")]
+        return [event for event in events if event is not None]
 
     def drop(self, *kinds: EventKind) -> None:
         """Remove the events of these kinds from the file, once its writer has ended."""
@@ -357,6 +364,7 @@ class EventReader:
 
 
 def _event(line: bytes) -> Event | None:
+    """Return the event in a line, None where it is none."""
     try:
         return decode_json(line, Event)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Where a worker's records and tensors go: lines of a file, and files named by what they hold."""
+"""Write a worker's records as lines of a file, and its tensors as files that are named by their content."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class RecordStore:
     only : sequence of str
         `stage::layer` prefixes to record; empty records everything.
     remembers : bool
-        Keep the digests of what is recorded in `digests`, by stage, layer and tensor, for a soak to compare with.
+        Keep the digests of recorded tensors in `digests`, by stage, layer and tensor, for a soak to compare with.
     operations : NondeterministicOperations, optional
-        Collects those that have run in the stage; without one none have.
+        Collects the operations without a deterministic version that have run in the stage; without it none have.
     """
 
     def __init__(
@@ -72,14 +72,15 @@ class RecordStore:
 
     def wants(self, stage: str, layer: str) -> bool:
         """Report whether anything of a layer is to be recorded."""
+        if not self._only or stage in self._only:
+            return True
         key = f"{stage}::{layer}"
-        return not self._only or any(
-            key == prefix or key.startswith((prefix + ".", prefix + "::")) or prefix == stage for prefix in self._only
-        )
+        # a prefix ends where a name ends: `forward::h.1` does not mean `h.10`
+        return any(key == prefix or key.startswith((f"{prefix}.", f"{prefix}::")) for prefix in self._only)
 
     @contextmanager
     def on_load_path(self, load_path: LoadPath) -> Iterator[None]:
-        """Record what follows under an alternative load path."""
+        """Record the rows of a `with` block under an alternative load path."""
         self._load_path = load_path.value
         try:
             yield
@@ -87,7 +88,9 @@ class RecordStore:
             self._load_path = ""
 
     def write(self, record: TensorRecord) -> None:
-        """Append a record. Readers of a report find in its evidence what it states in fields of their own.
+        """Append a record, completed by its number, its load path, and the operations that ran without determinism.
+
+        Fields of `IN_EVIDENCE` are written in the evidence too, where readers of a report find them.
 
         Raises
         ------
@@ -101,18 +104,20 @@ class RecordStore:
         self._order += 1
         if self._remembers and record.digest is not None and not self._load_path:
             self.digests[record.key] = record.digest
-        stated = {key: getattr(record, field) for field, key in IN_EVIDENCE.items() if getattr(record, field)}
-        computed = record.digest is not None and record.rule != Rule.BITWISE
-        whole = msgspec.structs.replace(
+        from_fields = {key: getattr(record, field) for field, key in IN_EVIDENCE.items() if getattr(record, field)}
+        is_computed = record.digest is not None and record.rule != Rule.BITWISE
+        # these statuses are words as well
+        word = Word(record.status) if record.status in ("missing", "unexpected") else record.word
+        completed = msgspec.structs.replace(
             record,
             order=self._order,
             load_path=self._load_path,
-            evidence=stated | record.evidence,
-            nondeterministic=self.operations.ran() if computed else (),
-            word=Word(record.status) if record.status in ("missing", "unexpected") else record.word,
+            evidence=from_fields | record.evidence,
+            nondeterministic=self.operations.ran() if is_computed else (),
+            word=word,
         )
         try:
-            write_fully(self._file.fileno(), encode_json(whole) + b"\n")
+            write_fully(self._file.fileno(), encode_json(completed) + b"\n")
         except OSError as error:
             raise CaptureError("cannot write the records", where=self._file.name, got=error) from error
 
@@ -123,9 +128,11 @@ class RecordStore:
         name = blob_key(name_of(host.dtype), host.shape, raw.numpy().data)
         path = self._blobs / f"{name}.safetensors"
         if not path.exists():
+            # written under another name first: other workers store into this folder too
             partial = self._blobs / f"{name}.{os.getpid()}.tmp"
+            is_part_of_storage = host.untyped_storage().nbytes() != host.nbytes
             try:
-                save_file({"tensor": host.clone() if host.untyped_storage().nbytes() != host.nbytes else host}, partial)
+                save_file({"tensor": host.clone() if is_part_of_storage else host}, partial)
                 as_readable_as_its_folder(partial)
                 os.replace(partial, path)
             except (OSError, SafetensorError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +40,39 @@ KEEP_BYTES = 64 * 2**20
 PEER_KEEP_BYTES = 2**20
 """A tensor without a file is stored up to this size, so that a difference can be shown element by element."""
 
+_MOST_BLOCKS_NAMED = 64
+"""Numbers of differing digest blocks that a record holds at most."""
 
-Kept = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
-TraceWrong = Callable[[str, str, Callable[[torch.Tensor], float]], Kept | None]
-"""Called with layer, tensor, and what tells how far a result is off, of one that is outside the `block` rule; returns
-what a reproducer needs to compute it again, and evidence. None where nothing computes it by itself."""
+
+TracedOperation = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
+"""The tensors from which a reproducer computes a wrong result again, by name, and evidence about the operation."""
+
+TraceWrong = Callable[[str, str, Callable[[torch.Tensor], float]], TracedOperation | None]
+"""Called for a tensor outside the `block` rule, with its layer, its name, and a function that returns the largest ratio
+of a result; returns the operation that computed it, None where no operation computes it by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserTolerance(UserAllowance):
-    """The override that applies to a tensor, and how the command line states it."""
+    """The user's tolerance that applies to a tensor.
+
+    Attributes
+    ----------
+    stated : str
+        The tolerance as it is written on the command line.
+    """
 
     stated: str
 
 
 class Skip(Exception):  # noqa: N818 - no error
-    """Why a stage, or a part of it, has no result: recorded in its place by `Recorder.skipping`.
+    """Leave a stage, or a part of it, without a result; `Recorder.skipping` records the reason in its place.
 
     Parameters
     ----------
     reason : str
     status : str
-        `blocked` where something else failed before.
+        `skipped`, or `blocked` where something else failed before.
     """
 
     def __init__(self, reason: str, *, status: RecordStatus = "skipped") -> None:
@@ -77,9 +88,9 @@ class Recorder(RecordStore):
     folder, blobs, only, remembers, operations
         See `RecordStore`.
     keep : bool
-        Store every computed tensor that is judged.
+        Store every computed tensor that is judged, not only those outside their rules.
     tolerance : sequence of Override
-        What the user allows instead of the derived rules.
+        The user's tolerances, which replace the derived rules.
     """
 
     def __init__(
@@ -97,11 +108,11 @@ class Recorder(RecordStore):
         self._keep = keep
         self._tolerance = tolerance
         self._trace: TraceWrong | None = None
-        self._traced: set[str] = set()
+        self._traced_stages: set[str] = set()
 
     @contextmanager
     def tracing(self, trace: TraceWrong) -> Iterator[None]:
-        """Let the first tensor of a stage that is outside its rule be computed again, for a reproducer."""
+        """Compute the first tensor of a stage that is outside its rule again with `trace`, for a reproducer."""
         self._trace = trace
         try:
             yield
@@ -111,12 +122,12 @@ class Recorder(RecordStore):
     def skipping(
         self, stage: str, *tensors: str, layer: str = WHOLE_MODEL, rule: Rule | None = None
     ) -> AbstractContextManager[None, bool]:
-        """Record a `Skip` of a `with` block in the place of its rows, and go on after it.
+        """Return a context manager that records a `Skip` raised in it in the place of its rows, and goes on after it.
 
         Parameters
         ----------
         tensors, rule
-            Of these rows: of the stage as a whole, unless given.
+            Names and rule of these rows; those of the stage as a whole unless given.
         """
         return _Skipping(self, stage, tensors, layer, rule)
 
@@ -131,7 +142,7 @@ class Recorder(RecordStore):
         dtype: str = "",
         unsupported: bool = False,
     ) -> None:
-        """Record why there is nothing in the place of some rows, or of a whole stage."""
+        """Record the reason why some rows, or all rows of a stage, have no result."""
         spec = SPECS[registered(stage)]
         row = TensorRecord(
             stage,
@@ -147,9 +158,11 @@ class Recorder(RecordStore):
             self.write(msgspec.structs.replace(row, tensor=tensor))
 
     def tolerance(self, *, stage: str, layer: str, dtype: torch.dtype) -> UserTolerance | None:
-        """Return what the user allows for a tensor, None where the derived rules apply."""
-        found = choose(self._tolerance, stage=stage, layer=layer, dtype=name_of(dtype))
-        return None if found is None else UserTolerance(atol=found.atol, rtol=found.rtol, stated=str(found))
+        """Return the user's tolerance for a tensor, None where the derived rules apply."""
+        override = choose(self._tolerance, stage=stage, layer=layer, dtype=name_of(dtype))
+        if override is None:
+            return None
+        return UserTolerance(atol=override.atol, rtol=override.rtol, stated=str(override))
 
     def moved(
         self,
@@ -166,47 +179,47 @@ class Recorder(RecordStore):
         Parameters
         ----------
         row : TensorRecord
-            What is recorded if they are equal, but for shape, dtype and digests.
+            The row to record if they are equal; shape, dtype and digests are filled in here.
         actual : torch.Tensor
             On its device; it is copied to the host only where it differs, or where `keep` asks.
         expected : torch.Tensor
-            On the CPU.
+            The tensor of the file, on the CPU.
         known : Known, optional
-            What else the tensor could hold.
+            Other values that the tensor may hold by mistake, to name the difference by.
         keep : bool
             Store both tensors, so that captures made apart can be compared element by element.
         digests : tuple of TensorDigest, optional
-            Of both tensors, if they are known.
+            Digests of `actual` and `expected`, where the caller has them.
         """
-        here, reference = digests or (digest(actual), digest(expected))
+        actual_digest, expected_digest = digests or (digest(actual), digest(expected))
         row = msgspec.structs.replace(
             row,
             shape=tuple(actual.shape),
             dtype=name_of(actual.dtype),
-            digest=here.value,
-            blocks=pack_blocks(here.blocks),
+            digest=actual_digest.value,
+            blocks=pack_blocks(actual_digest.blocks),
             reference="file",
-            reference_digest=reference.value,
+            reference_digest=expected_digest.value,
         )
-        if here.value == reference.value:
+        if actual_digest.value == expected_digest.value:
             blob = self.keep(actual) if keep else None
             self.write(msgspec.structs.replace(row, blob=blob, reference_blob=blob))
             return
         host = actual.detach().to("cpu")
-        found, diagnosis = None, diagnose_structure(host, expected)
+        difference, diagnosis = None, diagnose_structure(host, expected)
         if diagnosis is None:
-            found = measure(host, expected)
-            diagnosis = diagnose_moved(host, expected, found, known=known)
-            if found.mismatched == 0:
+            difference = measure(host, expected)
+            diagnosis = diagnose_moved(host, expected, difference, known=known)
+            if difference.mismatched == 0:
                 # the digest on the device and the bytes on the host disagree: the read-back changed the tensor
                 diagnosis = dataclasses.replace(diagnosis, word=words.DIFFERS, evidence={"digest_only": True})
         self.differs(
             row,
             host,
             expected,
-            found,
+            difference,
             diagnosis,
-            evidence={"blocks": differing_blocks(here.blocks, reference.blocks)[:64]},
+            evidence={"blocks": differing_blocks(actual_digest.blocks, expected_digest.blocks)[:_MOST_BLOCKS_NAMED]},
             keep=keep or host.nbytes <= KEEP_BYTES,
         )
 
@@ -221,7 +234,18 @@ class Recorder(RecordStore):
         evidence: Mapping[str, Any],
         keep: bool,
     ) -> None:
-        """Complete and write the row of moved bytes that differ from the expected ones."""
+        """Complete and write the row of a tensor whose bytes were moved and differ from the expected ones.
+
+        Parameters
+        ----------
+        found : Measure or None
+            The measured difference; None where shape or dtype differ already.
+        keep : bool
+            Store both tensors.
+        """
+        blob = reference_blob = None
+        if keep:
+            blob, reference_blob = self.keep(actual), self.keep(expected)
         self.write(
             msgspec.structs.replace(
                 row,
@@ -229,8 +253,8 @@ class Recorder(RecordStore):
                 measure=found,
                 word=diagnosis.word,
                 evidence={**row.evidence, **diagnosis.evidence, **evidence},
-                blob=self.keep(actual) if keep else None,
-                reference_blob=self.keep(expected) if keep else None,
+                blob=blob,
+                reference_blob=reference_blob,
             )
         )
 
@@ -251,78 +275,99 @@ class Recorder(RecordStore):
         Parameters
         ----------
         row : TensorRecord
-            With the rule that judges it where no tolerance does, the status of a tensor that is not judged here, a word
-            for one outside its rule where more than its numbers tells it, and the dtype that it was computed in where
-            it is stored in a wider one.
+            The row to complete. It has the rule that judges the tensor where no tolerance of the user does, and the
+            status of a tensor that is not judged here. It may have a word for a tensor outside its rule, where the
+            caller knows more than the numbers tell, and the dtype that the tensor was computed in, where it is stored
+            in a wider one.
         digests : sequence of TensorDigest
-            One per run on this device, the first run first; that of `actual` unless given.
+            One per run on this device, the first run first; unless given, the digest of `actual` is taken.
         found : Measure or None
-            Against the exact value, by the user's tolerance where there is one; None where no exact value is known, so
-            that only other workers can judge.
+            The measure against the exact value, by the user's tolerance where there is one; None where no exact value
+            is known, so that only other workers can judge.
         chunks : callable, optional
             Yields the tensor with its exact value; called only where it is outside its rule. None where the tensor is
             not judged here.
         diagnose : callable
-            Names what is outside its rule.
+            Names the difference of a tensor outside its rule.
+        tolerance : UserTolerance, optional
+            The tolerance that `found` was measured by, None where the rule of the row is derived.
         ingredients : mapping, optional
-            On the CPU; kept where the tensor is outside its rule, for a reproducer: `exact`, and what it is made from.
+            Tensors on the CPU that are stored where the tensor is outside its rule, for a reproducer: `exact`, and the
+            operands that it is computed from.
         """
         digests = digests or [digest(actual)]
-        rule, status, word = row.rule, row.status, row.word
-        more: Mapping[str, Any] = {}
-        if found is not None and chunks is not None and found.ratio is not None:
-            status = "within" if passes(found.ratio) else "outside"
-            if status == "outside" and word is None:
-                diagnosis = diagnose(found, chunks)
-                word, more = diagnosis.word, diagnosis.evidence
-            elif status == "within" and tolerance is None:
-                word = words.ACCUMULATION_ORDER  # within a tolerance that nobody derived, nothing is known of the cause
-            if float(found.max_abs) == 0 and found.mismatched == 0:
-                status = "equal"
-        failed = status == "outside"
-        worth_keeping = failed and actual.nbytes <= KEEP_BYTES
-        parts = dict(ingredients or {}) if worth_keeping else {}
-        exact, allowed = parts.get("exact"), parts.get("allowed")
-        if exact is not None and allowed is not None and self._trace is not None and row.stage not in self._traced:
-            traced = self._trace(
-                row.layer, row.tensor, lambda one: largest_share(one, exact, allowed, more.get(LIMITS))[0]
-            )
-            if traced is not None:
-                self._traced.add(row.stage)
-                parts, more = {**parts, **traced[0]}, {**more, **traced[1]}
-        kept = {name: self.keep(t) for name, t in parts.items() if t is not None and t.nbytes <= KEEP_BYTES}
-        if found is None:
-            rule = Rule.PEER
-        elif tolerance is not None:
-            rule = Rule.USER
-        elif rule == Rule.RELATIVE:  # a comparison takes the ratio from the error of rounding
-            found = msgspec.structs.replace(found, ratio=None)
-        elif rule in (Rule.BOUND, Rule.BLOCK) and not failed:
-            found = found.without_values()
+        verdict = _judge(row, found, chunks, diagnose, is_derived=tolerance is None)
+        evidence: Mapping[str, Any] = verdict.evidence
+        is_outside = verdict.status == "outside"
+        # of a larger tensor, block digests and the worst element are recorded alone
+        is_stored_as_wrong = is_outside and actual.nbytes <= KEEP_BYTES
+        ingredient_blobs: dict[str, str] = {}
+        if is_stored_as_wrong:
+            tensors = dict(ingredients or {})
+            traced_tensors, traced_evidence = self._trace_first_of_stage(row, tensors, evidence.get(LIMITS))
+            ingredient_blobs = self._store_ingredients({**tensors, **traced_tensors})
+            evidence = {**evidence, **traced_evidence}
+        is_stored_on_request = self._keep and chunks is not None
+        # blocks locate bitwise differences; after a sum in another order all blocks differ
+        has_blocks = is_outside or found is None
+        stated_tolerance = tolerance.stated if found is not None and tolerance is not None else ""
         self.write(
             msgspec.structs.replace(
                 row,
                 shape=tuple(actual.shape),
                 dtype=row.dtype or name_of(actual.dtype),
-                rule=rule,
-                status=status,
+                rule=_rule_applied(row, found, tolerance),
+                status=verdict.status,
                 digest=digests[0].value,
-                # blocks locate bitwise differences; after a sum in another order all blocks differ
-                blocks=pack_blocks(digests[0].blocks) if failed or found is None else "",
+                blocks=pack_blocks(digests[0].blocks) if has_blocks else "",
                 reference=None if found is None else "float64",
-                measure=found,
-                word=word,
-                evidence={**row.evidence, **more},
-                blob=self.keep(actual) if worth_keeping or (self._keep and chunks is not None) else row.blob,
-                reference_blob=kept.pop("exact", None),
-                repeats=tuple(d.value for d in digests[1:]),
-                ingredients=kept,
-                tolerance=tolerance.stated if found is not None and tolerance is not None else "",
+                measure=_recorded_measure(row, found, tolerance, is_outside=is_outside),
+                word=verdict.word,
+                evidence={**row.evidence, **evidence},
+                blob=self.keep(actual) if is_stored_as_wrong or is_stored_on_request else row.blob,
+                reference_blob=ingredient_blobs.pop("exact", None),
+                repeats=tuple(repeat.value for repeat in digests[1:]),
+                ingredients=ingredient_blobs,
+                tolerance=stated_tolerance,
             )
         )
 
+    def _trace_first_of_stage(
+        self, row: TensorRecord, ingredients: Mapping[str, torch.Tensor | None], limits: Any
+    ) -> TracedOperation:
+        """Compute the first wrong tensor of a stage again; return the operation's tensors and evidence about it.
+
+        Both are empty where the stage has been traced already, where nothing traces, and where no operation computes
+        this tensor by itself.
+
+        Parameters
+        ----------
+        limits : any
+            Evidence of the diagnosis under the key `LIMITS`, None where it has none.
+        """
+        exact, allowed = ingredients.get("exact"), ingredients.get("allowed")
+        if exact is None or allowed is None or self._trace is None or row.stage in self._traced_stages:
+            return {}, {}
+
+        def largest_ratio(result: torch.Tensor) -> float:
+            return largest_share(result, exact, allowed, limits)[0]
+
+        traced = self._trace(row.layer, row.tensor, largest_ratio)
+        if traced is None:
+            return {}, {}
+        self._traced_stages.add(row.stage)
+        return traced
+
+    def _store_ingredients(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, str]:
+        """Store tensors that are small enough; return the names that they are stored under, by their own names."""
+        return {
+            name: self.keep(tensor)
+            for name, tensor in tensors.items()
+            if tensor is not None and tensor.nbytes <= KEEP_BYTES
+        }
+
     def keep_small(self, tensor: torch.Tensor) -> str | None:
-        """Store a tensor of at most `PEER_KEEP_BYTES`; return its name, None of a larger one."""
+        """Store a tensor of at most `PEER_KEEP_BYTES`; return the name of its blob, None if it is larger."""
         return self.keep(tensor) if tensor.nbytes <= PEER_KEEP_BYTES else None
 
     def fact(
@@ -347,9 +392,9 @@ class Recorder(RecordStore):
             `equal` where it matches exactly, `within` where it stays below a limit, `outside` where neither holds;
             `skipped` with a `reason`.
         share : float, optional
-            Measured over allowed.
+            The ratio: measured over allowed.
         evidence : mapping, optional
-            The figures, units in their names.
+            The figures, with units in their names.
         """
         self.write(
             TensorRecord(
@@ -366,8 +411,63 @@ class Recorder(RecordStore):
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Verdict:
+    """How a computed tensor is judged: its status, the word for its difference, and evidence of the diagnosis."""
+
+    status: RecordStatus
+    word: Word | None
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _judge(
+    row: TensorRecord,
+    found: Measure | None,
+    chunks: Chunks | None,
+    diagnose: Callable[[Measure, Chunks], Diagnosis],
+    *,
+    is_derived: bool,
+) -> _Verdict:
+    """Judge a tensor by the ratio of its measure; one without a ratio keeps the status and the word of its row."""
+    if found is None or chunks is None or found.ratio is None:
+        return _Verdict(status=row.status, word=row.word)
+    is_exact = float(found.max_abs) == 0 and found.mismatched == 0
+    word, evidence = row.word, dict[str, Any]()
+    if passes(found.ratio):
+        # within a user's tolerance, which nobody derived, nothing is known of the cause
+        if is_derived:
+            word = words.ACCUMULATION_ORDER
+        return _Verdict(status="equal" if is_exact else "within", word=word)
+    if word is None:
+        diagnosis = diagnose(found, chunks)
+        word, evidence = diagnosis.word, diagnosis.evidence
+    return _Verdict(status="equal" if is_exact else "outside", word=word, evidence=evidence)
+
+
+def _rule_applied(row: TensorRecord, found: Measure | None, tolerance: UserTolerance | None) -> str:
+    """Return the rule that judges a tensor: `peer` where no exact value is known."""
+    if found is None:
+        return Rule.PEER
+    return row.rule if tolerance is None else Rule.USER
+
+
+def _recorded_measure(
+    row: TensorRecord, found: Measure | None, tolerance: UserTolerance | None, *, is_outside: bool
+) -> Measure | None:
+    """Leave out of a measure what a comparison takes from elsewhere, and the values of a tensor inside its bound."""
+    if found is None or tolerance is not None:
+        return found
+    if row.rule == Rule.RELATIVE:  # a comparison takes the ratio from the error of rounding
+        return msgspec.structs.replace(found, ratio=None)
+    if row.rule in (Rule.BOUND, Rule.BLOCK) and not is_outside:
+        return found.without_values()
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Skipping(AbstractContextManager[None, bool]):
+    """Record a `Skip` that leaves the `with` block in the place of some rows of a stage."""
+
     record: Recorder
     stage: str
     tensors: tuple[str, ...]

@@ -7,7 +7,7 @@ import functools
 import gc
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -65,19 +65,25 @@ class Session:
         self._asked = asked
         self._bases = bases or BaseKeeper()
         self._structure: Structure | None = None
+        """Structure of the base before any adapter, where the next case takes the base; else None."""
         self._unchanged: Unchanged | None = None
+        """The loaded model as every stage has to leave it."""
         self._begun: set[Stage] = set()
-        self._left = ""  # why there is no model for the stages that are left
-        self._detour = ""  # why the adapter was not loaded as PEFT does by default
+        self._model_loss = ""
+        """Why there is no usable model for the stages to come; empty while there is one."""
+        self._detour = ""
+        """Why the adapter was not loaded as PEFT does by default; empty where it was."""
         self._operations = NondeterministicOperations()
-        self._placement = Placement(torch.device(job.device))
+        device = torch.device(job.device)
+        self._placement = Placement(device)
         if not self._bases.is_first(job):
+            # the memory and the devices of an earlier case in this process are not this one's
             reset_peak()
             self._placement.start_again()
         self._placement.look("import")
-        self._memory = StageMemoryLog(torch.device(job.device))
-        described, in_force = environment.describe(torch.device(job.device)), determinism.in_force()
-        key = environment.kernel_key(torch.device(job.device).type, described, in_force)
+        self._memory = StageMemoryLog(device)
+        described, in_force = environment.describe(device), determinism.in_force()
+        key = environment.kernel_key(device.type, described, in_force)
         self._state = WorkerState(environment=described, asked=asked, in_force=in_force, kernel_key=key)
         self._update()
 
@@ -99,42 +105,54 @@ class Session:
             machine = Machine(
                 job=job, events=self._events, record=record, placement=self._placement, memory=self._memory
             )
-            context: Context | None = None
             specs = run_order(case.stages, sees_others=job.device != "cpu" and job.load_path == LoadPath.SHARED)
-            for number, spec in enumerate(specs):
-                if spec.model is not Model.UNUSED and case.needs_model and context is None and not self._left:
-                    context = self._loaded(machine, specs)
-                if spec.on_base and spec.stage in self._begun:
-                    continue  # it has run between loading the base and loading the adapter
-                if spec.model is not Model.UNUSED and self._left:
-                    record_blocked(record, spec, self._left, raised=self._left)
-                    continue
-                if spec.needs_adapter and case.adapter is None:
-                    record.skipped(spec.stage, "no adapter was given")
-                    continue
-                try:
-                    self._run(spec, context or machine)
-                except KernelAssertedError as lost:
-                    record.fact(
-                        stage=spec.stage,
-                        layer=WHOLE_MODEL,
-                        tensor="kernels",
-                        status="outside",
-                        word=words.IDS_CHANGED,
-                        reason=str(lost),
-                    )
-                    # `transfer` too: every copy of it has this device at one end, and CUDA needs a new process now
-                    for later in specs[number + 1 :]:
-                        record.skipped(later.stage, "an earlier kernel assertion took the device's context with it")
-                    return False
-            if not self._left:
-                self._go_on(context or machine, specs)
+            context, is_usable = self._run_stages(machine, specs)
+            if not is_usable:
+                return False
+            if not self._model_loss:
+                self._run_final_steps(context or machine, specs)
         if context is not None and self._structure is not None:
             self._bases.keep(job, context.model, context.base, self._structure)
         return True
 
-    def _loaded(self, machine: Machine, specs: list[StageSpec]) -> Context | None:
-        """Load base and adapter; None where a library fails over them, which blocks the stages that need them.
+    def _run_stages(self, machine: Machine, specs: list[StageSpec]) -> tuple[Context | None, bool]:
+        """Run the stages in order, and load the model before the first one that uses it.
+
+        Returns
+        -------
+        context : Context or None
+            The loaded model, None where no stage has needed one or it could not be loaded.
+        is_usable : bool
+            False where a kernel's assertion has taken the device's context with it.
+        """
+        context: Context | None = None
+        for number, spec in enumerate(specs):
+            uses_model = spec.model is not Model.UNUSED and self._job.case.needs_model
+            if uses_model and context is None and not self._model_loss:
+                context = self._load_or_block(machine, specs)
+            if self._is_left_out(machine.record, spec):
+                continue
+            try:
+                self._run(spec, context or machine)
+            except KernelAssertedError as lost:
+                _record_lost_device(machine.record, spec, specs[number + 1 :], lost)
+                return context, False
+        return context, True
+
+    def _is_left_out(self, record: Recorder, spec: StageSpec) -> bool:
+        """Report whether a stage is not to run now; record why it has no result, unless it has run already."""
+        if spec.on_base and spec.stage in self._begun:
+            return True  # it has run between loading the base and loading the adapter
+        if spec.model is not Model.UNUSED and self._model_loss:
+            record_blocked(record, spec, self._model_loss, raised=self._model_loss)
+            return True
+        if spec.needs_adapter and self._job.case.adapter is None:
+            record.skipped(spec.stage, "no adapter was given")
+            return True
+        return False
+
+    def _load_or_block(self, machine: Machine, specs: list[StageSpec]) -> Context | None:
+        """Load base and adapter; return None where a library fails over them, which blocks the stages that need them.
 
         A user's own function may raise anything, which ends this worker: its report has the whole traceback.
         """
@@ -143,23 +161,18 @@ class Session:
         except Exception as error:  # model code of any kind may raise anything
             if self._job.case.factory is not None or not is_of_a_stage(error, machine.device):
                 raise
-            self._left = f"the model could not be loaded: {stated(error)}"
+            self._model_loss = f"the model could not be loaded: {stated(error)}"
             return None
 
     def _run(self, spec: StageSpec, context: Machine) -> None:
         """Run a stage. One that raises loses itself, and the stages after it only where it left the model changed."""
         self._begun.add(spec.stage)
         if isinstance(context, Context):
-            _let_go(context.base, context.expected)
+            _release_pages(context.base, context.expected)
         self._begin(spec.stage)
         try:
             if spec.feeds_inputs and isinstance(context, Context):
-                inputs, _, source = sourced_inputs(self._job.case, context.base.model)
-                facts = {"inputs": source} if source else {}
-                self._update(
-                    inputs_digest=None if inputs is None else digest_of(inputs),
-                    environment={**self._state.environment, **facts},
-                )
+                self._describe_inputs(context)
             with context.record.skipping(spec.stage):
                 pkgutil.resolve_name(spec.worker)(context)
         except KernelAssertedError:
@@ -167,15 +180,7 @@ class Session:
         except Exception as error:  # model code of any kind may raise anything
             if not is_of_a_stage(error, context.device):
                 raise
-            why = stated(error)
-            record_blocked(context.record, spec, f"the stage failed: {why}", raised=why)
-            if self._job.makes_reference and spec.reference_file:
-                text = f"{self._job.name}, which computes it, failed: {why}"
-                give_up(Path(self._job.scratch), spec.reference_file, text)
-            error.__traceback__ = None  # its frames hold tensors
-            left = "" if self._unchanged is None else self._unchanged.restore()
-            if left:
-                self._left = f"the stage {spec.stage} failed and left the model changed: {left}"
+            self._lose_stage(spec, context, error)
             self._check(spec.stage)
             return
         if spec.stage == standard.ADAPTER and self._detour:
@@ -183,8 +188,27 @@ class Session:
         self._check(spec.stage)
         self._update(stages_done=(*self._state.stages_done, spec.stage))
 
-    def _go_on(self, context: Machine, specs: list[StageSpec]) -> None:
-        """Do what plug-ins do after the stages."""
+    def _describe_inputs(self, context: Context) -> None:
+        """Write the digest of the inputs, and where they come from, to the worker's state."""
+        inputs, _, source = sourced_inputs(self._job.case, context.base.model)
+        digest = None if inputs is None else digest_of(inputs)
+        facts = {"inputs": source} if source else {}
+        self._update(inputs_digest=digest, environment={**self._state.environment, **facts})
+
+    def _lose_stage(self, spec: StageSpec, context: Machine, error: Exception) -> None:
+        """Record that a stage failed, tell the workers that wait for its reference, and restore the model."""
+        why = stated(error)
+        record_blocked(context.record, spec, f"the stage failed: {why}", raised=why)
+        if self._job.makes_reference and spec.reference_file:
+            message = f"{self._job.name}, which computes it, failed: {why}"
+            give_up(Path(self._job.scratch), spec.reference_file, message)
+        error.__traceback__ = None  # its frames hold tensors
+        change = "" if self._unchanged is None else self._unchanged.restore()
+        if change:
+            self._model_loss = f"the stage {spec.stage} failed and left the model changed: {change}"
+
+    def _run_final_steps(self, context: Machine, specs: list[StageSpec]) -> None:
+        """Run the steps of plug-ins that come after the stages."""
         after = AfterStages(
             context=context,
             specs=specs,
@@ -198,16 +222,11 @@ class Session:
 
     def _load(self, machine: Machine, specs: list[StageSpec]) -> Context:
         """Load base and adapter; the stage `base` runs in between."""
-        job, case = self._job, self._job.case
+        case = self._job.case
         loaded = self._load_base()
-        facts = {"dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
-        if BOUND and job.device != "cpu":
-            facts["bound_kernels"] = ", ".join(f"{name} of {package}" for name, package in sorted(BOUND.items()))
-        self._update(
-            environment={**self._state.environment, **facts}, config=config_of(loaded.model), sources=sources_of(case)
-        )
+        self._describe_base(loaded)
         context = Context(
-            job=job,
+            job=self._job,
             events=machine.events,
             record=machine.record,
             placement=machine.placement,
@@ -218,22 +237,40 @@ class Session:
         for spec in specs:
             if spec.on_base:
                 self._run(spec, context)
+        # loading an adapter may change the base, and the next case may take it: both are found by these digests
         if case.adapter is not None or self._structure is not None:
             _take_digests(loaded)
         if case.adapter is None:
             self._unchanged = Unchanged(context, loaded.digests)
             return context
-        bare = (self._structure or Structure(loaded.model)) if case.adapters else None
-        _let_go(loaded, {})
+        return self._load_adapter_onto(context, case.adapter, specs)
+
+    def _describe_base(self, loaded: LoadedBase) -> None:
+        """Write what was loaded to the worker's state: dtype, class, kernels, config, sources."""
+        facts = {"dtype": loaded.dtype, "model_class": type(loaded.model).__name__}
+        if BOUND and self._job.device != "cpu":
+            facts["bound_kernels"] = ", ".join(f"{name} of {package}" for name, package in sorted(BOUND.items()))
+        self._update(
+            environment={**self._state.environment, **facts},
+            config=config_of(loaded.model),
+            sources=sources_of(self._job.case),
+        )
+
+    def _load_adapter_onto(self, context: Context, path: str, specs: list[StageSpec]) -> Context:
+        """Load the adapter onto the base, and run the checks of stages that come right after; return its context."""
+        job, case, loaded = self._job, self._job.case, context.base
+        bare = None
+        if case.adapters:  # noted before PEFT changes the base, for the stages that load the other adapters
+            bare = self._structure or Structure(loaded.model)
+        _release_pages(loaded, {})
         self._begin("load adapter")
         with self._placement.watching():
             adapter = load_adapter(loaded, case, autocast=job.autocast_adapter_dtype, notes_initial=True)
         if adapter.detour:
-            by_way = f"PEFT loads by way of another device, which fails: {adapter.detour}"
-            reason = f"{by_way}; loaded with torch_device={job.device}"
-            self._update(environment={**self._state.environment, "adapter": reason})
-            self._detour = reason
-        files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
+            detour = f"PEFT loads by way of another device, which fails: {adapter.detour}"
+            self._detour = f"{detour}; loaded with torch_device={job.device}"
+            self._update(environment={**self._state.environment, "adapter": self._detour})
+        files = WeightFiles.of_adapter(path, allow_pickle=case.allow_pickle)
         expected = expected_adapter(adapter.model, files)
         self._check("load adapter")
         self._begin("base, after the adapter")
@@ -264,13 +301,10 @@ class Session:
             taken = self._bases.take(job)
             self._check("take the adapter off")
         if isinstance(taken, Taken):
-            count = len(taken.base.digests)
-            text = f"kept from the case before, {taken.restored} of {count} tensors restored from the file"
-            place = {} if job.device == "cpu" else {"placement": "device"}
-            self._update(environment={**self._state.environment, "base": text, **place})
+            self._describe_taken_base(taken)
             self._structure = taken.structure if self._bases.is_wanted_after(job) else None
             return taken.base
-        if taken is not None:
+        if taken is not None:  # a sentence that says why the base of the case before cannot be used
             self._update(environment={**self._state.environment, "base": f"loaded anew: {taken}"})
         self._begin("load base")
         placed = choose(job.case, torch.device(job.device))
@@ -279,11 +313,20 @@ class Session:
         loaded = load_base(job.case, job.device, offload=placed.offload)
         self._check("load base")
         # a base on the host is mapped anew in no time
-        keeps = self._bases.is_wanted_after(job) and loaded.offload is None
-        self._structure = Structure(loaded.model) if keeps else None
+        is_kept_for_next = self._bases.is_wanted_after(job) and loaded.offload is None
+        self._structure = Structure(loaded.model) if is_kept_for_next else None
         return loaded
 
+    def _describe_taken_base(self, taken: Taken) -> None:
+        """Write to the worker's state that the base is that of the case before."""
+        count = len(taken.base.digests)
+        facts = {"base": f"kept from the case before, {taken.restored} of {count} tensors restored from the file"}
+        if self._job.device != "cpu":
+            facts["placement"] = "device"
+        self._update(environment={**self._state.environment, **facts})
+
     def _begin(self, stage: str) -> None:
+        """Begin a stage, or a step of loading: seeded, with fresh counters, and free pages returned to the system."""
         determinism.seed_all()
         self._operations.begin()
         trim()
@@ -292,7 +335,7 @@ class Session:
 
     @functools.cached_property
     def _setting(self) -> Setting:
-        """What the case asks of this worker, as `--plan` takes it: for the passes that stages declare."""
+        """The case as `--plan` takes it for this worker: stages declare their passes by it."""
         job = self._job
         try:
             shape = read_shape(job.case)
@@ -303,35 +346,67 @@ class Session:
     def _check(self, stage: str) -> None:
         """Record the memory that a stage took, the other devices it touched, and settings it changed; restore these."""
         self._placement.look(stage)
-        taken = self._memory.end(stage)
+        memory = self._memory.end(stage)
         restored = determinism.restore(self._asked)
+        in_force = determinism.in_force()
+        changes = self._setting_changes(stage, restored, in_force)
+        # the digest's kernel is tried on the first large tensor, so its outcome is known only now
+        device = torch.device(self._job.device)
+        described = {name: value for name, value in self._state.environment.items() if name != environment.PRODUCTS}
+        described |= environment.digest_kernel(device) | environment.products(device)
+        # a setting that was asked for keeps its first value here: that a stage has changed it is in `changes`
+        asked_for = {name: value for name, value in self._state.in_force.items() if name in self._asked}
+        self._update(
+            environment=described,
+            in_force={**in_force, **asked_for},
+            changes=(*self._state.changes, *changes),
+            peak_bytes=self._memory.peak_bytes,
+            stage_memory=(*self._state.stage_memory, memory),
+        )
+
+    def _setting_changes(
+        self, stage: str, restored: Mapping[str, Any], in_force: Mapping[str, Any]
+    ) -> list[SettingChange]:
+        """Return the settings that a stage has changed.
+
+        Parameters
+        ----------
+        restored
+            Those that were asked for and set back, with the value that the stage left.
+        in_force
+            All settings now.
+        """
         changes = [
             SettingChange(setting=name, asked=self._asked[name], in_force=value, stage=stage)
             for name, value in restored.items()
         ]
         # what nobody asked for stays as the user's libraries set it, and is in force from here on
-        now = determinism.in_force()
-        changes += [
-            SettingChange(setting=name, asked=None, in_force=now[name], stage=stage)
-            for name, value in self._state.in_force.items()
-            if name not in self._asked and now.get(name) != value
-        ]
-        # the digest's kernel is tried on the first large tensor, so its outcome is known only now
-        device = torch.device(self._job.device)
-        described = {name: value for name, value in self._state.environment.items() if name != environment.PRODUCTS}
-        described |= environment.digest_kernel(device) | environment.products(device)
-        kept = {name: value for name, value in self._state.in_force.items() if name in self._asked}
-        self._update(
-            environment=described,
-            in_force={**now, **kept},
-            changes=(*self._state.changes, *changes),
-            peak_bytes=self._memory.peak_bytes,
-            stage_memory=(*self._state.stage_memory, taken),
-        )
+        for name, earlier in self._state.in_force.items():
+            if name not in self._asked and in_force.get(name) != earlier:
+                changes.append(SettingChange(setting=name, asked=None, in_force=in_force[name], stage=stage))
+        return changes
 
     def _update(self, **values: Any) -> None:
+        """Change fields of the worker's state, by name, and write it."""
         self._state = msgspec.structs.replace(self._state, **values)
         write_json(Path(self._job.folder) / STATE_FILE, self._state)
+
+
+def _record_lost_device(
+    record: Recorder, spec: StageSpec, later: Sequence[StageSpec], lost: KernelAssertedError
+) -> None:
+    """Record that a kernel asserted in a stage, and that the later ones cannot run on this device."""
+    record.fact(
+        stage=spec.stage,
+        layer=WHOLE_MODEL,
+        tensor="kernels",
+        status="outside",
+        word=words.IDS_CHANGED,
+        reason=str(lost),
+    )
+    # `transfer` too: every copy of it has this device at one end, and CUDA needs a new process now
+    for later_spec in later:
+        record.skipped(later_spec.stage, "an earlier kernel assertion took the device's context with it")
 
 
 def _take_digests(base: LoadedBase) -> None:
@@ -340,7 +415,7 @@ def _take_digests(base: LoadedBase) -> None:
         base.digest_of(name, tensor)
 
 
-def _let_go(base: LoadedBase, expected: Mapping[str, tuple[str, torch.Tensor]]) -> None:
+def _release_pages(base: LoadedBase, expected: Mapping[str, tuple[str, torch.Tensor]]) -> None:
     """Leave no page of the files resident that the next stage does not read."""
     if base.files is not None:
         base.files.let_go()
@@ -351,9 +426,9 @@ def import_models() -> ModuleType:
     """Import transformers and PEFT; report apart from any fault of the model that their versions do not fit."""
     try:
         importlib.import_module("peft")
-        found = importlib.import_module("transformers")
+        transformers = importlib.import_module("transformers")
         choose_by_device()
-        return found
+        return transformers
     except ImportError as error:
         versions = environment.describe(torch.device("cpu"))
         raise UsageError(
@@ -364,9 +439,12 @@ def import_models() -> ModuleType:
 
 
 def run(job: Job, events: EventLog, bases: BaseKeeper | None = None) -> bool:
-    """Run a job with the settings of its profile.
+    """Run a job with the settings of its profile; return whether this process can take another.
 
-    Return whether this process can take another; `bases` keeps the base for that one.
+    Parameters
+    ----------
+    bases : BaseKeeper, optional
+        Keeps the base for the next job of this process; None where there is no other.
     """
     register(torch.device(job.device).type)
     if job.case.needs_model:

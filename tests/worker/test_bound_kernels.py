@@ -68,14 +68,14 @@ def test_the_cpu_runs_the_models_own_code(tmp_path: Path) -> None:
 def test_products_of_triton_may_be_in_tf32_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In passes with noise, of models that call them: what torch multiplies stays in float32, as the settings say."""
     monkeypatch.setattr(bound_kernels, "BOUND", {})
-    monkeypatch.setattr(bound_kernels, "_users", set())
+    monkeypatch.setattr(bound_kernels, "_modules_with_triton", set())
     plain, bound = torch.nn.Linear(2, 2), torch.nn.Sequential(Bound())
     job = job_of(case_of(Path("base"), None), peers=tuple(Peer(type=kind, settings={}) for kind in ("cuda", "xpu")))
     with deterministic(threads=1):
         assert list(cpu_error.products_of_run(job, bound)) == ["float32"], "nothing is bound"
-        bound_kernels._chosen("name", "causal_conv1d", lambda one: one, forward)
+        bound_kernels._bind_by_device("name", "causal_conv1d", lambda one: one, forward)
         assert list(cpu_error.products_of_run(job, bound)) == ["float32"], "it has no product"
-        bound_kernels._chosen("name", "fla", lambda one: one, forward)
+        bound_kernels._bind_by_device("name", "fla", lambda one: one, forward)
         assert list(cpu_error.products_of_run(job, bound)) == ["float32", "tf32"]
         assert list(cpu_error.products_of_run(job, plain)) == ["float32"], "a case before it in this process bound it"
         assert cpu_error.products_on(bound, "cpu") == "float32"

@@ -1,4 +1,4 @@
-"""Arrays one after the other in a scratch file, for what is recorded in a pass without knowing its size before."""
+"""Store arrays one after the other in a scratch file: a pass records them without knowing their size before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from consistency.numerics.dtype import name_of, named
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an array is in a file; truth values are stored as bits."""
+    """The place of an array in a file; truth values are stored as bits."""
 
     offset: int
     dtype: str
@@ -29,9 +29,10 @@ class ArrayFile:
         self._end = path.stat().st_size if path.exists() else 0
 
     def append(self, tensor: torch.Tensor) -> Part:
-        """Write a tensor of any device, and return where it is."""
+        """Write a tensor of any device, and return its place."""
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        array = np.packbits(flat.numpy()) if flat.dtype == torch.bool else flat.view(torch.uint8).numpy()
+        is_bool = flat.dtype == torch.bool
+        array = np.packbits(flat.numpy()) if is_bool else flat.view(torch.uint8).numpy()
         part = Part(offset=self._end, dtype=name_of(tensor.dtype), shape=tuple(tensor.shape))
         try:
             with self._path.open("ab") as file:

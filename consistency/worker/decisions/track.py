@@ -1,4 +1,4 @@
-"""The decisions that every worker of a run is compared on, and how far each was from being another one.
+"""Record the decisions that every worker of a run is compared on, and how far each was from being another one.
 
 **When is another decision healthy?** A decision rests on an operand v and changes where v crosses a boundary at the
 distance m, its margin in the float64 pass. A device whose error in v is at most e can decide otherwise only if m ≤ e.
@@ -47,17 +47,18 @@ class Places(AbstractContextManager["Places"]):
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        start = prefix_of_base(model)
-        self._names = {id(module): name.removeprefix(start) for name, module in model.named_modules()}
-        self._stack: list[str] = []
+        prefix = prefix_of_base(model)
+        self._names = {id(module): name.removeprefix(prefix) for name, module in model.named_modules()}
+        self._running: list[str] = []
+        """Names of the modules that are running, the innermost last; empty for modules that are not the model's."""
         self._hooks = ExitStack()
 
     @property
     def now(self) -> str:
-        return next((name for name in reversed(self._stack) if name), WHOLE_MODEL)
+        return next((name for name in reversed(self._running) if name), WHOLE_MODEL)
 
     def __enter__(self) -> Places:
-        self._stack.clear()
+        self._running.clear()
         begins = register_module_forward_pre_hook(self._begin)
         self._hooks.callback(begins.remove)
         self._hooks.callback(register_module_forward_hook(self._end, always_call=True).remove)
@@ -67,23 +68,24 @@ class Places(AbstractContextManager["Places"]):
         self._hooks.close()
 
     def _begin(self, module: torch.nn.Module, _: Any) -> None:
-        self._stack.append(self._names.get(id(module), ""))
+        self._running.append(self._names.get(id(module), ""))
 
     def _end(self, *_: Any) -> None:
-        if self._stack:
-            self._stack.pop()
+        if self._running:
+            self._running.pop()
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
     """One decision of the track."""
 
     name: str
-    """Of the operation."""
+    """Name of the operation."""
     decided: Part
+    """The decision, element by element: truth values, numbers of intervals or integers; for a selection, indices."""
     exact: Part
-    """`decided`, `exact`: what was decided; and the exact margins, or of a selection the exact scores."""
+    """The exact margins; for a selection, the exact scores."""
     dim: int | None
-    """Of a selection, the dimension of its scores."""
+    """The dimension of a selection's scores; None of another decision."""
     allowed: dict[str, Real]
     """The largest margin with which rounding explains another decision, by the name of the products."""
 
@@ -104,12 +106,15 @@ class Flip:
     """Elements in which a decision of a worker differs from the track."""
 
     place: str
+    """Name of the module."""
     name: str
-    """`place`, `name`: the module and the operation."""
+    """Name of the operation."""
     elements: int
+    """Number of these elements."""
     margin: float
+    """The largest exact margin among them."""
     allowed: float
-    """`margin`, `allowed`: the largest exact margin among the elements, and what rounding explains."""
+    """The largest margin that rounding explains."""
 
     @property
     def is_undecided(self) -> bool:
@@ -118,18 +123,21 @@ class Flip:
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
+    """A decision of the float64 pass, before the errors of its operand are known."""
+
     name: str
     decided: Part
     operand: Part
     margins: Part
     dim: int | None
     scores: int
+    """Number of values of the operand that a margin lies between, each of which may be off: two for a selection."""
     operands: dict[str, list[Part]] = field(default_factory=dict)
-    """Of each pass with noise, by the name of its products."""
+    """The operand in each noisy pass, by the name of the products."""
 
 
 class Track:
-    """Record the decisions of float64 passes, and hold passes with noise to them, which show what rounding may turn.
+    """Record the decisions of float64 passes, and let noisy passes decide the same, which show the errors of operands.
 
     Parameters
     ----------
@@ -146,7 +154,7 @@ class Track:
         self._steps: dict[str, list[_Step]] = {}
 
     def exact(self, key: str) -> Watch:
-        """Return what records a float64 pass."""
+        """Return a watch that records a float64 pass under a key."""
         steps = self._steps[key] = []
 
         def record(decision: Decision) -> None:
@@ -167,14 +175,20 @@ class Track:
         return record
 
     def other(self, key: str, title: str = "") -> Watch | None:
-        """Return what lets another pass decide as the float64 one did; a title is for the errors of its operands.
+        """Return a watch that lets another pass decide as the float64 one did; None where that decided nothing.
 
-        None where nothing is decided: watching takes some 30 µs of processor time per operation.
+        Watching takes some 30 µs of processor time per operation.
+
+        Parameters
+        ----------
+        title : str
+            Name of the products of a noisy pass, whose operands are kept to measure their errors; empty for a pass
+            whose operands are not.
         """
-        left = iter(self._steps.get(key, ()))
+        remaining = iter(self._steps.get(key, ()))
 
         def follow(decision: Decision) -> torch.Tensor | None:
-            step = next(left, None)
+            step = next(remaining, None)
             if step is None or not is_same(step.name, step.decided, decision):
                 return None
             if title:
@@ -196,6 +210,7 @@ class Track:
         table_of(self._path).write_bytes(encode_json(table))
 
     def _settled(self, step: _Step) -> Settled:
+        """Return a decision of the track, with the errors that noisy passes show in its operand."""
         exact = self._operands.read(step.operand)
         allowed = {
             title: Real(step.scores * allowed_error([self._operands.read(part) for part in parts], exact))
@@ -211,22 +226,35 @@ class Track:
 
 
 def plain(decided: torch.Tensor) -> torch.Tensor:
-    """Return what was decided in a dtype that does not depend on that of the pass."""
+    """Return a decision in a dtype that does not depend on the dtype of the pass."""
     if not decided.is_floating_point():
         return decided
-    # Metal has no float64; the value is the same number on the host
-    return (decided.to("cpu") if decided.device.type == "mps" else decided).to(torch.float64)
+    if decided.device.type == "mps":  # Metal has no float64; the value is the same number on the host
+        decided = decided.to("cpu")
+    return decided.to(torch.float64)
 
 
 def is_same(name: str, decided: Part, decision: Decision) -> bool:
-    """Report whether a decision is that of the track, by its operation and shape."""
+    """Report whether a decision has the operation and the shape of one of the track."""
     return name == decision.name and decided.shape == tuple(decision.decided.shape)
 
 
 def compared(
     name: str, place: str, exact: torch.Tensor, dim: int | None, own: torch.Tensor, other: torch.Tensor, allowed: float
 ) -> Flip | None:
-    """Compare two ways of one decision by its exact margins, or of a selection its exact scores; None if equal."""
+    """Compare two outcomes of one decision; return how far they differ, None if they are equal.
+
+    Parameters
+    ----------
+    name, place : str
+        The operation and the module.
+    exact : torch.Tensor
+        Exact margins; for a selection (`dim` is not None) its exact scores.
+    own, other : torch.Tensor
+        The outcomes.
+    allowed : float
+        The largest margin that rounding explains.
+    """
     differs = own != other
     if not bool(differs.any()):
         return None
@@ -236,11 +264,15 @@ def compared(
 
 
 def allowed_error(operands: Sequence[torch.Tensor], exact: torch.Tensor) -> float:
-    """Return what the `relative` rule allows in an operand, by those of the passes on the CPU."""
+    """Return the tolerance of the `relative` rule for an operand, by the operands of noisy passes on the CPU.
+
+    It is infinite where a noisy pass has NaN or infinity, and for a dtype that is not rounded to.
+    """
     exact, largest, counts = exact.to(torch.float64), 0.0, []
-    finite = exact.isfinite()
+    is_finite = exact.isfinite()
     for operand in operands:
-        error = torch.where((operand == exact) | ~finite, 0.0, operand.to(torch.float64) - exact)  # as masks are
+        # masks have infinities, in the exact operand too
+        error = torch.where((operand == exact) | ~is_finite, 0.0, operand.to(torch.float64) - exact)
         largest = max(largest, float(error.abs().max())) if error.numel() else 0.0
         if not math.isfinite(largest) or bool(error.isnan().any()):  # the values themselves are outside then
             return math.inf
@@ -248,8 +280,9 @@ def allowed_error(operands: Sequence[torch.Tensor], exact: torch.Tensor) -> floa
     dtype = name_of(operands[0].dtype)
     if dtype not in UNIT_ROUNDOFF:
         return math.inf
-    magnitude = float(torch.where(finite, exact, 0.0).abs().max()) if exact.numel() else 0.0
-    rounding = RoundingError(largest=Real(largest), samples=-(-sum(counts) // len(counts)), drawn=sum(counts))
+    magnitude = float(torch.where(is_finite, exact, 0.0).abs().max()) if exact.numel() else 0.0
+    samples = -(-sum(counts) // len(counts))  # rounded up
+    rounding = RoundingError(largest=Real(largest), samples=samples, drawn=sum(counts))
     return relative_allowance(rounding, magnitude, dtype)
 
 

@@ -1,4 +1,4 @@
-"""The adapted model, for faults that are in it."""
+"""Reach the adapted model, for faults that are in it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ in_adapted_model = changing("peft:PeftModel.from_pretrained")
 
 def own_parameters(model: Any) -> list[str]:
     """Return the names of the parameters that belong to the adapter, in the order of the model."""
-    inside = [f"{path}.{name}." for path, layer in tuner_layers(model) for name in layer.adapter_layer_names]
-    inside.append("prompt_encoder.")
-    return [name for name, _ in model.named_parameters() if name.startswith(tuple(inside))]
+    prefixes = ["prompt_encoder."]
+    for path, layer in tuner_layers(model):
+        prefixes += [f"{path}.{name}." for name in layer.adapter_layer_names]
+    return [name for name, _ in model.named_parameters() if name.startswith(tuple(prefixes))]

@@ -1,4 +1,4 @@
-"""What a planted fault is: the function that plants it, and the trial that has to find it. No torch here."""
+"""Declare a planted fault: the function that plants it, and the trial that has to find it. No torch here."""
 
 from __future__ import annotations
 
@@ -44,26 +44,27 @@ class Fault:
 
     name: str
     plant: str
-    """`module:function` that plants it, and returns how to undo that."""
+    """`module:function` that plants it, and returns a function that removes it."""
     expected: str
     """Kind of the finding that has to name it."""
     stages: tuple[Stage, ...]
-    """No more than the trial needs; the first one finds it."""
+    """Stages of the trial, no more than it needs; the first one finds the fault."""
     case: str | None = None
-    """Which of the cases C1 to C5 of `docs/cases.md` it stands for."""
+    """The case that it stands for, of C1 to C5 of `docs/cases.md`."""
     words: str = ""
-    """What the finding's message has to contain, besides its kind: a regular expression."""
+    """A regular expression that the finding's message has to match, besides its kind."""
     repeat: int = 1
+    """Repetitions of the trial's computations (`--repeat`)."""
     two_devices: bool = False
     """Whether it needs a second accelerator, and a worker that sees both."""
     offloads: bool = False
     """Whether it needs an accelerator whose base is offloaded."""
     load_paths: tuple[LoadPath, ...] | None = None
-    """Those that distinguish it from other causes, where the level's do not."""
+    """Load paths that distinguish it from other causes, where those of the level do not."""
     wrapper: str | None = None
-    """What the base is wrapped with on every worker."""
+    """The function that wraps the base on every worker."""
     soak_s: float | None = None
-    """How long its worker repeats, where one run does not meet it."""
+    """Seconds for which its worker repeats, where one run does not meet it."""
     several: bool = False
     """Whether its case has a second adapter."""
     without_form: str = ""
@@ -71,17 +72,17 @@ class Fault:
     shows_in: str = ""
     """Part of the name of the tensors or facts that show it; empty where any of its stage can."""
     base: str | None = None
-    """A base without an adapter, where the built-in case has not what the fault is in."""
+    """A base without an adapter, where the built-in case lacks the part that the fault is in."""
     is_note: bool = False
-    """Whether that finding is a note: what it reports is no error."""
+    """Whether the finding is a note, which reports no error."""
     one_layer: bool = False
     """Whether one merged layer is enough to check."""
     steps: int | None = None
-    """Of a training, where fewer than usual show it."""
+    """Steps of a training, where fewer than usual show it."""
     needs: tuple[Need, ...] = ()
-    """What it takes besides a model, and an adapter where its stages need one."""
+    """Its needs besides a model, and an adapter where its stages need one."""
 
     @property
     def accelerators(self) -> int:
-        """Return how many accelerators it needs."""
+        """Return the number of accelerators that it needs."""
         return 2 if self.two_devices else int(self.offloads)

@@ -15,7 +15,10 @@ import torch
 from consistency.numerics.dtype import UNIT_ROUNDOFF
 
 Undo = Callable[[], None]
+"""Removes a fault."""
+
 Install = Callable[[], Undo]
+"""Plants a fault."""
 
 
 def instead(target: str) -> Callable[[Callable[..., Any]], Install]:
@@ -23,11 +26,11 @@ def instead(target: str) -> Callable[[Callable[..., Any]], Install]:
 
     def decorate(act: Callable[..., Any]) -> Install:
         def install() -> Undo:
-            owner, _, name = target.replace(":", ".").rpartition(".")
-            place, real = pkgutil.resolve_name(owner), pkgutil.resolve_name(target)
-            kept = vars(place)[name]
-            setattr(place, name, lambda *args, **kwargs: act(real, *args, **kwargs))
-            return lambda: setattr(place, name, kept)
+            owner_name, _, name = target.replace(":", ".").rpartition(".")
+            owner, real = pkgutil.resolve_name(owner_name), pkgutil.resolve_name(target)
+            attribute = vars(owner)[name]  # of a class, this may be a classmethod object, where `real` is bound
+            setattr(owner, name, lambda *args, **kwargs: act(real, *args, **kwargs))
+            return lambda: setattr(owner, name, attribute)
 
         return install
 
@@ -39,10 +42,10 @@ def changing(target: str) -> Callable[[Callable[[Any], Any]], Install]:
 
     def decorate(change: Callable[[Any], Any]) -> Install:
         def act(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            found = real(*args, **kwargs)
+            result = real(*args, **kwargs)
             with torch.no_grad():
-                changed = change(found)
-            return found if changed is None else changed
+                changed = change(result)
+            return result if changed is None else changed
 
         return instead(target)(act)
 
@@ -53,13 +56,13 @@ def together(*installs: Install) -> Install:
     """Return the installer of several replacements."""
 
     def install() -> Undo:
-        undos = [one() for one in installs]
+        undos = [plant() for plant in installs]
 
-        def undo() -> None:
-            for one in reversed(undos):
-                one()
+        def undo_all() -> None:
+            for undo in reversed(undos):
+                undo()
 
-        return undo
+        return undo_all
 
     return install
 

@@ -1,4 +1,4 @@
-"""What faults of a worker's process do: it is changed, hung, stopped or killed in the middle of its run."""
+"""Plant faults of a worker's process: it is changed, hung, stopped or killed in the middle of its run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stages that compute take to do it once more."""
+"""The inputs with which a stage computes once more, and whether the CPU may round otherwise then."""
 
 from __future__ import annotations
 

@@ -29,7 +29,13 @@ def record_bounded(
     digests: Sequence[TensorDigest] = (),
     in_tf32: Callable[[], Measure] | None = None,
 ) -> None:
-    """Record a tensor on the CPU by its exact value's bound, or by the user's tolerance around the same value."""
+    """Record a tensor on the CPU by its exact value's bound, or by the user's tolerance around the same value.
+
+    Parameters
+    ----------
+    in_tf32 : callable, optional
+        Measures the tensor against its bound with TF32 products, to recognise these where it is outside.
+    """
     tolerance = record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
     value, allowed = torch.from_numpy(exact.value), torch.from_numpy(exact.allowed)
     record.computed(

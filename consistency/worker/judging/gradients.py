@@ -27,7 +27,7 @@ from consistency.worker.quantized.exact import exact_layers
 from consistency.worker.training.backward import Tensors, as_model_takes, of_outputs, trainable
 
 Gradients = dict[str, torch.Tensor]
-"""Of parameters by name, and of what enters and leaves blocks by the names of the places; on the CPU."""
+"""Gradients on the CPU: of parameters by name, of tensors that enter or leave blocks by the names of the places."""
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
@@ -35,7 +35,7 @@ Parameters = Mapping[str, torch.nn.Parameter]
 def backward_of(
     model: torch.nn.Module, names: list[str], inputs: Tensors, *, began: BlockBegan = no_listener
 ) -> Backward:
-    """Return the pass over all inputs, which are rounded once: the model casts them to its own dtype."""
+    """Return the backward pass over all inputs, which are rounded once: the model casts them to its own dtype."""
     wanted = {name: model.get_parameter(name) for name in names}
     return Backward(model=model, wanted=wanted, inputs=as_model_takes(model, inputs), loss=of_outputs, began=began)
 
@@ -51,109 +51,128 @@ def row_of(context: Context, name: str) -> tuple[str, str]:
 
 @dataclass(slots=True, kw_only=True)
 class ExactGradients:
-    """A float64 backward pass: its gradients, and what it gives to others, in the tested dtype."""
+    """The results of a float64 backward pass.
+
+    Attributes
+    ----------
+    gradients : dict of str to torch.Tensor
+        Its exact gradients.
+    given : dict of str to torch.Tensor
+        Values and gradients at the borders of blocks, rounded to the tested dtype, on which other passes compute.
+    """
 
     gradients: Gradients = field(default_factory=dict)
     given: Tensors = field(default_factory=dict)
 
     def tensors_with(self, drawn: Mapping[str, list[Gradients]], wanted: Parameters) -> tuple[Tensors, Tables]:
-        """Return what is published: these, and what rounding makes by passes with noise."""
-        found = spreads(
-            {title: [one.get for one in passes] for title, passes in drawn.items()}, self.gradients, sums=wanted
-        )
+        """Return the tensors and tables to publish: these, and the spread of rounding errors in noisy passes."""
+        reads = {title: [gradients.get for gradients in passes] for title, passes in drawn.items()}
+        found = spreads(reads, self.gradients, sums=wanted)
         tensors = {**self.gradients, **self.given, **named_factors(found)}
         return tensors, Tables(failures={}, names=tuple(tensors), limits=limits_of(found))
 
 
-def in_float64(of: Backward, track: Track) -> ExactGradients:
+def in_float64(backward: Backward, track: Track) -> ExactGradients:
     """Compute the exact gradients, on values and gradients that the pass rounds itself."""
-    dtype = next(p.dtype for p in of.model.parameters() if p.dtype in UNIT_ROUNDOFF)
+    dtypes = (parameter.dtype for parameter in backward.model.parameters())
+    dtype = next(dtype for dtype in dtypes if dtype in UNIT_ROUNDOFF)
     exact, sections = ExactGradients(), Sections(track.exact)
 
-    def keep(what: str, name: str, value: torch.Tensor) -> torch.Tensor:
-        kept = exact.given[given_name(what, name)] = rounded(value, dtype).to(CPU)
-        return kept.to(value.dtype)
+    def round_and_keep(mode: str, name: str, value: torch.Tensor) -> torch.Tensor:
+        given = exact.given[given_name(mode, name)] = rounded(value, dtype).to(CPU)
+        return given.to(value.dtype)
 
     def take(name: str, gradient: torch.Tensor) -> None:
         exact.gradients[name] = gradient.detach().to(CPU, torch.float64).contiguous()
 
-    with trainable(of.model, of.wanted.values()), computing_exactly(of), deciding(sections, gradient=True):
-        given, come_in = functools.partial(keep, ADAPTER_ON), functools.partial(keep, GRADIENT)
-        backward_by_blocks(of, Crossing(given=given, come_in=come_in), take, sections)
+    with (
+        trainable(backward.model, backward.wanted.values()),
+        computing_exactly(backward),
+        deciding(sections, gradient=True),
+    ):
+        crossing = Crossing(
+            given=functools.partial(round_and_keep, ADAPTER_ON),
+            come_in=functools.partial(round_and_keep, GRADIENT),
+        )
+        backward_by_blocks(backward, crossing, take, sections)
     return exact
 
 
 def with_noise(
-    context: Context, of: Backward, exact: ExactGradients, track: Track, *, most: int = MOST_PASSES
+    context: Context, backward: Backward, exact: ExactGradients, track: Track, *, most: int = MOST_PASSES
 ) -> dict[str, list[Gradients]]:
-    """Compute the gradients with noise, on the exact pass's values, gradients and decisions."""
-    kernels = half_kernels.replacement(of.model, tokens_of(of.inputs))
+    """Compute the gradients of noisy passes, on the exact pass's values, gradients and decisions, by title."""
+    kernels = half_kernels.replacement(backward.model, tokens_of(backward.inputs))
     reference = Reference.of_this_process(exact.given)
 
     def compute(title: str) -> Gradients:
         sections = Sections(functools.partial(track.other, title=title))
         with half_kernels.computing(kernels), deciding(sections if track.decides else None, gradient=True):
-            return _taken(of, as_it_is, reference, sections)
+            return _gradients(backward, as_it_is, reference, sections)
 
-    return draw(context, of.model, compute, noise_passes(context, of, most=most))
+    return draw(context, backward.model, compute, noise_passes(context, backward, most=most))
 
 
-def noise_passes(context: Context, of: Backward, *, most: int = MOST_PASSES) -> int:
-    """Return how many passes with noise are computed for the products of each worker."""
-    return min(most, passes_for_sums(context, of.model))
+def noise_passes(context: Context, backward: Backward, *, most: int = MOST_PASSES) -> int:
+    """Return the number of noisy passes to compute for the products of each worker."""
+    return min(most, passes_for_sums(context, backward.model))
 
 
 Computed = Callable[[str, torch.Tensor], torch.Tensor]
-"""Called with the name of a gradient and what the device computed: where a fault is planted."""
+"""Called with the name of a gradient and its value as the device computed it; a planted fault returns another one."""
 
 
 def crossing_by(reference: Reference) -> Crossing:
-    """Return what crosses the borders of blocks in passes on what a reference gives."""
+    """Return the values and gradients of a reference for passes by blocks."""
     return Crossing(
         given=functools.partial(reference.given, ADAPTER_ON), incoming=functools.partial(reference.incoming, GRADIENT)
     )
 
 
-def on_what_is_given(of: Backward, reference: Reference, replay: Replay, computed: Computed) -> Gradients:
-    """Return the gradients by blocks on what a reference gives, with its decisions."""
+def on_what_is_given(backward: Backward, reference: Reference, replay: Replay, computed: Computed) -> Gradients:
+    """Return the gradients by blocks on a reference's values and gradients, with its decisions."""
     sections = Sections(replay.watch_if_any)
     with deciding(sections if replay.decides else None, gradient=True, places=replay.places):
-        return _taken(of, computed, reference, sections)
+        return _gradients(backward, computed, reference, sections)
 
 
 def from_end_to_end(
-    of: Backward, computed: Computed, *, exact: bool = False, watch: Callable[[str], None] | None = None
+    backward: Backward, computed: Computed, *, exact: bool = False, watch: Callable[[str], None] | None = None
 ) -> Gradients:
     """Return the gradients of the parameters on the model's own values, in its dtype or in float64.
 
     `watch` gets the name of each operation that decides.
     """
     watched = None if watch is None else lambda decision: watch(decision.name)
-    with computing_exactly(of) if exact else nullcontext(), deciding(watched, gradient=True):
-        return {name: gradient for name, gradient in _taken(of, computed).items() if name in of.wanted}
+    computing = computing_exactly(backward) if exact else nullcontext()
+    with computing, deciding(watched, gradient=True):
+        gradients = _gradients(backward, computed)
+    return {name: gradient for name, gradient in gradients.items() if name in backward.wanted}
 
 
 @contextmanager
-def computing_exactly(of: Backward) -> Iterator[None]:
+def computing_exactly(backward: Backward) -> Iterator[None]:
     """Compute in float64, gradients of parameters too."""
     mode = Float64Mode()
-    with exact_layers(of.model), mode.with_gradients(of.wanted.values()), mode:
+    with exact_layers(backward.model), mode.with_gradients(backward.wanted.values()), mode:
         yield
 
 
 def as_it_is(_: str, value: torch.Tensor) -> torch.Tensor:
-    """Return a gradient."""
+    """Return a gradient unchanged."""
     return value
 
 
-def _taken(
-    of: Backward, computed: Computed, reference: Reference | None = None, sections: Sections | None = None
+def _gradients(
+    backward: Backward, computed: Computed, reference: Reference | None = None, sections: Sections | None = None
 ) -> Gradients:
-    found: Gradients = {}
+    """Run a backward pass, on the values of a reference if one is given; return all its gradients on the CPU."""
+    gradients: Gradients = {}
 
     def take(name: str, gradient: torch.Tensor) -> None:
-        found[name] = computed(name, gradient).detach().to(CPU).contiguous()
+        gradients[name] = computed(name, gradient).detach().to(CPU).contiguous()
 
-    with trainable(of.model, of.wanted.values()):
-        backward_by_blocks(of, Crossing() if reference is None else crossing_by(reference), take, sections)
-    return found
+    crossing = Crossing() if reference is None else crossing_by(reference)
+    with trainable(backward.model, backward.wanted.values()):
+        backward_by_blocks(backward, crossing, take, sections)
+    return gradients

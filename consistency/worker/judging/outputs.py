@@ -1,4 +1,4 @@
-"""What judges more by the outputs of the stage `forward` (`consistency.plugins.Plugin.output_judges`)."""
+"""Further judges of the outputs of the stage `forward` (`consistency.plugins.Plugin.output_judges`)."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from consistency.worker.model.running import Activations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardOutputs:
-    """The logits from end to end that the stage `forward` has computed on the CPU."""
+    """The outputs from end to end that the stage `forward` has computed on the CPU."""
 
     model: torch.nn.Module
     inputs: Activations
     drawn: Mapping[str, Sequence[torch.Tensor]]
-    """Those of passes with noise in the tested dtype, by mode."""
+    """Logits of noisy passes in the tested dtype, by mode."""
     exact: Mapping[str, torch.Tensor]
-    """Those in float64; a merged adapter has those of one that is not."""
+    """Logits of float64 passes, by mode; a merged adapter has those of the adapter that is not merged."""
     failures: Mapping[str, str]
-    """Why a mode has none."""
+    """The reason why a mode has none, by mode."""
     again: Callable[[], Watch | None]
+    """Returns a watch by which another pass follows the decisions of the float64 pass, None where there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputJudge:
-    """One of them.
+    """A judge of the outputs.
 
     Attributes
     ----------
     is_asked : callable
-        Whether a case wants it: passes with noise are made of the outputs from end to end then.
+        Reports whether a case wants it: noisy passes from end to end are computed then.
     judge : callable
-        Records what it finds.
+        Records its results.
     """
 
     is_asked: Callable[[Case], bool]

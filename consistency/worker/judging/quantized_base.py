@@ -1,4 +1,4 @@
-"""Quantized weights of the base: what their bytes stand for, and whether the device's library reads them so.
+"""Check that the device's library dequantizes the base's quantized weights to the values that their bytes stand for.
 
 The stage `base` compares the stored parts with the file, bit by bit. Here the library dequantizes each weight on its
 device, and that is compared with the formula on the file's bytes, made on the CPU. Where only this differs, codes,
@@ -41,19 +41,21 @@ def run(context: Context) -> None:
     for done, (name, layer) in enumerate(layers):
         if context.record.wants("base", name):
             context.events.step(f"{name}, dequantized", done, len(layers))
-            _settings(context, name, layer)
+            _record_settings(context, name, layer)
             with context.record.skipping("base", DEQUANTIZED, layer=name, rule=Rule.BOUND):
-                _dequantized(context, name, layer)
-    first = next(((name, layer) for name, layer in layers if stated_settings(layer.weight)), None)
-    if first is not None and context.record.wants("base", first[0]):
-        _after_a_pass(context, *first)
+                _record_dequantized(context, name, layer)
+    for name, layer in layers:
+        if stated_settings(layer.weight):
+            if context.record.wants("base", name):
+                _record_after_a_pass(context, name, layer)
+            break
 
 
 _NOT_DEQUANTIZED = (NotImplementedError, RuntimeError, TypeError, ValueError)
-"""What a library raises that does not dequantize a kind of weight."""
+"""Errors that a library raises for a kind of weight that it does not dequantize."""
 
 
-def _after_a_pass(context: Context, name: str, layer: Any) -> None:
+def _record_after_a_pass(context: Context, name: str, layer: Any) -> None:
     """Record whether a 4-bit layer dequantizes to the same after a pass, and leave it as it was.
 
     One layer is tried for all: they have the same kernels. Every other pass of this tool ends with the weights as they
@@ -68,27 +70,26 @@ def _after_a_pass(context: Context, name: str, layer: Any) -> None:
         except Skip:  # kernels that refuse a shape: the stage `forward` states it
             vars(layer).update(attributes)
             return
-        how = str(layer.weight.quant_state.__dict__.get("packing_format_for_cpu", False))
+        packing = str(layer.weight.quant_state.__dict__.get("packing_format_for_cpu", False))
         try:
             with model_code(context.device, kinds=_NOT_DEQUANTIZED):
                 after = dequantized(layer).to("cpu", torch.float32)
-            same, read = torch.equal(after, before), ""
-            if not same:
-                off, largest = float((after - before).abs().max()), float(before.abs().max())
-                read = f"off by up to {off:.3g}, where the largest is {largest:.3g}"
+            is_same, problem = torch.equal(after, before), ""
+            if not is_same:
+                error, largest = float((after - before).abs().max()), float(before.abs().max())
+                problem = f"off by up to {error:.3g}, where the largest is {largest:.3g}"
         except Skip as refused:
-            same, read = False, str(refused)
+            is_same, problem = False, str(refused)
     vars(layer).update(attributes)
-    context.record.fact(
-        "base",
-        name,
-        AFTER_A_PASS,
-        status="equal" if same else "within",
-        evidence={} if same else {"read": read, "how": f"packed for the CPU: {how}"},
-    )
+    evidence = {} if is_same else {"read": problem, "how": f"packed for the CPU: {packing}"}
+    context.record.fact("base", name, AFTER_A_PASS, status="equal" if is_same else "within", evidence=evidence)
 
 
-def _dequantized(context: Context, name: str, layer: Any) -> None:
+def _record_dequantized(context: Context, name: str, layer: Any) -> None:
+    """Record a weight as the device dequantizes it, by the bound of the formula on the file's bytes.
+
+    A kind of weight without a formula is compared with other workers alone.
+    """
     weight = from_file(context.base, name, layer)
     prefix = "this kind of weight is not dequantized: "
     with model_code(context.device, prefix, kinds=_NOT_DEQUANTIZED), torch.no_grad():
@@ -119,26 +120,31 @@ def from_file(base: LoadedBase, name: str, layer: Any) -> QuantizedWeight | None
     if held is None:
         return None
     names = {start_of(tensor): stored for stored, _, tensor in stored_names(f"{name}.weight", layer.weight)}
-    parts = {}
+    parts_in_file = {}
     for part, tensor in held.parts.items():
         stored = names.get(start_of(tensor))
-        expected = None if stored is None or stored not in base.tensors else base.expected(stored)
+        if stored is None or stored not in base.tensors:
+            continue
+        expected = base.expected(stored)
         if expected is not None:
-            parts[part] = expected
-    stated = _stated_in_file(base, name)
-    if "nested_offset" in stated and "offset" in held.parts:
-        parts["offset"] = torch.tensor(float(stated["nested_offset"]), dtype=torch.float32)
-    return held.on_cpu().of(parts)
+            parts_in_file[part] = expected
+    settings = _settings_in_file(base, name)
+    # the file states this one as a number among the settings, not as a tensor
+    if "nested_offset" in settings and "offset" in held.parts:
+        parts_in_file["offset"] = torch.tensor(float(settings["nested_offset"]), dtype=torch.float32)
+    return held.on_cpu().of(parts_in_file)
 
 
-def _settings(context: Context, name: str, layer: Any) -> None:
+def _record_settings(context: Context, name: str, layer: Any) -> None:
     """Record whether a 4-bit weight has the settings of its file: block size, kind, shape, offset of the scales."""
-    wanted, got = _stated_in_file(context.base, name), stated_settings(layer.weight)
-    if not wanted or not got:
+    in_file, in_model = _settings_in_file(context.base, name), stated_settings(layer.weight)
+    if not in_file or not in_model:
         return
-    shared = wanted.keys() & got.keys()  # another version may state more
-    wrong = {key: f"got {got[key]}, wanted {wanted[key]}" for key in sorted(shared) if got[key] != wanted[key]}
-    evidence = wrong or {key: str(value) for key, value in wanted.items()}
+    wrong = {}
+    for key in sorted(in_file.keys() & in_model.keys()):  # another version may state more
+        if in_model[key] != in_file[key]:
+            wrong[key] = f"got {in_model[key]}, wanted {in_file[key]}"
+    evidence = wrong or {key: str(value) for key, value in in_file.items()}
     context.record.fact(
         "base",
         name,
@@ -149,9 +155,13 @@ def _settings(context: Context, name: str, layer: Any) -> None:
     )
 
 
-def _stated_in_file(base: LoadedBase, name: str) -> dict[str, Any]:
+def _settings_in_file(base: LoadedBase, name: str) -> dict[str, Any]:
+    """Return the settings of a 4-bit weight that its file states; empty where it has none."""
     files = base.files
     if files is None:
         return {}
-    key = next((key for key in (f"{name}.weight{STATE}{kind}" for kind in ("nf4", "fp4")) if files.has(key)), None)
-    return {} if key is None else settings_in(files.read(key))
+    for kind in ("nf4", "fp4"):
+        key = f"{name}.weight{STATE}{kind}"
+        if files.has(key):
+            return settings_in(files.read(key))
+    return {}

@@ -1,4 +1,4 @@
-"""How much memory the host has given to this process, and how much it has left. No torch at import."""
+"""Read how much memory the host has given to this process, and how much is left. No torch at import."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def reset_peak() -> bool:
 
 
 def available_bytes() -> int | None:
-    """Return how much memory is available without swapping; None where the host does not report it."""
+    """Return the bytes that are available without swapping; None where the host does not report them."""
     return _field("/proc/meminfo", "MemAvailable:")
 
 
 def free_bytes(device: Any) -> int | None:
-    """Return how much memory is free on a `torch.device` or on the host; None where that is unknown.
+    """Return the bytes that are free on a `torch.device` or on the host; None where that is unknown.
 
     A device that shares the host's memory counts the pages of files as used, which the kernel gives back when asked.
     """
@@ -59,9 +59,10 @@ def free_bytes(device: Any) -> int | None:
     if not hasattr(module, "mem_get_info"):
         return None
     free = int(module.mem_get_info(device)[0])
-    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
-    shares = bool(getattr(properties, "is_integrated", False))
-    return max(free, available_bytes() or 0) if shares else free
+    if not hasattr(module, "get_device_properties"):
+        return free
+    shares_memory = bool(getattr(module.get_device_properties(device), "is_integrated", False))
+    return max(free, available_bytes() or 0) if shares_memory else free
 
 
 def _field(path: str, field: str) -> int | None:

@@ -25,37 +25,40 @@ In a private mapping, a page that was written to is no page of the file any more
 """
 
 _ENTRIES_AT_ONCE = 1 << 17
-"""1 MiB of entries, which cover 512 MiB."""
+"""Entries that are read at once: 1 MiB, which cover 512 MiB."""
 
 
 def release(tensors: Iterable[torch.Tensor]) -> None:
-    """Drop the pages of tensors that hold what is in a file.
+    """Drop the pages of tensors that are still pages of a file.
 
     Nothing is dropped where the system does not report which pages these are.
     """
     if sys.platform != "linux":
         return
-    drop = ctypes.CDLL(None).madvise
-    drop.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     try:
         with Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
-            for first, stop in _runs(tensors):
-                for begin, end in _of_files(pagemap.fileno(), first, stop):
+            for first, stop in _page_ranges(tensors):
+                for begin, end in _file_pages(pagemap.fileno(), first, stop):
                     # where the system refuses, they stay, and nothing is lost
-                    drop(begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
+                    madvise(begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE, mmap.MADV_DONTNEED)
     except OSError:  # no such file, or no permission
         return
 
 
-def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield the first page and the one after the last of what tensors on the CPU cover without a gap."""
-    parts = sorted(
+def _page_ranges(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of whole pages that tensors on the CPU cover: the first page, and the one after the last.
+
+    Tensors that follow each other in memory are one range, so that a page that two of them share is dropped too.
+    """
+    addresses = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
         for tensor in tensors
         if tensor.device.type == "cpu" and tensor.is_contiguous()
     )
     start = stop = 0
-    for begin, end in [*parts, (sys.maxsize, sys.maxsize)]:
+    for begin, end in [*addresses, (sys.maxsize, sys.maxsize)]:  # the last one ends the range before it
         if begin <= stop:
             stop = max(stop, end)
             continue
@@ -65,13 +68,14 @@ def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
         start, stop = begin, end
 
 
-def _of_files(pagemap: int, first: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of resident pages that hold what is in a file."""
+def _file_pages(pagemap: int, first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of resident pages, from `first` up to `stop`, that are still pages of a file."""
     for begin in range(first, stop, _ENTRIES_AT_ONCE):
         count = min(stop - begin, _ENTRIES_AT_ONCE)
         entries = np.frombuffer(os.pread(pagemap, count * 8, begin * 8), np.uint64)
         both = _FILE | _PRESENT
         inside = np.concatenate(([False], (entries & both) == both, [False]))
+        # the pages where a range begins and the ones after its end, in turn
         edges = np.flatnonzero(inside[1:] != inside[:-1]) + begin
         yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
@@ -90,8 +94,8 @@ def trim() -> None:
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
     try:
-        found = ctypes.CDLL(None).malloc_trim
+        malloc_trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):  # musl and macOS have none, Windows no library of that name
         return None
-    found.argtypes = (ctypes.c_size_t,)
-    return found
+    malloc_trim.argtypes = (ctypes.c_size_t,)
+    return malloc_trim

@@ -1,4 +1,4 @@
-"""Memory that merging one layer allocates, and its limit.
+"""Measure the memory that merging one layer allocates, and its limit.
 
 PEFT's merge of a plain LoRA has two parts. The first computes the delta, `(B @ A) * scaling`: at its peak the product
 and the scaled product coexist, two copies, however the second part is written. The second adds it:
@@ -34,7 +34,12 @@ from consistency.worker.model.merging import restored, weight_of
 class MergePeak:
     """Bytes that a merge of one layer allocated: `before_mark` in computing the delta, `after_mark` in adding it.
 
-    `allowed` is None where no limit is derived for this method's merge.
+    Attributes
+    ----------
+    seen : Peaks
+        The bytes measured.
+    allowed : Peaks or None
+        The limits; None where none is derived for this method's merge.
     """
 
     seen: Peaks
@@ -42,7 +47,7 @@ class MergePeak:
 
     @property
     def share(self) -> float | None:
-        """Measured over allowed bytes, in the part that adds the delta and in what it keeps."""
+        """The larger ratio of measured to allowed bytes: of adding the delta, and of what stays allocated after it."""
         if self.allowed is None:
             return None
         adding = ratio(self.seen.after_mark, self.allowed.after_mark)
@@ -62,20 +67,23 @@ def measure_merge(layer: Any, meter: PeakMeter, *, safe: bool) -> MergePeak:
     for _ in range(2):
         with restored(layer):
             seen = meter.measure(merge)
-    return MergePeak(seen=seen, allowed=_allowed(layer, meter, safe=safe) if is_plain(layer) else None)
+    allowed = _allowed(layer, meter, safe=safe) if is_plain(layer) else None
+    return MergePeak(seen=seen, allowed=allowed)
 
 
 def is_plain(layer: Any) -> bool:
     """Report whether a layer's merge only adds a computed delta: LoRA without DoRA and other variants."""
     from peft.tuners.lora import layer as lora
 
-    known = (lora.Linear, lora.Embedding, lora._ConvNd)
-    of_lora = type(layer).__module__ == lora.__name__ and isinstance(layer, known)
-    return of_lora and not getattr(layer, "lora_variant", None)
+    # subclasses in other modules of PEFT merge in ways of their own
+    is_of_lora = type(layer).__module__ == lora.__name__
+    is_known = isinstance(layer, (lora.Linear, lora.Embedding, lora._ConvNd))
+    return is_of_lora and is_known and not getattr(layer, "lora_variant", None)
 
 
 @contextmanager
 def _marking_delta(layer: Any, mark: Mark) -> Iterator[None]:
+    """Set the mark whenever the layer has computed its delta."""
     real = getattr(layer, "get_delta_weight", None)
     if real is None:
         yield
@@ -91,9 +99,11 @@ def _marking_delta(layer: Any, mark: Mark) -> Iterator[None]:
 
 
 def _allowed(layer: Any, meter: PeakMeter, *, safe: bool) -> Peaks:
+    """Return the limits of a plain LoRA's merge: the peaks of a frugal merge, with slack."""
     weight = weight_of(layer)
     bias = getattr(layer.get_base_layer(), "bias", None)
-    slack = weight.nbytes // 2 + 2 * (0 if bias is None else bias.nbytes)
+    bias_bytes = 0 if bias is None else bias.nbytes
+    slack = weight.nbytes // 2 + 2 * bias_bytes
     frugal = []
     for cast in (False, True):  # PEFT casts the delta before some additions, and leaves it to the sum in others
         with restored(layer):

@@ -1,4 +1,4 @@
-"""Whether this worker's device holds the base, or the base stays on the host and streams through the device."""
+"""Choose whether the device holds the base, or the base stays on the host and streams through the device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from consistency.case.case import Case
 from consistency.worker.memory.host_memory import free_bytes
 
 CONTEXT_BYTES = 1 << 29
-"""Of CUDA on a device, at most: each worker that sees all devices opens one on every one of them. Torch's developers
+"""Largest size of a CUDA context: each worker that sees all devices opens one on every one of them. Torch's developers
 measured 0.27 GiB with kernels loaded when first used, and 0.62 GiB with all (pytorch/pytorch#86509)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """What was chosen for one worker; `reason` is empty where there was nothing to choose."""
+    """The choice for one worker; `reason` is empty where there was nothing to choose."""
 
     offload: bool
     reason: str
@@ -35,14 +35,14 @@ def choose(case: Case, device: torch.device) -> Placed:
         return Placed(offload=False, reason="")
     if case.placement != "auto":
         return Placed(offload=case.placement == "offload", reason="as requested")
-    shape, free = read_shape(case), _room(device)
-    if free is None or not shape.loaded_bytes or needed_bytes(case, shape) <= free:
+    shape, free_on_device = read_shape(case), _room(device)
+    if free_on_device is None or not shape.loaded_bytes or needed_bytes(case, shape) <= free_on_device:
         return Placed(offload=False, reason="")
     reason = (
         f"the stages need {size(needed_bytes(case, shape))} with the base on the device, by estimate, "
-        f"{size(shape.loaded_bytes)} of it for the base, and {size(free)} are free"
+        f"{size(shape.loaded_bytes)} of it for the base, and {size(free_on_device)} are free"
     )
-    if is_offloaded(case, shape, free):
+    if is_offloaded(case, shape, free_on_device):
         return Placed(offload=True, reason=reason)
     return Placed(offload=False, reason=f"{reason}, but a quantized base is not offloaded")
 

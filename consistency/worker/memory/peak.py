@@ -18,6 +18,8 @@ from torch.autograd.profiler import profile, record_function
 from consistency.worker.memory.placement import Allocator, Figures
 
 Mark = Callable[[], None]
+"""Called by an action at the point that splits its peak in two."""
+
 Action = Callable[[Mark], None]
 
 _MARK = "consistency: mark"
@@ -26,7 +28,13 @@ _ALLOCATION = "[memory]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """Bytes allocated on top of those before an action: the peaks before and after its mark, and those at its end."""
+    """Bytes allocated on top of those before an action: the peaks before and after its mark, and those at its end.
+
+    Attributes
+    ----------
+    kept : int
+        Bytes that are still allocated at the end; negative where the action freed more than it allocated.
+    """
 
     before_mark: int
     after_mark: int
@@ -44,7 +52,7 @@ class PeakMeter(Protocol):
 
 
 class ProfilerMeter:
-    """The CPU: running sum over the allocations and releases in torch's profile."""
+    """Measure an action on the CPU: the running sum over the allocations and releases in torch's profile."""
 
     def measure(self, action: Action) -> Peaks:
         def mark() -> None:
@@ -54,22 +62,25 @@ class ProfilerMeter:
         with _no_collection(), profile(profile_memory=True) as profiled:
             action(mark)
         assert profiled.kineto_results is not None
-        now, marked = 0, False
-        peaks = {False: 0, True: 0}
+        allocated, is_marked = 0, False
+        peaks = {False: 0, True: 0}  # before the mark, and after it
         for event in sorted(profiled.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == _MARK:
-                marked = True
-                peaks[True] = max(peaks[True], now)
+                is_marked = True
+                peaks[True] = max(peaks[True], allocated)
             elif event.name() == _ALLOCATION:
-                now += event.nbytes()
-                peaks[marked] = max(peaks[marked], now)
-        return Peaks(before_mark=peaks[False], after_mark=peaks[True], kept=now)
+                allocated += event.nbytes()
+                peaks[is_marked] = max(peaks[is_marked], allocated)
+        return Peaks(before_mark=peaks[False], after_mark=peaks[True], kept=allocated)
 
 
 class AllocatorMeter:
-    """An accelerator: the counters of its allocator, reset at the beginning and at the mark.
+    """Measure an action on an accelerator: the counters of its allocator, reset at the beginning and at the mark.
 
-    `before_reset` is called before the peak, which others read too, is reset.
+    Parameters
+    ----------
+    before_reset : callable
+        Called before the peak, which others read too, is reset.
     """
 
     def __init__(self, device: torch.device, before_reset: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Host and device memory, and time, that each stage takes."""
+"""Measure the host and device memory, and the time, that each stage takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from consistency.capture.records import StageMemory
 from consistency.worker.memory.host_memory import peak_bytes, private_bytes, reset_peak, resident_bytes
-from consistency.worker.memory.placement import Allocator
+from consistency.worker.memory.placement import Allocator, Figures
 
 
 class StageMemoryLog:
@@ -28,6 +28,7 @@ class StageMemoryLog:
         return self._whole_peak
 
     def begin(self) -> None:
+        """Begin a stage: reset the marks, after noting them for the process as a whole."""
         self.keep()
         reset_peak()
         self._host_peak = self._device_peak = 0
@@ -43,16 +44,17 @@ class StageMemoryLog:
             self._device_peak = max(self._device_peak, self._allocator.figures(self._device).peak_allocated or 0)
 
     def end(self, stage: str) -> StageMemory:
+        """Return the memory and time that a stage has taken."""
         elapsed_s, processor_s = time.monotonic() - self._began_s, time.process_time() - self._processor_s
         self.keep()
         resident = resident_bytes()
-        device = None if self._allocator is None else self._allocator.figures(self._device)
+        device = Figures() if self._allocator is None else self._allocator.figures(self._device)
         return StageMemory(
             stage=stage,
             host_resident_bytes=resident,
             host_peak_bytes=max(resident, self._host_peak),
-            device_resident_bytes=None if device is None else device.allocated,
-            device_peak_bytes=None if device is None or device.peak_allocated is None else self._device_peak,
+            device_resident_bytes=device.allocated,
+            device_peak_bytes=None if device.peak_allocated is None else self._device_peak,
             host_private_bytes=private_bytes(),
             elapsed_s=elapsed_s,
             processor_s=processor_s,

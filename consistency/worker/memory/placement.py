@@ -1,4 +1,4 @@
-"""Unexpected device use: which other devices this process touches, in which step, by which call.
+"""Find unexpected device use: which other devices this process touches, in which step, by which call.
 
 No query here creates a context. Allocators are read only where the backend is in use, and the existence of a context
 comes from the driver, or from NVML by the device's UUID; the free memory of another device is never queried, because
@@ -30,10 +30,12 @@ from consistency.case.stages import stages_of
 from consistency.devices.backends import backend_of
 
 _LIBRARIES = ("peft", "safetensors", "transformers", "accelerate")
+"""Libraries whose frames are shown of a call."""
+
 _MOST_FRAMES = 3
 
 ON_PURPOSE = stages_of(lambda spec: spec.opens_devices)
-"""Stages that check other devices: what they take of them is not counted."""
+"""Stages that check other devices: the memory that they take there is not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +74,18 @@ class Allocator:
         )
 
     def requested(self, device: torch.device) -> Figures:
-        """Return what tensors asked for, where that is counted; else `figures`, whose blocks may be larger.
+        """Return the bytes that tensors asked for where they are counted; else `figures`, whose blocks may be larger.
 
         CUDA's allocator leaves up to 1 MiB more in a block of its large pool rather than split it
         (`should_split`, c10/cuda/CUDACachingAllocator.cpp).
         """
         figures = self.figures(device)
-        stats = self._module.memory_stats(device) if self.in_use and hasattr(self._module, "memory_stats") else {}
-        current, peak = (stats.get(f"requested_bytes.all.{name}") for name in ("current", "peak"))
-        if peak is None or (not current and figures.allocated):  # `cudaMallocAsync` has the name, and counts nothing
+        if not self.in_use or not hasattr(self._module, "memory_stats"):
+            return figures
+        stats = self._module.memory_stats(device)
+        current, peak = stats.get("requested_bytes.all.current"), stats.get("requested_bytes.all.peak")
+        counts_nothing = not current and bool(figures.allocated)  # `cudaMallocAsync` has the name, and counts nothing
+        if peak is None or counts_nothing:
             return figures
         return Figures(allocated=current, peak_allocated=peak)
 
@@ -97,9 +102,16 @@ class Allocator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSeen:
-    """Whether this process has a context on a device; `exists` is None where that is unknown, for the `reason`.
+    """Whether this process has a context on a device.
 
-    `used_bytes` is its memory on the device by NVML, including the context, which torch's counters leave out.
+    Attributes
+    ----------
+    exists : bool or None
+        None where that is unknown, for the `reason`.
+    seen_by : str
+        The source of this knowledge.
+    used_bytes : int or None
+        Memory of the process on the device by NVML, including the context, which torch's counters leave out.
     """
 
     exists: bool | None
@@ -131,7 +143,7 @@ class Contexts:
 
                     with suppress(pynvml.NVMLError):
                         pynvml.nvmlInit()
-                        stack.callback(_closed, pynvml)
+                        stack.callback(_shut_down, pynvml)
             yield
 
     def look(self, device: torch.device) -> ContextSeen:
@@ -139,17 +151,19 @@ class Contexts:
             return ContextSeen(exists=None, reason=f"contexts cannot be observed on {device.type}")
         if not torch.cuda.is_initialized():
             return ContextSeen(exists=False, seen_by="torch, which has not initialized CUDA")
-        by_driver = _has_primary_context(device)
-        uuid, own = _uuid(device), _uuid(self._own)
-        listed, used = listed_by_nvml(uuid, own=own, pid=os.getpid()) if uuid and own else (None, None)
-        if listed is not None:
-            return ContextSeen(exists=listed or bool(by_driver), seen_by="NVML", used_bytes=used)
-        if by_driver is not None:
-            return ContextSeen(exists=by_driver, seen_by="the driver")
+        has_primary = _has_primary_context(device)
+        uuid, own_uuid = _uuid(device), _uuid(self._own)
+        is_listed, used_bytes = None, None
+        if uuid and own_uuid:
+            is_listed, used_bytes = listed_by_nvml(uuid, own=own_uuid, pid=os.getpid())
+        if is_listed is not None:
+            return ContextSeen(exists=is_listed or bool(has_primary), seen_by="NVML", used_bytes=used_bytes)
+        if has_primary is not None:
+            return ContextSeen(exists=has_primary, seen_by="the driver")
         return ContextSeen(exists=None, reason="NVML does not list this process even on its own device")
 
 
-def _closed(nvml: Any) -> None:
+def _shut_down(nvml: Any) -> None:
     with suppress(nvml.NVMLError):
         nvml.nvmlShutdown()
 
@@ -170,8 +184,8 @@ def listed_by_nvml(uuid: str, *, own: str, pid: int, nvml: ModuleType | None = N
         try:
             if pid not in _processes(api, own):
                 return None, None
-            found = _processes(api, uuid)
-            return pid in found, found.get(pid)
+            processes = _processes(api, uuid)
+            return pid in processes, processes.get(pid)
         finally:
             api.nvmlShutdown()
     except pynvml.NVMLError:
@@ -179,33 +193,40 @@ def listed_by_nvml(uuid: str, *, own: str, pid: int, nvml: ModuleType | None = N
 
 
 def _processes(nvml: Any, uuid: str) -> Mapping[int, int | None]:
+    """Return the bytes on a device of each process that NVML lists there, by PID."""
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    return {p.pid: p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+    return {process.pid: process.usedGpuMemory for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
 
 
 def _has_primary_context(device: torch.device) -> bool | None:
+    """Report whether the CUDA driver has this process's context of a device; None where torch cannot ask."""
     # cuDevicePrimaryCtxGetState, which creates nothing; torch's own test of stray contexts asks by this name
-    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    has_primary_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     try:
-        return None if ask is None else bool(ask(device.index))
+        return None if has_primary_context is None else bool(has_primary_context(device.index))
     except RuntimeError:
         return None
 
 
 def _uuid(device: torch.device) -> str | None:
+    """Return the UUID of a device as NVML takes it, None where it has none."""
     if not (backend_of(device.type).shows_contexts and torch.cuda.is_initialized()):
         return None
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    return (uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}") if uuid else None
+    if not uuid:
+        return None
+    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
 
 def other_devices(own: torch.device) -> tuple[torch.device, ...]:
     """Return the visible accelerators other than this process's own."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if not torch.accelerator.is_available():
+        return ()
+    accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return ()
-    found = (torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count()))
-    return tuple(device for device in found if device != own)
+    devices = (torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count()))
+    return tuple(device for device in devices if device != own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,8 +246,11 @@ class Placement:
         self.calls: dict[torch.device, Call] = {}
         self._contexts = contexts or Contexts(own)
         self._touches: dict[tuple[torch.device, str], str] = {}
+        """The first step that moved a counter, by device and counter."""
         self._before: dict[torch.device, Figures] = {}
+        """Counters that are not this case's, or are of stages that use a device on purpose."""
         self._opened: dict[torch.device, str] = {}
+        """Why a context on a device says nothing, for devices that were opened on purpose."""
 
     def look(self, step: str) -> None:
         """Read every counter; a change since the last call happened in this step."""
@@ -239,21 +263,22 @@ class Placement:
                 self._start_again(device, f"the stages {listed(sorted(ON_PURPOSE))} open every device")
                 continue
             figures = self.figures(device)
-            for name, moved in (("allocated", figures.peak_allocated), ("reserved", figures.peak_reserved)):
-                if moved:
-                    self._touches.setdefault((device, name), step)
+            if figures.peak_allocated:
+                self._touches.setdefault((device, "allocated"), step)
+            if figures.peak_reserved:
+                self._touches.setdefault((device, "reserved"), step)
             if (device, "context") not in self._touches and self.context(device).exists:
                 self._touches[device, "context"] = step
 
     def figures(self, device: torch.device) -> Figures:
-        """Return the counters of a device, less what stages that use other devices on purpose left there."""
+        """Return the counters of a device, less what stages that use other devices on purpose have left there."""
         now, before = Allocator(device.type).figures(device), self._before.get(device, Figures())
 
-        def over(name: str) -> int | None:
-            count, left = getattr(now, name), getattr(before, name.removeprefix("peak_"))
-            return None if count is None else max(0, count - (left or 0))
+        def excess(name: str) -> int | None:
+            count, count_before = getattr(now, name), getattr(before, name.removeprefix("peak_"))
+            return None if count is None else max(0, count - (count_before or 0))
 
-        return Figures(**{field.name: over(field.name) for field in fields(Figures)})
+        return Figures(**{field.name: excess(field.name) for field in fields(Figures)})
 
     def context(self, device: torch.device) -> ContextSeen:
         """Return whether there is a context; one that was opened on purpose hides any other."""
@@ -262,12 +287,13 @@ class Placement:
         return self._contexts.look(device)
 
     def start_again(self) -> None:
-        """Leave out what an earlier case of this process has left on other devices."""
+        """Count nothing that an earlier case of this process has left on other devices."""
         for device in self.others:
-            unopened = self._contexts.look(device).exists is False
-            self._start_again(device, "" if unopened else "an earlier case of this process may have opened it")
+            is_unopened = self._contexts.look(device).exists is False
+            self._start_again(device, "" if is_unopened else "an earlier case of this process may have opened it")
 
     def _start_again(self, device: torch.device, opened: str) -> None:
+        """Count from here on; `opened` says why the device may have a context already, empty if it has none."""
         allocator = Allocator(device.type)
         allocator.reset_peak(device)
         self._before[device] = allocator.figures(device)
@@ -310,10 +336,12 @@ class _FirstCall(TorchDispatchMode):
 
 def library_frames(stack: Sequence[traceback.FrameSummary]) -> tuple[str, ...]:
     """Return the innermost frames of the libraries that load models: `peft/peft_model.py:540 from_pretrained`."""
-    found = []
+    frames = []
     for frame in reversed(stack):
         parts = Path(frame.filename).parts
-        home = next((i for i in range(len(parts) - 1, -1, -1) if parts[i] in _LIBRARIES), None)
-        if home is not None:
-            found.append(f"{'/'.join(parts[home:])}:{frame.lineno} {frame.name}")
-    return tuple(found[:_MOST_FRAMES])
+        # the innermost folder with the name of a library: an outer one may have it by chance
+        folders = (index for index in range(len(parts) - 1, -1, -1) if parts[index] in _LIBRARIES)
+        start = next(folders, None)
+        if start is not None:
+            frames.append(f"{'/'.join(parts[start:])}:{frame.lineno} {frame.name}")
+    return tuple(frames[:_MOST_FRAMES])

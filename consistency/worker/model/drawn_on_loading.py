@@ -1,11 +1,11 @@
-"""Whether loading an adapter draws at random, so that the same file is another adapter on every load.
+"""Find out whether loading an adapter draws at random, so that the same file is another adapter on every load.
 
 Some methods compute a part of themselves when they are loaded, from the base: PiSSA and OLoRA the factors that they
 take out of it, others subspaces and projections. Where such a computation draws random numbers, every load has others.
 A run seeds all generators before it loads, on every device alike, so that none of its comparisons can show it: here
 base and adapter are loaded twice more, on the CPU, with two seeds for the adapter alone.
 
-What PEFT draws for parameters that the file then overwrites has no effect, and is not looked at.
+Random values of parameters that the file then overwrites have no effect, and are not looked at.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from consistency.worker import determinism
 from consistency.worker.model.loading import load_adapter, load_base
 
 _SEEDS = (determinism.SEED, determinism.SEED + 1)
+"""Seeds of the two loads of the adapter."""
 
 
 def remark_on_draws(case: Case, names: Collection[str] | None = None) -> AdapterRemark | None:
@@ -42,15 +43,15 @@ def remark_on_draws(case: Case, names: Collection[str] | None = None) -> Adapter
         They cannot be loaded on the CPU.
     """
     first, second = (_digests(case, seed, names) for seed in _SEEDS)
-    differ = [
+    differing = [
         module_place(name).replace(".base_layer.", ".") for name, value in first.items() if second.get(name) != value
     ]
-    if not differ:
+    if not differing:
         return None
-    verb = "differs" if len(differ) == 1 else "differ"
+    verb = "differs" if len(differing) == 1 else "differ"
     text = (
-        f"another adapter on every load, since loading it draws at random: {counted(len(differ), 'tensor')} that it "
-        f"computes {verb} between two loads of the same files under two seeds: {some(differ, 4)}"
+        f"another adapter on every load, since loading it draws at random: {counted(len(differing), 'tensor')} that it "
+        f"computes {verb} between two loads of the same files under two seeds: {some(differing, 4)}"
     )
     return AdapterRemark(flaw=AdapterFlaw.DRAWN_ON_LOADING, text=text)
 
@@ -61,14 +62,15 @@ def _digests(case: Case, seed: int, names: Collection[str] | None) -> Mapping[st
         base = load_base(case, "cpu")
     with determinism.seeded(seed):
         model = load_adapter(base, case).model
-    found = {
+    digests = {
         name: digest(tensor.detach()).value
         for name, tensor in _tensors(model).items()
         if names is None or name in names
     }
+    # the second load must not find the first in memory; PEFT's models hold themselves
     del model, base
-    gc.collect()  # PEFT's models hold themselves
-    return found
+    gc.collect()
+    return digests
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

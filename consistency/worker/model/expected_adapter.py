@@ -1,4 +1,4 @@
-"""What each parameter of a loaded adapter should hold: PEFT's loading function is run again, and observed."""
+"""Find what each parameter of a loaded adapter should hold: PEFT's loading function is run again, and observed."""
 
 from __future__ import annotations
 
@@ -22,28 +22,52 @@ def expected_adapter(
 
     PEFT's loading function is run again on tensors read on the CPU, with the last step, `load_state_dict` of the model
     and of its parts, replaced by one that only observes. So key mapping, renaming and weight conversion are those of
-    the installed PEFT. Returned by name in the model: the name in the file, and the tensor on the CPU in its dtype.
+    the installed PEFT.
+
+    Returns
+    -------
+    dict of str to (str, torch.Tensor)
+        By name in the model: the name in the file, and the tensor on the CPU in its dtype.
     """
     from peft import set_peft_model_state_dict
 
-    given = dict(files.read_all())
+    in_file = dict(files.read_all())
     # converted tensors are new objects: unconverted ones are recognized by storage and shape
-    origin = {(start_of(t), tuple(t.shape)): name for name, t in given.items() if t.numel()}
+    file_names = {(start_of(tensor), tuple(tensor.shape)): name for name, tensor in in_file.items() if tensor.numel()}
     with (
         _prompt_on_the_host(model, adapter) as prompt,
-        _recording_load_state_dict(model) as seen,
+        _recording_load_state_dict(model) as loaded,
         _ranks_as_they_are(model),
     ):
-        set_peft_model_state_dict(model, given, adapter_name=adapter)
-    found = {name: (origin.get((start_of(tensor), tuple(tensor.shape)), name), tensor) for name, tensor in seen.items()}
+        set_peft_model_state_dict(model, in_file, adapter_name=adapter)
+    expected: dict[str, tuple[str, torch.Tensor]] = {}
+    for name, tensor in loaded.items():
+        expected[name] = file_names.get((start_of(tensor), tuple(tensor.shape)), name), tensor
     prefix = f"prompt_encoder.{adapter}."
-    if prompt is not None and not any(name.startswith(prefix) for name in found):
-        # taken apart by the method itself: the parts are named after what they are parts of
-        whole = next((name for name in found if name in given), prefix)
-        floating = {name: part for name, part in prompt.state_dict().items() if part.is_floating_point()}
-        parts = {name: part for name, part in floating.items() if not bool(part.isnan().all())}
-        found = {f"{prefix}{name}": (f"{whole}.{name}", part) for name, part in parts.items()}
-    return found
+    if prompt is not None and not any(name.startswith(prefix) for name in expected):
+        # the method itself has split a tensor of the file: its parts are named after it
+        whole = next((name for name in expected if name in in_file), prefix)
+        return _filled_parts(prompt, whole, prefix)
+    return expected
+
+
+def _filled_parts(prompt: torch.nn.Module, whole: str, prefix: str) -> dict[str, tuple[str, torch.Tensor]]:
+    """Return the tensors of a prompt's module that loading has filled, as `expected_adapter` does.
+
+    Parameters
+    ----------
+    prompt : torch.nn.Module
+        The module of `_prompt_on_the_host`: a tensor that nothing was loaded into is still full of NaN.
+    whole : str
+        Name in the file of the tensor that was split.
+    prefix : str
+        Prefix of the module's tensors in the model.
+    """
+    parts: dict[str, tuple[str, torch.Tensor]] = {}
+    for name, tensor in prompt.state_dict().items():
+        if tensor.is_floating_point() and not bool(tensor.isnan().all()):
+            parts[f"{prefix}{name}"] = f"{whole}.{name}", tensor
+    return parts
 
 
 def is_made_anew(state: Mapping[str, torch.Tensor], name: str, adapter: str = ADAPTER_NAME) -> bool:
@@ -96,26 +120,31 @@ def _ranks_as_they_are(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _recording_load_state_dict(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Collect what is loaded into the model and its parts: a prompt's tensors go to the prompt's own module."""
-    seen: dict[str, torch.Tensor] = {}
+    """Collect the tensors that are loaded into the model and its parts, by name in the model, and load none of them.
+
+    A prompt's tensors go to the prompt's own module; modules outside of the model load as ever.
+    """
+    loaded: dict[str, torch.Tensor] = {}
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     real = torch.nn.Module.load_state_dict
 
-    def look(module: torch.nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+    def record(module: torch.nn.Module, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         if id(module) not in prefixes:
             return real(module, state_dict, *args, **options)
-        own = set(module.state_dict(keep_vars=True))
+        own_names = set(module.state_dict(keep_vars=True))
         if module is model:
-            seen.update(state_dict)
+            loaded.update(state_dict)
         else:
-            taken = {f"{prefixes[id(module)]}{name}": t for name, t in state_dict.items() if name in own}
+            prefix = prefixes[id(module)]
+            taken = {f"{prefix}{name}": tensor for name, tensor in state_dict.items() if name in own_names}
             # PEFT offers the same tensors to the whole model first, which has no such name
-            for name in [n for n, t in seen.items() if any(t is other for other in taken.values())]:
-                del seen[name]
-            seen.update(taken)
+            taken_ids = {id(tensor) for tensor in taken.values()}
+            for name in [name for name, tensor in loaded.items() if id(tensor) in taken_ids]:
+                del loaded[name]
+            loaded.update(taken)
         return torch.nn.modules.module._IncompatibleKeys(
-            missing_keys=sorted(own - set(state_dict)), unexpected_keys=sorted(set(state_dict) - own)
+            missing_keys=sorted(own_names - set(state_dict)), unexpected_keys=sorted(set(state_dict) - own_names)
         )
 
-    with mock.patch.object(torch.nn.Module, "load_state_dict", look):
-        yield seen
+    with mock.patch.object(torch.nn.Module, "load_state_dict", record):
+        yield loaded

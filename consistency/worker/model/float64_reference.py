@@ -1,4 +1,4 @@
-"""The float64 activations, gradients and trajectory: made by one worker on the CPU, read by all.
+"""Exchange the float64 activations, gradients and trajectory: made by one worker on the CPU, read by all.
 
 They are in a scratch folder that is removed after the run; a capture keeps the measures against them.
 """
@@ -21,25 +21,24 @@ from consistency.capture.whole_file import write_whole
 from consistency.errors import CaptureError
 from consistency.numerics.error_spread import ErrorLimits
 from consistency.numerics.file_tensor import Readable, mapped, read_tensor
-from consistency.worker.protocol import (
-    REFERENCE_FILE,
-    REFERENCE_LOST,
-    EventLog,
-)
+from consistency.worker.protocol import REFERENCE_FILE, REFERENCE_LOST, EventLog
 
 POLL_S = 0.05
+"""Seconds between two looks for a reference."""
+
 NOTE_EVERY_S = 5.0
+"""Seconds between two signs of a worker that waits."""
 
 
 class Tables(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the exact tensors, in a file beside theirs."""
+    """Facts about the exact tensors, in a file beside theirs."""
 
     failures: dict[str, str]
-    """Why a mode has none, by mode."""
+    """The reason why a mode has no exact tensors, by mode."""
     names: tuple[str, ...]
-    """Of the exact tensors."""
+    """Names of the exact tensors."""
     limits: dict[str, dict[str, ErrorLimits]] = {}
-    """Of what rounding makes, by the name of the products (`consistency.worker.cpu_error`), then by name."""
+    """Limits of rounding errors, by the name of the products (`consistency.worker.cpu_error`), then by tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +48,16 @@ class Reference:
     path: Path
     tables: Tables
     made: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Those of this process, which need not be read from the file."""
+    """Tensors that this process has made, which need not be read from the file."""
 
     @classmethod
     def of(cls, path: Path) -> Reference:
+        """Return the reference that is published in a file."""
         return cls(path=path, tables=decode_json(_tables(path).read_bytes(), Tables))
 
     @classmethod
     def of_this_process(cls, made: Mapping[str, torch.Tensor]) -> Reference:
-        """Return one that is not published."""
+        """Return a reference that is not published."""
         return cls(path=Path(), tables=Tables(failures={}, names=()), made=made)
 
     def read(self, name: str) -> Readable | None:
@@ -73,18 +73,28 @@ class Reference:
         return mapped(value)
 
     def given(self, mode: str, name: str, own: torch.Tensor) -> torch.Tensor:
-        """Return what enters or leaves a block in the exact pass of a mode, as a device has it; else its own value."""
+        """Return the given value of a place in a mode's passes; `own` where the reference has none.
+
+        Parameters
+        ----------
+        name : str
+            Name of a place at which a tensor enters or leaves a block.
+        own : torch.Tensor
+            The value that the device has computed there; the given one has its device and dtype.
+        """
         value = self.incoming(mode, name, own)
         return own if value is None else value
 
     def incoming(self, mode: str, name: str, own: torch.Tensor) -> torch.Tensor | None:
-        """Return the same, or the gradient that comes in; None where there is none."""
+        """Return the given value, or output gradient, of a place; None where there is none of this shape."""
         value = self.read(given_name(mode, name))
-        return None if value is None or value.shape != own.shape else mapped(value).to(own.device, own.dtype)
+        if value is None or value.shape != own.shape:
+            return None
+        return mapped(value).to(own.device, own.dtype)
 
 
 def given_name(mode: str, name: str) -> str:
-    """Return the name in the reference of what enters or leaves a block."""
+    """Return the name in the reference of the given value of a place."""
     return f"given::{mode}::{name}"
 
 
@@ -92,14 +102,14 @@ def publish(scratch: Path, exact: dict[str, torch.Tensor], tables: Tables, file:
     """Write exact tensors and their tables, so that a worker that finds the file of the tensors can read both."""
     partial = scratch / f"{file}.tmp"
     try:
-        save_file({name: t.contiguous() for name, t in exact.items()}, partial)
+        save_file({name: tensor.contiguous() for name, tensor in exact.items()}, partial)
     except (OSError, SafetensorError) as error:
         raise CaptureError("cannot write a scratch file", where=partial, got=error) from error
     publish_file(partial, scratch / file, tables)
 
 
 def publish_file(partial: Path, path: Path, tables: Tables) -> Reference:
-    """Do the same with a safetensors file that is written already: it gets its name last."""
+    """Publish a safetensors file that is written already, and its tables: the file gets its name last."""
     _tables(path).write_bytes(encode_json(tables))
     os.replace(partial, path)
     return Reference(path=path, tables=tables)
@@ -107,26 +117,27 @@ def publish_file(partial: Path, path: Path, tables: Tables) -> Reference:
 
 def wait_for(scratch: Path, events: EventLog, file: str = REFERENCE_FILE) -> Reference | str:
     """Return the reference once it exists, or the reason why it never will."""
-    noted = 0.0
-    path, marks = scratch / file, (scratch / REFERENCE_LOST, _failed(scratch / file))
+    noted_s = 0.0
+    path, loss_marks = scratch / file, (scratch / REFERENCE_LOST, _failed(scratch / file))
     while True:
         if path.exists():
             return Reference.of(path)
-        lost = next((mark for mark in marks if mark.exists()), None)
-        if lost is not None:
-            return f"no float64 reference: {lost.read_text(encoding='utf-8')}"
-        if time.monotonic() - noted > NOTE_EVERY_S:
+        for mark in loss_marks:
+            if mark.exists():
+                return f"no float64 reference: {mark.read_text(encoding='utf-8')}"
+        if time.monotonic() - noted_s > NOTE_EVERY_S:
             events.wait("for the float64 reference")
-            noted = time.monotonic()
+            noted_s = time.monotonic()
         time.sleep(POLL_S)
 
 
 def give_up(scratch: Path, file: str, reason: str) -> None:
-    """Tell the workers that wait for a file that it will not come, nor one of its steps."""
+    """Tell the workers that wait for a file, or for the file of one of its steps, that it will not come."""
     write_whole(_failed(scratch / file), [reason.encode()])
 
 
 def _failed(path: Path) -> Path:
+    """Return the file with the reason why a file will not come: one for all steps of a trajectory."""
     return path.with_name(f"{path.stem.partition('-')[0]}.failed")
 
 

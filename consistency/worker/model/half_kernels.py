@@ -1,4 +1,4 @@
-"""Whether this processor has fast kernels of a half type, and what takes their place where it has none."""
+"""Find out whether this processor has fast kernels of a half type, and replace slow ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITHOUT_HALF = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Return whether the processor multiplies matrices of a half type by fast kernels."""
+    """Report whether the processor multiplies matrices of a half type by fast kernels."""
     if os.environ.get(_ISA, "").upper() in _WITHOUT_HALF:
         return False
     name = "_is_mkldnn_bf16_supported" if dtype == torch.bfloat16 else "_is_mkldnn_fp16_supported"
@@ -35,7 +35,7 @@ def is_fast(dtype: torch.dtype) -> bool:
 
 
 def replacement(model: torch.nn.Module, tokens: int) -> RoundedProducts | None:
-    """Return what multiplies in place of slow kernels of the model's dtype on the CPU; None where these are run.
+    """Return the mode that replaces slow kernels of the model's dtype on the CPU; None where its own kernels are run.
 
     The choice depends on processor, model and inputs alone, so a result repeats.
 
@@ -44,15 +44,20 @@ def replacement(model: torch.nn.Module, tokens: int) -> RoundedProducts | None:
     tokens : int
         Rows that pass through the model at least once.
     """
-    parameters = [p for p in model.parameters() if p.device.type == "cpu" and p.dtype in HALF and p.dim() > 1]
-    if not parameters or is_fast(parameters[0].dtype):
+    matrices = [
+        parameter
+        for parameter in model.parameters()
+        if parameter.device.type == "cpu" and parameter.dtype in HALF and parameter.dim() > 1
+    ]
+    if not matrices or is_fast(matrices[0].dtype):
         return None
-    return RoundedProducts() if tokens * sum(p.numel() for p in parameters) > SLOW_PRODUCTS else None
+    multiplications = tokens * sum(matrix.numel() for matrix in matrices)
+    return RoundedProducts() if multiplications > SLOW_PRODUCTS else None
 
 
 @contextmanager
 def computing(mode: RoundedProducts | None) -> Iterator[None]:
-    """Let the replacement compute, its float32 products by the same kernels whatever the settings are."""
+    """Compute by a mode of `replacement`, its float32 products by the same kernels whatever the settings are."""
     if mode is None:
         yield
         return
@@ -61,5 +66,5 @@ def computing(mode: RoundedProducts | None) -> Iterator[None]:
 
 
 def evidence(mode: RoundedProducts | None) -> dict[str, str]:
-    """Return how the CPU's values were computed, for the rows; nothing for its own kernels."""
+    """Return the evidence on how the CPU's values were computed, for the rows; empty for its own kernels."""
     return {} if mode is None else {"computed_by": "float32 kernels, products rounded to the dtype"}

@@ -24,7 +24,7 @@ from consistency.numerics.identity import start_of
 HEAD = re.compile(r"(?:^|\.)(?:classifier|score)(?:\.out_proj)?\.(?:weight|bias)$")
 """Names of heads that PEFT saves whole with an adapter for classification (`peft.peft_model`, `modules_to_save`)."""
 
-# what PEFT's `AutoPeftModel…` classes load; for text generation the base's own class comes first
+# classes that PEFT's `AutoPeftModel…` load, by the adapter's task; for text generation the base's own class comes first
 _HEADED = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
@@ -33,6 +33,7 @@ _HEADED = {
 }
 _GENERATING = {"CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM"}
 
+# the usual classes: an architecture that several can make is loaded by the first of these
 _FIRST = [
     "AutoModelForCausalLM",
     "AutoModelForSeq2SeqLM",
@@ -60,19 +61,25 @@ def auto_class(config: Any, case: Case) -> Any:
             if name.startswith("AutoModel"):
                 return getattr(modeling_auto, name)
     adapter = adapter_table(case)
-    task = str(adapter.get("task_type"))
     trained_on = (adapter.get("auto_mapping") or {}).get("base_model_class")
-    found = _that_makes(trained_on, config) if trained_on else None
-    if found is None and task in _HEADED and _classes(getattr(modeling_auto, _HEADED[task]), config):
-        found = getattr(modeling_auto, _HEADED[task])
-    named = getattr(config, "architectures", None)
-    for architecture in named if isinstance(named, list) else ():
-        found = found or _that_makes(architecture, config)
-    return found or getattr(modeling_auto, _GENERATING.get(task, "AutoModel"))
+    if trained_on:
+        auto = _auto_class_of(trained_on, config)
+        if auto is not None:
+            return auto
+    task = str(adapter.get("task_type"))
+    if task in _HEADED and _classes(getattr(modeling_auto, _HEADED[task]), config):
+        return getattr(modeling_auto, _HEADED[task])
+    architectures = getattr(config, "architectures", None)
+    if isinstance(architectures, list):
+        for architecture in architectures:
+            auto = _auto_class_of(architecture, config)
+            if auto is not None:
+                return auto
+    return getattr(modeling_auto, _GENERATING.get(task, "AutoModel"))
 
 
 def labels(config: Any, case: Case) -> int | None:
-    """Return the number of labels of the adapter's own head, where the base's config has another."""
+    """Return the number of labels of the adapter's own head; None where that is the base's, or there is no head."""
     if case.adapter is None:
         return None
     weights = read_checkpoint(
@@ -80,7 +87,8 @@ def labels(config: Any, case: Case) -> int | None:
     )
     for header in weights.tensors.values():
         if HEAD.search(header.name) and len(header.shape) == 2:
-            return header.shape[0] if header.shape[0] != getattr(config, "num_labels", None) else None
+            count = header.shape[0]
+            return count if count != getattr(config, "num_labels", None) else None
     return None
 
 
@@ -88,27 +96,29 @@ def adapter_table(case: Case) -> dict[str, Any]:
     """Return the adapter's config as it was saved."""
     if case.adapter is None:
         return {}
-    found = json.loads((Path(case.adapter) / "adapter_config.json").read_text(encoding="utf-8"))
-    return dict(found)
+    return dict(json.loads((Path(case.adapter) / "adapter_config.json").read_text(encoding="utf-8")))
 
 
-def _that_makes(architecture: str, config: Any) -> Any:
-    """Return the Auto class that makes a model of this class from this config, the usual ones first."""
+def _auto_class_of(architecture: str, config: Any) -> Any:
+    """Return the Auto class that makes a model of this class from this config, None if none does."""
     from transformers.models.auto import modeling_auto
 
-    every = [n for n in vars(modeling_auto) if n.startswith("AutoModel") and n not in ("AutoModelWithLMHead", *_FIRST)]
-    for name in (*_FIRST, *sorted(every)):
+    names = [name for name in vars(modeling_auto) if name.startswith("AutoModel")]
+    unusual = sorted(name for name in names if name not in ("AutoModelWithLMHead", *_FIRST))
+    for name in (*_FIRST, *unusual):
         if architecture in _classes(getattr(modeling_auto, name), config):
             return getattr(modeling_auto, name)
     return None
 
 
 def _classes(auto: Any, config: Any) -> tuple[str, ...]:
+    """Return the names of the classes that an Auto class makes of a config; empty where it makes none."""
     try:
-        found = auto._model_mapping[type(config)]
+        mapped = auto._model_mapping[type(config)]
     except (KeyError, AttributeError, ImportError, ValueError):
         return ()
-    return tuple(c.__name__ for c in (found if isinstance(found, (tuple, list)) else (found,)) if c is not None)
+    classes = mapped if isinstance(mapped, (tuple, list)) else (mapped,)
+    return tuple(model_class.__name__ for model_class in classes if model_class is not None)
 
 
 STANDARD_DEVIATION = 0.02
@@ -116,7 +126,10 @@ STANDARD_DEVIATION = 0.02
 
 
 def is_synthetic(tensor: torch.Tensor) -> bool:
-    """Report whether a parameter that no file holds gets values: vectors have constants, integers are tables."""
+    """Report whether a parameter that no file holds gets synthetic values.
+
+    Vectors do not, as models initialise them with constants, and integers do not, which are tables.
+    """
     return tensor.dim() >= 2 and tensor.dtype in UNIT_ROUNDOFF
 
 
@@ -131,17 +144,18 @@ def synthetic(name: str, like: torch.Tensor) -> torch.Tensor:
 def overwrite(model: torch.nn.Module, names: Iterable[str]) -> frozenset[str]:
     """Set the parameters that no file holds, and return their names.
 
-    Of tied ones the first in the model's order, and none whose storage a file fills under another name.
+    Of tied parameters only the first in the model's order is among them, and none whose storage a file fills under
+    another name.
     """
-    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    wanted = set(names)
-    done = {start_of(tensor) for name, tensor in named.items() if name not in wanted}
-    anew = set()
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    missing = set(names)
+    filled = {start_of(tensor) for name, tensor in tensors.items() if name not in missing}
+    overwritten = set()
     with torch.no_grad():
-        for name, tensor in named.items():
-            if name in wanted and start_of(tensor) not in done:
-                done.add(start_of(tensor))
-                anew.add(name)
+        for name, tensor in tensors.items():
+            if name in missing and start_of(tensor) not in filled:
+                filled.add(start_of(tensor))
+                overwritten.add(name)
                 if is_synthetic(tensor):
                     tensor.copy_(synthetic(name, tensor))
-    return frozenset(anew)
+    return frozenset(overwritten)

@@ -18,7 +18,10 @@ from consistency.numerics import words
 from consistency.numerics.words import Word
 
 TOKEN_IDS = ("input_ids", "decoder_input_ids")
+"""Names of the inputs that index a table of embeddings."""
+
 LABELS = "labels"
+"""Name of the input that indexes the rows of a head."""
 
 IGNORE_INDEX = -100
 """The label that a loss ignores: PyTorch's default in `cross_entropy`, which transformers adopts."""
@@ -26,11 +29,12 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Number of rows that ids and labels index; None where the model has no such table, or hides it."""
+    """Number of rows of the tables that ids and labels index; None where the model has no such table, or hides it."""
 
     vocabulary: int | None = None
+    """The config's `vocab_size`."""
     embedding_rows: int | None = None
-    """Of the input embeddings in use: an adapter can bring larger ones."""
+    """Rows of the input embeddings in use: an adapter can bring larger ones."""
     head_rows: int | None = None
     """Rows of the output embeddings, or a classifier's labels."""
     tokenizer_length: int | None = None
@@ -38,36 +42,47 @@ class Tables:
 
     @classmethod
     def of(cls, model: torch.nn.Module, folder: str | None = None) -> Tables:
-        """Read them from a model, and from its folder."""
+        """Read the numbers of rows from a model, and that of the tokenizer from its folder, if one is given."""
         config, text = getattr(model, "config", None), text_config(model)
-        several = any(getattr(config, f"{kind}_config", None) is not None for kind in ("vision", "audio", "speech"))
+        kinds = ("vision", "audio", "speech")
+        is_multimodal = any(getattr(config, f"{kind}_config", None) is not None for kind in kinds)
         # a multimodal model gives its images ids that no table of words holds
-        rows = None if several else _rows(ask(model, "get_input_embeddings"))
-        head = _rows(ask(model, "get_output_embeddings"))
-        if head is None and _classifies(model):
-            head = getattr(text, "num_labels", None)
+        embedding_rows = None if is_multimodal else _rows(ask(model, "get_input_embeddings"))
+        head_rows = _rows(ask(model, "get_output_embeddings"))
+        if head_rows is None and _is_classifier(model):
+            head_rows = getattr(text, "num_labels", None)
         vocabulary = getattr(text, "vocab_size", None)
+        if not isinstance(vocabulary, int):
+            vocabulary = None
         return cls(
-            vocabulary=vocabulary if isinstance(vocabulary, int) else None,
-            embedding_rows=rows,
-            head_rows=head,
+            vocabulary=vocabulary,
+            embedding_rows=embedding_rows,
+            head_rows=head_rows,
             tokenizer_length=None if folder is None else tokenizer_length(Path(folder)),
         )
 
     def rows_for(self, name: str) -> int | None:
-        """Return the number of rows that an input of this name indexes."""
+        """Return the number of rows that an input of this name indexes; None where it is unknown."""
         if name == LABELS:
             return self.head_rows
         return self.embedding_rows if name in TOKEN_IDS else None
 
     def figures(self) -> dict[str, int]:
-        """Return what is known, by name."""
+        """Return the numbers that are known, by name."""
         return {name: count for name, count in asdict(self).items() if count is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdCheck:
-    """The outcome for one input; `word` is None where every id is inside its table."""
+    """The outcome for one input.
+
+    Attributes
+    ----------
+    name : str
+        Name of the input.
+    word, sentence
+        The kind of the difference, and a description; None where every id is inside its table.
+    """
 
     name: str
     word: Word | None = None
@@ -77,40 +92,43 @@ class IdCheck:
 
 def look(inputs: Mapping[str, torch.Tensor], tables: Tables) -> list[IdCheck]:
     """Compare the ids and labels of a batch on the CPU with the tables, except the labels' ignore index."""
-    return [
-        _check(name, inputs[name], rows, tables)
-        for name in (*TOKEN_IDS, LABELS)
-        if name in inputs and not inputs[name].is_floating_point() and inputs[name].numel()
-        for rows in [tables.rows_for(name)]
-        if rows is not None
-    ]
+    checks: list[IdCheck] = []
+    for name in (*TOKEN_IDS, LABELS):
+        if name not in inputs or inputs[name].is_floating_point() or not inputs[name].numel():
+            continue
+        rows = tables.rows_for(name)
+        if rows is not None:
+            checks.append(_check(name, inputs[name], rows, tables))
+    return checks
 
 
 def _check(name: str, tensor: torch.Tensor, rows: int, tables: Tables) -> IdCheck:
-    chosen = tensor if name != LABELS else tensor[tensor != IGNORE_INDEX]
+    """Compare one input with the number of rows that it indexes."""
+    counted = tensor if name != LABELS else tensor[tensor != IGNORE_INDEX]
     evidence: dict[str, Any] = dict(tables.figures())
-    kind, one, word = ("ids", "id", words.IDS_PAST_VOCABULARY)
+    plural, singular, word = ("ids", "id", words.IDS_PAST_VOCABULARY)
     if name == LABELS:
-        kind, one, word = ("labels", "label", words.LABELS_PAST_VOCABULARY)
-        evidence["ignored"] = int(tensor.numel() - chosen.numel())
-    if not chosen.numel():
+        plural, singular, word = ("labels", "label", words.LABELS_PAST_VOCABULARY)
+        evidence["ignored"] = int(tensor.numel() - counted.numel())
+    if not counted.numel():
         return IdCheck(name=name, evidence=evidence)
-    smallest, largest = int(chosen.min()), int(chosen.max())
+    smallest, largest = int(counted.min()), int(counted.max())
     evidence |= {"smallest": smallest, "largest": largest}
     if smallest >= 0 and largest < rows:
         return IdCheck(name=name, evidence=evidence)
-    wrong = (tensor < 0) | (tensor >= rows)
+    is_wrong = (tensor < 0) | (tensor >= rows)
     if name == LABELS:
-        wrong &= tensor != IGNORE_INDEX
-    first = tuple(int(i) for i in wrong.nonzero()[0])
-    extreme = f"largest {one} {largest}" if largest >= rows else f"smallest {one} {smallest}"
-    sentence = f"{kind} past the vocabulary: {extreme}, {_known(name, tables)}"
-    sentence += f"; the first of {int(wrong.sum())} is {int(tensor[first])} at {name}{list(first)}"
-    evidence |= {"first": list(first), "wrong": int(wrong.sum()), "elements": tensor.numel()}
+        is_wrong &= tensor != IGNORE_INDEX
+    first = tuple(int(i) for i in is_wrong.nonzero()[0])
+    extreme = f"largest {singular} {largest}" if largest >= rows else f"smallest {singular} {smallest}"
+    sentence = f"{plural} past the vocabulary: {extreme}, {_table_sizes(name, tables)}"
+    sentence += f"; the first of {int(is_wrong.sum())} is {int(tensor[first])} at {name}{list(first)}"
+    evidence |= {"first": list(first), "wrong": int(is_wrong.sum()), "elements": tensor.numel()}
     return IdCheck(name=name, word=word, sentence=sentence, evidence=evidence)
 
 
-def _known(name: str, tables: Tables) -> str:
+def _table_sizes(name: str, tables: Tables) -> str:
+    """Return the sizes of the tables that concern an input, in words."""
     parts = [f"embedding has {tables.embedding_rows} rows"]
     if name == LABELS:
         parts = [f"head has {tables.head_rows} rows", f"ignore index is {IGNORE_INDEX}"]
@@ -154,29 +172,31 @@ def context_is_lost(error: BaseException) -> bool:
 
 
 def asserted(inputs: Mapping[str, torch.Tensor], device: torch.device, error: BaseException) -> str:
-    """Return what a kernel's assertion means where ids and labels were inside the tables on the CPU."""
-    named = [name for name in (*TOKEN_IDS, LABELS) if name in inputs]
+    """Return a sentence on a kernel's assertion where ids and labels were inside the tables on the CPU."""
+    names = ", ".join(name for name in (*TOKEN_IDS, LABELS) if name in inputs) or "the inputs"
     line = (str(error).strip().splitlines() or ["no message"])[0][:200]
     return (
-        f"ids or labels changed during transfer to device {device}: {', '.join(named) or 'the inputs'} are inside "
+        f"ids or labels changed during transfer to device {device}: {names} are inside "
         f"every table on the CPU, and a kernel was asked for a row past an end ({type(error).__name__}: {line})"
     )
 
 
 def text_config(model: torch.nn.Module) -> Any:
-    """Return the config of a model's text part, which in a multimodal model is a part of its own."""
+    """Return the config of a model's text part, which in a multimodal model is inside of its own config."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _classifies(model: torch.nn.Module) -> bool:
-    several = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
-    names = [type(m).__name__ for m in (model, ask(model, "get_base_model")) if m is not None]
-    return not several and any(name.endswith("Classification") for name in names)
+def _is_classifier(model: torch.nn.Module) -> bool:
+    """Report whether a model's labels are numbers of classes; with several labels per text they are truth values."""
+    has_several_labels = getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
+    models = (model, ask(model, "get_base_model"))
+    names = [type(candidate).__name__ for candidate in models if candidate is not None]
+    return not has_several_labels and any(name.endswith("Classification") for name in names)
 
 
 def ask(model: torch.nn.Module, method: str) -> Any:
-    """Return what a model's method answers; None where the model has no answer."""
+    """Return the result of a model's method without arguments; None where the model has none."""
     try:
         return getattr(model, method)()
     except (AttributeError, NotImplementedError, TypeError):  # a user's own model, or one without text

@@ -25,6 +25,7 @@ from consistency.worker.model.id_checks import IGNORE_INDEX, LABELS, TOKEN_IDS, 
 from consistency.worker.model.running import matrix_elements
 
 SEED = 2520
+"""Seed of the values that are made from a config."""
 
 TEXT = Path(__file__).with_name("inputs_text.txt")
 """Prose in several languages, code, JSON and arithmetic: as many paragraphs as the largest level has sequences."""
@@ -36,18 +37,33 @@ def fixed_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.Te
 
 
 def sourced_inputs(case: Case, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor] | None, str, str]:
-    """Return the same, and what the inputs are: text, tensors of a file, or random ids and why they are no text."""
+    """Return the inputs of a forward pass, and where they come from.
+
+    Returns
+    -------
+    inputs : dict of str to torch.Tensor, or None
+        Keyword arguments on the CPU.
+    reason : str
+        Why there are none; else empty.
+    source : str
+        A text, tensors of a file, or random ids and why they are no text; empty of inputs without token ids.
+    """
     if case.inputs is not None and not case.makes_inputs:
         return _from_file(case.inputs), "", "tensors of the file in --inputs"
     sequences = 1 if _takes_one(model) else case.sequences(matrix_elements(model))
     inputs, reason = made_inputs(model, sequences=sequences, tokens=case.tokens)
     takes_ids = inputs is not None and not inputs.keys().isdisjoint(TOKEN_IDS)
-    rows, why = _text(case, model, sequences) if takes_ids else (None, "the model takes no token ids")
+    rows: npt.NDArray[np.int64] | None = None
+    why_no_text = "the model takes no token ids"
+    if takes_ids:
+        rows, why_no_text = _text_ids(case, model, sequences)
     if inputs is not None and rows is not None:
-        return _with_text(inputs, rows, model), "", "text" if case.inputs is None else "the text in --inputs"
+        source = "text" if case.inputs is None else "the text in --inputs"
+        return _with_text(inputs, rows, model), "", source
     if case.inputs is not None:
-        return None, reason or f"the text in --inputs cannot be used: {why}", ""
-    return inputs, reason, f"random token ids: {why}" if takes_ids else ""
+        return None, reason or f"the text in --inputs cannot be used: {why_no_text}", ""
+    source = f"random token ids: {why_no_text}" if takes_ids else ""
+    return inputs, reason, source
 
 
 def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple[dict[str, torch.Tensor] | None, str]:
@@ -55,55 +71,61 @@ def made_inputs(model: torch.nn.Module, *, sequences: int, tokens: int) -> tuple
     config = getattr(model, "config", None)
     if config is None:
         return None, "the model has no config to make inputs from: give --inputs FILE.safetensors"
-    text = text_config(model)
+    # all draws are of one generator, in this order: another order would give other inputs
     generator = np.random.Generator(np.random.PCG64(SEED))
     name = getattr(model, "main_input_name", "input_ids")
     if name == "pixel_values":
         return _pixels(config, generator, sequences)
     sound = None if name == "input_ids" else _sound(name, config, generator, sequences, tokens)
-    vocabulary = getattr(text, "vocab_size", None)
-    decodes = bool(getattr(config, "is_encoder_decoder", False))
-    if sound is not None and not decodes:
+    has_decoder = bool(getattr(config, "is_encoder_decoder", False))
+    if sound is not None and not has_decoder:
         return sound, ""
-    if (sound is None and name != "input_ids") or not isinstance(vocabulary, int):
+    text = text_config(model)
+    vocabulary = getattr(text, "vocab_size", None)
+    is_unknown_kind = sound is None and name != "input_ids"
+    if is_unknown_kind or not isinstance(vocabulary, int):
         return None, f"inputs for {name} cannot be made from the config: give --inputs FILE.safetensors"
     rows = Tables.of(model).embedding_rows
-    vocabulary = vocabulary if rows is None else min(vocabulary, rows)
+    if rows is not None:
+        vocabulary = min(vocabulary, rows)
     longest = getattr(text, "max_position_embeddings", None) or tokens
     shape = (sequences, min(tokens, int(longest)))
     inputs = sound or {
         "input_ids": torch.from_numpy(generator.integers(0, vocabulary, size=shape, dtype=np.int64)),
         "attention_mask": torch.ones(shape, dtype=torch.int64),
     }
-    if decodes:
-        decoder = generator.integers(0, vocabulary, size=(shape[0], max(1, shape[1] // 2)), dtype=np.int64)
-        inputs["decoder_input_ids"] = torch.from_numpy(decoder)
+    if has_decoder:
+        decoder_ids = generator.integers(0, vocabulary, size=(shape[0], max(1, shape[1] // 2)), dtype=np.int64)
+        inputs["decoder_input_ids"] = torch.from_numpy(decoder_ids)
     if _has_two_encoders(model):
         pixels, reason = _pixels(config, generator, sequences)
-        return (None, reason) if pixels is None else ({**inputs, **pixels}, "")
+        if pixels is None:
+            return None, reason
+        return {**inputs, **pixels}, ""
     return _with_image(inputs, config, generator), ""
 
 
 def _takes_one(model: torch.nn.Module) -> bool:
     """Report whether a model refuses several sequences: a classifier looks for the last token by that of padding."""
-    classifies = type(model).__name__.endswith("ForSequenceClassification")
-    return classifies and getattr(text_config(model), "pad_token_id", None) is None
+    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
+    return is_classifier and getattr(text_config(model), "pad_token_id", None) is None
 
 
-def _text(case: Case, model: torch.nn.Module, sequences: int) -> tuple[npt.NDArray[np.int64] | None, str]:
-    """Return the ids of a text, a row per sequence, or None and why there are none that the model has rows for."""
+def _text_ids(case: Case, model: torch.nn.Module, sequences: int) -> tuple[npt.NDArray[np.int64] | None, str]:
+    """Return the ids of a text, `(sequences, tokens)`, or None and the reason why the model cannot read one."""
     if case.factory is not None or not has_tokenizer(Path(case.base)):
         return None, "the base has no tokenizer"
     rows, reason = _encoded(case.base, case.inputs, sequences, case.tokens)
     tables = Tables.of(model)
     limit = min(filter(None, (tables.vocabulary, tables.embedding_rows)), default=0)
-    if rows is not None and case.inputs is None and rows.max() >= limit:  # of a user's text it is a finding
+    # ids of a user's own text that are too large are a finding, so they are kept
+    if rows is not None and case.inputs is None and rows.max() >= limit:
         return None, f"its tokenizer gives id {rows.max()}, and the vocabulary has {limit}"
     return rows, reason
 
 
 def tokenizer_of(folder: str) -> Any:
-    """Return the tokenizer of a base, without code of its own; what it raises may be anything."""
+    """Return the tokenizer of a base, without running code of the base's folder; it may raise any error."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -111,7 +133,7 @@ def tokenizer_of(folder: str) -> Any:
 
 @functools.lru_cache(maxsize=4)  # every stage asks, and a large tokenizer takes a second to load
 def _encoded(folder: str, file: str | None, sequences: int, tokens: int) -> tuple[npt.NDArray[np.int64] | None, str]:
-    """Return the ids of a text, or None and why the tokenizer of a folder gives none.
+    """Return the ids of a text, `(sequences, tokens)`, or None and why the tokenizer of a folder gives none.
 
     Each sequence begins with another paragraph, goes on with those after it, and is full.
     """
@@ -132,23 +154,25 @@ def _encoded(folder: str, file: str | None, sequences: int, tokens: int) -> tupl
 def _with_text(
     inputs: dict[str, torch.Tensor], rows: npt.NDArray[np.int64], model: torch.nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Return the inputs with the ids of a text in place of random ones; those that stand for an image stay."""
+    """Return the inputs with the ids of a text in place of random ones; ids that stand for an image stay."""
     config: Any = model.config
     inputs = first_sequences(inputs, len(rows))
     text = torch.tensor(rows)
     if (ids := inputs.get("input_ids")) is not None:
-        mark = getattr(config, "image_token_id", None) if "pixel_values" in inputs else None
-        marks = 0 if mark is None else int((ids[0] == mark).sum())  # no random id is one
-        inputs["input_ids"] = torch.cat([ids[:, :marks], text[:, : ids.shape[1] - marks]], dim=1)
+        image_id = getattr(config, "image_token_id", None) if "pixel_values" in inputs else None
+        # all sequences have as many at their start, and no random id is one
+        image_ids = 0 if image_id is None else int((ids[0] == image_id).sum())
+        inputs["input_ids"] = torch.cat([ids[:, :image_ids], text[:, : ids.shape[1] - image_ids]], dim=1)
     if (ids := inputs.get("decoder_input_ids")) is not None:
         inputs["decoder_input_ids"] = text.roll(-1, dims=0)[:, : ids.shape[1]]  # a decoder continues with other words
-        if isinstance(start := getattr(config, "decoder_start_token_id", None), int):
+        start = getattr(config, "decoder_start_token_id", None)
+        if isinstance(start, int):
             inputs["decoder_input_ids"][:, 0] = start
     return inputs
 
 
 def first_sequences(inputs: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
-    """Return the first sequences of a batch; inputs that are no batch as they are."""
+    """Return the first sequences of a batch; return inputs whose tensors differ in their number of rows unchanged."""
     sizes = {tensor.shape[:1] for tensor in inputs.values()}
     if len(sizes) != 1 or () in sizes:
         return inputs
@@ -161,8 +185,8 @@ def with_labels(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict
     The labels of a model that continues a text are the text, the first token of each sequence left out of the loss.
     """
     ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
-    rows, wanted = Tables.of(model).head_rows, inspect.signature(model.forward).parameters
-    if LABELS in inputs or ids is None or rows is None or LABELS not in wanted:
+    rows, parameters = Tables.of(model).head_rows, inspect.signature(model.forward).parameters
+    if LABELS in inputs or ids is None or rows is None or LABELS not in parameters:
         return inputs
     if ask(model, "get_output_embeddings") is None:  # one answer for a whole text
         return inputs
@@ -172,9 +196,9 @@ def with_labels(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict
 
 
 def _has_two_encoders(model: torch.nn.Module) -> bool:
-    """Report models like CLIP, which need an image besides the text; in others an image becomes tokens."""
-    wanted = inspect.signature(model.forward).parameters
-    return "pixel_values" in wanted and "inputs_embeds" not in wanted
+    """Report whether a model needs an image besides the text, like CLIP; in others an image becomes tokens."""
+    parameters = inspect.signature(model.forward).parameters
+    return "pixel_values" in parameters and "inputs_embeds" not in parameters
 
 
 def _with_image(
@@ -182,7 +206,7 @@ def _with_image(
 ) -> dict[str, torch.Tensor]:
     """Return the inputs with an image before each text, where the config says how many tokens one image becomes.
 
-    LLaVA puts what its vision tower makes of the patches in the place of as many tokens of one id. Models that cut an
+    LLaVA puts one vector of its vision tower per patch in the place of as many tokens of one id. Models that cut an
     image into a number of tiles get text alone.
     """
     vision, count = getattr(config, "vision_config", None), getattr(config, "image_seq_length", None)
@@ -191,9 +215,10 @@ def _with_image(
         return inputs
     if set(inputs) != {"input_ids", "attention_mask"} or hasattr(config, "image_grid_pinpoints"):
         return inputs
-    mark, ids = config.image_token_id, inputs["input_ids"]
-    ids[ids == mark] = 0 if mark else 1  # a mark is a patch, and their number is fixed
-    ids = torch.cat([ids.new_full((ids.shape[0], count), mark), ids], dim=1)
+    image_id, ids = config.image_token_id, inputs["input_ids"]
+    # a token of this id stands for a patch, and the number of patches is fixed: none may be among the random ids
+    ids[ids == image_id] = 0 if image_id else 1
+    ids = torch.cat([ids.new_full((ids.shape[0], count), image_id), ids], dim=1)
     pixels, _ = _pixels(config, generator, ids.shape[0])
     assert pixels is not None
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **pixels}
@@ -201,12 +226,12 @@ def _with_image(
 
 def digest_of(inputs: dict[str, torch.Tensor]) -> str:
     """Return one digest for names, shapes, dtypes and bytes of the inputs."""
-    h = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for name in sorted(inputs):
         tensor = inputs[name].contiguous()
-        h.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
-        h.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return h.hexdigest()
+        hasher.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+        hasher.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def _from_file(path: str) -> dict[str, torch.Tensor]:
@@ -220,6 +245,7 @@ def _from_file(path: str) -> dict[str, torch.Tensor]:
 
 
 def _pixels(config: Any, generator: np.random.Generator, count: int) -> tuple[dict[str, torch.Tensor] | None, str]:
+    """Return random images or videos of the size that a config names, or None and the reason why there are none."""
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
     if size is None:
@@ -234,15 +260,15 @@ def _pixels(config: Any, generator: np.random.Generator, count: int) -> tuple[di
 def _sound(
     name: str, config: Any, generator: np.random.Generator, count: int, tokens: int
 ) -> dict[str, torch.Tensor] | None:
-    """Return a spectrogram of the length that a model takes, or a wave that its convolutions make `tokens` frames of.
+    """Return a spectrogram of a model's length, or a wave from which its convolutions make `tokens` frames.
 
-    None where the config does not say which.
+    None where the config does not tell the shape.
     """
-    bins, places = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
+    bins, positions = getattr(config, "num_mel_bins", None), getattr(config, "max_source_positions", None)
     kernels, strides = getattr(config, "conv_kernel", None), getattr(config, "conv_stride", None)
     shape: tuple[int, ...]
-    if name == "input_features" and bins is not None and places is not None:
-        shape = (count, bins, 2 * places)  # Whisper's second convolution has a stride of two
+    if name == "input_features" and bins is not None and positions is not None:
+        shape = (count, bins, 2 * positions)  # Whisper's second convolution has a stride of two
     elif name == "input_values" and kernels and strides:
         length = tokens
         for kernel, stride in zip(reversed(kernels), reversed(strides), strict=True):

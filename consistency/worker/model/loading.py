@@ -35,11 +35,14 @@ if TYPE_CHECKING:
     from consistency.worker.model.offload import Offload
 
 ADAPTER_NAME = "default"
+"""PEFT's name of the case's adapter."""
+
 _OTHER_ROWS = re.compile(
     r"mismatch for \S*(?:embed|wte|lm_head)\S*: .*?Size\(\[(\d+), (\d+)\]\).*?Size\(\[(\d+), \2\]\)"
 )
+"""PEFT's message on embeddings or a head with other numbers of rows: in the file, and in the model (groups 1, 3)."""
 
-# what transformers and PEFT raise over files, configs and adapters that they cannot use, or cannot load twice
+# errors of transformers and PEFT over files, configs and adapters that they cannot use, or cannot load twice
 UNUSABLE = (
     ValueError,
     RuntimeError,
@@ -63,8 +66,8 @@ class LoadedBase:
     files: WeightFiles | None
     """None for a model made by a factory."""
     tensors: Mapping[str, torch.Tensor]
-    """Every parameter and buffer by its name in the base, the non-persistent ones too; tied ones once. Those of an
-    offloaded base are on the host: `on_device` has them as they arrive on the device."""
+    """Every parameter and buffer by its name in the base, the non-persistent ones too; tied ones once. An offloaded
+    base has them on the host: `on_device` has them as they arrive on the device."""
     file_names: Mapping[str, str]
     """Name in the file, by name in the model, where transformers loads the tensor as it is."""
     not_in_file: frozenset[str]
@@ -75,16 +78,16 @@ class LoadedBase:
     digests: dict[str, TensorDigest] = field(default_factory=dict)
     """The digests of the tensors as they were loaded, before any adapter, by name, as far as they were asked for."""
     in_file: dict[str, TensorDigest] = field(default_factory=dict)
-    """Of the values that the files imply, by name in the model, as far as they were read."""
+    """The digests of the values that the files imply, by name in the model, as far as they were read."""
     not_finite: dict[str, int] = field(default_factory=dict)
-    """How many elements of a parameter are NaN or infinite there, by name in the model, as far as that was looked
-    for."""
+    """Number of elements of a parameter that are NaN or infinite in the file, by name in the model, as far as they were
+    looked for."""
     offload: Offload | None = None
-    """Brings the tensors to the device; None where they are there."""
+    """Brings the tensors to the device; None where they are on it."""
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of most of the model's elements, but codes of quantized weights."""
+        """Return the dtype of most of the model's elements, leaving out codes of quantized weights."""
         elements = Counter[str]()
         for tensor in self.tensors.values():
             if tensor.is_floating_point() and tensor.itemsize > 1:
@@ -107,14 +110,14 @@ class LoadedBase:
         return nullcontext() if self.offload is None else self.offload.onload(module)
 
     def addresses(self) -> set[Start]:
-        """Return where the tensors begin in memory."""
-        there = () if self.offload is None else self.offload.buffers()
-        return {start_of(tensor) for tensor in chain(self.tensors.values(), there)}
+        """Return the addresses at which the tensors begin in memory."""
+        buffers_on_device = () if self.offload is None else self.offload.buffers()
+        return {start_of(tensor) for tensor in chain(self.tensors.values(), buffers_on_device)}
 
     def expected(self, name: str) -> torch.Tensor | None:
         """Return a tensor's value in the file, cast on the CPU to the dtype that it has in the model.
 
-        For a tensor that no file holds, its synthetic values, or None where it has none.
+        A tensor that no file holds has synthetic values, or none: then None is returned.
         """
         if name in self.not_in_file and is_synthetic(self.tensors[name]):
             return synthetic(name, self.tensors[name])
@@ -136,18 +139,18 @@ class LoadedAdapter:
     """Digest of each of the adapter's parameters before its file was loaded into them, by name; empty where nobody
     asked for it."""
     detour: str
-    """What another device said that PEFT loads by way of and that failed; empty where it did not."""
+    """The error of another device that PEFT loads by way of, in its own words; empty where none failed."""
 
 
 def load_base(
     case: Case, device: str, *, device_map: str | Mapping[str, Any] | None = None, offload: bool = False
 ) -> LoadedBase:
     """Load the base of a case onto a device, or onto several by a device map; `offload` leaves it on the host."""
-    place = "cpu" if offload else device
+    first_device = "cpu" if offload else device
     if case.factory is not None:
-        model, files, missing = _from_factory(case.factory, place, case.dtype), None, frozenset[str]()
+        model, files, missing = _from_factory(case.factory, first_device, case.dtype), None, frozenset[str]()
     else:
-        model, missing = _from_folder(case, place, device_map)
+        model, missing = _from_folder(case, first_device, device_map)
         files = WeightFiles.of_base(case.base, allow_pickle=case.allow_pickle)
     model.eval()
     missing = overwrite(model, missing)
@@ -171,7 +174,7 @@ def load_base(
 def _taken_apart(
     model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], files: WeightFiles | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors, and names in the files, with what stores a quantized weight in its place: codes, scales, tables.
+    """Replace quantized weights by the tensors that store them (codes, scales, tables); return tensors and file names.
 
     Parameters
     ----------
@@ -193,6 +196,7 @@ def _taken_apart(
 
 
 def _offloaded(model: torch.nn.Module, device: str) -> Offload:
+    """Put hooks on a base on the host that bring its weights to a device."""
     from consistency.worker.model.offload import Offload
 
     offload = Offload(model, torch.device(device))
@@ -210,8 +214,8 @@ def load_adapter(
 ) -> LoadedAdapter:
     """Load the case's adapter onto the base by PEFT's default load path.
 
-    Where a device fails that PEFT loads by way of, and the base's own does not, the adapter is loaded straight to that
-    one.
+    Where a device fails that PEFT loads by way of, and the base's own does not, the adapter is loaded straight to the
+    base's own device.
 
     Parameters
     ----------
@@ -221,53 +225,46 @@ def load_adapter(
         Loaded in the place of the case's adapter, under its own name.
     notes_initial : bool
         Whether to take digests of the adapter's parameters before its file is loaded into them.
+
+    Raises
+    ------
+    InputError
+        PEFT cannot load the adapter onto this base.
     """
     import peft
-    import transformers
 
-    path = case.adapter if instead is None else instead.path
+    path, adapter_name = case.adapter, ADAPTER_NAME
+    if instead is not None:
+        path, adapter_name = instead.path, instead.name
     assert path is not None
     noting: AbstractContextManager[dict[str, str]] = nullcontext({})
     if notes_initial:
         noting = _noting_initial_values(base)
-    if base.offload is not None:
+    if base.offload is not None:  # PEFT loads while the base is on the host: some methods compute from its values
         base.offload.detach()
     # by default PEFT copies by way of the first accelerator, which is no way for a reference on the CPU
     is_detour = device_of(base.model).type == "cpu" and peft.utils.infer_device() != "cpu"
     torch_device = "cpu" if is_detour else None
-    problem, hint = "PEFT cannot load this adapter onto this base", f"is it for {case.base}?"
+    hint = f"is it for {case.base}?"
     try:
         own = device_of(base.model)
         with (
-            _as_input_error(UNUSABLE, problem, where=path, hint=hint, device=own),
+            _as_input_error(UNUSABLE, _NO_ADAPTER, where=path, hint=hint, device=own),
             _past_another_device(own) as detours,
             noting as initial,
         ):
             model = peft.PeftModel.from_pretrained(
                 base.model,
                 path,
-                adapter_name=ADAPTER_NAME if instead is None else instead.name,
+                adapter_name=adapter_name,
                 autocast_adapter_dtype=autocast,
                 torch_device=torch_device,
             )
     except InputError as error:
-        lost = error.__cause__
-        # PEFT looks up every tensor of a module that it saves whole, by the name in the file
-        if isinstance(lost, KeyError) and str(lost.args[0] if lost.args else "").startswith("base_model."):
-            raise InputError(
-                "the adapter's file lacks a tensor that its config asks for",
-                where=path,
-                got=f"no {lost.args[0]}",
-                wanted="every tensor of the modules in modules_to_save of adapter_config.json",
-                hint="save it again by PEFT's save_pretrained(), or take the module out of modules_to_save",
-            ) from lost
-        if (rows := _OTHER_ROWS.search(str(error.parts["got"]))) is not None:
-            hint = f"resize the base from {rows[3]} rows: model.resize_token_embeddings({rows[1]}), and save it"
-            raise InputError(problem, where=path, got=error.parts["got"], hint=hint) from lost
-        if isinstance(lost, TypeError | AttributeError):  # as code raises that was written for another version
-            hint = f"does peft {peft.__version__} fit transformers {transformers.__version__}? {hint}"
-            raise InputError(problem, where=path, got=error.parts["got"], hint=hint) from lost
-        raise
+        explained = _explained(error, path=path, hint=hint)
+        if explained is None:
+            raise
+        raise explained from error.__cause__
     assert isinstance(model, torch.nn.Module)
     model.eval()
     origins = _origins(model, base)  # while the objects are those of the base: an offloaded one gets others
@@ -276,25 +273,73 @@ def load_adapter(
     return LoadedAdapter(model=model, origins=origins, initial=initial, detour=detours[0] if detours else "")
 
 
+_NO_ADAPTER = "PEFT cannot load this adapter onto this base"
+
+
+def _explained(error: InputError, *, path: str, hint: str) -> InputError | None:
+    """Return an error that says more about why PEFT cannot load an adapter; None where no more is known.
+
+    Parameters
+    ----------
+    path : str
+        The adapter's folder.
+    hint : str
+        The hint of `error`.
+    """
+    import peft
+    import transformers
+
+    cause = error.__cause__
+    # PEFT looks up every tensor of a module that it saves whole, by the name in the file
+    if isinstance(cause, KeyError) and cause.args and str(cause.args[0]).startswith("base_model."):
+        return InputError(
+            "the adapter's file lacks a tensor that its config asks for",
+            where=path,
+            got=f"no {cause.args[0]}",
+            wanted="every tensor of the modules in modules_to_save of adapter_config.json",
+            hint="save it again by PEFT's save_pretrained(), or take the module out of modules_to_save",
+        )
+    message = error.parts["got"]
+    if (rows := _OTHER_ROWS.search(str(message))) is not None:
+        hint = f"resize the base from {rows[3]} rows: model.resize_token_embeddings({rows[1]}), and save it"
+        return InputError(_NO_ADAPTER, where=path, got=message, hint=hint)
+    if isinstance(cause, TypeError | AttributeError):  # as code raises that was written for another version
+        hint = f"does peft {peft.__version__} fit transformers {transformers.__version__}? {hint}"
+        return InputError(_NO_ADAPTER, where=path, got=message, hint=hint)
+    return None
+
+
+def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every parameter, then every buffer of a model, under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 def _origins(model: torch.nn.Module, base: LoadedBase) -> dict[str, str]:
     """Return the name in the base of each of its tensors, by name in the model with the adapter."""
-    of_base = {id(tensor): name for name, tensor in base.tensors.items()}
-    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: of_base[id(tensor)] for name, tensor in chain.from_iterable(named) if id(tensor) in of_base}
+    names_in_base = {id(tensor): name for name, tensor in base.tensors.items()}
+    return {name: names_in_base[id(tensor)] for name, tensor in _named_tensors(model) if id(tensor) in names_in_base}
 
 
 @contextmanager
 def _as_input_error(
     kinds: tuple[type[Exception], ...], what: str, *, where: object, device: torch.device | str, hint: str | None = None
 ) -> Iterator[None]:
-    """Raise errors of these kinds as the user's, except those of the device or its memory."""
+    """Raise errors of these kinds as errors of the user's input, except those of the device or its memory.
+
+    Parameters
+    ----------
+    what, where, hint
+        The parts of the error that is raised; the first lines of the library's own are added.
+    """
     try:
         yield
     except kinds as error:
         if is_of_the_device(error, device):
             raise
-        lines = " ".join([line for line in str(error).strip().splitlines() if line.strip()][:3])[:600]
-        raise InputError(what, where=where, got=f"{type(error).__name__}: {lines}", hint=hint) from error
+        lines = [line for line in str(error).strip().splitlines() if line.strip()]
+        message = " ".join(lines[:3])[:600]
+        raise InputError(what, where=where, got=f"{type(error).__name__}: {message}", hint=hint) from error
 
 
 @contextmanager
@@ -305,7 +350,8 @@ def _conversions_raise() -> Iterator[None]:
     """
     from transformers import core_model_loading
 
-    real, skipping = (getattr(core_model_loading, name, None) for name in ("log_conversion_errors", "SkipParameters"))
+    real = getattr(core_model_loading, "log_conversion_errors", None)
+    skipping = getattr(core_model_loading, "SkipParameters", None)
     if real is None or skipping is None:  # another version of transformers
         yield
         return
@@ -332,7 +378,13 @@ def load_model(case: Case, device: str) -> torch.nn.Module:
 
 @contextmanager
 def _past_another_device(own: torch.device) -> Iterator[list[str]]:
-    """Let PEFT load a file straight to a device, where the one fails by way of which it loads; yield what that said."""
+    """Let PEFT load a file straight to its own device, where another one fails that it loads by way of.
+
+    Yields
+    ------
+    list of str
+        The errors of other devices, in their own words, as they occur.
+    """
     from peft import PeftModel
 
     real, detours = PeftModel.load_adapter, list[str]()
@@ -340,11 +392,11 @@ def _past_another_device(own: torch.device) -> Iterator[list[str]]:
     def load(model: Any, *args: Any, **options: Any) -> Any:
         try:
             return real(model, *args, **options)
-        except Exception as error:  # whatever it is: what no other device said is raised again
-            said = of_another(error, own)
-            if said is None:
+        except Exception as error:  # of any kind: one that is not of another device is raised again
+            reported = of_another(error, own)
+            if reported is None:
                 raise
-            detours.append(said.words)
+            detours.append(reported.words)
         return real(model, *args, **{**options, "torch_device": str(own)})
 
     with mock.patch.object(PeftModel, "load_adapter", load):
@@ -353,31 +405,37 @@ def _past_another_device(own: torch.device) -> Iterator[list[str]]:
 
 @contextmanager
 def _noting_initial_values(base: LoadedBase) -> Iterator[dict[str, str]]:
-    """Take digests as PEFT begins to load the file: the adapter is in place and still at initialization."""
+    """Take digests as PEFT begins to load the file: the adapter is in place and still at initialization.
+
+    Yields
+    ------
+    dict of str to str
+        The digest of each parameter that is not the base's, by name.
+    """
     from peft import PeftModel
 
-    of_base = base.addresses()
+    base_addresses = base.addresses()
     real, initial = PeftModel.load_adapter, dict[str, str]()
 
-    def look(model: Any, *args: Any, **options: Any) -> Any:
+    def load(model: Any, *args: Any, **options: Any) -> Any:
         for name, tensor in model.named_parameters():
             if tensor.is_meta or is_composite(tensor):
                 continue
-            if tensor.numel() and start_of(tensor) not in of_base:
+            if tensor.numel() and start_of(tensor) not in base_addresses:
                 initial.setdefault(name, digest(tensor).value)
         return real(model, *args, **options)
 
-    with mock.patch.object(PeftModel, "load_adapter", look):
+    with mock.patch.object(PeftModel, "load_adapter", load):
         yield initial
 
 
 def class_and_labels(case: Case) -> tuple[Any, int | None]:
-    """Return the Auto class that a folder is loaded as, and the number of labels if it is not the config's."""
+    """Return the Auto class that a folder is loaded as, and the number of labels; None if that is the config's."""
     from transformers import AutoConfig
 
-    of_config = (ValueError, KeyError, TypeError, OSError)
+    config_errors = (ValueError, KeyError, TypeError, OSError)
     problem = "transformers cannot use this config"
-    with _as_input_error(of_config, problem, where=Path(case.base) / "config.json", device="cpu"):
+    with _as_input_error(config_errors, problem, where=Path(case.base) / "config.json", device="cpu"):
         config = AutoConfig.from_pretrained(case.base, trust_remote_code=case.trust_remote_code)
     return auto_class(config, case), labels(config, case)
 
@@ -385,32 +443,48 @@ def class_and_labels(case: Case) -> tuple[Any, int | None]:
 def _from_folder(
     case: Case, device: str, device_map: str | Mapping[str, Any] | None = None
 ) -> tuple[torch.nn.Module, frozenset[str]]:
-    auto, wanted = class_and_labels(case)
+    """Load a base from its folder; return it, and the names of the parameters that no file holds.
+
+    Raises
+    ------
+    InputError
+        Transformers cannot load it, or a weight has another shape than its config implies.
+    """
+    auto, label_count = class_and_labels(case)
     arguments: dict[str, Any] = {
         "dtype": case.dtype if case.dtype == "auto" else getattr(torch, case.dtype),
         "trust_remote_code": case.trust_remote_code,
-        "use_safetensors": None if case.allow_pickle else True,
+        "use_safetensors": None if case.allow_pickle else True,  # None: a pickle where there is no safetensors file
         "output_loading_info": True,
     }
     if device_map is not None:
         arguments["device_map"] = device_map
     elif device != "cpu":
-        arguments["device_map"] = {"": device}
-    if wanted is not None:
-        arguments.update(num_labels=wanted, ignore_mismatched_sizes=True)
+        arguments["device_map"] = {"": device}  # loads straight to the device
+    if label_count is not None:
+        arguments.update(num_labels=label_count, ignore_mismatched_sizes=True)
     problem = f"transformers cannot load this base as {auto.__name__}"
     with _as_input_error(UNUSABLE, problem, where=case.base, device=device), _conversions_raise():
         model, info = auto.from_pretrained(case.base, **arguments)
-    mismatched = {name: (found, shape) for name, found, shape in info.get("mismatched_keys") or ()}
-    anew = {name for name in mismatched if wanted is not None and HEAD.search(name)}
-    for name in sorted(set(mismatched) - anew):
-        found, shape = map(tuple, mismatched[name])
+    mismatched = {name: (in_file, in_model) for name, in_file, in_model in info.get("mismatched_keys") or ()}
+    new_heads: set[str] = set()
+    if label_count is not None:  # the adapter brings a head of another size, and the base's own is not used
+        new_heads = {name for name in mismatched if HEAD.search(name)}
+    for name in sorted(set(mismatched) - new_heads):
+        in_file, in_model = map(tuple, mismatched[name])
         problem = "a weight of the base does not have the shape that its config implies"
-        raise InputError(problem, where=f"{name} in {case.base}", got=found, wanted=shape)
-    return model, frozenset(info.get("missing_keys") or ()) | anew
+        raise InputError(problem, where=f"{name} in {case.base}", got=in_file, wanted=in_model)
+    return model, frozenset(info.get("missing_keys") or ()) | new_heads
 
 
 def _from_factory(text: str, device: str, dtype: str) -> torch.nn.Module:
+    """Return the model of a user's function, `module:function`, on a device.
+
+    Raises
+    ------
+    InputError
+        It cannot be imported, returns no module, or a quantized one that is asked for in another dtype.
+    """
     module_name, _, function_name = text.partition(":")
     sys.path.append(os.getcwd())  # a user's own module is in the working directory; installed ones come first
     try:
@@ -428,9 +502,10 @@ def _from_factory(text: str, device: str, dtype: str) -> torch.nn.Module:
 
 
 def _bring_to(model: torch.nn.Module, dtype: torch.dtype, text: str) -> None:
-    """Cast what is stored in a number format, as loading in that dtype does.
+    """Cast the floating-point tensors of a model, as loading it in that dtype does.
 
-    Transformers' models keep what they compute themselves, such as rotary frequencies, in its own dtype.
+    Tensors that transformers' models compute themselves, such as rotary frequencies, keep their own dtype, and so do
+    tensors of one byte per element.
     """
     from transformers import PreTrainedModel
 
@@ -441,28 +516,32 @@ def _bring_to(model: torch.nn.Module, dtype: torch.dtype, text: str) -> None:
             got=f"--dtype {name_of(dtype)}",
             wanted="no --dtype: it is checked in the dtype that its factory gives it",
         )
-    kept = model.state_dict(keep_vars=True).keys() if isinstance(model, PreTrainedModel) else None
+    saved_names = model.state_dict(keep_vars=True).keys() if isinstance(model, PreTrainedModel) else None
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and tensor.itemsize > 1 and (kept is None or name in kept):
+        is_saved = saved_names is None or name in saved_names
+        if is_saved and tensor.is_floating_point() and tensor.itemsize > 1:
             tensor.data = tensor.data.to(dtype)
 
 
 def _tensors(model: torch.nn.Module, files: WeightFiles | None) -> dict[str, torch.Tensor]:
-    """Name every parameter and buffer once; of tied names, the one in the file."""
+    """Return every parameter and buffer under one name: of tied names, one in the file, else the first."""
     in_file = set() if files is None else set(files.names())
-    chosen: dict[tuple[int | Start, torch.Size, torch.dtype], str] = {}
-    found: dict[str, torch.Tensor] = {}
-    named = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    for name, tensor in chain.from_iterable(named):
+    names: dict[tuple[int | Start, torch.Size, torch.dtype], str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _named_tensors(model):
         # a quantized weight may have no memory of its own
         address = id(tensor) if is_composite(tensor) else start_of(tensor)
         identity = (address, tensor.shape, tensor.dtype)
-        if tensor.numel() and identity in chosen:
-            first = chosen[identity]
-            if name in in_file and first not in in_file:
-                found = {(name if key == first else key): value for key, value in found.items()}
-                chosen[identity] = name
-            continue
-        chosen[identity] = name
-        found[name] = tensor
-    return found
+        is_tied = tensor.numel() and identity in names
+        if not is_tied:
+            names[identity] = name
+            tensors[name] = tensor
+        elif name in in_file and names[identity] not in in_file:
+            tensors = _renamed(tensors, names[identity], name)
+            names[identity] = name
+    return tensors
+
+
+def _renamed(tensors: Mapping[str, torch.Tensor], old: str, new: str) -> dict[str, torch.Tensor]:
+    """Return tensors in the same order, one of them under another name."""
+    return {new if name == old else name: tensor for name, tensor in tensors.items()}

@@ -29,7 +29,15 @@ Expected = Mapping[str, tuple[str, torch.Tensor]]
 class LowRank:
     """The factors of a plain LoRA delta, from the file: `scaling * left @ right`, in the weight's own orientation.
 
-    `products` is what the settings in force permit on this worker's device.
+    Attributes
+    ----------
+    left, right : torch.Tensor
+        `(rows, rank)` and `(rank, columns)`, on the CPU, in the dtype of the adapter.
+    adapter : torch.dtype
+    rounds_delta : bool
+        PEFT's code rounds the delta by itself before it is added.
+    products : Products
+        Products that the settings in force permit on this worker's device.
     """
 
     left: torch.Tensor
@@ -54,31 +62,37 @@ def low_rank_of(
 ) -> LowRank | None:
     """Return the factors of a plain LoRA on a linear, Conv1D, embedding or attention layer; None for all others.
 
-    `expected` are an adapter's tensors as `Context.expected` has those of the first.
+    Parameters
+    ----------
+    name : str
+        Name of the layer in the model.
+    expected : mapping
+        The adapter's tensors, in the form of `Context.expected`.
     """
     from peft.tuners.lora import layer as lora
 
     if getattr(layer, "lora_variant", {}).get(adapter) is not None:
         return None  # DoRA and its variants are no sum of a weight and a product
-    quantized = has_quantized_weight(layer) and type(layer).__name__ in _QUANTIZED
+    is_quantized_linear = has_quantized_weight(layer) and type(layer).__name__ in _QUANTIZED
     # the projection of inputs of a MultiheadAttention is one matrix
-    if quantized or type(layer) in (lora.Linear, lora.MultiheadAttention):
-        keys, transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(getattr(layer, "fan_in_fan_out", False))
+    if is_quantized_linear or type(layer) in (lora.Linear, lora.MultiheadAttention):
+        keys, is_transposed = ("lora_A.{}.weight", "lora_B.{}.weight"), bool(getattr(layer, "fan_in_fan_out", False))
     elif type(layer) is lora.Embedding:
-        keys, transposed = ("lora_embedding_A.{}", "lora_embedding_B.{}"), True
+        keys, is_transposed = ("lora_embedding_A.{}", "lora_embedding_B.{}"), True
     else:
         return None
     names = [f"{name}.{key.format(adapter)}" for key in keys]
-    if not all(n in expected for n in names):
+    if not all(factor in expected for factor in names):
         return None
     state = dict(layer.named_parameters())
     dtype = state[keys[0].format(adapter)].dtype
     if dtype not in UNIT_ROUNDOFF:
         return None
-    a, b = (expected[n][1].to(dtype) for n in names)
+    a, b = (expected[factor][1].to(dtype) for factor in names)
+    left, right = (a.T, b.T) if is_transposed else (b, a)
     return LowRank(
-        left=a.T if transposed else b,
-        right=b.T if transposed else a,
+        left=left,
+        right=right,
         scaling=stated_scaling(layer, adapter),
         adapter=dtype,
         rounds_delta=type(layer) is not lora.Linear,
@@ -89,16 +103,28 @@ def low_rank_of(
 def allowance_of(
     low_rank: LowRank, tolerance: UserTolerance | None, tensor: torch.Tensor, *, roundings: int, tf32: bool = False
 ) -> Allowance | UserAllowance:
-    """Return the allowed error of a delta (`roundings` 0) or a merged weight; `tf32`: as if products ran in TF32."""
+    """Return the tolerance of a delta or of a merged weight.
+
+    Parameters
+    ----------
+    tolerance : UserTolerance or None
+        The user's, which is returned where there is one.
+    tensor : torch.Tensor
+        The delta or the merged weight, on its device.
+    roundings : int
+        Roundings of a merged weight to its dtype; 0 of a delta.
+    tf32 : bool
+        Allow for products in TF32, whatever the settings permit.
+    """
     if tolerance is not None:
         return tolerance
     # bfloat16 and float16 products on an accelerator run on matrix units, which truncate when they accumulate
-    on_units = tensor.device.type != "cpu"
+    on_matrix_units = tensor.device.type != "cpu"
     delta = delta_allowance(
         low_rank.rank,
         scaling=low_rank.scaling,
         adapter=low_rank.adapter,
-        truncating=on_units and low_rank.adapter in (torch.bfloat16, torch.float16),
+        truncating=on_matrix_units and low_rank.adapter in (torch.bfloat16, torch.float16),
         products=Precision.TF32 if tf32 else low_rank.products.matmul,
         partial_terms=low_rank.products.partial_terms.get(name_of(low_rank.adapter)),
     )

@@ -21,14 +21,17 @@ from consistency.worker.recorder import Skip
 
 T = TypeVar("T")
 Merge = Callable[[Any], AbstractContextManager[Any]]
+"""Returns a context manager in which a layer is merged."""
 
-# what PEFT raises where it does not merge
+# errors by which PEFT refuses to merge
 NO_MERGE = (NotImplementedError, ValueError, RuntimeError, AttributeError, TypeError)
 
 
 def adapted_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and module of every layer that the adapter changes, in the model's order."""
-    return ((n, m) for n, m in tuner_layers(model) if hasattr(m, "merge") and hasattr(m, "get_base_layer"))
+    for name, module in tuner_layers(model):
+        if hasattr(module, "merge") and hasattr(module, "get_base_layer"):
+            yield name, module
 
 
 @contextmanager
@@ -54,22 +57,23 @@ def restored(layer: Any) -> Iterator[None]:
 
     The storage of the model is never written: its pages are mapped from the weight files, and each that is written
     becomes private memory; a tied weight shares it. PEFT does not unmerge, which would compute the delta once more and
-    round: what a merge changes besides is attributes of modules, and they are put back.
+    round: a merge also changes attributes of modules, and they are put back.
     """
-    # the copies are held to the end, so that a merge that puts another weight in their place frees nothing
     # a quantized weight is replaced, never written; but PEFT edits its attributes
     written = [parameter for parameter in merged_into(layer) if not is_quantized(parameter)]
-    kept = [(parameter, parameter.data, parameter.detach().clone()) for parameter in written]
-    put_back = [_attributes(owner) for owner in (*layer.modules(), *filter(is_quantized, merged_into(layer)))]
+    # the copies are held to the end, so that a merge that puts another weight in their place frees nothing
+    storages = [(parameter, parameter.data, parameter.detach().clone()) for parameter in written]
+    owners = (*layer.modules(), *filter(is_quantized, merged_into(layer)))
+    restorers = [_attributes(owner) for owner in owners]
     with torch.no_grad():
         try:
-            for parameter, _, copied in kept:
+            for parameter, _, copied in storages:
                 parameter.data = copied
             yield
         finally:
-            for restore in put_back:
+            for restore in restorers:
                 restore()
-            for parameter, data, _ in kept:
+            for parameter, data, _ in storages:
                 parameter.data = data  # the storage it had, which a tied weight shares
 
 
@@ -79,8 +83,8 @@ def taking(layer: Any, deltas: Mapping[str, torch.Tensor]) -> Iterator[None]:
     real, versions = layer.get_delta_weight, {name: delta._version for name, delta in deltas.items()}
 
     def get_delta_weight(adapter: str) -> Any:
-        known = adapter in deltas and deltas[adapter]._version == versions[adapter]
-        return deltas[adapter] if known else real(adapter)
+        is_unwritten = adapter in deltas and deltas[adapter]._version == versions[adapter]
+        return deltas[adapter] if is_unwritten else real(adapter)
 
     with mock.patch.object(layer, "get_delta_weight", get_delta_weight):
         yield
@@ -94,13 +98,21 @@ def weight_of(layer: Any) -> torch.Tensor:
 
 
 def weight_name(layer: Any) -> str:
-    """Return the name of that weight in the base layer: torch's MultiheadAttention has three in one."""
+    """Return the name in the base layer of the weight that a merge changes.
+
+    Torch's MultiheadAttention has three projections in one weight.
+    """
     return "in_proj_weight" if hasattr(layer.get_base_layer(), "in_proj_weight") else "weight"
 
 
 def merged_into(layer: Any) -> list[torch.nn.Parameter]:
-    """Return the parameters that a merge may write: of a wrapped parameter, not the other experts' beside it."""
-    return [layer.get_param()] if hasattr(layer, "get_param") else list(layer.get_base_layer().parameters())
+    """Return the parameters that a merge may write: all of the base layer, or the one parameter that PEFT wraps.
+
+    Beside a wrapped parameter the base layer may have others, such as those of other experts, which stay as they are.
+    """
+    if hasattr(layer, "get_param"):
+        return [layer.get_param()]
+    return list(layer.get_base_layer().parameters())
 
 
 def has_quantized_weight(layer: Any) -> bool:
@@ -109,22 +121,26 @@ def has_quantized_weight(layer: Any) -> bool:
 
 
 def _attributes(module: Any) -> Callable[[], None]:
-    """Return a function that puts back a module's attributes, and what lists, dictionaries and records of them hold.
+    """Return a function that restores a module's attributes, and the content of lists, dictionaries and records there.
 
     Merged adapters are such a list; caches, parameters, buffers and submodules such dictionaries; the state of a
     quantized layer such a record.
     """
-    own = vars(module)
-    held: list[tuple[Any, Any]] = [(own, dict(own))]
-    for value in own.values():
-        content = vars(value) if is_dataclass(value) and not isinstance(value, type) else value
-        if isinstance(content, (list, dict)):
-            held.append((content, content.copy()))
+    attributes = vars(module)
+    copies: list[tuple[Any, Any]] = [(attributes, dict(attributes))]
+    for value in attributes.values():
+        is_record = is_dataclass(value) and not isinstance(value, type)
+        container = vars(value) if is_record else value
+        if isinstance(container, (list, dict)):
+            copies.append((container, container.copy()))
 
     def restore() -> None:
-        for container, content in held:
+        for container, content in copies:
             container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
 
     return restore
 
@@ -138,8 +154,14 @@ def in_merged(model: Any, run: Callable[[], T], *, merge: Merge | None = None) -
 
     A merge of the whole model would take as much private memory as its adapted layers: their pages are mapped from the
     weight files, and each that is written becomes a copy. So each layer is merged for the time that it runs. A layer
-    whose weight another module uses too, or that is not run itself, is merged all the time. `merge` merges one layer
-    for as long as it is entered, in another way than `merged`.
+    whose weight another module uses too, or that is not run itself, is merged all the time.
+
+    Parameters
+    ----------
+    run : callable
+        Runs the model; it may be called again.
+    merge : callable, optional
+        Merges one layer for as long as its context is entered, in another way than `merged`.
 
     Raises
     ------
@@ -156,40 +178,43 @@ def in_merged(model: Any, run: Callable[[], T], *, merge: Merge | None = None) -
         with _merged_on_arrival(units, merging):
             return run()
     layers = [layer for _, layer in adapted_layers(model)]
-    throughout = _that_share_weights(model, layers)
+    merged_throughout = _layers_that_share_weights(model, layers)
     while True:
-        in_turn = [layer for layer in layers if layer not in throughout]
+        in_turn = [layer for layer in layers if layer not in merged_throughout]
         ran: set[int] = set()
         with ExitStack() as stack:
-            for layer in throughout:
+            for layer in merged_throughout:
                 stack.enter_context(merging(layer))
             for layer in in_turn:
                 _merge_while_it_runs(layer, merging, ran, stack)
-            found = run()
+            result = run()
+        # other code reads the weights of a layer that did not run: in the next run it is merged all the time
         missed = [layer for layer in in_turn if id(layer) not in ran]
         if not missed:
-            return found
-        throughout += missed
+            return result
+        merged_throughout += missed
 
 
-def _that_share_weights(model: torch.nn.Module, layers: list[Any]) -> list[Any]:
+def _layers_that_share_weights(model: torch.nn.Module, layers: list[Any]) -> list[Any]:
+    """Return the layers with a weight that another module has too."""
     owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     return [layer for layer in layers if any(owners[id(parameter)] > 1 for parameter in merged_into(layer))]
 
 
 def _merge_while_it_runs(layer: Any, merging: Merge, ran: set[int], stack: ExitStack) -> None:
-    inside = stack.enter_context(ExitStack())
+    """Put hooks on a layer that merge it for each of its passes, and add its identity to `ran` then."""
+    merge = stack.enter_context(ExitStack())
 
     def begin(layer: Any, _inputs: Any) -> None:
-        inside.enter_context(merging(layer))
+        merge.enter_context(merging(layer))
         ran.add(id(layer))
 
     stack.callback(layer.register_forward_pre_hook(begin).remove)
-    stack.callback(layer.register_forward_hook(lambda *_: inside.close(), always_call=True).remove)
+    stack.callback(layer.register_forward_hook(lambda *_: merge.close(), always_call=True).remove)
 
 
 def _adapted_units(model: torch.nn.Module) -> list[Any]:
-    """Return what brings the weights of the adapted layers of an offloaded model to its device.
+    """Return the hooks that bring the weights of the adapted layers of an offloaded model to its device.
 
     A module with weights of its own may have adapted layers inside, each with a unit of its own.
     """
@@ -201,6 +226,7 @@ def _adapted_units(model: torch.nn.Module) -> list[Any]:
 
 @contextmanager
 def _merged_on_arrival(units: list[Any], merging: Merge) -> Iterator[None]:
+    """Merge the adapted layers of an offloaded model whenever their weights arrive on the device."""
     try:
         for unit in units:
             unit.around = functools.partial(_merged_inside, merging=merging)
@@ -212,6 +238,7 @@ def _merged_on_arrival(units: list[Any], merging: Merge) -> Iterator[None]:
 
 @contextmanager
 def _merged_inside(module: torch.nn.Module, *, merging: Merge) -> Iterator[None]:
+    """Merge every adapted layer inside a module."""
     with ExitStack() as stack:
         for _, layer in adapted_layers(module):
             stack.enter_context(merging(layer))
@@ -219,6 +246,8 @@ def _merged_inside(module: torch.nn.Module, *, merging: Merge) -> Iterator[None]
 
 
 def _or_refused(merge: Merge) -> Merge:
+    """Return a merge that raises PEFT's errors as `MergeRefusedError`."""
+
     @contextmanager
     def merging(layer: Any) -> Iterator[None]:
         with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A base that stays on the host: accelerate's hooks bring each layer's weights to the device when it computes.
+"""Keep a base on the host: accelerate's hooks bring each layer's weights to the device when it computes.
 
 `accelerate.cpu_offload` would do for a base alone. Two things differ here for an adapter's sake. The adapter's own
 tensors stay on the device, so that they can be compared there and have gradients. And the weights below one of PEFT's
@@ -26,7 +26,7 @@ class Weights(AlignDevicesHook):  # type: ignore[misc]  # accelerate has no type
     """Bring one module's own parameters to the device, and drop them there; its buffers stay there."""
 
     def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
-        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
         super().__init__(execution_device=device, offload=True, weights_map=parameters)
         self.init_hook(module)
 
@@ -36,7 +36,7 @@ class Weights(AlignDevicesHook):  # type: ignore[misc]  # accelerate has no type
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A module of the base that has tensors of its own, and these as they are on the host."""
+    """A module of the base that has tensors of its own, with these tensors as they are on the host."""
 
     name: str
     module: torch.nn.Module
@@ -54,6 +54,7 @@ class Part:
 
 
 Around = Callable[[torch.nn.Module], AbstractContextManager[None]]
+"""Returns a context manager to be entered around a module's forward pass."""
 
 
 class Unit(ModelHook):  # type: ignore[misc]  # accelerate has no types
@@ -85,6 +86,7 @@ class Unit(ModelHook):  # type: ignore[misc]  # accelerate has no types
 
 @contextmanager
 def _onloaded(parts: list[Part]) -> Iterator[None]:
+    """Hold the weights of some parts on the device."""
     try:
         for part in parts:
             part.arrive()
@@ -108,17 +110,18 @@ class Offload:
 
     def attach(self, model: torch.nn.Module) -> None:
         """Put the hooks on; `model` is the base, or PEFT's model around it, whose other tensors go to the device."""
-        owner: dict[int, torch.nn.Module] = {}
+        # every part inside one of PEFT's layers arrives with that layer's forward pass, the outermost if they nest
+        adapted_layer_of: dict[int, torch.nn.Module] = {}
         for layer in model.modules():
             if isinstance(layer, BaseTunerLayer):
                 for inner in layer.modules():
-                    owner.setdefault(id(inner), layer)
+                    adapted_layer_of.setdefault(id(inner), layer)
         units: dict[int, tuple[torch.nn.Module, list[Part]]] = {}
         for part in self.parts:
             # a method may have put new tensors in the place of the base's
             part.parameters, part.buffers = dict(part.module._parameters), dict(part.module._buffers)
             part.hook = Weights(part.module, self._device)
-            unit = owner.get(id(part.module), part.module)
+            unit = adapted_layer_of.get(id(part.module), part.module)
             units.setdefault(id(unit), (unit, []))[1].append(part)
         _move_others(model, self._device, {id(part.module) for part in self.parts})
         for unit, parts in units.values():
@@ -144,12 +147,12 @@ class Offload:
     def tensors(self, names: Container[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield these tensors of the base by name; one is on the device until the next is taken."""
         for part in self.parts:
-            dotted = f"{part.name}." if part.name else ""
-            wanted = [n for n in (*part.parameters, *part.buffers) if f"{dotted}{n}" in names]
+            prefix = f"{part.name}." if part.name else ""
+            wanted = [name for name in (*part.parameters, *part.buffers) if f"{prefix}{name}" in names]
             if wanted:
                 with _onloaded([part]):
                     for name in wanted:
-                        yield f"{dotted}{name}", getattr(part.module, name)
+                        yield f"{prefix}{name}", getattr(part.module, name)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """Yield the base's buffers on the device."""
@@ -158,7 +161,10 @@ class Offload:
 
 
 def units_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Unit]]:
-    """Return the modules of an offloaded model whose weights arrive together; none of a model on its device."""
+    """Return the modules of an offloaded model whose weights arrive together, with their hooks.
+
+    A model that is whole on its device has none.
+    """
     hooks = ((module, getattr(module, "_hf_hook", None)) for module in model.modules())
     return [(module, hook) for module, hook in hooks if isinstance(hook, Unit)]
 
@@ -169,13 +175,19 @@ def _move_others(model: torch.nn.Module, device: torch.device, spared: Container
     for module in model.modules():
         if id(module) in spared:
             continue
-        stores: list[dict[str, Any]] = [module._parameters, module._buffers]
-        for held in stores:
-            for name, tensor in held.items():
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for table in tables:
+            for name, tensor in table.items():
                 if tensor is None or tensor.is_meta:  # bytes that never arrived are reported
                     continue
                 if id(tensor) not in moved:
-                    there = tensor.detach().to(device)
-                    is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    moved[id(tensor)] = torch.nn.Parameter(there, tensor.requires_grad) if is_parameter else there
-                held[name] = moved[id(tensor)]
+                    moved[id(tensor)] = _moved(tensor, device)
+                table[name] = moved[id(tensor)]
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor on the device, a parameter as a parameter."""
+    on_device = tensor.detach().to(device)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(on_device, tensor.requires_grad)
+    return on_device

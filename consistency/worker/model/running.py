@@ -21,6 +21,7 @@ from consistency.worker.quantized.exact import as_loaded
 from consistency.worker.recorder import Skip
 
 Activations = dict[str, torch.Tensor]
+"""Inputs or outputs of a model, by name."""
 
 _PYTHONS_OWN = Path(sysconfig.get_path("stdlib")).parts
 
@@ -29,7 +30,7 @@ TASKS = "task_ids"
 
 
 def is_of_the_model(error: Exception, model: torch.nn.Module) -> bool:
-    """Report whether the model's code raises an error: no mistake of ours, nor this device or its memory failing."""
+    """Report whether an error is of the model's code: no mistake of this package, and no failure of the device."""
     return not _is_ours(error) and not is_of_the_device(error, device_of(model))
 
 
@@ -42,22 +43,28 @@ def model_code(
     kinds: tuple[type[Exception], ...] = (),
     raises: type[Skip] = Skip,
 ) -> Iterator[None]:
-    """Raise as `Skip` what code that is not ours raises, but for errors of the device or its memory.
+    """Raise errors of code that is not ours as `Skip`, except those of the device or its memory.
 
     Parameters
     ----------
     of : torch.nn.Module or torch.device
-        What runs, or where.
+        The model that runs, or the device on which a library does.
     prefix, says
-        Make the reason of the error.
+        Text before the reason, and a function that returns the reason of an error.
     kinds : tuple of type
-        By which a library refuses a call; code of a model may raise anything.
+        Errors by which a library refuses a call; without, any error is meant, as a model's code may raise.
+    raises : type
+        The kind of `Skip` to raise.
     """
     try:
         yield
     except Exception as error:
-        is_theirs = isinstance(error, kinds) if kinds else not isinstance(error, Skip) and not _is_ours(error)
-        if not is_theirs or is_of_the_device(error, of if isinstance(of, torch.device) else device_of(of)):
+        is_foreign = not isinstance(error, Skip) and not _is_ours(error)
+        is_theirs = isinstance(error, kinds) if kinds else is_foreign
+        if not is_theirs:
+            raise
+        device = of if isinstance(of, torch.device) else device_of(of)
+        if is_of_the_device(error, device):
             raise
         raise raises(f"{prefix}{says(error)}") from error
 
@@ -65,18 +72,18 @@ def model_code(
 def _is_ours(error: Exception) -> bool:
     """Report whether this package raises an error amid the model's code: by a mistake, or for a file that it writes.
 
-    Hooks of ours run inside of the model's passes. What they cannot write, on a full disk for example, says nothing of
-    the model.
+    Hooks of ours run inside of the model's passes. An error of theirs, such as a full disk, says nothing of the model.
     """
     if isinstance(error, ConsistencyError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, OSError | SafetensorError):
         return _is_called_by_us(frames)
-    is_mistake = isinstance(error, NameError | TypeError | AssertionError)
-    # code of torch that a mode of ours calls is another's
-    is_here = bool(frames) and _is_in("consistency", _path(frames[-1])) and not frames[-1].name.startswith("__torch_")
-    return is_mistake and is_here
+    if not frames or not isinstance(error, NameError | TypeError | AssertionError):
+        return False
+    # an operation that a mode of ours hands on to torch is the model's
+    is_handed_on = frames[-1].name.startswith("__torch_")
+    return _is_in("consistency", _path(frames[-1])) and not is_handed_on
 
 
 def _is_called_by_us(frames: traceback.StackSummary) -> bool:
@@ -103,12 +110,12 @@ def _path(frame: traceback.FrameSummary) -> tuple[str, ...]:
 
 
 def base_of(model: Any) -> Any:
-    """Return the model without PEFT's."""
+    """Return the base model inside of PEFT's, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Return the device that a model computes on, which an offloaded one's parameters are not on."""
+    """Return the device that a model computes on; an offloaded model has its parameters elsewhere."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     device = next((hook.execution_device for hook in hooks if hook is not None), None)
     return next(model.parameters()).device if device is None else torch.device(device)
@@ -120,7 +127,13 @@ def _is_out_of_reach(error: Exception) -> bool:
 
 
 def refusal(case: Case, error: Exception) -> str:
-    """Return why the model does not run on the inputs; on the user's own inputs that is the user's error."""
+    """Return the reason why the model does not run on the inputs.
+
+    Raises
+    ------
+    InputError
+        The inputs are the user's own.
+    """
     if _is_out_of_reach(error):
         return f"the model reads weights that accelerate's hooks do not bring to the device: {first_line(error)}"
     if case.inputs is not None:
@@ -140,7 +153,7 @@ def _is_of_replaced_layer(error: Exception) -> bool:
 
 
 def _is_of_peft(error: Exception) -> bool:
-    """Report whether PEFT's own code raises an error, or asks torch for what it cannot do, rather than the model."""
+    """Report whether PEFT's own code, rather than the model's, raises an error or makes torch raise it."""
     frames = [_path(frame) for frame in traceback.extract_tb(error.__traceback__)]
     outside = [parts for parts in frames if not _is_in("torch", parts) and not _is_in("consistency", parts)]
     return bool(outside) and _is_in("peft", outside[-1])
@@ -160,8 +173,8 @@ def activations(model: torch.nn.Module, inputs: Activations) -> Activations:
     layer by that flag, without a gradient too.
     """
     with torch.no_grad(), without_gradients(model):
-        found = outputs(model, inputs)
-    return {name: tensor.detach().to("cpu") for name, tensor in found.items()}
+        on_device = outputs(model, inputs)
+    return {name: tensor.detach().to("cpu") for name, tensor in on_device.items()}
 
 
 def outputs(model: torch.nn.Module, inputs: Activations) -> Activations:
@@ -171,9 +184,12 @@ def outputs(model: torch.nn.Module, inputs: Activations) -> Activations:
 
 
 def outputs_by(call: Callable[..., Any], model: torch.nn.Module, inputs: Activations) -> Activations:
-    """Do the same by a wrapper of the model, or by a model whose parameters change places while it runs."""
+    """Run a wrapper of a model, or a model whose parameters change places meanwhile; return its outputs by name.
+
+    Outputs that are no floating-point tensors, and scalars such as a loss, are left out.
+    """
     device, dtype = device_of(model), next(model.parameters()).dtype
-    moved = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in inputs.items()}
+    moved = {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in inputs.items()}
     output = call(**moved, **_extras(model), **_tasks(model, moved))
     if isinstance(output, torch.Tensor):
         return {"output": output}
@@ -188,13 +204,13 @@ def without_gradients(model: torch.nn.Module) -> Iterator[None]:
     `matmul` folds an input whose rows are not contiguous if the weight requires a gradient, and multiplies in batches
     if not (`should_fold` in ATen's LinearAlgebra.cpp), with other bits. PEFT's `set_adapter` changes the flag.
     """
-    needed = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in needed:
+        for parameter in trainable:
             parameter.requires_grad_(False)
         yield
     finally:
-        for parameter in needed:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 
@@ -205,29 +221,31 @@ def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
     For every pass PEFT merges its adapter into torch's MultiheadAttention, and registers what it unmerges: the base's
     weights but for rounding, in float64 where the pass was.
     """
-    held = [(module._parameters, dict(module._parameters)) for module in model.modules() if module._parameters]
+    tables = [(module._parameters, dict(module._parameters)) for module in model.modules() if module._parameters]
     try:
         yield
     finally:
-        for now, before in held:
-            changed = [name for name, one in before.items() if now.get(name) is not one]
-            if any(one is not None and not one.is_meta for one in map(before.get, changed)):
-                now.clear()
-                now.update(before)
+        for table, before in tables:
+            replaced = [parameter for name, parameter in before.items() if table.get(name) is not parameter]
+            # parameters of an offloaded module are on meta, and the hooks replace them
+            if any(parameter is not None and not parameter.is_meta for parameter in replaced):
+                table.clear()
+                table.update(before)
 
 
 def matrix_elements(model: torch.nn.Module) -> int:
-    """Return the elements of all matrices, which a token is multiplied with once each."""
+    """Return the number of elements of all matrices: the multiplications for one token."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
 
 
 def tokens_of(inputs: Activations) -> int:
-    """Return how many rows of the inputs pass through the model: tokens, or images."""
-    return max((t.numel() if t.dim() < 3 else t.shape[0] for t in inputs.values()), default=1)
+    """Return the number of rows of the inputs that pass through the model: tokens, or images."""
+    counts = [tensor.numel() if tensor.dim() < 3 else tensor.shape[0] for tensor in inputs.values()]
+    return max(counts, default=1)
 
 
 def _extras(model: torch.nn.Module) -> dict[str, Any]:
-    """Ask transformers models for no hidden states and no cache; another takes its inputs alone."""
+    """Return arguments that ask a transformers model for no hidden states and no cache; none for other models."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return {}
@@ -242,11 +260,13 @@ def _tasks(model: Any, inputs: Activations) -> Activations:
     configs, prompts = getattr(model, "peft_config", None), getattr(model, "prompt_encoder", {})
     if configs is None or TASKS in inputs or not inputs:
         return {}
-    asks = [model.base_model]
-    if TASKS in inspect.signature(model.forward).parameters:  # not that of the base, while a prompt is disabled
-        asks += [prompts[name] for name in model.active_adapters if name in prompts]
-    if not any(TASKS in inspect.signature(part.forward).parameters for part in asks):
+    modules = [model.base_model]
+    if TASKS in inspect.signature(model.forward).parameters:  # it is the base's while a prompt is disabled
+        modules += [prompts[name] for name in model.active_adapters if name in prompts]
+    if not any(TASKS in inspect.signature(module.forward).parameters for module in modules):
         return {}
-    counts = (getattr(configs[name], one, 1) for name in model.active_adapters for one in ("n_tasks", "num_tasks"))
+    task_counts = [1]
+    for name in model.active_adapters:
+        task_counts += [getattr(configs[name], field, 1) for field in ("n_tasks", "num_tasks")]
     rows = next(iter(inputs.values())).shape[0]
-    return {TASKS: torch.arange(rows, device=device_of(model)) % max(counts, default=1)}
+    return {TASKS: torch.arange(rows, device=device_of(model)) % max(task_counts)}

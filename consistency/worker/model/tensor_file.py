@@ -1,4 +1,4 @@
-"""A safetensors file that is written in slices, for tensors that together would not fit in memory."""
+"""Write a safetensors file in slices, for tensors that together would not fit in memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF1
 
 
 class TensorFile:
-    """Tensors whose shapes are known before their values.
+    """A file of tensors whose shapes are known before their values.
 
     Parameters
     ----------
     layout : mapping of str to (torch.dtype, tuple of int)
         Dtype and shape by name. A slice is one index of the first dimension.
     of_another : bool
-        Read the file that another process has written.
+        Read the file that another process has written, instead of writing one.
+
+    Attributes
+    ----------
+    written : set of str
+        Names of the tensors of which anything was written.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class TensorFile:
             self._starts[name], end = end, end + math.prod(shape) * dtype.itemsize
             code = _CODES[name_of(dtype)]
             header[name] = {"dtype": code, "shape": shape, "data_offsets": [self._starts[name], end]}
+        # the format: the header's length in 8 bytes, the header as JSON, and the tensors from a multiple of 8 on
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._data = 8 + len(text)
@@ -59,7 +65,7 @@ class TensorFile:
         self.write_elements(name, index * tensor.numel(), tensor)
 
     def write_elements(self, name: str, start: int, tensor: torch.Tensor) -> None:
-        """Write elements of a flattened tensor, from one on."""
+        """Write some elements of a flattened tensor, from the number `start` on."""
         raw = as_bytes(tensor).numpy()
         self._write(raw.data, self._data + self._starts[name] + start * tensor.itemsize)
         self.written.add(name)
@@ -82,10 +88,10 @@ class TensorFile:
             self.path.unlink(missing_ok=True)
 
     def _write(self, raw: bytes | memoryview, offset: int) -> None:
-        view = memoryview(raw).cast("B")
+        remaining = memoryview(raw).cast("B")
         try:
-            while view:
-                done = os.pwrite(self._file, view, offset)
-                view, offset = view[done:], offset + done
+            while remaining:  # the system may write less than it is asked to
+                done = os.pwrite(self._file, remaining, offset)
+                remaining, offset = remaining[done:], offset + done
         except OSError as error:
             raise CaptureError("cannot write a scratch file", where=self.path, got=error) from error

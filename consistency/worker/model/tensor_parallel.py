@@ -28,7 +28,7 @@ def load_tensor_parallel(case: Case, world: int) -> torch.nn.Module:
     except ImportError as error:
         raise ValueError("this version of transformers has no DistributedConfig") from error
     try:
-        distributed = DistributedConfig(tp_size=world, **_of_experts(case, world))
+        distributed = DistributedConfig(tp_size=world, **_expert_options(case, world))
     except TypeError as error:
         version = importlib.metadata.version("transformers")
         raise ValueError(
@@ -52,8 +52,8 @@ def load_tensor_parallel(case: Case, world: int) -> torch.nn.Module:
     return adapted.eval()
 
 
-def _of_experts(case: Case, world: int) -> dict[str, int]:
-    """Return how many ranks hold experts of their own, where the model has a plan for that."""
+def _expert_options(case: Case, world: int) -> dict[str, int]:
+    """Return the option that distributes experts over all ranks, where the model has a plan for that; else none."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(case.base, trust_remote_code=case.trust_remote_code)
@@ -62,8 +62,12 @@ def _of_experts(case: Case, world: int) -> dict[str, int]:
 
 def ranks_of_a_plan(model: torch.nn.Module, ranks: int) -> int:
     """Return the largest number of ranks that divides the model's attention heads: 1 where none does."""
-    given: Any = getattr(model, "config", None)
-    config = given.get_text_config() if hasattr(given, "get_text_config") else given
-    heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
-    counts = [count for count in heads if isinstance(count, int)]
-    return next((size for size in range(ranks, 1, -1) if all(count % size == 0 for count in counts)), 1)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    settings = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    head_counts = [count for count in settings if isinstance(count, int)]
+    for size in range(ranks, 1, -1):
+        if all(count % size == 0 for count in head_counts):
+            return size
+    return 1

@@ -1,4 +1,4 @@
-"""The bytes in the files, read on the CPU: a reference that shares no fault with a device."""
+"""Read tensors of weight files on the CPU: a reference that shares no fault with a device."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class WeightFiles:
         if checkpoint.pickled and allow_pickle:
             for file in checkpoint.files:
                 # files from before torch 1.6 are not archives, and cannot be mapped
-                mapped = zipfile.is_zipfile(file)
-                self._loaded.update(torch.load(file, map_location="cpu", weights_only=True, mmap=mapped))
+                is_mapped = zipfile.is_zipfile(file)
+                self._loaded.update(torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped))
 
     @classmethod
     def of_base(cls, folder: str, *, allow_pickle: bool) -> WeightFiles:
@@ -43,8 +43,8 @@ class WeightFiles:
 
     @classmethod
     def _of(cls, folder: str, stem: str, pickle_stem: str, *, allow_pickle: bool) -> WeightFiles:
-        found = read_checkpoint(Path(folder), stem=stem, pickle_stem=pickle_stem, allow_pickle=allow_pickle)
-        return cls(found, allow_pickle=allow_pickle)
+        checkpoint = read_checkpoint(Path(folder), stem=stem, pickle_stem=pickle_stem, allow_pickle=allow_pickle)
+        return cls(checkpoint, allow_pickle=allow_pickle)
 
     def mapped_anew(self) -> WeightFiles:
         """Return a reader with mappings of its own: what is written into its tensors reaches no other reader."""
@@ -69,8 +69,9 @@ class WeightFiles:
         if name in self._loaded:
             return self._loaded[name]
         file = self._checkpoint.tensors[name].file
+        # a new mapping has no resident pages; tensors in use keep the previous one
         if file not in self._open or self._bytes_read[file] > WINDOW_BYTES:
-            self._open[file] = safe_open(file, framework="pt", device="cpu")  # tensors in use keep the previous mapping
+            self._open[file] = safe_open(file, framework="pt", device="cpu")
             self._bytes_read[file] = 0
         tensor = self._open[file].get_tensor(name)
         assert isinstance(tensor, torch.Tensor)
@@ -78,7 +79,7 @@ class WeightFiles:
         return tensor
 
     def let_go(self) -> None:
-        """Unmap the files: what is in use keeps its mapping, and what is read later gets another."""
+        """Unmap the files: tensors in use keep their mapping, and those that are read later get another."""
         self._open.clear()
 
     def read_all(self) -> Mapping[str, torch.Tensor]:
@@ -102,8 +103,9 @@ def file_names(parameters: Mapping[str, torch.Tensor], files: WeightFiles) -> di
     claims: dict[str, list[str]] = {}
     for name, tensor in parameters.items():
         if name not in matched:
-            found = next((by_ending[ending] for ending in endings(name) if ending in by_ending), [])
-            if len(found) == 1 and files.shape(found[0]) == tuple(tensor.shape):
-                claims.setdefault(found[0], []).append(name)
+            # names in the file with the first ending that any of them has
+            candidates = next((by_ending[ending] for ending in endings(name) if ending in by_ending), [])
+            if len(candidates) == 1 and files.shape(candidates[0]) == tuple(tensor.shape):
+                claims.setdefault(candidates[0], []).append(name)
     matched |= {names[0]: key for key, names in claims.items() if len(names) == 1}
     return {name: key for name, key in matched.items() if files.shape(key) == tuple(parameters[name].shape)}

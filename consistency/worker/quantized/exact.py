@@ -1,4 +1,4 @@
-"""Float64 passes through a model with quantized layers, and a model that a pass leaves as it was.
+"""Let quantized layers compute in float64 passes, and restore what a pass replaces in them.
 
 A quantized layer's own kernels take no float64. For the reference, each layer multiplies by its exact weight instead,
 which is made for the time of one product. Where the layer quantizes its inputs too (8-bit layers of bitsandbytes,
@@ -23,13 +23,13 @@ from consistency.worker.quantized.held import quantized_layers, weight_of_layer
 def exact_layers(model: torch.nn.Module) -> Iterator[None]:
     """Let the quantized layers of a model on the CPU compute with their exact weights.
 
-    A layer whose kind has no formula computes as it does.
+    A layer whose kind has no formula computes by its own kernels.
     """
     with ExitStack() as stack:
         for _, layer in quantized_layers(model):
             forward = next((forward for kind, forward in _FORWARD.items() if isinstance(layer, kind)), None)
             if forward is not None and weight_of_layer(layer) is not None:
-                stack.enter_context(_computing(layer, functools.partial(forward, layer)))
+                stack.enter_context(_replaced_forward(layer, functools.partial(forward, layer)))
         yield
 
 
@@ -45,53 +45,56 @@ _FORWARD = {torch.nn.Linear: _linear, torch.nn.Embedding: _embedding}
 
 
 def _exact(layer: Any) -> torch.Tensor:
+    """Return the exact weight of a layer whose kind has a formula."""
     weight = weight_of_layer(layer)
     assert weight is not None
     return weight.exact()
 
 
 @contextmanager
-def _computing(layer: Any, forward: Any) -> Iterator[None]:
-    own = vars(layer)
-    had, before = "forward" in own, own.get("forward")
-    own["forward"] = forward
+def _replaced_forward(layer: Any, forward: Any) -> Iterator[None]:
+    """Let a layer compute by another function; a `forward` of its own, as hooks of libraries put there, comes back."""
+    attributes = vars(layer)
+    had_own, own = "forward" in attributes, attributes.get("forward")
+    attributes["forward"] = forward
     try:
         yield
     finally:
-        if had:
-            own["forward"] = before
+        if had_own:
+            attributes["forward"] = own
         else:
-            del own["forward"]
+            del attributes["forward"]
 
 
 @contextmanager
 def as_loaded(model: torch.nn.Module) -> Iterator[None]:
-    """Put back what a pass replaces in quantized layers.
+    """Restore at the end of a `with` block what a pass replaces in quantized layers.
 
     On a CPU with AVX512-BF16, the first pass of a 4-bit layer of bitsandbytes replaces its codes by others in another
     order, and its scales by ones rounded to bfloat16. Whatever else reads them after that (a merge, a backward pass)
     takes them for the old ones. An 8-bit layer moves its scales from the weight to the layer.
     """
-    kept = [(layer.weight, layer.weight.data, _noted(layer)) for layer in _of_bitsandbytes(model)]
+    layers = [(layer.weight, layer.weight.data, _attributes(layer)) for layer in _bitsandbytes_layers(model)]
     try:
         yield
     finally:
-        for weight, data, attributes in kept:
+        for weight, data, attributes in layers:
             if start_of(weight.data) != start_of(data) or weight.shape != data.shape:
                 weight.data = data
-            for owner, before in attributes:
-                owner.clear()
-                owner.update(before)
+            for table, before in attributes:
+                table.clear()
+                table.update(before)
 
 
-def _of_bitsandbytes(model: torch.nn.Module) -> Iterator[Any]:
+def _bitsandbytes_layers(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the layers whose weights are of bitsandbytes."""
     for _, layer in quantized_layers(model):
         if type(layer.weight).__name__ in ("Params4bit", "Int8Params"):
             yield layer
 
 
-def _noted(layer: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the attributes of a layer's weight, and of the records of its state, with what they are now."""
+def _attributes(layer: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the tables of attributes of a layer's weight and of the records of its state, each with a copy."""
     owners = [layer.weight, getattr(layer.weight, "quant_state", None), getattr(layer, "state", None)]
     owners.append(getattr(owners[1], "state2", None))
     return [(vars(owner), dict(vars(owner))) for owner in owners if owner is not None]

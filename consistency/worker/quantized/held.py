@@ -16,7 +16,7 @@ import torch
 from consistency.numerics.quantized import Affine, EightBit, Float8, FourBit, QuantizedWeight
 
 STATE = ".quant_state.bitsandbytes__"
-"""In a file, what begins the name of the record of a 4-bit weight's settings, after the weight's name."""
+"""In a file, the start of the name of a 4-bit weight's record of settings, after the weight's own name."""
 
 
 def is_quantized(weight: Any) -> bool:
@@ -56,17 +56,18 @@ def weight_of_layer(layer: Any) -> QuantizedWeight | None:
 
 def _row_scales(layer: Any) -> torch.Tensor:
     """Return the scales of an 8-bit layer, which its first pass moves from the weight to the layer."""
-    found = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
-    assert isinstance(found, torch.Tensor)
-    return found
+    scales = layer.weight.SCB if layer.weight.SCB is not None else layer.state.SCB
+    assert isinstance(scales, torch.Tensor)
+    return scales
 
 
 def _four_bit(weight: Any) -> QuantizedWeight | None:
+    """Return a 4-bit weight of bitsandbytes by its parts; None of one that is packed for the CPU or has no formula."""
     state = weight.quant_state
     if getattr(state, "packing_format_for_cpu", False) or state.dtype is None:
         return None
     parts = {"codes": weight.data, "absmax": state.absmax, "table": state.code}
-    if state.nested:
+    if state.nested:  # the scales are quantized too, and the formula is for blocks of the library's usual size
         if state.state2.blocksize != 256:
             return None
         parts |= {"nested_absmax": state.state2.absmax, "nested_table": state.state2.code, "offset": state.offset}
@@ -74,6 +75,7 @@ def _four_bit(weight: Any) -> QuantizedWeight | None:
 
 
 def _of_torchao(weight: Any) -> QuantizedWeight | None:
+    """Return a weight of torchao by its parts; None where its kind has no formula here."""
     kind, block = type(weight).__name__, tuple(getattr(weight, "block_size", None) or ())
     parts = dict(inner_tensors(weight))
     if len(block) != weight.dim() or getattr(weight, "act_pre_scale", None) is not None:
@@ -81,9 +83,10 @@ def _of_torchao(weight: Any) -> QuantizedWeight | None:
     shape, dtype = tuple(weight.shape), weight.dtype
     if kind == "Float8Tensor":
         return Float8(parts=parts, shape=shape, dtype=dtype, block=block)
-    bits = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": str(getattr(weight, "target_dtype", ""))}.get(kind, "")
-    digits = "".join(letter for letter in bits if letter.isdigit())
-    if not digits or "uint" in bits:
+    target_dtypes = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": str(getattr(weight, "target_dtype", ""))}
+    target_dtype = target_dtypes.get(kind, "")
+    digits = "".join(letter for letter in target_dtype if letter.isdigit())
+    if not digits or "uint" in target_dtype:
         return None
     highest = 2 ** (int(digits) - 1) - 1
     return Affine(parts=parts, shape=shape, dtype=dtype, block=block, lowest=-highest - 1, highest=highest)
@@ -94,7 +97,8 @@ def inner_tensors(weight: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name in weight.__tensor_flatten__()[0]:
         inner = getattr(weight, name)
         if is_composite(inner):
-            yield from ((f"{name}_{part}", tensor) for part, tensor in inner_tensors(inner))
+            for part, tensor in inner_tensors(inner):
+                yield f"{name}_{part}", tensor
         elif isinstance(inner, torch.Tensor):
             yield name, inner
 
@@ -102,13 +106,16 @@ def inner_tensors(weight: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def stored_names(name: str, weight: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield each tensor that stores a quantized weight: its name in the model, in the file, and the tensor.
 
-    A name in the model is that of the layer and one part: `q_proj.weight_absmax`. `name` is the weight's.
+    Parameters
+    ----------
+    name : str
+        Name of the weight in the model, such as `q_proj.weight`; a part of it is called `q_proj.weight_absmax`.
     """
     if is_composite(weight):
         layer, _, parameter = name.rpartition(".")
-        begin = f"{layer}." if layer else ""
+        prefix = f"{layer}." if layer else ""
         for part, tensor in inner_tensors(weight):
-            yield f"{name}_{part}", f"{begin}_{parameter}_{part}", tensor
+            yield f"{name}_{part}", f"{prefix}_{parameter}_{part}", tensor
         return
     yield name, name, weight
     if type(weight).__name__ == "Int8Params":
@@ -117,38 +124,41 @@ def stored_names(name: str, weight: Any) -> Iterator[tuple[str, str, torch.Tenso
             yield f"{layer}.SCB", f"{layer}.SCB", weight.SCB
         return
     state = weight.quant_state
-    held = {"absmax": state.absmax, "quant_map": state.code}
+    parts = {"absmax": state.absmax, "quant_map": state.code}
     if state.nested:
-        held |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
-    for part, tensor in held.items():
+        parts |= {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code}
+    for part, tensor in parts.items():
         yield f"{name}_{part}", f"{name}.{part}", tensor
 
 
 def stated_settings(weight: Any) -> dict[str, Any]:
-    """Return what a 4-bit weight's record in a file states, as the weight has it; nothing of other kinds."""
+    """Return the settings of a 4-bit weight in the model, as a file's record would state them; empty of other kinds."""
     if type(weight).__name__ != "Params4bit":
         return {}
     packed = weight.quant_state.as_dict(packed=True)
-    return next((settings_in(part) for key, part in packed.items() if key.startswith(STATE[1:])), {})
+    for key, part in packed.items():
+        if key.startswith(STATE[1:]):
+            return settings_in(part)
+    return {}
 
 
 def settings_in(record: torch.Tensor) -> dict[str, Any]:
-    """Return what a record of settings in a file states."""
-    found = json.loads(bytes(record.cpu().numpy()).decode())
-    return found if isinstance(found, dict) else {}
+    """Return the settings in a file's record, by name."""
+    settings = json.loads(bytes(record.cpu().numpy()).decode())
+    return settings if isinstance(settings, dict) else {}
 
 
 def dequantized(layer: Any) -> torch.Tensor:
     """Return a layer's weight as its library dequantizes it, on its device."""
     if is_composite(layer.weight):
-        found = layer.weight.dequantize()
+        values = layer.weight.dequantize()
     else:
         from bitsandbytes import functional
 
         weight = layer.weight
         if type(weight).__name__ == "Params4bit":
-            found = functional.dequantize_4bit(weight.data, weight.quant_state)
+            values = functional.dequantize_4bit(weight.data, weight.quant_state)
         else:
-            found = functional.int8_vectorwise_dequant(weight.data, _row_scales(layer))
-    assert isinstance(found, torch.Tensor)
-    return found.detach()
+            values = functional.int8_vectorwise_dequant(weight.data, _row_scales(layer))
+    assert isinstance(values, torch.Tensor)
+    return values.detach()

@@ -1,4 +1,4 @@
-"""One step of AdamW: as torch does it, and its exact value with the allowed error.
+"""Compute one step of AdamW as torch does, and its exact value with the allowed error.
 
 The step divides a gradient by its own magnitude, so near zero its result depends on the gradient's sign: no bound on
 the gradient's error bounds the resulting parameter. Given the gradient's bytes the step is well conditioned, so it is
@@ -29,7 +29,10 @@ class Moments:
 
 
 def step(parameter: torch.Tensor, gradient: torch.Tensor, moments: Moments | None = None) -> torch.Tensor:
-    """Return a parameter after a step of AdamW, unchanged itself; without moments it is the first step."""
+    """Return the value of a parameter after a step of AdamW; the parameter itself is unchanged.
+
+    Without moments it is the first step.
+    """
     new = torch.nn.Parameter(parameter.detach().clone())
     new.grad = gradient.detach().clone()
     optimizer = optimizer_of([new])
@@ -45,7 +48,7 @@ def step(parameter: torch.Tensor, gradient: torch.Tensor, moments: Moments | Non
 
 @dataclass(frozen=True, slots=True)
 class ExactState:
-    """Exact values of a parameter and of the optimizer's state for it, with what a device's may be off by."""
+    """Exact values of a parameter and of the optimizer's state for it, with the errors that a device may make."""
 
     parameter: Tracked
     first: Tracked | None = None
@@ -53,19 +56,22 @@ class ExactState:
     steps: int = 0
 
     def after(self, gradient: Tracked) -> ExactState:
-        """Return the same after one step more."""
-        of, (beta1, beta2) = self.parameter.by, BETAS
+        """Return the state after one more step, in the order of torch's own operations."""
+        arithmetic, (beta1, beta2) = self.parameter.by, BETAS
 
         def rounded(number: float) -> Tracked:
-            return of.constant(number).store()
+            return arithmetic.constant(number).store()
 
         first, second, steps = self.first, self.second, self.steps + 1
         decayed = (self.parameter * rounded(1 - LEARNING_RATE * WEIGHT_DECAY)).store()
-        grown = (gradient - first).store() if first is not None else gradient
-        mean = (grown * rounded(1 - beta1)).store()
-        mean = (first + mean).store() if first is not None else mean
+        # the mean moves toward the gradient by a part of their distance (`lerp_`); it begins at zero
+        distance = (gradient - first).store() if first is not None else gradient
+        mean = (distance * rounded(1 - beta1)).store()
+        if first is not None:
+            mean = (first + mean).store()
         square = ((gradient * gradient).store() * rounded(1 - beta2)).store()
-        square = ((second * rounded(beta2)).store() + square).store() if second is not None else square
+        if second is not None:
+            square = ((second * rounded(beta2)).store() + square).store()
         root = (square.sqrt().store() / rounded((1 - beta2**steps) ** 0.5)).store()
         size = (root + rounded(EPSILON)).store()
         change = ((rounded(-LEARNING_RATE / (1 - beta1**steps)) * mean).store() / size).store()

@@ -1,4 +1,4 @@
-"""What goes backward: parameters of an adapter, parts of a batch, and the loss.
+"""The parts of a backward pass that every stage shares: parameters of an adapter, parts of a batch, and the loss.
 
 The loss is a sum of the model's outputs, each element with a fixed sign and one power of two as its weight. Such a loss
 exists for any model; it is linear, so the gradient that enters the model is exact and the same everywhere, and only the
@@ -29,47 +29,72 @@ def trained(model: Any, held: Mapping[str, object]) -> list[str]:
     PEFT itself is asked: an adapter's file may hold more, such as whole embeddings beside their factors
     (`save_embedding_layers`), and what is not trained has no gradient.
     """
-    kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        for parameter, _ in kept:
+        for parameter, _ in flags:
             if parameter.is_floating_point():
                 parameter.requires_grad_(False)
-        mark = getattr(model.base_model, "_mark_only_adapters_as_trainable", None)
-        if mark is not None:  # the biases that a config trains; X-LoRA's own takes no model
-            mark(*[model.base_model.model][: len(inspect.signature(mark).parameters)])
-        # after the marks, which TinyLoRA takes from its vectors in inference, and OSF from heads that are saved whole
-        model.set_adapter(ADAPTER_NAME)
-        held_here = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if name in held]
-        # prompt methods keep what they train in a module of their own
-        names = {name: id(p) for name, p in held_here if p.requires_grad or name.startswith("prompt_encoder.")}
-        if not names:  # a method with marks of its own: what they left trainable on loading
-            was = {id(parameter) for parameter, needed in kept if needed}
-            names = {name: id(p) for name, p in held_here if id(p) in was}
+        _mark_trainable(model)
+        in_file = [
+            (name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if name in held
+        ]
+        # prompt methods keep the parameters that they train in a module of their own
+        names = {
+            name: id(parameter)
+            for name, parameter in in_file
+            if parameter.requires_grad or name.startswith("prompt_encoder.")
+        }
+        if not names:  # a method with marks of its own: those that it left trainable on loading
+            trainable_before = {id(parameter) for parameter, needed in flags if needed}
+            names = {name: id(parameter) for name, parameter in in_file if id(parameter) in trainable_before}
     finally:
-        for parameter, needed in kept:
+        for parameter, needed in flags:
             parameter.requires_grad_(needed)
-    # a vector that layers share has the name of each, and in the file one
-    return list({parameter: name for name, parameter in reversed(names.items())}.values())[::-1]
+    # a vector that layers share has the name of each in the model, and in the file one: it gets its first name, and
+    # keeps the place of its last one
+    names_backwards: dict[int, str] = {}
+    for name, parameter_id in reversed(names.items()):
+        names_backwards[parameter_id] = name
+    return list(names_backwards.values())[::-1]
+
+
+def _mark_trainable(model: Any) -> None:
+    """Let PEFT set `requires_grad` of the parameters that training its adapter changes."""
+    mark = getattr(model.base_model, "_mark_only_adapters_as_trainable", None)
+    if mark is not None:  # the biases that a config trains; X-LoRA's own takes no model
+        arguments = [model.base_model.model]
+        mark(*arguments[: len(inspect.signature(mark).parameters)])
+    # after the marks, which TinyLoRA takes from its vectors in inference, and OSF from heads that are saved whole
+    model.set_adapter(ADAPTER_NAME)
 
 
 def parts_of(inputs: Tensors) -> list[Tensors]:
-    """Distribute the sequences over parts; inputs that are no batch are one."""
+    """Distribute the sequences over parts of a batch; inputs whose tensors differ in their rows are one part."""
     sizes = {tensor.shape[:1] for tensor in inputs.values()}
     count = 1
     if len(sizes) == 1 and () not in sizes:
         sequences = next(iter(sizes))[0]
         count = min(TRAINING_PARTS, sequences)
-    split = {name: torch.tensor_split(tensor, count) if count > 1 else [tensor] for name, tensor in inputs.items()}
-    return [{name: parts[i] for name, parts in split.items()} for i in range(count)]
+    parts: list[Tensors] = [{} for _ in range(count)]
+    for name, tensor in inputs.items():
+        pieces = torch.tensor_split(tensor, count) if count > 1 else [tensor]
+        for part, piece in zip(parts, pieces, strict=True):
+            part[name] = piece
+    return parts
 
 
 def go_back(terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Compute the gradients of a loss, the sum of tensors by their weights.
+    """Compute the gradients of a loss: the sum of all elements of tensors, each times its weight.
+
+    Parameters
+    ----------
+    terms
+        Tensors, each with a tensor of weights.
 
     Raises
     ------
     ValueError
-        It has none: no output of the model depends on the adapter.
+        There are no tensors: no output of the model depends on the adapter.
     """
     if not terms:
         raise ValueError("no output of the model depends on the adapter")
@@ -100,29 +125,29 @@ def as_model_takes(model: torch.nn.Module, inputs: Tensors) -> Tensors:
 
 @contextmanager
 def put_back(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Put back the values that parameters and buffers have now, and their gradients."""
-    kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    """Restore the values that parameters and buffers have now, and their gradients, at the end of a `with` block."""
+    values = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     gradients = {name: tensor.grad for name, tensor in tensors.items()}
     try:
         yield
     finally:
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.copy_(kept[name])
+                tensor.copy_(values[name])
                 tensor.grad = gradients[name]
 
 
 @contextmanager
 def trainable(model: torch.nn.Module, wanted: Any) -> Iterator[None]:
     """Let gradients flow to these parameters alone, and restore that at the end."""
-    kept = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        for parameter, _ in kept:
+        for parameter, _ in flags:
             if parameter.is_floating_point():  # torch refuses to set it on integers, which have no gradient
                 parameter.requires_grad_(False)
         for parameter in wanted:
             parameter.requires_grad_(True)
         yield
     finally:
-        for parameter, needed in kept:
+        for parameter, needed in flags:
             parameter.requires_grad_(needed)

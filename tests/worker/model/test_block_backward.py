@@ -119,13 +119,13 @@ def plain(passes: Passes) -> Tensors:
 
 def fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no block run a second time."""
-    real = block_backward._BackwardPass._run_again
+    real = block_backward._BackwardFromTheLoss._run_again
 
     def run_again(self: Any, call: Any) -> Any:
         real(self, call)
         raise block_backward._NotAgainError("another result")
 
-    monkeypatch.setattr(block_backward._BackwardPass, "_run_again", run_again)
+    monkeypatch.setattr(block_backward._BackwardFromTheLoss, "_run_again", run_again)
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
