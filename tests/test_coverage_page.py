@@ -104,6 +104,6 @@ def of_any_kernel(cells: Sequence[str]) -> tuple[str, ...]:
 
 
 def test_only_what_kernels_decide_is_taken_from_a_cell() -> None:
-    zeros = "rounding in float16 makes errors so large that twice those would let a tensor of zeros pass"
+    zeros = "rounding in float16 makes such large errors that a tolerance of twice those would let zeros pass"
     cells = (f"yes · {zeros}", f"yes · {zeros} · PEFT does not merge it", "no · PEFT does not merge it", "**block**")
     assert of_any_kernel(cells) == ("yes", "yes · PEFT does not merge it", "no · PEFT does not merge it", "**block**")

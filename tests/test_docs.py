@@ -43,6 +43,7 @@ GENERATED = {
     "docs/faults-by-method.md",
     "docs/glossary.md",
     "docs/options.md",
+    "docs/performance.md",
     "docs/report-format.md",
     "docs/sensitivity.md",
 }

@@ -187,7 +187,9 @@ class Options:
         "the stage forward; may be repeated",
         "NAME=FILE",
         repeatable=True,
-        absent=dict.fromkeys((Edge.PYTEST, Edge.PYTEST_INI), "an engine's file is of one case and one moment"),
+        absent=dict.fromkeys(
+            (Edge.PYTEST, Edge.PYTEST_INI), "an engine's file belongs to one case: give it on the command line"
+        ),
     )
     repeat: int | None = declare(
         None, "runs per device, to check that results repeat bitwise (default: by level)", "N", type=int

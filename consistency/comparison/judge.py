@@ -236,10 +236,12 @@ def _relative(
         return _equal(worker, record, reference=FLOAT64)
     rounding = _rounding_for(worker, reference, record, expected)
     if rounding is None:
-        unknown = "the error that rounding makes in this dtype is unknown: no CPU took part"
+        unknown = "the rounding error in this dtype is unknown without the CPU: add cpu to --devices"
         return _not_judged(worker, "skipped", record.reason or unknown)
     if record.dtype == "float16" and not math.isfinite(rounding.largest):  # the range of the others suffices
-        overflow = "the CPU's own values overflow float16 (largest value 65504): there is no error to compare with"
+        overflow = (
+            "the CPU's own values overflow float16 (largest value 65504): there is no rounding error to compare with"
+        )
         return _not_judged(worker, "skipped", overflow)
     if _is_unknown(measure):
         return _skipped(worker, record, NOT_FINITE)
@@ -339,8 +341,8 @@ def _rounding_on_reference(
 def _why_too_wide(dtype: str, rounding: RoundingError, magnitude: float) -> str:
     """Return why a tolerance would let a tensor of zeros pass, without figures of one tensor: equal reasons group."""
     if LEAST_FACTOR * rounding.largest + UNIT_ROUNDOFF[dtype] * magnitude < magnitude:  # the factor makes it so wide
-        return "too few values to measure the rounding error: so wide a tolerance would let a tensor of zeros pass"
-    return f"rounding in {dtype} makes errors so large that twice those would let a tensor of zeros pass"
+        return "too few values to tell rounding from a wrong result: a tolerance that wide would let zeros pass"
+    return f"rounding in {dtype} makes such large errors that a tolerance of twice those would let zeros pass"
 
 
 def _peer(

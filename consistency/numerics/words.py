@@ -163,7 +163,7 @@ INACTIVE = declare("inactive", phrase="the adapter inactive")
 SETTINGS = declare("settings", phrase="a different rank or scaling")
 
 # several adapters in one model
-BYTES_CHANGED = declare("bytes-changed", phrase="bytes that a step changed which should leave them alone")
+BYTES_CHANGED = declare("bytes-changed", phrase="bytes changed by a step that should leave them alone")
 
 # memory
 TOUCHED = declare("touched", phrase="unexpected device use")

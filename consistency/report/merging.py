@@ -72,7 +72,7 @@ def _change_texts(record: Merging) -> Iterator[str]:
     if float(record.must):
         relation = f"{_ratio_text(float(record.ratio))}× what rounding W + ΔW makes unavoidable"
     else:
-        relation = "rounding W + ΔW makes none unavoidable"
+        relation = "rounding W + ΔW makes no change unavoidable"
     yield f"merging in {record.dtype} changes {outputs} by at most {figure(record.moved)} ({relation})"
 
 

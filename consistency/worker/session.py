@@ -267,7 +267,7 @@ class Session:
         with self._placement.watching():
             adapter = load_adapter(loaded, case, autocast=job.autocast_adapter_dtype, notes_initial=True)
         if adapter.detour:
-            detour = f"PEFT loads by way of another device, which fails: {adapter.detour}"
+            detour = f"PEFT first reads the adapter onto another device, and that device fails: {adapter.detour}"
             self._detour = f"{detour}; loaded with torch_device={job.device}"
             self._update(environment={**self._state.environment, "adapter": self._detour})
         files = WeightFiles.of_adapter(path, allow_pickle=case.allow_pickle)

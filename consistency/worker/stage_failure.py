@@ -46,7 +46,7 @@ def stated(error: BaseException) -> str:
     if reported is None:
         return sentence
     if reported.trouble is not Trouble.OPERATION:  # of this worker's own device it would have ended the worker
-        return f"{sentence}: another device than this worker's fails, whose own worker says what it means"
+        return f"{sentence}: another device than this worker's fails, and its own worker says why"
     return f"{sentence}: {reported.meaning}" if reported.meaning else sentence
 
 

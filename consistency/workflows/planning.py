@@ -54,7 +54,7 @@ def budgets_of(suite: SuiteOptions, devices: Sequence[DeviceInfo]) -> dict[str, 
 
 MOST_CASES_AT_ONCE = 6
 """One process compares the cases and writes their reports. Of the processor time of a thousand small cases that was a
-sixteenth at level `standard` and half at `quick` (docs/long-runs.md): more lanes would wait for it at the one, and have
+sixteenth at level `standard` and half at `quick`: more lanes would wait for it at the one, and have
 some use at the other. A choice between them, measured with two lanes alone."""
 
 

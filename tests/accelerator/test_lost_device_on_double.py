@@ -56,7 +56,7 @@ def test_the_first_device_that_fails_condemns_no_other(run_on_double: RunsOnDoub
         (blocked, *again) = sorted(
             (row for row in adapter if row["status"] != "equal"), key=lambda row: -len(row["reason"])
         )
-        assert all("another device, by way of which it loads, fails" in row["reason"] for row in again)
+        assert all("this load path goes through another device, which fails" in row["reason"] for row in again)
         assert blocked["reason"].endswith(f"; loaded with torch_device={name}")
         assert str(ERRORS[error]["says"]).partition("\n")[0] in blocked["reason"]
 

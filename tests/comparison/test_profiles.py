@@ -33,7 +33,7 @@ def test_bits_of_one_model_that_differ(
     found = compared(make_capture("a", workers, info=SAME, case=case))
     finding = of_kind(found, "same-device-type")
     assert (finding.severity, found.verdict) == (severity, verdict)
-    assert ("the profile deployed promises no equal bits" in finding.message) == bool(case)
+    assert ("with --profile deployed equal bits are not promised" in finding.message) == bool(case)
 
 
 @pytest.mark.parametrize(("case", "severity", "verdict"), BOTH)

@@ -45,7 +45,7 @@ def merging(worker: str = "cpu", **changes: Any) -> Merging:
     ({}, LINE),
     ({"reason": "PREFIX_TUNING changes no weight"}, "not merged: PREFIX_TUNING changes no weight"),
     ({"moved": 0.0, "must": 0.0}, "merging in bfloat16 does not change the logits"),
-    ({"moved": 0.012, "must": 0.0}, "by at most 0.012 (rounding W + ΔW makes none unavoidable);"),
+    ({"moved": 0.012, "must": 0.0}, "by at most 0.012 (rounding W + ΔW makes no change unavoidable);"),
     ({"moved": 1.0, "must": 0.00395}, "(253× what"),
     ({"moved": 1.0}, "The merge loses more than rounding does: convert base and adapter to float32, merge, and round"),
     ({"moved": 1.0, "must": 1.0, "adapter": 9.0}, "This is rounding, but above the forward pass's own bfloat16 error"),

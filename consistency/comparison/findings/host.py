@@ -71,7 +71,7 @@ def _without_accelerators(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         problem = f"torch is built for {platform.name} and finds no device"
         advice = "install or repair the driver"
         if platform.hidden_by:
-            advice += f"; {platform.hidden_by} in the environment says that none is meant"
+            advice += f"; {platform.hidden_by} in the environment hides all devices"
         if has_cards:
             kind = kinds.UNUSED_CARD
             verb = "is" if len(cards) == 1 else "are"

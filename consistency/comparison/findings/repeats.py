@@ -22,7 +22,7 @@ from consistency.comparison.result import BAD, Finding, Severity, TensorComparis
 from consistency.comparison.workers import ComparedWorker
 from consistency.numerics import words
 
-AS_DEPLOYED = "; the profile deployed promises no equal bits"
+AS_DEPLOYED = "; with --profile deployed equal bits are not promised"
 """End of a finding about different bits where the profile of a worker promises no equal ones."""
 
 _MOST_DETAILS = 3
@@ -195,7 +195,7 @@ def without_version(operations: Iterable[str]) -> str:
     reasons = []
     if SUM_OVER_RANKS in names:
         names.remove(SUM_OVER_RANKS)
-        reasons.append("the order in which ranks are added up is not promised from host to host")
+        reasons.append("ranks may be added up in another order on another host")
     if names:
         reasons.append(f"torch has no deterministic version of {listed(names)}, which ran before")
     return f": {', and '.join(reasons)}"

@@ -117,7 +117,8 @@ def find_configs(evidence: ComparisonEvidence) -> Iterator[Finding]:
             kind=kinds.OTHER_BASE,
             severity="note",
             workers=tuple(labels),
-            message=f"adapter · adapter_config.json {ANOTHER_BASE}{base}; shapes that fit prove nothing",
+            message=f"adapter · adapter_config.json {ANOTHER_BASE}{base}; shapes that fit do not prove that this is "
+            "the right base",
         )
     for names, labels in problems.ignored_fields.items():
         yield Finding(

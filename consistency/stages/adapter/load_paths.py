@@ -95,7 +95,7 @@ def refusal(context: Context, error: Exception, reason: str) -> Skip:
     """
     other_device = of_another(error, context.device)
     if other_device is not None:
-        return Skip(f"another device, by way of which it loads, fails: {other_device.words}", status="blocked")
+        return Skip(f"this load path goes through another device, which fails: {other_device.words}", status="blocked")
     if is_of_the_device(error, context.device):
         raise error
     return Skip(reason)

@@ -98,7 +98,7 @@ def _row_without_tensor(
     """
     if is_made_anew(state, name):
         version = importlib.metadata.version("peft")
-        reason = f"PEFT {version} makes this tensor anew and does not load the file's, as PEFT 0.21 does"
+        reason = f"PEFT {version} creates this tensor anew; PEFT 0.21 loads it from the file"
         return replace(_row(*row, tensor), status="skipped", reason=reason)
     actual = state.get(name)
     if actual is None:
@@ -253,7 +253,9 @@ def _remark_on_draws(context: Context, computed: list[str]) -> AdapterRemark | N
             return remark_on_draws(context.job.case, computed)
         except InputError as error:
             reason = f"they do not load on the CPU: {error.what}"
-    reason = f"whether loading draws at random is not known, as base and adapter were not loaded again: {reason}"
+    reason = (
+        f"base and adapter were not loaded a second time, so it is not known whether loading draws at random: {reason}"
+    )
     context.record.fact("adapter", SETTINGS_LAYER, "another_seed", status="skipped", reason=reason)
     return None
 

@@ -97,7 +97,7 @@ T = TypeVar("T")
 Results = dict[str, torch.Tensor]
 """Results of modules on the CPU, by the names of their places."""
 
-NOT_JUDGED = "shown, not judged: from end to end errors add up, and a trained model amplifies them"
+NOT_JUDGED = "shown, not judged: over the whole model rounding errors add up, and a trained model amplifies them"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -166,7 +166,7 @@ def _why_zeros_pass(arithmetic: Arithmetic, exact: Tracked, dtype: str) -> str:
     if not rounds_sums or np.any(exact.allowed < np.abs(exact.value)):
         return ""
     sums = "sums are added up" if arithmetic.steps else "partial sums may be stored"
-    return f"{sums} in {dtype}: the bound of so long a sum would let a tensor of zeros pass"
+    return f"{sums} in {dtype}: the bound for such a long sum would let zeros pass"
 
 
 def _why_no_dtype(device: torch.device, dtype: str) -> str:

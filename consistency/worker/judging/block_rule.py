@@ -179,8 +179,8 @@ def record_given(context: Context, stage: str, mode: str, reference: Reference) 
 
 
 OTHER_HOST = (
-    "what its blocks are given has other bits, of other weights, another config or inputs, or of float64 that rounds "
-    "otherwise on this host; and so may have what a healthy device of the same kind computes"
+    "the inputs of its blocks differ bitwise from the reference's (other weights, another config, other inputs, or "
+    "float64 that rounds differently on this host), so a healthy device of the same kind may compute other bits too"
 )
 
 
@@ -328,7 +328,7 @@ def record_missed(context: Context, stage: str, row: tuple[str, str], dtype: tor
     context.record.skipped(stage, why, tensor, layer=layer, rule=Rule.BLOCK, dtype=name_of(dtype), unsupported=True)
 
 
-ZEROS_PASS = "its passes with noise have too few independent errors: zeros would pass"
+ZEROS_PASS = "too few values to tell rounding from a wrong result: a tolerance that wide would let zeros pass"
 
 
 def _overflow(exact: torch.Tensor, dtype: torch.dtype, spread: Spread) -> str:
@@ -346,7 +346,10 @@ def _overflow(exact: torch.Tensor, dtype: torch.dtype, spread: Spread) -> str:
     return f"exact values up to {largest:.3g} overflow {name_of(dtype)}, whose largest is {torch.finfo(dtype).max:.6g}"
 
 
-NOT_REPLAYED = "this worker decided otherwise, and its pass cannot be computed again with the reference's decisions"
+NOT_REPLAYED = (
+    "the model decided otherwise on this worker (a router or top-k chose other indices), and its pass cannot be "
+    "repeated with the reference's decisions"
+)
 
 
 def record_flips(

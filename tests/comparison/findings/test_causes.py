@@ -200,7 +200,7 @@ def test_a_tolerance_that_fails_what_is_correctly_rounded_is_to_blame_itself() -
     ("own", "wanted", "says"),
     [
         ("_orig_mod.base_model.model.model.layers.{}.q", "model.layers.{}.q", "but for '_orig_mod.' they are"),
-        ("module.model.layers.{}.q", "model.layers.{}.q", "but for 'module.' they are those missing"),
+        ("module.model.layers.{}.q", "model.layers.{}.q", "but for 'module.' in their names they are the missing ones"),
         (
             "model.layers.{}.q", "model.language_model.layers.{}.q",
             "the file has 'model.' where the model has 'model.language_model.'",

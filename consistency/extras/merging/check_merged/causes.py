@@ -161,7 +161,7 @@ class MergeCause(Explanation):
     )
     OFF = (
         "off",
-        "{} are neither base + adapter nor anything that explains them",
+        "{} hold neither base + adapter nor the result of a known mistake",
         "merge again by PEFT in float32 and compare the two folders by `consistency diff`",
     )
     CHANGED = (

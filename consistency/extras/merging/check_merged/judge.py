@@ -141,7 +141,7 @@ class TensorJudge:
     ) -> None:
         """Judge a tensor by a closed form of the adapter's method, or by PEFT's own merge."""
         if self._adapter.drawn is not None:
-            state.mark_skipped("no two loads of the adapter merge to the same")
+            state.mark_skipped("every load of the adapter merges to other weights")
             return
         judgement = judge_by_method(actual, before, target)
         if judgement is None:

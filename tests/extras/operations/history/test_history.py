@@ -86,7 +86,7 @@ def test_as_deployed_computed_bits_may_change(run: Run, profile: str) -> None:
     found = run({"cuda:0": "n"}, case=case, said={"profile": profile})
     (finding,) = [f for f in found.findings if f.kind == "drift"]
     assert (finding.severity, found.exit_status) == ("note", 0)
-    assert finding.message.endswith("same inputs, same software; the profile deployed promises no equal bits")
+    assert finding.message.endswith("same inputs, same software; with --profile deployed equal bits are not promised")
 
 
 def test_other_bits_of_one_device_are_its_drift(run: Run) -> None:
