@@ -462,4 +462,4 @@ def _note_unmatched(found: Adapter, keys: Iterable[str], names: Iterable[str]) -
     missed = [one for one in _modules(keys) if one not in known]
     found.unmatched = tuple(missed)
     if missed and (prefix := common_prefix(missed, known)) is not None:
-        found.renaming = f"with {prefix[1] or 'nothing'} in the place of {prefix[0] or 'nothing'} they would"
+        found.renaming = f"with {prefix[1] or 'nothing'} instead of {prefix[0] or 'nothing'} they would"

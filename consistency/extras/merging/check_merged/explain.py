@@ -172,7 +172,7 @@ def _scalings(question: MergeQuestion) -> Iterator[tuple[MergeCause, str]]:
         if is_likely and question.holds(target.left, target.right, scaling):
             names.append(text)
     if names:
-        yield MergeCause.WRONG_SCALE, f"{' or '.join(names)} in the place of {target.scaling:g}"
+        yield MergeCause.WRONG_SCALE, f"{' or '.join(names)} instead of {target.scaling:g}"
     elif not is_twice and not _is_near(fitted, target.scaling):
         # A fitted scaling is not exact, so it may leave some elements outside.
         outside = []
@@ -180,7 +180,7 @@ def _scalings(question: MergeQuestion) -> Iterator[tuple[MergeCause, str]]:
             order = question.writer.recent(matrix, low_rank_sum)
             outside.append(judge(matrix, low_rank_sum, order).share)
         if max(outside) < _MOST_APART:
-            yield MergeCause.WRONG_SCALE, f"{fitted:.4g}, fitted, in the place of {target.scaling:g}"
+            yield MergeCause.WRONG_SCALE, f"{fitted:.4g}, fitted, instead of {target.scaling:g}"
 
 
 def _named_scalings(question: MergeQuestion) -> dict[str, float]:

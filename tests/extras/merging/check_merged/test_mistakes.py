@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 
 from consistency.extras.merging.check_merged.causes import MergeCause
+from consistency.extras.merging.check_merged.result import check_merged
+from tests.extras.merging.check_adapter.made_adapters import save_adapter, save_base
 from tests.extras.merging.check_merged.made_merges import (
     PREFIX,
     Case,
@@ -51,16 +55,41 @@ def test_merged_twice(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_merged_twice_by_peft_which_rounds_each_time(tmp_path: Path, dtype: torch.dtype, is_safe: bool) -> None:
+    """In a half type most elements are not base + 2 × adapter, rounded: the first merge has rounded them already."""
+    case = llama(tmp_path)
+    weights = {name: tensor.to(dtype) for name, tensor in case.tensors.items()}
+    for _ in range(2):
+        for name in case.deltas:
+            added = case.delta(name).to(dtype) if is_safe else case.delta(name)
+            weights[name] = (weights[name].double() + added.double()).to(dtype)
+    assert kinds(checked(case, tmp_path, weights)) == [MergeCause.TWICE]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merged_twice_by_real_peft(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = save_base(tmp_path / "base")
+    adapter = save_adapter(tmp_path / "adapter", base)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    for _ in range(2):
+        model = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    model.save_pretrained(tmp_path / "merged")
+    found = check_merged(tmp_path / "merged", base=base, adapter=adapter)
+    assert kinds(found) == [MergeCause.TWICE]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("times", "config", "text"),
     [
-        (1 / 4, {}, "1 or 1/4 of it, as a rank's share in the place of 4"),
-        (4, {}, "lora_alpha (16) in the place of 4"),
+        (1 / 4, {}, "1 or 1/4 of it, as a rank's share instead of 4"),
+        (4, {}, "lora_alpha (16) instead of 4"),
         (2, {"use_rslora": False, "lora_alpha": 8}, "lora_alpha / sqrt(r)"),
         (1 / 2, {"use_rslora": True, "lora_alpha": 8}, "lora_alpha / r (2) or 1/2 of it"),
         (1 / 4, {"lora_alpha": 8}, "1/4 of it, as a rank's share"),
         (-1, {}, "its negative"),
-        (0.37, {}, "1.48, fitted, in the place of 4"),
+        (0.37, {}, "1.48, fitted, instead of 4"),
     ],
 )
 def test_another_scaling(
@@ -78,7 +107,7 @@ def test_the_scaling_of_another_module(tmp_path: Path) -> None:
     case = llama(tmp_path, config={"alpha_pattern": {"layers.1.self_attn.q_proj": 20}})
     found = checked(case, tmp_path, case.right())
     assert kinds(found) == [MergeCause.WRONG_SCALE]
-    assert "that of another module (4) in the place of 5" in message(found, MergeCause.WRONG_SCALE)
+    assert "that of another module (4) instead of 5" in message(found, MergeCause.WRONG_SCALE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -292,7 +321,7 @@ def test_keys_that_match_nothing(tmp_path: Path) -> None:
     )
     found = checked(case, tmp_path, case.tensors)
     assert MergeCause.KEYS in kinds(found)
-    assert "with model. in the place of nothing they would" in message(found, MergeCause.KEYS)
+    assert "with model. instead of nothing they would" in message(found, MergeCause.KEYS)
 
 
 @pytest.mark.parametrize("factor", [1.01, 1.001, 1.0004])
