@@ -53,7 +53,7 @@ def test_nothing_is_left_out() -> None:
 
 
 def test_fields_have_the_meanings_of_their_docstrings_and_of_their_bases() -> None:
-    assert meanings(Judgement)["max_ulp"] == "In units in the last place of the dtype."
+    assert meanings(Judgement)["max_ulp"] == "The largest difference in units in the last place of the dtype."
     assert (
         meanings(Outcome)["max_abs"]
         == meanings(Outcome)["rms"]
