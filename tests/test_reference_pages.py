@@ -57,7 +57,7 @@ def test_fields_have_the_meanings_of_their_docstrings_and_of_their_bases() -> No
     assert (
         meanings(Outcome)["max_abs"]
         == meanings(Outcome)["rms"]
-        == ("Of the difference from the reference, in the tensor's own unit.")
+        == "Figures of the difference from the reference, in the tensor's own unit."
     )
 
 
