@@ -285,7 +285,7 @@ def test_stack_of_a_worker_that_hangs(pytester: pytest.Pytester) -> None:
     options = (*BASE, "--consistency-stages", "merged", "--consistency-stall", "15")
     done = pytester.runpytest_subprocess(*options, "-k", f"{LAYER}.delta")
     assert done.parseoutcomes()["errors"] == 1
-    done.stdout.fnmatch_lines(["*no sign of life for 15 s*", "*memory.py*in hang*"])
+    done.stdout.fnmatch_lines(["*no sign of life for 15 s*", "*process.py*in hang*"])
 
 
 @pytest.mark.slow
@@ -366,12 +366,13 @@ def test_fixtures(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         test_own="""
         import torch
+        from consistency.worker.determinism import SEED
 
         def test_deterministic(deterministic):
             assert deterministic["cudnn_allow_tf32"] is False
             assert torch.get_deterministic_debug_mode() == 1
             first = torch.rand(3)
-            torch.manual_seed(0)
+            torch.manual_seed(SEED)
             assert torch.equal(first, torch.rand(3))
 
         def test_settings_are_put_back():
