@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from consistency.case.stage import Level
-from consistency.extras.training.ranks.group import Joined
+from consistency.extras.training.ranks.group import JoinedGroup
 from consistency.numerics.running_error import Sum, exact_sum
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -57,7 +57,7 @@ class Collective:
     """One collective."""
 
     name: str
-    run: Callable[[torch.Tensor, Joined], torch.Tensor]
+    run: Callable[[torch.Tensor, JoinedGroup], torch.Tensor]
     """Takes what this rank gives, which it may change, and the ranks; returns what this one gets."""
     moved: Callable[[int, int, int], Sequence[Piece]] | None = None
     """Takes a rank, the number of ranks, and of elements that each gives; returns what that rank has to get."""
@@ -113,15 +113,15 @@ def _put_together(given: Sequence[Contribution], pieces: Sequence[Piece]) -> tor
     return found
 
 
-def _all_reduce(operation: dist.ReduceOp.RedOpType) -> Callable[[torch.Tensor, Joined], torch.Tensor]:
-    def run(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _all_reduce(operation: dist.ReduceOp.RedOpType) -> Callable[[torch.Tensor, JoinedGroup], torch.Tensor]:
+    def run(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
         dist.all_reduce(own, op=operation, group=ranks.process_group)
         return own
 
     return run
 
 
-def _at_once(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _at_once(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Reduce quarters of a tensor at the same time."""
     parts = [part.clone() for part in own.tensor_split(4)]
     works = [dist.all_reduce(part, group=ranks.process_group, async_op=True) for part in parts if part.numel()]
@@ -130,7 +130,7 @@ def _at_once(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _unaligned(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _unaligned(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Reduce a tensor whose memory begins one element after an aligned address."""
     room = own.new_zeros(own.numel() + 1)
     room[1:] = own
@@ -138,7 +138,7 @@ def _unaligned(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
     return room[1:].clone()
 
 
-def _transposed(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _transposed(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Reduce the transpose of a matrix, whose elements lie in memory in another order, without gaps."""
     room = own.new_zeros(own.numel() + own.numel() % 2)
     room[: own.numel()] = own
@@ -146,7 +146,7 @@ def _transposed(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
     return room[: own.numel()].clone()
 
 
-def _strided(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _strided(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Reduce every other element of a tensor."""
     room = own.new_zeros(2 * own.numel())
     room[::2] = own
@@ -154,7 +154,7 @@ def _strided(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
     return room[::2].clone()
 
 
-def overlooks_gaps(ranks: Joined) -> bool:
+def overlooks_gaps(ranks: JoinedGroup) -> bool:
     """Report whether a sum leaves out every other element as if its tensor had no gaps: gloo does, without an error.
 
     It adds up as many elements as the tensor has, from the first one on as they lie in memory.
@@ -163,30 +163,30 @@ def overlooks_gaps(ranks: Joined) -> bool:
     return found == [float(ranks.world), 1.0]
 
 
-def _all_gather(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _all_gather(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     whole = own.new_zeros(own.numel() * ranks.world)
     dist.all_gather_into_tensor(whole, own, group=ranks.process_group)
     return whole
 
 
-def _reduce_scatter(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _reduce_scatter(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     part = own.new_zeros(own.numel() // ranks.world)
     dist.reduce_scatter_tensor(part, own, group=ranks.process_group)
     return part
 
 
-def _all_to_all(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _all_to_all(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     whole = torch.zeros_like(own)
     dist.all_to_all_single(whole, own, group=ranks.process_group)
     return whole
 
 
-def _broadcast(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _broadcast(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     dist.broadcast(own, group=ranks.process_group, group_src=ranks.world - 1)
     return own
 
 
-def _ring(own: torch.Tensor, ranks: Joined) -> torch.Tensor:
+def _ring(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Send to the next rank, and receive from the one before."""
     received, group = torch.zeros_like(own), ranks.process_group
     after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world

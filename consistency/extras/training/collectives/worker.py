@@ -32,8 +32,8 @@ from consistency.extras.training.collectives.operations import (
     overlooks_gaps,
 )
 from consistency.extras.training.collectives.spec import COLLECTIVES
-from consistency.extras.training.group_stage import in_group
-from consistency.extras.training.ranks.group import GroupError, Joined
+from consistency.extras.training.group_stage import run_in_group
+from consistency.extras.training.ranks.group import GroupError, JoinedGroup
 from consistency.numerics import words
 from consistency.numerics.diagnosis_moved import Known, diagnose_moved
 from consistency.numerics.digest import digest
@@ -67,15 +67,15 @@ def run(context: Machine) -> None:
     """Run every collective of the level with the other ranks, and record what this one got."""
     level = context.job.case.level
 
-    def try_all(ranks: Joined) -> None:
+    def try_all(ranks: JoinedGroup) -> None:
         _Trials(context, ranks).run(SIZES[level])
         for members in groups_of(ranks.world):
-            ranks.answers(f"groups of {len(members)} from {members[0]}", "")  # all, or some wait in a collective
-            some = ranks.part(members)
+            ranks.exchange(f"groups of {len(members)} from {members[0]}", "")  # all, or some wait in a collective
+            some = ranks.subgroup(members)
             if some is not None:
                 _Trials(context, some).run(SIZES_OF_SOME[level])
 
-    in_group(context, STAGE, try_all)
+    run_in_group(context, STAGE, try_all)
 
 
 _LARGE = 1 << 22
@@ -86,7 +86,7 @@ _LARGE = 1 << 22
 class _Trials:
     """The collectives of one rank among some ranks: all of the group, or a part of it."""
 
-    def __init__(self, context: Machine, ranks: Joined) -> None:
+    def __init__(self, context: Machine, ranks: JoinedGroup) -> None:
         self._context = context
         self._ranks = ranks
         self._evidence = facts(ranks)
@@ -156,12 +156,12 @@ class _Trials:
 
     def _overlooks_gaps(self) -> bool:
         """Return whether the sum of any rank does: what one skips, all have to skip."""
-        with self._ranks.talking("a sum of a tensor with gaps"):
+        with self._ranks.in_collective("a sum of a tensor with gaps"):
             try:
                 found = overlooks_gaps(self._ranks)
             except ValueError:  # it refuses such a tensor, which is recorded of the collective itself
                 found = False
-        return str(True) in self._ranks.answers("gaps", str(found))
+        return str(True) in self._ranks.exchange("gaps", str(found))
 
     def _judge_own(self, collective: Collective, name: str, actual: torch.Tensor, expected: torch.Tensor | Sum) -> None:
         """Record what no other rank has to get: without a digest, which would be compared with theirs."""
@@ -193,7 +193,7 @@ class _Trials:
 
     def _result(self, collective: Collective, own: torch.Tensor, name: str) -> torch.Tensor:
         ranks = self._ranks
-        with ranks.talking(f"{collective.name} {name}"):
+        with ranks.in_collective(f"{collective.name} {name}"):
             return collective.run(own.to(ranks.device, copy=True), ranks).to("cpu")
 
     def _judge_repeat(
@@ -216,10 +216,10 @@ class _Trials:
     def _compare(self, collective: Collective, name: str, value: str) -> None:
         """Record whether this rank has the bits of the others; each waits here for all to have judged theirs."""
         ranks, record = self._ranks, self._context.record
-        answers = ranks.answers(f"{collective.name} {name}", value)
+        answers = ranks.exchange(f"{collective.name} {name}", value)
         if not collective.is_same:
             return
-        others = ranks.others_than(answers)
+        others = ranks.ranks_against(answers)
         record.fact(
             STAGE,
             collective.name,
@@ -251,7 +251,7 @@ def variables() -> dict[str, str]:
     }
 
 
-def facts(ranks: Joined) -> dict[str, Any]:
+def facts(ranks: JoinedGroup) -> dict[str, Any]:
     """Return who talks, by which backend, and what is known of its choices: NCCL tells no caller what it chose."""
     backend = str(dist.get_backend(ranks.process_group))
     found: dict[str, Any] = {"ranks": list(ranks.names), "backend": backend}

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from consistency.capture.names import adapter_place
 from consistency.case.stage import Stage
-from consistency.extras.training.ranks.group import Joined
+from consistency.extras.training.ranks.group import JoinedGroup
 from consistency.numerics import words
 from consistency.numerics.diagnosis_moved import diagnose_moved, diagnose_structure
 from consistency.numerics.distance import measure
@@ -24,7 +24,7 @@ SAVED = "saved"
 
 
 def record_saved(
-    context: Context, ranks: Joined, stage: Stage, model: torch.nn.Module, gathered: Mapping[str, torch.Tensor]
+    context: Context, ranks: JoinedGroup, stage: Stage, model: torch.nn.Module, gathered: Mapping[str, torch.Tensor]
 ) -> None:
     """Save the adapter as accelerate does, from the first rank, which compares the file with what the ranks hold.
 
@@ -34,7 +34,7 @@ def record_saved(
         The adapter's parameters, put together from what all ranks hold, on the CPU, by name in the model.
     """
     folder = ranks.folder / SAVED
-    with ranks.calling("saving the adapter"):
+    with ranks.in_library("saving the adapter"):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         state: dict[str, Any] = get_model_state_dict(model, options=options)
         if ranks.rank != 0:

@@ -27,16 +27,16 @@ from torch.distributed.tensor import DTensor
 from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.wording import counted
 from consistency.devices.backends import CPU
-from consistency.extras.training.group_stage import UNFOLLOWED, in_group, to_train
+from consistency.extras.training.group_stage import UNFOLLOWED, run_in_group, training_inputs
 from consistency.extras.training.parts_judging import (
     GATHERED,
+    reason_on_ranks,
     record_difference,
     record_gradient,
     record_held,
-    who_else,
 )
-from consistency.extras.training.ranks.group import Joined
-from consistency.extras.training.ranks.parts import held
+from consistency.extras.training.ranks.group import JoinedGroup
+from consistency.extras.training.ranks.parts import local_part
 from consistency.extras.training.shards.saving import record_saved
 from consistency.extras.training.shards.spec import SHARDS
 from consistency.extras.training.shards.zero import ZERO, is_installed, trained_by_zero
@@ -47,10 +47,10 @@ from consistency.extras.training.steps import (
     SEEN,
     UPDATED,
     StepFile,
-    Watching,
+    Watch,
     batches_of,
     trained_by,
-    whole_of_step,
+    whole_tensor,
 )
 from consistency.extras.training.words import UNSYNCHRONIZED
 from consistency.numerics.diagnosis_moved import Known
@@ -80,10 +80,10 @@ AFTERWARDS = "adapter added after fully_shard"
 
 def run(context: Context) -> None:
     """Train in both orders with the other ranks, on models of their own."""
-    inputs, names = to_train(context)
+    inputs, names = training_inputs(context)
     parts = parts_of(inputs)
 
-    def train(ranks: Joined) -> None:
+    def train(ranks: JoinedGroup) -> None:
         answer = _exact_average(context, ranks, names, parts)
         _before(context, ranks, names, parts, answer)
         _free()
@@ -94,7 +94,7 @@ def run(context: Context) -> None:
             with context.record.skipping(STAGE, ZERO):
                 _by_zero(context, ranks, names, parts, answer)
 
-    in_group(context, STAGE, train)
+    run_in_group(context, STAGE, train)
 
 
 def _free() -> None:
@@ -104,22 +104,22 @@ def _free() -> None:
 
 
 def _before(
-    context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
+    context: Context, ranks: JoinedGroup, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
 ) -> None:
     """Train with the adapter there before the model is sharded, and judge it."""
     model = load_model(context.job.case, str(context.device))
     with trainable(model, [model.get_parameter(name) for name in names]):
-        with ranks.calling("fully_shard"):
+        with ranks.in_library("fully_shard"):
             _shard(model, ranks)
-        with ranks.calling("reading what each rank holds"):
+        with ranks.in_library("reading what each rank holds"):
             reason = record_held(context, ranks, STAGE, model, names)
         if reason:
             context.record.skipped(STAGE, reason, "training")
             return
         parameters = {name: model.get_parameter(name) for name in names}
-        start = {name: held(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
+        start = {name: local_part(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
         batches = batches_of(parts, rank=ranks.rank, world=ranks.world)
-        with trained_by(ranks, "shards", model, parameters, batches, watching=_seen_in(model, names)) as files:
+        with trained_by(ranks, "shards", model, parameters, batches, watch=_seen_in(model, names)) as files:
             own = files[ranks.rank]
             with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
             wrong = [name for name in with_gradient if not _record_seen(context, files, own, name)]
@@ -137,20 +137,21 @@ def _before(
                     "a later torch divides it"
                 )
             answer = (
-                who_else(ranks, "something else than the ranks hold is computed with", is_here=bool(wrong)) or answer
+                reason_on_ranks(ranks, "something else than the ranks hold is computed with", is_here=bool(wrong))
+                or answer
             )
             for name in with_gradient:
                 if not isinstance(answer, str):
                     _record_first_gradient(context, ranks, name, own, answer)
-                judge.updated(name, start[name])
+                judge.judge_parameter(name, start[name])
             if isinstance(answer, str):
                 context.record.skipped(STAGE, answer, "gradients")
             record_saved(
-                context, ranks, STAGE, model, {n: whole_of_step(files, UPDATED, n, STEPS - 1) for n in with_gradient}
+                context, ranks, STAGE, model, {n: whole_tensor(files, UPDATED, n, STEPS - 1) for n in with_gradient}
             )
 
 
-def _seen_in(model: torch.nn.Module, names: Sequence[str]) -> Watching:
+def _seen_in(model: torch.nn.Module, names: Sequence[str]) -> Watch:
     """Return what writes the parameters that the model computes with, once its library has put them together."""
 
     @contextmanager
@@ -177,10 +178,10 @@ def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, nam
     """
     if own.read(SEEN, name) is None or own.parts[name].dim is None:
         return True
-    first = context.expected[name][1].to(own.of_step(SEEN, name, 0).dtype)
-    before = [first, *(whole_of_step(files, UPDATED, name, step) for step in range(STEPS - 1))]
+    first = context.expected[name][1].to(own.tensor(SEEN, name, 0).dtype)
+    before = [first, *(whole_tensor(files, UPDATED, name, step) for step in range(STEPS - 1))]
     wanted = [digest(tensor).value for tensor in before]
-    step = next((i for i in range(STEPS) if digest(own.of_step(SEEN, name, i)).value != wanted[i]), None)
+    step = next((i for i in range(STEPS) if digest(own.tensor(SEEN, name, i)).value != wanted[i]), None)
     if step is None:
         return True
     layer, part = adapter_place(context.expected[name][0])
@@ -190,7 +191,7 @@ def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, nam
         STAGE,
         layer,
         f"{part}.{GATHERED}",
-        own.of_step(SEEN, name, step),
+        own.tensor(SEEN, name, step),
         before[step],
         known=Known(stale=lambda tensor: earlier.get(digest(tensor).value)),
         evidence={"step": step + 1},
@@ -198,7 +199,7 @@ def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, nam
     return False
 
 
-def _shard(model: torch.nn.Module, ranks: Joined) -> None:
+def _shard(model: torch.nn.Module, ranks: JoinedGroup) -> None:
     """Shard each repeated block, and what is outside of them, over all ranks."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     for block in blocks_of(model).values():
@@ -206,7 +207,7 @@ def _shard(model: torch.nn.Module, ranks: Joined) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def _adds_up_averages(ranks: Joined) -> bool:
+def _adds_up_averages(ranks: JoinedGroup) -> bool:
     """Report whether a reduce-scatter on CPUs gives the sum where the average is asked for: gloo of torch 2.8 does."""
     if ranks.device.type != "cpu":
         return False
@@ -215,7 +216,7 @@ def _adds_up_averages(ranks: Joined) -> bool:
     return ranks.world > 1 and float(part) == ranks.world
 
 
-def _exact_average(context: Context, ranks: Joined, names: list[str], parts: Sequence[Tensors]) -> Reference | str:
+def _exact_average(context: Context, ranks: JoinedGroup, names: list[str], parts: Sequence[Tensors]) -> Reference | str:
     """Return the average of the ranks' first gradients in float64, and what rounding makes in it; the first computes.
 
     Or why there is none.
@@ -228,12 +229,12 @@ def _exact_average(context: Context, ranks: Joined, names: list[str], parts: Seq
                 _publish_average(context, ranks, twin, names, parts)
         except Skip as skip:
             why = str(skip)
-    why = ranks.answers("float64 gradients", why)[0]
+    why = ranks.exchange("float64 gradients", why)[0]
     return why or Reference.of(ranks.folder / GRADIENT_FILE)
 
 
 def _publish_average(
-    context: Context, ranks: Joined, twin: torch.nn.Module, names: list[str], parts: Sequence[Tensors]
+    context: Context, ranks: JoinedGroup, twin: torch.nn.Module, names: list[str], parts: Sequence[Tensors]
 ) -> None:
     first_batches = [batches_of(parts, rank=rank, world=ranks.world)[0] for rank in range(ranks.world)]
     of_ranks = [backward_of(twin, names, part) for part in first_batches]
@@ -253,22 +254,22 @@ def _publish_average(
 
 
 def _record_first_gradient(
-    context: Context, ranks: Joined, name: str, file: StepFile, reference: Reference, *, title: str = ""
+    context: Context, ranks: JoinedGroup, name: str, file: StepFile, reference: Reference, *, title: str = ""
 ) -> None:
     """Record the averaged gradient of the first step against the average of the float64 gradients of the batches."""
     record_gradient(
         context,
         STAGE,
         name,
-        file.of_step(AVERAGED, name, 0),
+        file.tensor(AVERAGED, name, 0),
         part=file.parts[name],
         reference=reference,
-        ending=f"{ranks.of_so_many}{title}",
+        ending=f"{ranks.count_suffix}{title}",
     )
 
 
 def _by_zero(
-    context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
+    context: Context, ranks: JoinedGroup, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
 ) -> None:
     """Train by ZeRO-3 with the adapter there before, and judge it."""
     with trained_by_zero(context, ranks, STAGE, names, parts) as trained_so:
@@ -277,22 +278,22 @@ def _by_zero(
         judge, files, start = trained_so
         own = files[ranks.rank]
         with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
-        judge.compare(AVERAGED, with_gradient, "averaged gradients")
-        judge.compare(UPDATED, with_gradient, "updated parameters")
+        judge.compare_ranks(AVERAGED, with_gradient, "averaged gradients")
+        judge.compare_ranks(UPDATED, with_gradient, "updated parameters")
         for name in with_gradient:
             if not isinstance(answer, str):
                 _record_first_gradient(context, ranks, name, own, answer, title=f", {ZERO}")
-            judge.updated(name, start[name])
+            judge.judge_parameter(name, start[name])
 
 
-def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> None:
+def _afterwards(context: Context, ranks: JoinedGroup, parts: Sequence[Tensors]) -> None:
     """Train with an adapter that is added once the base is sharded, and record whether the ranks train the same."""
     case, before = context.job.case, cast("PeftModel", context.model)
     config = before.peft_config[ADAPTER_NAME]
     if config.is_prompt_learning and config.peft_type not in {"PREFIX_TUNING", "CARTRIDGE"}:
         raise Skip("PEFT reads the base's embedding outside of its pass, where fully_shard has it in parts")
     model = load_base(case, str(context.device)).model
-    with ranks.calling("fully_shard, and the adapter afterwards"):
+    with ranks.in_library("fully_shard, and the adapter afterwards"):
         _shard(model, ranks)
         adapted: Any = PeftModel.from_pretrained(model, case.adapter, adapter_name=ADAPTER_NAME)
         adapted.eval()
@@ -305,9 +306,9 @@ def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> No
     ):
         judge = StepJudge(context, ranks, STAGE, files, title=f"{AFTERWARDS}, ")
         with_gradient = [name for name in names if files[ranks.rank].read(AVERAGED, name) is not None]
-        odd = judge.odd(UPDATED, with_gradient, STEPS - 1)
+        odd = judge.differing(UPDATED, with_gradient, STEPS - 1)
     differing = len(odd)
-    for answer in ranks.answers(f"{AFTERWARDS}, differing", str(differing)):
+    for answer in ranks.exchange(f"{AFTERWARDS}, differing", str(differing)):
         differing = max(differing, int(answer))
     context.record.fact(
         STAGE,

@@ -15,8 +15,8 @@ import torch
 
 from consistency.capture.names import adapter_place
 from consistency.case.stage import Stage
-from consistency.extras.training.parts_judging import HELD, record_difference, who_else
-from consistency.extras.training.ranks.group import Joined
+from consistency.extras.training.parts_judging import HELD, reason_on_ranks, record_difference
+from consistency.extras.training.ranks.group import JoinedGroup
 from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import AVERAGED, UPDATED, StepFile, batches_of
@@ -51,7 +51,7 @@ def is_installed() -> bool:
 
 @contextmanager
 def trained_by_zero(
-    context: Context, ranks: Joined, stage: Stage, names: Sequence[str], parts: Sequence[Tensors]
+    context: Context, ranks: JoinedGroup, stage: Stage, names: Sequence[str], parts: Sequence[Tensors]
 ) -> Iterator[tuple[StepJudge, list[StepFile], dict[str, torch.Tensor]] | str]:
     """Train, and yield what judges the steps, the files of all ranks, and the parameters before the first step.
 
@@ -67,20 +67,20 @@ def trained_by_zero(
     _served[:] = [ranks.group.folder]
     model = load_model(context.job.case, str(context.device))
     layout = {name: context.model.get_parameter(name) for name in names}
-    with ranks.numbered(), trainable(model, [model.get_parameter(name) for name in names]):
-        with ranks.calling(f"making the engine of {ZERO}"):
+    with ranks.torchrun_environment(), trainable(model, [model.get_parameter(name) for name in names]):
+        with ranks.in_library(f"making the engine of {ZERO}"):
             engine = _engine(model, names)
         parameters = {name: model.get_parameter(name) for name in names}
         try:
-            with ranks.calling(f"gathering by {ZERO}"):
+            with ranks.in_library(f"gathering by {ZERO}"):
                 start = {name: _gathered(parameter, layout[name].dtype) for name, parameter in parameters.items()}
             if reason := _held(context, ranks, stage, start):
                 yield reason
                 return
             own = StepFile.of_rank(ranks, ZERO, ranks.rank, layout)
-            with ranks.calling(f"training, {ZERO}"):
+            with ranks.in_library(f"training, {ZERO}"):
                 _train(ranks, engine, model, parameters, batches_of(parts, rank=ranks.rank, world=ranks.world), own)
-            ranks.answers(f"{ZERO}, trained", "")
+            ranks.exchange(f"{ZERO}, trained", "")
             files = [
                 own if rank == ranks.rank else StepFile.of_rank(ranks, ZERO, rank, layout)
                 for rank in range(ranks.world)
@@ -108,7 +108,7 @@ def _gathered(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor
     return found.detach().to("cpu", dtype, copy=True)
 
 
-def _held(context: Context, ranks: Joined, stage: Stage, start: Mapping[str, torch.Tensor]) -> str:
+def _held(context: Context, ranks: JoinedGroup, stage: Stage, start: Mapping[str, torch.Tensor]) -> str:
     wrong = False
     for name, own in start.items():
         expected = context.expected[name][1].to(own.dtype)
@@ -116,11 +116,11 @@ def _held(context: Context, ranks: Joined, stage: Stage, start: Mapping[str, tor
             wrong = True
             layer, part = adapter_place(context.expected[name][0])
             record_difference(context, stage, layer, f"{ZERO}, {part}.{HELD}", own, expected, known=Known())
-    return who_else(ranks, f"something else than the files say is gathered by {ZERO}", is_here=wrong)
+    return reason_on_ranks(ranks, f"something else than the files say is gathered by {ZERO}", is_here=wrong)
 
 
 def _train(
-    ranks: Joined,
+    ranks: JoinedGroup,
     engine: Any,
     model: torch.nn.Module,
     parameters: Mapping[str, torch.nn.Parameter],

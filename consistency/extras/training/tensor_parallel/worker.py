@@ -19,10 +19,10 @@ import torch
 from consistency.capture.names import ADAPTER_OFF, ADAPTER_ON
 from consistency.capture.records import TensorRecord
 from consistency.case import standard
-from consistency.extras.training.group_stage import float64_of, in_group, to_train
+from consistency.extras.training.group_stage import float64_reference, run_in_group, training_inputs
 from consistency.extras.training.parts_judging import record_gathered, record_gradient, record_held
-from consistency.extras.training.ranks.group import Joined
-from consistency.extras.training.ranks.parts import gradient_held, part_of, whole
+from consistency.extras.training.ranks.group import JoinedGroup
+from consistency.extras.training.ranks.parts import gather, local_gradient, part_of
 from consistency.extras.training.tensor_parallel.spec import TENSOR_PARALLEL
 from consistency.numerics.file_tensor import mapped
 from consistency.numerics.rules import Rule
@@ -42,7 +42,7 @@ STAGE = TENSOR_PARALLEL
 
 def run(context: Context) -> None:
     """Load the model in parts with the other ranks, and compare what it holds and computes."""
-    inputs, names = to_train(context)
+    inputs, names = training_inputs(context)
 
     def divides_the_heads(group: RankGroup) -> RankGroup:
         size = ranks_of_a_plan(context.base.model, len(group.ranks))
@@ -52,26 +52,26 @@ def run(context: Context) -> None:
             raise Skip(f"{heads} the attention heads of this model")
         return group.part(first, size)
 
-    def compare(ranks: Joined) -> None:
-        with ranks.numbered(), ranks.calling("loading by the tensor parallel plan"):
+    def compare(ranks: JoinedGroup) -> None:
+        with ranks.torchrun_environment(), ranks.in_library("loading by the tensor parallel plan"):
             model = load_tensor_parallel(context.job.case, ranks.world)
-        with ranks.calling("reading what each rank holds"):
+        with ranks.in_library("reading what each rank holds"):
             reason = record_held(context, ranks, STAGE, model, names)
         if reason:
             context.record.skipped(STAGE, reason, "outputs and gradients")
             return
-        with ranks.calling("gathering the tensors"):
+        with ranks.in_library("gathering the tensors"):
             record_gathered(context, STAGE, model, names)
         _record_outputs(context, ranks, model, inputs)
         with context.record.skipping(STAGE, "gradients"):
             _record_gradients(context, ranks, model, names, inputs)
 
-    in_group(context, STAGE, compare, choose=divides_the_heads)
+    run_in_group(context, STAGE, compare, choose=divides_the_heads)
 
 
-def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inputs: Tensors) -> None:
+def _record_outputs(context: Context, ranks: JoinedGroup, model: torch.nn.Module, inputs: Tensors) -> None:
     """Record the results of blocks and the outputs with the adapter and without."""
-    reference = float64_of(context, standard.FORWARD)
+    reference = float64_reference(context, standard.FORWARD)
     if isinstance(reference, str):
         context.record.skipped(STAGE, reference, "outputs")
         return
@@ -87,10 +87,10 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
             return reference.given(mode, name, own)
 
         def take(place: ResultPlace, result: torch.Tensor, found: Tensors = found) -> None:
-            found[str(place)] = whole(result).detach().to("cpu")
+            found[str(place)] = gather(result).detach().to("cpu")
 
         with (
-            ranks.calling(f"a forward pass, {mode}"),
+            ranks.in_library(f"a forward pass, {mode}"),
             torch.no_grad(),
             without_gradients(model),
             adapted.disable_adapter() if mode == ADAPTER_OFF else nullcontext(),
@@ -103,32 +103,32 @@ def _record_outputs(context: Context, ranks: Joined, model: torch.nn.Module, inp
             if name in exact and context.record.wants(STAGE, place.layer):
                 tensor = f"{mode}.{place.part}" if place.part else mode
                 row = TensorRecord(
-                    STAGE, place.layer, f"{tensor}{ranks.of_so_many}", rule=Rule.BLOCK, status="measured"
+                    STAGE, place.layer, f"{tensor}{ranks.count_suffix}", rule=Rule.BLOCK, status="measured"
                 )
                 record_block(context, row, result, reference=reference, name=exact[name])
 
 
 def _record_gradients(
-    context: Context, ranks: Joined, model: torch.nn.Module, names: Sequence[str], inputs: Tensors
+    context: Context, ranks: JoinedGroup, model: torch.nn.Module, names: Sequence[str], inputs: Tensors
 ) -> None:
     """Record the gradients, by blocks."""
-    reference = float64_of(context, standard.GRADIENT)
+    reference = float64_reference(context, standard.GRADIENT)
     if isinstance(reference, str):
         raise Skip(reference)
     of, found = backward_of(model, list(names), inputs, began=context.events.block), dict[str, torch.Tensor]()
-    with ranks.calling("a backward pass"), trainable(model, of.wanted.values()):
+    with ranks.in_library("a backward pass"), trainable(model, of.wanted.values()):
         backward_by_blocks(of, crossing_by(reference), found.__setitem__)
     for name, gradient in found.items():
         exact = reference.read(name)
         if exact is not None:
             parameter = of.wanted.get(name)
-            own = whole(gradient) if parameter is None else gradient_held(parameter, gradient)
+            own = gather(gradient) if parameter is None else local_gradient(parameter, gradient)
             record_gradient(
                 context,
                 STAGE,
                 name,
                 own.to("cpu").contiguous(),
                 reference=reference,
-                ending=ranks.of_so_many,
+                ending=ranks.count_suffix,
                 part=part_of(mapped(exact) if parameter is None else parameter, rank=ranks.rank, world=ranks.world),
             )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from consistency.capture.names import WHOLE_MODEL
 from consistency.case.stages import SPECS
 from consistency.devices.backends import CPU
-from consistency.extras.training.group_stage import to_train
+from consistency.extras.training.group_stage import training_inputs
 from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import AVERAGED, UPDATED, StepFile
 from consistency.extras.training.trajectory.cost import STEPS
@@ -58,7 +58,7 @@ class _OwnTraining:
 def run(context: Context) -> None:
     """Train, judge every step, and record the curve."""
     try:
-        inputs, names = to_train(context)
+        inputs, names = training_inputs(context)
     except Skip:
         _give_up_reference(context, "it does not train this adapter")
         raise
@@ -75,7 +75,7 @@ def run(context: Context) -> None:
         _check_steps(context, passes, batches, training.start, steps)
         judge = StepJudge(context, None, STAGE, [training.file])
         for name in names:
-            judge.updated(name, training.start[name])
+            judge.judge_parameter(name, training.start[name])
         _record_curve(context, training)
 
 
@@ -158,5 +158,5 @@ def _record_curve(context: Context, training: _OwnTraining) -> None:
 
 
 def _distance_after(training: _OwnTraining, reference: Reference, step: int) -> float:
-    parameters = ((name, training.file.of_step(UPDATED, name, step)) for name in training.start)
+    parameters = ((name, training.file.tensor(UPDATED, name, step)) for name in training.start)
     return distance_to_exact(parameters, reference, step)
