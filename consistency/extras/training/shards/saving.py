@@ -26,12 +26,12 @@ SAVED = "saved"
 def record_saved(
     context: Context, ranks: JoinedGroup, stage: Stage, model: torch.nn.Module, gathered: Mapping[str, torch.Tensor]
 ) -> None:
-    """Save the adapter as accelerate does, from the first rank, which compares the file with what the ranks hold.
+    """Save the adapter as accelerate does, from the first rank, which compares the file with the ranks' parameters.
 
     Parameters
     ----------
     gathered : mapping of str to torch.Tensor
-        The adapter's parameters, put together from what all ranks hold, on the CPU, by name in the model.
+        The adapter's parameters, put together from the parts of all ranks, on the CPU, by name in the model.
     """
     folder = ranks.folder / SAVED
     with ranks.in_library("saving the adapter"):
@@ -43,34 +43,37 @@ def record_saved(
             with model_code(model, "PEFT does not save it from a model in parts: "):
                 adapted: Any = model
                 adapted.save_pretrained(str(folder), state_dict=state)
-        except Skip as why:  # the other ranks go on
-            context.record.skipped(stage, str(why), SAVED)
+        except Skip as skip:  # the other ranks go on
+            context.record.skipped(stage, str(skip), SAVED)
             return
-    in_file = load_peft_weights(str(folder), device="cpu")
-    for name, tensor in gathered.items():
+    saved = load_peft_weights(str(folder), device="cpu")
+    for name, whole in gathered.items():
         key = context.expected[name][0]
-        layer, part = adapter_place(key)
-        word: Word | None = words.MISSING
+        layer, tensor = adapter_place(key)
+        word: Word | None = None
         evidence: dict[str, Any] = {}
-        if key in in_file:
-            expected = tensor.to(in_file[key].dtype)
-            word, evidence = _difference(in_file[key], expected)
+        reason = None
+        if key in saved:
+            word, evidence = _difference(saved[key], whole.to(saved[key].dtype))
+        else:
+            word, reason = words.MISSING, "not in the file that the ranks saved"
         context.record.fact(
             stage,
             layer,
-            f"{part}.{SAVED}",
+            f"{tensor}.{SAVED}",
             status="equal" if word is None else "outside",
             word=word,
             evidence=evidence,
-            reason="not in the file that the ranks saved" if key not in in_file else None,
+            reason=reason,
         )
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> tuple[Word | None, dict[str, Any]]:
+    """Return the word and the evidence of a difference; no word where the tensors are equal."""
     diagnosis = diagnose_structure(actual, expected)
     if diagnosis is None:
-        found = measure(actual, expected)
-        if not found.mismatched:
+        measured = measure(actual, expected)
+        if not measured.mismatched:
             return None, {}
-        diagnosis = diagnose_moved(actual, expected, found)
+        diagnosis = diagnose_moved(actual, expected, measured)
     return diagnosis.word, dict(diagnosis.evidence)

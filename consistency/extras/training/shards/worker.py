@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -84,29 +84,39 @@ def run(context: Context) -> None:
     parts = parts_of(inputs)
 
     def train(ranks: JoinedGroup) -> None:
-        answer = _exact_average(context, ranks, names, parts)
-        _before(context, ranks, names, parts, answer)
-        _free()
+        average = _exact_average(context, ranks, names, parts)
+        _train_with_adapter_first(context, ranks, names, parts, average)
+        _free_memory()
         with context.record.skipping(STAGE, AFTERWARDS):
-            _afterwards(context, ranks, parts)
+            _train_with_adapter_afterwards(context, ranks, parts)
         if is_installed():
-            _free()
+            _free_memory()
             with context.record.skipping(STAGE, ZERO):
-                _by_zero(context, ranks, names, parts, answer)
+                _train_by_zero(context, ranks, names, parts, average)
 
     run_in_group(context, STAGE, train)
 
 
-def _free() -> None:
+def _free_memory() -> None:
     """Give back the memory of a model that is not used any more: hooks of FSDP2 hold it in cycles."""
     gc.collect()
     trim()
 
 
-def _before(
-    context: Context, ranks: JoinedGroup, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
+def _train_with_adapter_first(
+    context: Context,
+    ranks: JoinedGroup,
+    names: Sequence[str],
+    parts: Sequence[Tensors],
+    average: Reference | str,
 ) -> None:
-    """Train with the adapter there before the model is sharded, and judge it."""
+    """Train with an adapter that is there before the model is sharded, and judge the training.
+
+    Parameters
+    ----------
+    average : Reference or str
+        See `_exact_average`.
+    """
     model = load_model(context.job.case, str(context.device))
     with trainable(model, [model.get_parameter(name) for name in names]):
         with ranks.in_library("fully_shard"):
@@ -119,84 +129,129 @@ def _before(
         parameters = {name: model.get_parameter(name) for name in names}
         start = {name: local_part(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
         batches = batches_of(parts, rank=ranks.rank, world=ranks.world)
-        with trained_by(ranks, "shards", model, parameters, batches, watch=_seen_in(model, names)) as files:
-            own = files[ranks.rank]
-            with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
-            wrong = [name for name in with_gradient if not _record_seen(context, files, own, name)]
-            context.record.fact(
-                STAGE,
-                WHOLE_MODEL,
-                GATHERED,
-                status="within" if wrong else "equal",
-                evidence={"tensors": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
-            )
+        watch = _watch_gathered(model, names)
+        with trained_by(ranks, "shards", model, parameters, batches, watch=watch) as files:
+            with_gradient = _names_with_gradient(files[ranks.rank], names)
+            is_right = _record_all_gathered(context, ranks, files, with_gradient)
+            average = _usable_average(ranks, average, is_right=is_right)
             judge = StepJudge(context, ranks, STAGE, files)
-            if _adds_up_averages(ranks):
-                answer = (
-                    f"gloo of torch {torch.__version__} gives the sum where FSDP2 asks for the average of gradients: "
-                    "a later torch divides it"
-                )
-            answer = (
-                reason_on_ranks(ranks, "something else than the ranks hold is computed with", is_here=bool(wrong))
-                or answer
-            )
-            for name in with_gradient:
-                if not isinstance(answer, str):
-                    _record_first_gradient(context, ranks, name, own, answer)
-                judge.judge_parameter(name, start[name])
-            if isinstance(answer, str):
-                context.record.skipped(STAGE, answer, "gradients")
-            record_saved(
-                context, ranks, STAGE, model, {n: whole_tensor(files, UPDATED, n, STEPS - 1) for n in with_gradient}
-            )
+            _judge_gradients_and_steps(context, ranks, judge, files[ranks.rank], start, with_gradient, average)
+            if isinstance(average, str):
+                context.record.skipped(STAGE, average, "gradients")
+            saved = {name: whole_tensor(files, UPDATED, name, STEPS - 1) for name in with_gradient}
+            record_saved(context, ranks, STAGE, model, saved)
 
 
-def _seen_in(model: torch.nn.Module, names: Sequence[str]) -> Watch:
-    """Return what writes the parameters that the model computes with, once its library has put them together."""
+def _names_with_gradient(file: StepFile, names: Sequence[str]) -> list[str]:
+    return [name for name in names if file.read(AVERAGED, name) is not None]
+
+
+def _record_all_gathered(context: Context, ranks: JoinedGroup, files: Sequence[StepFile], names: Sequence[str]) -> bool:
+    """Record whether the model computed with the parts that the ranks hold, in every step; return whether it did."""
+    own = files[ranks.rank]
+    wrong_names = [name for name in names if not _record_gathered(context, files, own, name)]
+    context.record.fact(
+        STAGE,
+        WHOLE_MODEL,
+        GATHERED,
+        status="within" if wrong_names else "equal",
+        evidence={"tensors": len(names), "steps": STEPS, "ranks": list(ranks.group.ranks)},
+    )
+    return not wrong_names
+
+
+def _usable_average(ranks: JoinedGroup, average: Reference | str, *, is_right: bool) -> Reference | str:
+    """Return the exact average of the gradients, or the reason why it cannot judge those of this training."""
+    if _adds_up_averages(ranks):
+        average = (
+            f"gloo of torch {torch.__version__} gives the sum where FSDP2 asks for the average of gradients: "
+            "a later torch divides it"
+        )
+    reason = reason_on_ranks(ranks, "something else than the ranks hold is computed with", is_here=not is_right)
+    return reason or average
+
+
+def _judge_gradients_and_steps(
+    context: Context,
+    ranks: JoinedGroup,
+    judge: StepJudge,
+    file: StepFile,
+    start: Tensors,
+    names: Sequence[str],
+    average: Reference | str,
+    *,
+    title: str = "",
+) -> None:
+    """Judge the first averaged gradient, where its exact value is known, and the parameter after each step."""
+    for name in names:
+        if not isinstance(average, str):
+            record_gradient(
+                context,
+                STAGE,
+                name,
+                file.tensor(AVERAGED, name, 0),
+                part=file.parts[name],
+                reference=average,
+                ending=f"{ranks.count_suffix}{title}",
+            )
+        judge.judge_parameter(name, start[name])
+
+
+def _watch_gathered(model: torch.nn.Module, names: Sequence[str]) -> Watch:
+    """Return a watch that writes the parameters that the model computes with, once its library has gathered them."""
 
     @contextmanager
     def watching(file: StepFile, step: int) -> Iterator[None]:
-        def note(prefix: str, module: torch.nn.Module, _given: Any) -> None:
+        def write(prefix: str, module: torch.nn.Module, _inputs: Any) -> None:
             for name, parameter in module.named_parameters(prefix=prefix):
                 if name in names and not isinstance(parameter, DTensor):
                     file.write(SEEN, step, name, parameter.detach().clone())  # NumPy pins what is freed after the pass
 
         with ExitStack() as hooks:
-            sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+            # in two steps: to mypy, what is known to be an FSDPModule has no hooks
+            sharded_names = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
             for name, module in model.named_modules():
-                if name in sharded:
-                    hooks.callback(module.register_forward_pre_hook(functools.partial(note, name)).remove)
+                if name in sharded_names:
+                    hooks.callback(module.register_forward_pre_hook(functools.partial(write, name)).remove)
             yield
 
     return watching
 
 
-def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, name: str) -> bool:
-    """Record the first step in which the model computed with a parameter that is not what the ranks held.
+def _record_gathered(context: Context, files: Sequence[StepFile], own: StepFile, name: str) -> bool:
+    """Record the first step in which the model computed with other values of a parameter than the ranks held.
 
     Before the first step they hold the file's bytes, which `record_held` has seen to. Returns whether there is none.
     """
     if own.read(SEEN, name) is None or own.parts[name].dim is None:
         return True
-    first = context.expected[name][1].to(own.tensor(SEEN, name, 0).dtype)
-    before = [first, *(whole_tensor(files, UPDATED, name, step) for step in range(STEPS - 1))]
-    wanted = [digest(tensor).value for tensor in before]
-    step = next((i for i in range(STEPS) if digest(own.tensor(SEEN, name, i)).value != wanted[i]), None)
+    in_file = context.expected[name][1].to(own.tensor(SEEN, name, 0).dtype)
+    expected = [in_file, *(whole_tensor(files, UPDATED, name, step) for step in range(STEPS - 1))]
+    digests = [digest(tensor).value for tensor in expected]
+    step = _first_difference(own, name, digests)
     if step is None:
         return True
-    layer, part = adapter_place(context.expected[name][0])
-    earlier = {value: f"what it was before step {number + 1}" for number, value in enumerate(wanted[:step])}
+    layer, tensor = adapter_place(context.expected[name][0])
+    earlier_by_digest = {value: f"what it was before step {i + 1}" for i, value in enumerate(digests[:step])}
     record_difference(
         context,
         STAGE,
         layer,
-        f"{part}.{GATHERED}",
+        f"{tensor}.{GATHERED}",
         own.tensor(SEEN, name, step),
-        before[step],
-        known=Known(stale=lambda tensor: earlier.get(digest(tensor).value)),
+        expected[step],
+        known=Known(stale=lambda actual: earlier_by_digest.get(digest(actual).value)),
         evidence={"step": step + 1},
     )
     return False
+
+
+def _first_difference(own: StepFile, name: str, digests: Sequence[str]) -> int | None:
+    """Return the first step in which the model computed with a parameter of another digest."""
+    for step, expected in enumerate(digests):
+        if digest(own.tensor(SEEN, name, step)).value != expected:
+            return step
+    return None
 
 
 def _shard(model: torch.nn.Module, ranks: JoinedGroup) -> None:
@@ -211,85 +266,81 @@ def _adds_up_averages(ranks: JoinedGroup) -> bool:
     """Report whether a reduce-scatter on CPUs gives the sum where the average is asked for: gloo of torch 2.8 does."""
     if ranks.device.type != "cpu":
         return False
-    part = torch.zeros(1)
-    dist.reduce_scatter_tensor(part, torch.ones(ranks.world), op=dist.ReduceOp.AVG, group=ranks.process_group)
-    return ranks.world > 1 and float(part) == ranks.world
+    result = torch.zeros(1)
+    dist.reduce_scatter_tensor(result, torch.ones(ranks.world), op=dist.ReduceOp.AVG, group=ranks.process_group)
+    return ranks.world > 1 and float(result) == ranks.world
 
 
 def _exact_average(context: Context, ranks: JoinedGroup, names: list[str], parts: Sequence[Tensors]) -> Reference | str:
-    """Return the average of the ranks' first gradients in float64, and what rounding makes in it; the first computes.
+    """Return the average of the ranks' first gradients in float64, with the spread of its rounding; rank 0 computes it.
 
     Or why there is none.
     """
-    why = ""
+    reason = ""
     if not ranks.rank:
-        twin = context.model if context.device.type == CPU else load_model(context.job.case, CPU)
-        try:  # code may insist on its own dtype
-            with nullcontext() if context.device.type == CPU else context.events.on_cpu(), model_code(twin):
-                _publish_average(context, ranks, twin, names, parts)
+        is_on_cpu = context.device.type == CPU
+        model = context.model if is_on_cpu else load_model(context.job.case, CPU)
+        computing: AbstractContextManager[None] = nullcontext() if is_on_cpu else context.events.on_cpu()
+        try:
+            with computing, model_code(model):  # code may insist on its own dtype
+                _publish_average(context, ranks, model, names, parts)
         except Skip as skip:
-            why = str(skip)
-    why = ranks.exchange("float64 gradients", why)[0]
-    return why or Reference.of(ranks.folder / GRADIENT_FILE)
+            reason = str(skip)
+    reason = ranks.exchange("float64 gradients", reason)[0]
+    return reason or Reference.of(ranks.folder / GRADIENT_FILE)
 
 
 def _publish_average(
-    context: Context, ranks: JoinedGroup, twin: torch.nn.Module, names: list[str], parts: Sequence[Tensors]
+    context: Context, ranks: JoinedGroup, model: torch.nn.Module, names: list[str], parts: Sequence[Tensors]
 ) -> None:
+    """Compute the exact average of the gradients of all ranks' first batches, and of noisy passes, and publish both."""
     first_batches = [batches_of(parts, rank=rank, world=ranks.world)[0] for rank in range(ranks.world)]
-    of_ranks = [backward_of(twin, names, part) for part in first_batches]
-    decided: list[str] = []
+    backwards = [backward_of(model, names, batch) for batch in first_batches]
+    decisions: list[str] = []
 
-    def average(of_rank: Callable[[Backward], Gradients]) -> Gradients:
-        found = [of_rank(of) for of in of_ranks]
-        return {name: functools.reduce(torch.add, [one[name] for one in found]) / len(found) for name in found[0]}
+    def average(compute: Callable[[Backward], Gradients]) -> Gradients:
+        gradients_of_ranks = [compute(backward) for backward in backwards]
+        averages = {}
+        for name in gradients_of_ranks[0]:
+            terms = [gradients[name] for gradients in gradients_of_ranks]
+            averages[name] = functools.reduce(torch.add, terms) / len(terms)
+        return averages
 
-    in_float64 = functools.partial(from_end_to_end, computed=as_it_is, exact=True, watch=decided.append)
+    def noisy_average(_title: str) -> Gradients:
+        return average(lambda backward: from_end_to_end(backward, as_it_is))
+
+    in_float64 = functools.partial(from_end_to_end, computed=as_it_is, exact=True, watch=decisions.append)
     exact = ExactGradients(gradients=average(in_float64))
-    if decided:
+    # other passes may decide otherwise, and nothing here makes them follow
+    if decisions:
         raise Skip(UNFOLLOWED)
-    passes = passes_for_sums(context, twin)
-    drawn = draw(context, twin, lambda _: average(lambda of: from_end_to_end(of, as_it_is)), passes)
-    publish(ranks.folder, *exact.tensors_with(drawn, of_ranks[0].wanted), GRADIENT_FILE)
+    drawn = draw(context, model, noisy_average, passes_for_sums(context, model))
+    publish(ranks.folder, *exact.tensors_with(drawn, backwards[0].wanted), GRADIENT_FILE)
 
 
-def _record_first_gradient(
-    context: Context, ranks: JoinedGroup, name: str, file: StepFile, reference: Reference, *, title: str = ""
+def _train_by_zero(
+    context: Context,
+    ranks: JoinedGroup,
+    names: Sequence[str],
+    parts: Sequence[Tensors],
+    average: Reference | str,
 ) -> None:
-    """Record the averaged gradient of the first step against the average of the float64 gradients of the batches."""
-    record_gradient(
-        context,
-        STAGE,
-        name,
-        file.tensor(AVERAGED, name, 0),
-        part=file.parts[name],
-        reference=reference,
-        ending=f"{ranks.count_suffix}{title}",
-    )
-
-
-def _by_zero(
-    context: Context, ranks: JoinedGroup, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
-) -> None:
-    """Train by ZeRO-3 with the adapter there before, and judge it."""
-    with trained_by_zero(context, ranks, STAGE, names, parts) as trained_so:
-        if isinstance(trained_so, str):
-            raise Skip(trained_so)
-        judge, files, start = trained_so
+    """Train by ZeRO-3 with an adapter that is there before, and judge the training."""
+    with trained_by_zero(context, ranks, STAGE, names, parts) as training:
+        if isinstance(training, str):
+            raise Skip(training)
+        judge, files, start = training
         own = files[ranks.rank]
-        with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
+        with_gradient = _names_with_gradient(own, names)
         judge.compare_ranks(AVERAGED, with_gradient, "averaged gradients")
         judge.compare_ranks(UPDATED, with_gradient, "updated parameters")
-        for name in with_gradient:
-            if not isinstance(answer, str):
-                _record_first_gradient(context, ranks, name, own, answer, title=f", {ZERO}")
-            judge.judge_parameter(name, start[name])
+        _judge_gradients_and_steps(context, ranks, judge, own, start, with_gradient, average, title=f", {ZERO}")
 
 
-def _afterwards(context: Context, ranks: JoinedGroup, parts: Sequence[Tensors]) -> None:
+def _train_with_adapter_afterwards(context: Context, ranks: JoinedGroup, parts: Sequence[Tensors]) -> None:
     """Train with an adapter that is added once the base is sharded, and record whether the ranks train the same."""
-    case, before = context.job.case, cast("PeftModel", context.model)
-    config = before.peft_config[ADAPTER_NAME]
+    case, loaded = context.job.case, cast("PeftModel", context.model)
+    config = loaded.peft_config[ADAPTER_NAME]
     if config.is_prompt_learning and config.peft_type not in {"PREFIX_TUNING", "CARTRIDGE"}:
         raise Skip("PEFT reads the base's embedding outside of its pass, where fully_shard has it in parts")
     model = load_base(case, str(context.device)).model
@@ -305,19 +356,26 @@ def _afterwards(context: Context, ranks: JoinedGroup, parts: Sequence[Tensors]) 
         trained_by(ranks, "added-afterwards", adapted, parameters, batches) as files,
     ):
         judge = StepJudge(context, ranks, STAGE, files, title=f"{AFTERWARDS}, ")
-        with_gradient = [name for name in names if files[ranks.rank].read(AVERAGED, name) is not None]
-        odd = judge.differing(UPDATED, with_gradient, STEPS - 1)
-    differing = len(odd)
-    for answer in ranks.exchange(f"{AFTERWARDS}, differing", str(differing)):
-        differing = max(differing, int(answer))
+        with_gradient = _names_with_gradient(files[ranks.rank], names)
+        own_count = len(judge.differing(UPDATED, with_gradient, STEPS - 1))
+    # ranks that agree with most see no difference: all report that of the rank that differs in most tensors
+    counts = ranks.exchange(f"{AFTERWARDS}, differing", str(own_count))
+    differing_count = max(own_count, *map(int, counts))
+    evidence = {
+        "tensors": differing_count,
+        "of": len(with_gradient),
+        "steps": STEPS,
+        "ranks": list(ranks.group.ranks),
+    }
+    if not differing_count:
+        context.record.fact(STAGE, WHOLE_MODEL, AFTERWARDS, status="equal", evidence=evidence)
+        return
     context.record.fact(
         STAGE,
         WHOLE_MODEL,
         AFTERWARDS,
-        status="within" if differing else "equal",
-        word=UNSYNCHRONIZED if differing else None,
-        evidence={"tensors": differing, "of": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
-        reason=f"{differing} of {counted(len(with_gradient), 'tensor')} differ between ranks after {STEPS} steps"
-        if differing
-        else None,
+        status="within",
+        word=UNSYNCHRONIZED,
+        evidence=evidence,
+        reason=f"{differing_count} of {counted(len(with_gradient), 'tensor')} differ between ranks after {STEPS} steps",
     )
