@@ -60,6 +60,7 @@ def record_held(
     whole_parameters = dict(context.model.named_parameters())
     equal_count, split_count, is_wrong = 0, 0, False
     for name, parameter in model.named_parameters():
+        # the model by itself has nothing to compare it with
         if name not in whole_parameters:
             continue
         actual, part = local_part(parameter), part_of(parameter, rank=ranks.rank, world=ranks.world)
@@ -68,6 +69,7 @@ def record_held(
         is_of_adapter = name in names
         if is_of_adapter:
             split_count += part.dim is not None
+            # a model may hold an adapter in another dtype than its file
             whole = context.expected[name][1].to(actual.dtype)
         else:
             whole = whole_parameters[name].detach()
@@ -129,7 +131,7 @@ def record_difference(
 
 
 def other_parts(ranks: JoinedGroup, parameter: torch.Tensor, whole: torch.Tensor) -> Known:
-    """Return the contents that a rank may hold in place of its part: those of another rank's."""
+    """Return the contents that a rank may hold in place of its own part: the parts of other ranks."""
     name_by_digest = {}
     for number, rank in enumerate(ranks.group.ranks):
         part = part_of(parameter, rank=number, world=ranks.world)
@@ -175,7 +177,7 @@ def record_gradient(
     part: RankPart,
     ending: str,
 ) -> None:
-    """Record a gradient that every rank has as a row, and a part of one as a fact of this rank.
+    """Record a whole gradient, which every rank has, as a row, and a part of a gradient as a fact of this rank.
 
     Parameters
     ----------

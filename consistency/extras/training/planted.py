@@ -59,7 +59,7 @@ def averaged_twice(_own: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
 def not_broadcast(
     real: Callable[..., None], wrapped: Any, model: torch.nn.Module, *arguments: Any, **options: Any
 ) -> None:
-    """Keep an adapter that this rank initialized by itself, and lose that of the first rank."""
+    """Keep an adapter that this rank initialized by itself, and lose the first rank's."""
     real(wrapped, model, *arguments, **options)
     _draw_again(model)
 
@@ -76,7 +76,7 @@ def _draw_again(model: torch.nn.Module) -> None:
 
 @instead("consistency.extras.training.shards.worker:fully_shard")
 def other_seed(real: Callable[..., Any], module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
-    """Initialize this rank's adapter anew, of which FSDP2 takes this rank's part."""
+    """Initialize this rank's adapter anew, before FSDP2 takes the rank's part."""
     _draw_again(module)
     return real(module, *arguments, **options)
 
@@ -125,7 +125,7 @@ def part_of_another(real: Callable[..., torch.nn.Module], case: Any, world: int)
     model = real(case, world)
     in_file = load_peft_weights(case.adapter, device="cpu")
     for name, parameter in model.named_parameters():
-        key = name.replace(".default", "")
+        key = name.replace(".default", "")  # files have no adapter's name in their keys
         part = part_of(parameter, rank=(dist.get_rank() + 1) % world, world=world)
         if key in in_file and part.dim is not None:
             local_part(parameter).copy_(part.cut_from(in_file[key]))

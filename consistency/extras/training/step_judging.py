@@ -47,7 +47,7 @@ PIECE = 1 << 16
 SAME_BITS = "same bits on all ranks"
 
 Exact = Callable[[slice], Sequence[Bounded]]
-"""Return some elements of each step with their bounds."""
+"""Return the exact values of some elements after each step, with their bounds."""
 
 Inputs = Callable[[slice, int], torch.Tensor]
 """Return some elements of the tensors from which a step computes its result."""
@@ -88,7 +88,7 @@ class StepJudge:
         return self._group
 
     def judge_average(self, name: str) -> bool:
-        """Record a gradient as the average of those of the ranks; return whether it is, where that can be judged."""
+        """Record whether a gradient is the average of the ranks' own ones; return False where it is known not to be."""
 
         def gradients(piece: slice, step: int) -> torch.Tensor:
             return torch.stack([file.elements(OWN, name, step)(piece) for file in self._files])
@@ -169,9 +169,10 @@ class StepJudge:
         *,
         word: Callable[[int], Word | None] = _no_word,
     ) -> bool:
-        """Record the first step that is outside its bound, the last one if none is; return whether none is.
+        """Record the first step that is outside its bound; return whether there is none, or none that can be judged.
 
-        Of steps that are judged each by itself it is the one nearest to its bound, if none is outside.
+        If no step is outside, it records the last one; for a device alone, whose steps are judged each by itself, the
+        one nearest to its bound.
 
         Parameters
         ----------
@@ -200,12 +201,14 @@ class StepJudge:
         measure = measures[step]
         is_within = passes(_ratio(measure))
 
+        # for a diagnosis, of the recorded step alone
         def chunks() -> Iterator[Chunk]:
             return itertools.chain.from_iterable(of_step[step].chunks() for of_step in stretches(range(piece_count)))
 
         evidence: dict[str, Any] = {"step": step + 1}
         if not self._alone:
             evidence["ranks"] = list(self._ranks.names)
+        # other ranks hold other parts, with which a row would be compared
         if self._own.parts[name].dim is not None:
             record_part(
                 self._context,
@@ -263,6 +266,7 @@ class StepJudge:
         """Return why there is no bound; empty where there is one."""
         if dtype not in UNIT_ROUNDOFF:
             return f"no bound is derived in {name_of(dtype)}"
+        # in a dtype of little range ε may round to zero
         has_epsilon = float(torch.tensor(EPSILON, dtype=dtype)) > 0
         for piece in self._pieces(name):
             if not all(bool(torch.isfinite(inputs(piece, step)).all()) for step in range(self._steps)):
@@ -274,23 +278,23 @@ class StepJudge:
     def compare_ranks(
         self, kind: str, names: Sequence[str], subject: str, *, explained: Collection[str] = ()
     ) -> list[str]:
-        """Record whether this rank has the bits of the others after each step; return the tensors of which it has not.
+        """Record whether this rank has the bits of the others after each step; return the tensors with other bits.
 
         Parameters
         ----------
         subject : str
             The compared tensors, in words.
         explained : collection of str
-            Tensors of which a row says already what is wrong.
+            Tensors with a row that says already what is wrong.
         """
         first_difference: dict[str, tuple[int, list[str]]] = {}
         for step in range(self._steps):
             for name, others in self.differing(kind, names, step).items():
                 first_difference.setdefault(name, (step, others))
         for name, (step, others) in first_difference.items():
-            layer, parameter = self._place(name)
             if name in explained:
                 continue
+            layer, parameter = self._place(name)
             self._context.record.fact(
                 self._stage,
                 layer,
@@ -315,6 +319,7 @@ class StepJudge:
 
         A tensor is there only where this rank differs from most, or, without a majority, from the first.
         """
+        # digests in place of tensors: they go beside the collectives, which may be wrong
         own_digests = {name: digest(self._own.tensor(kind, name, step)).value for name in names}
         answers = self._ranks.exchange(f"{self._title}{kind}, step {step + 1}", json.dumps(own_digests))
         digests_of_ranks = [json.loads(answer) for answer in answers]

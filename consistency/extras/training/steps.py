@@ -71,6 +71,7 @@ class StepFile:
         for kind in kinds:
             for name, parameter in parameters.items():
                 layout[f"{kind}/{name}"] = (parameter.dtype, (steps, *self._shape(kind, name)))
+        # laid out in full before the first step: tensors are written in place, in any order
         self._file = TensorFile(path, layout, of_another=of_another)
 
     @classmethod
@@ -83,7 +84,7 @@ class StepFile:
         return self.parts[name].whole if kind == SEEN else self.parts[name].shape
 
     def write(self, kind: str, step: int, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor on any device, or the part of it that this rank holds."""
+        """Write a tensor on any device; of a split tensor, this rank's part."""
         self._file.write(f"{kind}/{name}", step, local_part(tensor).to("cpu").contiguous())
 
     def read(self, kind: str, name: str) -> Readable | None:
@@ -195,6 +196,7 @@ def _train(
         with watch(file, step):
             go_back(of_outputs(outputs_by(call, model, batch)))
         for name, parameter in parameters.items():
+            # prompts and experts may leave parameters without a gradient
             if parameter.grad is not None:
                 file.write(AVERAGED, step, name, parameter.grad)
         optimizer.step()

@@ -14,8 +14,9 @@ from consistency.numerics.rules import Rule
 
 
 def find_sums_again(evidence: ComparisonEvidence) -> Iterator[Finding]:
-    """Report, once for each set of workers, how many sums they did not repeat bit for bit, and by which library."""
+    """Report, once per set of workers, the number of sums that they did not repeat bit for bit, and the library."""
     names_by_workers: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    # a second run is recorded as a fact, whose rule is a limit
     for tensor in evidence.tensors:
         if tensor.stage != COLLECTIVES or tensor.rule != Rule.LIMIT:
             continue

@@ -63,7 +63,7 @@ class Collective:
     """Takes a rank, the number of ranks, and of elements that each gives; returns the pieces that the rank has to get.
     None for a collective that combines elements."""
     combined: Combine | None = None
-    """Combines all elements, or, with `in_parts`, those of the rank's own part; None for one that moves elements."""
+    """Combines all elements, or, with `in_parts`, the elements of the rank's own part; None if elements are moved."""
     in_parts: bool = False
     """Whether each rank gives a part to every rank."""
     gathers: bool = False
@@ -115,14 +115,14 @@ def _put_together(contributions: Sequence[Contribution], pieces: Sequence[Piece]
 
 
 def _blocks(contributions: Sequence[Contribution], start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield the elements of all ranks between two of them, `(ranks, elements)`, so few at a time that they fit."""
+    """Yield the elements of all ranks from `start` to before `stop`, `(ranks, elements)`, a block at a time."""
     for first in range(start, stop, BLOCK):
         last = min(first + BLOCK, stop)
         yield torch.stack([contribution.between(first, last) for contribution in contributions])
 
 
 def _sum_of_blocks(blocks: Iterable[torch.Tensor], length: int, *, average: bool) -> Sum:
-    """Return the exact sum, or the average, of all ranks' elements with its bound, from blocks of them in order."""
+    """Return the exact sum or average of all ranks' elements, with its bound, from their blocks in order."""
     value, allowed = np.empty(length), np.empty(length)
     for number, block in enumerate(blocks):
         of_block = exact_sum(block, average=average)
@@ -143,11 +143,15 @@ def _all_reduce(operation: dist.ReduceOp.RedOpType) -> Callable[[torch.Tensor, J
 
 def _at_once(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Reduce quarters of a tensor at the same time."""
-    parts = [part.clone() for part in own.tensor_split(4)]
-    works = [dist.all_reduce(part, group=ranks.process_group, async_op=True) for part in parts if part.numel()]
+    quarters = [quarter.clone() for quarter in own.tensor_split(4)]
+    works = []
+    for quarter in quarters:
+        # of fewer than four elements some quarters are empty
+        if quarter.numel():
+            works.append(dist.all_reduce(quarter, group=ranks.process_group, async_op=True))
     for work in works:
         work.wait()
-    return torch.cat(parts)
+    return torch.cat(quarters)
 
 
 def _unaligned(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
@@ -260,7 +264,7 @@ EVERY_COLLECTIVE: tuple[Collective, ...] = (
         moved=lambda rank, world, elements: [((rank - 1) % world, 0, elements)],
     ),
 )  # fmt: skip
-"""In the order in which every rank runs them."""
+"""All collectives; every rank runs them in this order."""
 
 
 def groups_of(world: int) -> tuple[tuple[int, ...], ...]:
@@ -270,6 +274,7 @@ def groups_of(world: int) -> tuple[tuple[int, ...], ...]:
     """
     groups = []
     for size in WORLDS:
+        # all ranks together are a group already
         if size < world:
             starts = dict.fromkeys(min(start, world - size) for start in range(0, world, size))
             groups += [tuple(range(start, start + size)) for start in starts]

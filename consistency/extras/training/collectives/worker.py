@@ -123,10 +123,12 @@ class _Trials:
         contributions = collective.contributions(dtype, size, ranks.world)
         name = f"{dtype} {size} of {self._group_name}"
         own = contributions[ranks.rank].whole()
+        # twice, for a sum whose order is not fixed may have other bits the second time
         try:
             first = self._result(collective, own, name)
             second = self._result(collective, own, name)
         except (GroupError, ValueError) as error:
+            # a backend that has no such collective says so on every rank, before anything is sent
             cause = error.__cause__ or error
             if not any(text in str(cause).lower() for text in _UNSUPPORTED):
                 raise
@@ -271,7 +273,7 @@ _PRIVATE = frozenset({
 """Parts of the names of variables whose values may be a host, a path, or a secret."""
 
 _CHOICES = {"algorithm": "NCCL_ALGO", "protocol": "NCCL_PROTO"}
-"""Variables by which a user chooses for NCCL, by the names of the choices in the evidence."""
+"""Names in the evidence of choices that NCCL makes, each with the variable that makes it instead."""
 
 
 def variables() -> dict[str, str]:

@@ -81,7 +81,7 @@ class JoinedGroup:
     process_group: dist.ProcessGroup
     """Process group of the members; for all ranks, torch's default."""
     members: tuple[int, ...] | None = None
-    """Numbers of the ranks of the group that talk here, in their order; None is all of them."""
+    """Numbers of the group's ranks that talk here, in their order; None for all ranks."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -167,6 +167,7 @@ class JoinedGroup:
 
     def _all_raise(self, place: str, error: Exception) -> bool:
         """Return whether every rank raises in the same place; if not, tell the others that this one has left."""
+        # in the store: a rank that has not raised may be waiting in a collective
         self.store.set(f"raised/{place}/{self.rank}", "")
         keys = [f"raised/{place}/{rank}" for rank in range(self.world)]
         deadline = time.monotonic() + min(_REFUSAL_S, self.group.timeout_s / 2)
@@ -357,6 +358,7 @@ def _lost_rank(group: RankGroup, folder: Path) -> str | None:
     """Return the first rank that the launcher has lost, or that has left by itself, and why."""
     if (reason := why_lost(group)) is not None:
         return reason
+    # a rank that is lost explains others that have left
     for name in group.ranks:
         with suppress(OSError):
             return f"{name} was lost: {lost_rank(Path(group.folder), name).read_text(encoding='utf-8')}"

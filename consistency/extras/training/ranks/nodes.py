@@ -1,4 +1,4 @@
-"""Several nodes of a fleet as one group: each says which ranks it has, in a folder that all of them see."""
+"""Several nodes of a fleet as one group: each node lists its ranks in a folder that all nodes see."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def meet_nodes(group: RankGroup, events: EventLog) -> RankGroup:
     if not group.nodes or group.has_met:
         return group
     folder, name = Path(group.folder).parent, Path(group.folder).name
+    # node by node: every rank has to get the same numbers
     ranks: list[str] = []
     last_sign_s = 0.0
     for node in group.nodes:

@@ -1,4 +1,4 @@
-"""The part of a tensor that each rank holds: by FSDP2, by a tensor parallel plan, or all of it."""
+"""The part of a tensor that each rank holds: by FSDP2, by a tensor parallel plan, or the whole tensor."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def part_of(tensor: torch.Tensor, *, rank: int, world: int) -> RankPart:
     if type(placement) is not Shard:
         raise ValueError(f"a tensor is split as {placements}, which this tool cannot put together")
     dim = placement.dim % len(whole)
-    rows = -(-whole[dim] // world)
+    rows = -(-whole[dim] // world)  # rounded up, as torch.chunk does
     return RankPart(whole=whole, dim=dim, start=min(whole[dim], rank * rows), stop=min(whole[dim], (rank + 1) * rows))
 
 

@@ -7,7 +7,7 @@ from consistency.extras.training.sizes import STEPS
 
 
 def replicas(s: Setting) -> Cost:
-    """Train a few steps: gradients and parameters of each step are in files, one of each rank."""
+    """Train a few steps: gradients and parameters of each step are in files, one per rank."""
     shape = s.shape
     # the hidden states between blocks, and three tensors of the size of the logits
     states = s.of_a_step * ((shape.blocks + 1) * (shape.hidden or 0) + 3 * (shape.vocabulary or 0))

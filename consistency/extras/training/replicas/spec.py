@@ -1,4 +1,4 @@
-"""Stage `replicas`: what it declares."""
+"""The declaration of the stage `replicas`."""
 
 from __future__ import annotations
 

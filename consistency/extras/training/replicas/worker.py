@@ -97,6 +97,7 @@ class _Replica:
         """Record gradients and parameters of each step, and how far the ranks have drifted apart."""
         ranks = self._ranks
         judge = StepJudge(self._context, ranks, STAGE, files)
+        # prompts and experts may leave parameters without a gradient
         names = [name for name in self._parameters if files[ranks.rank].read(AVERAGED, name) is not None]
         wrong = {name for name in names if not judge.judge_average(name)}
         differing = judge.compare_ranks(AVERAGED, names, "averaged gradients", explained=wrong)
@@ -109,7 +110,7 @@ class _Replica:
             self._record_drift(judge, names, start)
 
     def _record_drift(self, judge: StepJudge, names: Sequence[str], start: Mapping[str, torch.Tensor]) -> None:
-        """Record how far this rank's adapter is from that of the rank that others are compared with."""
+        """Record the distance of this rank's adapter from the adapter of the rank that others are compared with."""
         differing = judge.differing(UPDATED, names, STEPS - 1)
         if not differing:
             return

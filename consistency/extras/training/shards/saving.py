@@ -37,6 +37,7 @@ def record_saved(
     with ranks.in_library("saving the adapter"):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         state: dict[str, Any] = get_model_state_dict(model, options=options)
+        # all ranks take part in gathering, and one writes the file
         if ranks.rank != 0:
             return
         try:

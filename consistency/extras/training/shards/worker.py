@@ -117,6 +117,7 @@ def _train_with_adapter_first(
     average : Reference or str
         See `_exact_average`.
     """
+    # a model of its own: fully_shard changes it in place
     model = load_model(context.job.case, str(context.device))
     with trainable(model, [model.get_parameter(name) for name in names]):
         with ranks.in_library("fully_shard"):
@@ -161,7 +162,7 @@ def _record_all_gathered(context: Context, ranks: JoinedGroup, files: Sequence[S
 
 
 def _usable_average(ranks: JoinedGroup, average: Reference | str, *, is_right: bool) -> Reference | str:
-    """Return the exact average of the gradients, or the reason why it cannot judge those of this training."""
+    """Return the exact average of the gradients, or the reason why it cannot judge this training's gradients."""
     if _adds_up_averages(ranks):
         average = (
             f"gloo of torch {torch.__version__} gives the sum where FSDP2 asks for the average of gradients: "
@@ -223,6 +224,7 @@ def _record_gathered(context: Context, files: Sequence[StepFile], own: StepFile,
 
     Before the first step they hold the file's bytes, which `record_held` has seen to. Returns whether there is none.
     """
+    # a parameter that every rank holds whole is not gathered
     if own.read(SEEN, name) is None or own.parts[name].dim is None:
         return True
     in_file = context.expected[name][1].to(own.tensor(SEEN, name, 0).dtype)
@@ -255,7 +257,7 @@ def _first_difference(own: StepFile, name: str, digests: Sequence[str]) -> int |
 
 
 def _shard(model: torch.nn.Module, ranks: JoinedGroup) -> None:
-    """Shard each repeated block, and what is outside of them, over all ranks."""
+    """Shard each repeated block, and then the modules outside of blocks, over all ranks."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     for block in blocks_of(model).values():
         fully_shard(block, mesh=mesh)
@@ -277,6 +279,7 @@ def _exact_average(context: Context, ranks: JoinedGroup, names: list[str], parts
     Or why there is none.
     """
     reason = ""
+    # the others wait for its answer, and read its file
     if not ranks.rank:
         is_on_cpu = context.device.type == CPU
         model = context.model if is_on_cpu else load_model(context.job.case, CPU)

@@ -66,6 +66,7 @@ def trained_by_zero(
         raise Skip("DeepSpeed serves one group in a process, and has served another")
     _served[:] = [ranks.group.folder]
     model = load_model(context.job.case, str(context.device))
+    # of the model that this worker has by itself: between passes, ZeRO-3 leaves a parameter without elements
     layout = {name: context.model.get_parameter(name) for name in names}
     with ranks.torchrun_environment(), trainable(model, [model.get_parameter(name) for name in names]):
         with ranks.in_library(f"making the engine of {ZERO}"):

@@ -9,7 +9,7 @@ STEPS = 20
 
 
 def trajectory(s: Setting) -> Cost:
-    """Train some steps alone, and compute the gradients of each by blocks; for the reference as further trainings too.
+    """Train some steps alone, and compute each step's gradients by blocks; for the reference as further trainings too.
 
     Gradients and parameters of each step are in files, and all trained tensors at once are in memory: with the
     optimizer's two moments, in float64 and as often as noise is drawn. The results that all workers share are in a

@@ -54,7 +54,7 @@ class WrongRow:
 
 
 def without_trajectories(_: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
-    """Return tensors without the rows of trainings but those of workers with wrong weights, which explain them."""
+    """Return tensors without the rows of trainings, but for workers with wrong weights, which explain their rows."""
     explained_workers = _workers_with_wrong_weights(tensors)
     remaining = []
     for tensor in tensors:
@@ -97,7 +97,7 @@ def _workers_with_wrong_weights(tensors: Sequence[TensorComparison]) -> set[str]
 
 
 def find_trajectories(evidence: ComparisonEvidence) -> Iterator[Finding]:
-    """Report where devices leave the float64 trajectory: step, layer, and part of it; else how near to it all stay."""
+    """Report where devices leave the float64 trajectory: step, layer and tensor; else how near to it all stay."""
     tensors = [tensor for tensor in evidence.tensors if tensor.stage == STAGE]
     curves = _curves(tensors)
     # wrong weights have a finding of their own, and every training with them is wrong

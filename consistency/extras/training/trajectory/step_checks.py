@@ -79,6 +79,7 @@ class StepChecks:
         for step in range(steps):
             with events.passes(BY_BLOCKS), events.part_of_stage(step / steps, (step + 1) / steps):
                 answer = self._reference_of_step(step)
+                # without the reference of a step there is none of a later one
                 if isinstance(answer, str):
                     reason = answer
                     break
@@ -130,6 +131,7 @@ class StepChecks:
         tensors |= {_name_before(name): tensor for name, tensor in parameters.items()}
         tables = msgspec.structs.replace(tables, names=tuple(tensors))
         file = STEP_FILE.format(step)
+        # a file only for workers that wait: this one has the tensors
         if context.job.others_wait:
             publish(context.scratch, tensors, tables, file)
         return Reference(path=context.scratch / file, tables=tables, made=tensors)
@@ -162,6 +164,7 @@ class StepChecks:
         if reference.read(name) is None:
             return
         ratio = block_ratio(context, STAGE, layer, gradient, reference, name)
+        # a tensor that stays inside has one row, that of the last step
         is_outside = ratio is not None and not is_within(ratio)
         if is_last or is_outside:
             self._recorded.add(name)

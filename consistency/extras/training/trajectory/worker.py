@@ -133,7 +133,7 @@ def _give_up_reference(context: Context, reason: str) -> None:
 
 
 def _record_curve(context: Context, training: _OwnTraining) -> None:
-    """Record the figures of every step, with those that rounding makes of them; no limit applies to them."""
+    """Record the figures of every step, with the range of noisy trainings; no limit applies to them."""
     answer = wait_for(context.scratch, context.events, TRAJECTORY_FILE)
     evidence: dict[str, object] = {"steps": training.file.steps}
     distances: Sequence[float] = ()

@@ -1,4 +1,4 @@
-"""The exact trajectory of the adapter, and those that rounding makes of it: the yardstick of every device's own.
+"""The exact trajectory of the adapter, and trajectories with rounding noise: the yardstick of every device's own.
 
 The optimizer divides a gradient by its own magnitude, so an element whose gradient is nearly zero goes either way by a
 whole step, and from there on two healthy trainings part. How far is no multiple of one step's rounding: it is seen in
@@ -26,7 +26,7 @@ from consistency.worker.training import adamw
 from consistency.worker.training.backward import Tensors
 
 FIGURES = ("loss", "norm", "distance")
-"""What a curve shows of each step: the loss, the norm of all gradients, and the adapter's distance from float64."""
+"""Figures of a curve, step by step: the loss, the norm of all gradients, and the adapter's distance from float64."""
 
 _PIECE = 1 << 20
 """Elements of a tensor whose distance is taken at once: 8 MiB."""
@@ -54,6 +54,7 @@ class ExactTraining:
         self._start = start
         self._steps = steps
         self._products = cpu_error.products_of_run(context.job, passes.model)
+        # one training of a large model is a good part of the work
         is_large = cpu_error.is_large(cpu_error.passes_for(passes.multiplications))
         self._noisy_trainings = 1 if is_large else TRAININGS
         layout = {name: (torch.float64, (steps, *tensor.shape)) for name, tensor in start.items()}
@@ -87,11 +88,13 @@ class ExactTraining:
         trainings = list(itertools.product(self._products, range(self._noisy_trainings)))
         events = self._context.events
         for number, (products_name, seed) in enumerate(trainings):
+            # every training begins with the same parameters
             self._passes.set_parameters(self._start)
             with events.passes(NOISE), events.part_of_stage(number / len(trainings), (number + 1) / len(trainings)):
                 products = self._products[products_name]
                 figures = _train_with_noise(self._context, self._passes, self._file, products, seed, self._steps)
             self._file.write(noise_name(products_name), seed, figures)
+        # complete, and under its own name only then: workers wait for it
         self.close()
         tables = Tables(failures={}, names=self._names)
         publish_file(self._file.path, self._context.scratch / TRAJECTORY_FILE, tables)
@@ -153,12 +156,12 @@ def _squared_distances(tensor: Readable, exact_of_all_steps: Readable, step: int
 
 
 def reference_figures(reference: Reference, products: str) -> dict[str, list[float | None]]:
-    """Return the figures of the float64 training, and the least and the most of those with noise, step by step.
+    """Return the figures of the float64 training, and the least and the most of noisy trainings, step by step.
 
     Parameters
     ----------
     products : str
-        By which the device computes; where no training had these, those with products in float32 are taken.
+        Name of the device's products; where no noisy training had these, products in float32 take their place.
     """
     figures: dict[str, list[float | None]] = {}
     for name in FIGURES[:2]:
@@ -177,5 +180,5 @@ def reference_figures(reference: Reference, products: str) -> dict[str, list[flo
 
 
 def finite_or_none(values: Iterable[float]) -> list[float | None]:
-    """Return numbers for a report: None in the place of what is not finite."""
+    """Return numbers for a report, with None in the place of infinities and NaN."""
     return [value if math.isfinite(value) else None for value in values]
