@@ -17,7 +17,7 @@ from consistency.capture.names import (
     module_place,
     split_name,
 )
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.capture.wording import listed, some
 from consistency.case.stage import Stage
 from consistency.extras.training.ranks.group import JoinedGroup
@@ -82,13 +82,10 @@ def record_held(
         known = other_parts(ranks, parameter, whole)
         record_difference(context, stage, layer, f"{tensor}.{HELD}", actual, expected, known=known)
     is_wrong |= _record_settings(context, stage, model)
-    context.record.fact(
-        stage,
-        WHOLE_MODEL,
-        HELD,
-        status="within" if is_wrong else "equal",
-        evidence={"equal": equal_count, "split": split_count, "ranks": list(ranks.names)},
-    )
+    # within, for each wrong tensor has a fact of its own that is outside
+    status: RecordStatus = "within" if is_wrong else "equal"
+    evidence = {"equal": equal_count, "split": split_count, "ranks": list(ranks.names)}
+    context.record.fact(stage, WHOLE_MODEL, HELD, status=status, evidence=evidence)
     return reason_on_ranks(ranks, "something else than the files say is held", is_here=is_wrong)
 
 
@@ -102,7 +99,8 @@ def reason_on_ranks(ranks: JoinedGroup, reason: str, *, is_here: bool) -> str:
 
     Every rank has to call this: each tells the others whether the reason holds on it.
     """
-    answers = ranks.exchange(reason, "yes" if is_here else "")
+    own_answer = "yes" if is_here else ""
+    answers = ranks.exchange(reason, own_answer)
     affected = [rank for rank, answer in zip(ranks.group.ranks, answers, strict=True) if answer]
     return f"{reason} on {some(affected)}" if affected else ""
 
@@ -211,6 +209,7 @@ def record_gradient(
         spread = whole_spread.of_part(part.cut_from, part.whole)
         limit = spread.allowed(exact, actual.dtype)
     measured = measure_against_exact(actual, exact, limit)
+    ratio = float(measured.ratio or 0) if spread is None else spread.figures(actual, exact).ratio
     record_part(
         context,
         stage,
@@ -218,5 +217,5 @@ def record_gradient(
         tensor,
         measure=measured,
         chunks=lambda: exact_chunks(actual, exact, limit),
-        ratio=float(measured.ratio or 0) if spread is None else spread.figures(actual, exact).ratio,
+        ratio=ratio,
     )

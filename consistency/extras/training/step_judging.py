@@ -78,7 +78,7 @@ class StepJudge:
         self._group = ranks
         self._stage = stage
         self._files = files
-        self._own = files[0 if ranks is None else ranks.rank]
+        self._own = files[0] if ranks is None else files[ranks.rank]
         self._steps = self._own.steps
         self._title = title
 
@@ -221,14 +221,9 @@ class StepJudge:
                 evidence=evidence,
             )
             return is_within
+        row_word = None if is_within else word(step)
         row = TensorRecord(
-            self._stage,
-            layer,
-            tensor,
-            rule=Rule.BOUND,
-            status="measured",
-            evidence=evidence,
-            word=None if is_within else word(step),
+            self._stage, layer, tensor, rule=Rule.BOUND, status="measured", evidence=evidence, word=row_word
         )
         record.computed(row, tensors[step], tolerance=tolerance, found=measure, chunks=chunks)
         return is_within

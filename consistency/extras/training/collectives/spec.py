@@ -1,4 +1,4 @@
-"""The declaration of the stage `collectives`."""
+"""The declaration of the stage `collectives`. No torch here."""
 
 from __future__ import annotations
 

@@ -194,13 +194,14 @@ class _Trials:
         if isinstance(expected, Sum):
             measured = measure_tracked(actual, expected)
             ratio = float(measured.ratio or 0)
-            status: RecordStatus = "within" if passes(ratio) else "outside"
-            word = words.DIFFERS if status == "outside" else None
+            status: RecordStatus = "within"
+            if not passes(ratio):
+                status, word = "outside", words.DIFFERS
         else:
             measured = measure(actual, expected)
-            status = "equal" if measured.mismatched == 0 else "outside"
-            if status == "outside":
-                word = diagnose_moved(actual, expected, measured).word
+            status = "equal"
+            if measured.mismatched:
+                status, word = "outside", diagnose_moved(actual, expected, measured).word
         if status == "outside":
             evidence["wrong_elements"] = measured.mismatched
             evidence["worst_index"] = list(measured.worst_index or ())
@@ -252,15 +253,18 @@ class _Trials:
         digests = ranks.exchange(f"{collective.name} {name}", own_digest)
         if not collective.is_same:
             return
-        others = ranks.ranks_against(digests)
+        status: RecordStatus = "equal"
+        word, reason = None, None
+        if others := ranks.ranks_against(digests):
+            status, word, reason = "outside", words.DIFFERS, f"other bits than on {some(others)}"
         self._context.record.fact(
             STAGE,
             collective.name,
             f"{name}, {SAME_BITS}",
-            status="outside" if others else "equal",
-            word=words.DIFFERS if others else None,
+            status=status,
+            word=word,
             evidence=self._evidence,
-            reason=f"other bits than on {some(others)}" if others else None,
+            reason=reason,
         )
 
 

@@ -1,4 +1,4 @@
-"""The declaration of the stage `replicas`."""
+"""The declaration of the stage `replicas`. No torch here."""
 
 from __future__ import annotations
 

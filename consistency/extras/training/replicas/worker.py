@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from consistency.capture.names import WHOLE_MODEL, adapter_place
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.capture.wording import counted
 from consistency.extras.training.group_stage import run_in_group, training_inputs
 from consistency.extras.training.parts_judging import reason_on_ranks
@@ -115,11 +115,12 @@ class _Replica:
         if not differing:
             return
         ratio = max(judge.drift_ratio(name, start[name], others[0]) for name, others in differing.items())
+        status: RecordStatus = "within" if ratio <= 1 else "outside"
         self._context.record.fact(
             STAGE,
             WHOLE_MODEL,
             DRIFT,
-            status="within" if ratio <= 1 else "outside",
+            status=status,
             share=ratio,
             word=words.DIFFERS,
             evidence={

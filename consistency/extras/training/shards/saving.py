@@ -10,6 +10,7 @@ from peft import load_peft_weights
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from consistency.capture.names import adapter_place
+from consistency.capture.records import RecordStatus
 from consistency.case.stage import Stage
 from consistency.extras.training.ranks.group import JoinedGroup
 from consistency.numerics import words
@@ -51,18 +52,18 @@ def record_saved(
     for name, whole in gathered.items():
         key = context.expected[name][0]
         layer, tensor = adapter_place(key)
-        word: Word | None = None
+        word: Word | None = words.MISSING
         evidence: dict[str, Any] = {}
-        reason = None
+        reason: str | None = "not in the file that the ranks saved"
         if key in saved:
             word, evidence = _difference(saved[key], whole.to(saved[key].dtype))
-        else:
-            word, reason = words.MISSING, "not in the file that the ranks saved"
+            reason = None
+        status: RecordStatus = "equal" if word is None else "outside"
         context.record.fact(
             stage,
             layer,
             f"{tensor}.{SAVED}",
-            status="equal" if word is None else "outside",
+            status=status,
             word=word,
             evidence=evidence,
             reason=reason,

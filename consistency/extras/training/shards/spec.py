@@ -1,4 +1,4 @@
-"""The declaration of the stage `shards`."""
+"""The declaration of the stage `shards`. No torch here."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from consistency.capture.names import WHOLE_MODEL, adapter_place
+from consistency.capture.records import RecordStatus
 from consistency.capture.wording import counted
 from consistency.devices.backends import CPU
 from consistency.extras.training.group_stage import UNFOLLOWED, run_in_group, training_inputs
@@ -151,13 +152,10 @@ def _record_all_gathered(context: Context, ranks: JoinedGroup, files: Sequence[S
     """Record whether the model computed with the parts that the ranks hold, in every step; return whether it did."""
     own = files[ranks.rank]
     wrong_names = [name for name in names if not _record_gathered(context, files, own, name)]
-    context.record.fact(
-        STAGE,
-        WHOLE_MODEL,
-        GATHERED,
-        status="within" if wrong_names else "equal",
-        evidence={"tensors": len(names), "steps": STEPS, "ranks": list(ranks.group.ranks)},
-    )
+    # within, for each wrong tensor has a fact of its own that is outside
+    status: RecordStatus = "within" if wrong_names else "equal"
+    evidence = {"tensors": len(names), "steps": STEPS, "ranks": list(ranks.group.ranks)}
+    context.record.fact(STAGE, WHOLE_MODEL, GATHERED, status=status, evidence=evidence)
     return not wrong_names
 
 

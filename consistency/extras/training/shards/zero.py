@@ -95,9 +95,11 @@ def trained_by_zero(
 
 
 def _files_of_ranks(ranks: JoinedGroup, own: StepFile, layout: Mapping[str, torch.nn.Parameter]) -> list[StepFile]:
+    """Return the files of all ranks in their order; the other ranks' ones are opened."""
     files = []
     for rank in range(ranks.world):
-        files.append(own if rank == ranks.rank else StepFile.of_rank(ranks, ZERO, rank, layout))
+        file = own if rank == ranks.rank else StepFile.of_rank(ranks, ZERO, rank, layout)
+        files.append(file)
     return files
 
 

@@ -1,4 +1,4 @@
-"""The declaration of the stage `tensor-parallel`."""
+"""The declaration of the stage `tensor-parallel`. No torch here."""
 
 from __future__ import annotations
 

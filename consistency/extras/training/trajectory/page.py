@@ -222,9 +222,11 @@ class _Axes:
                 stretches.append([])
             else:
                 stretches[-1].append(f"{self.across(step):.1f},{height:.1f}")
-        # a polyline needs two points to be seen
-        drawable = [points * 2 if len(points) == 1 else points for points in stretches if points]
-        return tuple(" ".join(points) for points in drawable)
+        for points in stretches:
+            # a polyline needs two points to be seen
+            if len(points) == 1:
+                points.append(points[0])
+        return tuple(" ".join(points) for points in stretches if points)
 
     def outline(self, least: Line, most: Line) -> str:
         """Return the points around a band: along its upper edge, and back along its lower one; empty without a band."""

@@ -1,4 +1,4 @@
-"""The declaration of the stage `trajectory`."""
+"""The declaration of the stage `trajectory`. No torch here."""
 
 from __future__ import annotations
 

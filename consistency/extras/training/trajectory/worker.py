@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.records import RecordStatus
 from consistency.case.stages import SPECS
 from consistency.devices.backends import CPU
 from consistency.extras.training.group_stage import training_inputs
@@ -147,14 +148,8 @@ def _record_curve(context: Context, training: _OwnTraining) -> None:
     figures = (training.losses, training.norms, distances)
     evidence |= {name: finite_or_none(values) for name, values in zip(FIGURES, figures, strict=True)}
     is_exact = bool(distances) and not any(distances)
-    context.record.fact(
-        STAGE,
-        WHOLE_MODEL,
-        SPECS[STAGE].whole,
-        status="equal" if is_exact else "within",
-        evidence=evidence,
-        reason=reason,
-    )
+    status: RecordStatus = "equal" if is_exact else "within"
+    context.record.fact(STAGE, WHOLE_MODEL, SPECS[STAGE].whole, status=status, evidence=evidence, reason=reason)
 
 
 def _distance_after(training: _OwnTraining, reference: Reference, step: int) -> float:
