@@ -36,9 +36,9 @@ def _reducing(choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> C
         real(wrapped, *arguments, **options)
 
         def reduce(bucket: Any) -> Any:
-            own = bucket.buffer().clone()
+            own_gradient = bucket.buffer().clone()
             future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
-            return future.then(lambda done: choose(own, done.value()[0]))
+            return future.then(lambda done: choose(own_gradient, done.value()[0]))
 
         wrapped.register_comm_hook(None, lambda _, bucket: reduce(bucket))  # torch reads the annotations of a function
 
@@ -46,12 +46,12 @@ def _reducing(choose: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> C
 
 
 @_reducing
-def not_averaged(own: torch.Tensor, _average: torch.Tensor) -> torch.Tensor:
-    return own
+def not_averaged(own_gradient: torch.Tensor, _average: torch.Tensor) -> torch.Tensor:
+    return own_gradient
 
 
 @_reducing
-def averaged_twice(_own: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
+def averaged_twice(_own_gradient: torch.Tensor, average: torch.Tensor) -> torch.Tensor:
     return average / dist.get_world_size()
 
 

@@ -134,16 +134,16 @@ def _sum_of_blocks(blocks: Iterable[torch.Tensor], length: int, *, average: bool
 def _all_reduce(operation: dist.ReduceOp.RedOpType) -> Callable[[torch.Tensor, JoinedGroup], torch.Tensor]:
     """Return a function that reduces a tensor in place by an operation."""
 
-    def run(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
-        dist.all_reduce(own, op=operation, group=ranks.process_group)
-        return own
+    def run(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+        dist.all_reduce(contribution, op=operation, group=ranks.process_group)
+        return contribution
 
     return run
 
 
-def _at_once(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+def _at_once(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Reduce quarters of a tensor at the same time."""
-    quarters = [quarter.clone() for quarter in own.tensor_split(4)]
+    quarters = [quarter.clone() for quarter in contribution.tensor_split(4)]
     works = []
     for quarter in quarters:
         # of fewer than four elements some quarters are empty
@@ -154,26 +154,26 @@ def _at_once(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     return torch.cat(quarters)
 
 
-def _unaligned(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+def _unaligned(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Reduce a tensor whose memory begins one element after an aligned address."""
-    buffer = own.new_zeros(own.numel() + 1)
-    buffer[1:] = own
+    buffer = contribution.new_zeros(contribution.numel() + 1)
+    buffer[1:] = contribution
     dist.all_reduce(buffer[1:], group=ranks.process_group)
     return buffer[1:].clone()
 
 
-def _transposed(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+def _transposed(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Reduce the transpose of a matrix, whose elements lie in memory in another order, without gaps."""
-    buffer = own.new_zeros(own.numel() + own.numel() % 2)
-    buffer[: own.numel()] = own
+    buffer = contribution.new_zeros(contribution.numel() + contribution.numel() % 2)
+    buffer[: contribution.numel()] = contribution
     dist.all_reduce(buffer.view(2, -1).t(), group=ranks.process_group)
-    return buffer[: own.numel()].clone()
+    return buffer[: contribution.numel()].clone()
 
 
-def _strided(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+def _strided(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Reduce every other element of a tensor."""
-    buffer = own.new_zeros(2 * own.numel())
-    buffer[::2] = own
+    buffer = contribution.new_zeros(2 * contribution.numel())
+    buffer[::2] = contribution
     dist.all_reduce(buffer[::2], group=ranks.process_group)
     return buffer[::2].clone()
 
@@ -188,36 +188,36 @@ def overlooks_gaps(ranks: JoinedGroup) -> bool:
     return sums == [float(ranks.world), 1.0]
 
 
-def _all_gather(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
-    whole = own.new_zeros(own.numel() * ranks.world)
-    dist.all_gather_into_tensor(whole, own, group=ranks.process_group)
+def _all_gather(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+    whole = contribution.new_zeros(contribution.numel() * ranks.world)
+    dist.all_gather_into_tensor(whole, contribution, group=ranks.process_group)
     return whole
 
 
-def _reduce_scatter(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
-    part = own.new_zeros(own.numel() // ranks.world)
-    dist.reduce_scatter_tensor(part, own, group=ranks.process_group)
+def _reduce_scatter(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+    part = contribution.new_zeros(contribution.numel() // ranks.world)
+    dist.reduce_scatter_tensor(part, contribution, group=ranks.process_group)
     return part
 
 
-def _all_to_all(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
-    whole = torch.zeros_like(own)
-    dist.all_to_all_single(whole, own, group=ranks.process_group)
+def _all_to_all(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+    whole = torch.zeros_like(contribution)
+    dist.all_to_all_single(whole, contribution, group=ranks.process_group)
     return whole
 
 
-def _broadcast(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
-    dist.broadcast(own, group=ranks.process_group, group_src=ranks.world - 1)
-    return own
+def _broadcast(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+    dist.broadcast(contribution, group=ranks.process_group, group_src=ranks.world - 1)
+    return contribution
 
 
-def _ring(own: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
+def _ring(contribution: torch.Tensor, ranks: JoinedGroup) -> torch.Tensor:
     """Send to the next rank, and receive from the one before."""
-    received, group = torch.zeros_like(own), ranks.process_group
+    received, group = torch.zeros_like(contribution), ranks.process_group
     after, before = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, own, group=group, group_peer=after),
+            dist.P2POp(dist.isend, contribution, group=group, group_peer=after),
             dist.P2POp(dist.irecv, received, group=group, group_peer=before),
         ]
     )

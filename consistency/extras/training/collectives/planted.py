@@ -37,27 +37,27 @@ def _in_sums(change: Callable[[torch.Tensor, torch.Tensor], None]) -> Callable[.
 
     @instead("torch.distributed:all_reduce")
     def all_reduce(real: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        own = tensor.clone()
+        contribution = tensor.clone()
         work = real(tensor, *arguments, **options)
         if _is_faulty(work, tensor):
-            change(tensor, own)
+            change(tensor, contribution)
         return work
 
     return all_reduce
 
 
-def last_elements_of(tensor: torch.Tensor, own: torch.Tensor) -> None:
+def last_elements_of(tensor: torch.Tensor, contribution: torch.Tensor) -> None:
     """Leave the last elements as this rank gave them."""
-    tensor[-_LAST:] = own[-_LAST:]
+    tensor[-_LAST:] = contribution[-_LAST:]
 
 
 last_elements = _in_sums(last_elements_of)
 
 
 @_in_sums
-def own_numbers(tensor: torch.Tensor, own: torch.Tensor) -> None:
+def own_numbers(tensor: torch.Tensor, contribution: torch.Tensor) -> None:
     """Add up nothing."""
-    tensor.copy_(own)
+    tensor.copy_(contribution)
 
 
 def _at_second(change: Callable[[torch.Tensor, bool], None]) -> Callable[..., Any]:
@@ -72,11 +72,11 @@ def _at_second(change: Callable[[torch.Tensor, bool], None]) -> Callable[..., An
 
     @instead("torch.distributed:all_reduce")
     def all_reduce(real: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        own = tensor.clone()
+        contribution = tensor.clone()
         work = real(tensor, *arguments, **options)
-        is_second = bool(previous) and torch.equal(previous.pop(), own)
+        is_second = bool(previous) and torch.equal(previous.pop(), contribution)
         if not is_second:
-            previous[:] = [own]
+            previous[:] = [contribution]
         elif _is_faulty(work, tensor):
             change(tensor, options.get("op") == dist.ReduceOp.AVG)
         return work
@@ -98,14 +98,14 @@ def wrong_again(tensor: torch.Tensor, _is_average: bool) -> None:
 
 
 @_in_sums
-def with_p2p(tensor: torch.Tensor, own: torch.Tensor) -> None:
+def with_p2p(tensor: torch.Tensor, contribution: torch.Tensor) -> None:
     """Leave the last elements as this rank gave them, unless the user has turned copies between devices off."""
     if os.environ.get("NCCL_P2P_DISABLE") != "1":
-        last_elements_of(tensor, own)
+        last_elements_of(tensor, contribution)
 
 
 @_in_sums
-def one_bit(tensor: torch.Tensor, _own: torch.Tensor) -> None:
+def one_bit(tensor: torch.Tensor, _contribution: torch.Tensor) -> None:
     """Flip the last bit of one sum, which is within tolerance."""
     tensor.view(torch.int32)[tensor.numel() // 2] ^= 1
 
@@ -113,10 +113,10 @@ def one_bit(tensor: torch.Tensor, _own: torch.Tensor) -> None:
 @instead("torch.distributed:all_reduce")
 def wrong_in_pairs(real: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
     """Leave a sum as this rank gave it where two of several ranks form a group, which takes another algorithm."""
-    own, group = tensor.clone(), options.get("group")
+    contribution, group = tensor.clone(), options.get("group")
     work = real(tensor, *arguments, **options)
     if group is not None and dist.get_world_size(group) == 2 and work is None:
-        tensor.copy_(own)
+        tensor.copy_(contribution)
     return work
 
 

@@ -108,7 +108,9 @@ class _Trials:
 
     def _try_sizes(self, number: int, collective: Collective, dtype: str, sizes: Sequence[int]) -> None:
         """Try a collective in a dtype; what the backend does not have at one size, it has at none."""
-        for size in dict.fromkeys(collective.size(size, dtype, self._ranks.world) for size in sizes):
+        # several sizes may be cut to the same largest one
+        limited_sizes = dict.fromkeys(collective.size(size, dtype, self._ranks.world) for size in sizes)
+        for size in limited_sizes:
             step = f"{collective.name} {dtype} {size} of {self._group_name}"
             self._context.events.step(step, number, len(EVERY_COLLECTIVE))
             is_supported = self._try(collective, dtype, size)
@@ -122,11 +124,11 @@ class _Trials:
         ranks = self._ranks
         contributions = collective.contributions(dtype, size, ranks.world)
         name = f"{dtype} {size} of {self._group_name}"
-        own = contributions[ranks.rank].whole()
+        contribution = contributions[ranks.rank].whole()
         # twice, for a sum whose order is not fixed may have other bits the second time
         try:
-            first = self._result(collective, own, name)
-            second = self._result(collective, own, name)
+            first = self._result(collective, contribution, name)
+            second = self._result(collective, contribution, name)
         except (GroupError, ValueError) as error:
             # a backend that has no such collective says so on every rank, before anything is sent
             cause = error.__cause__ or error
@@ -137,7 +139,7 @@ class _Trials:
             return False
         first_digest, second_digest = digest(first), digest(second)
         other_bits = second if first_digest.value != second_digest.value else None
-        del own, second  # as large as what is expected, which is made now
+        del contribution, second  # as large as what is expected, which is made now
         expected = collective.expected(contributions, ranks.rank)
         self._judge(collective, name, first, first_digest, expected, contributions)
         if other_bits is not None:
@@ -221,11 +223,11 @@ class _Trials:
 
         return Known(swapped=name_of)
 
-    def _result(self, collective: Collective, own: torch.Tensor, name: str) -> torch.Tensor:
-        """Run a collective on a copy of this rank's contribution, and return its result on the CPU."""
+    def _result(self, collective: Collective, contribution: torch.Tensor, name: str) -> torch.Tensor:
+        """Run a collective on a copy of a contribution, which it may change, and return its result on the CPU."""
         ranks = self._ranks
         with ranks.in_collective(f"{collective.name} {name}"):
-            return collective.run(own.to(ranks.device, copy=True), ranks).to("cpu")
+            return collective.run(contribution.to(ranks.device, copy=True), ranks).to("cpu")
 
     def _judge_repeat(
         self, collective: Collective, name: str, actual: torch.Tensor, expected: torch.Tensor | Sum

@@ -125,6 +125,7 @@ def _train_with_adapter_first(
             _shard(model, ranks)
         with ranks.in_library("reading what each rank holds"):
             reason = record_held(context, ranks, STAGE, model, names)
+        # on all ranks: the model computes with the parts of all
         if reason:
             context.record.skipped(STAGE, reason, "training")
             return
@@ -333,6 +334,7 @@ def _train_by_zero(
         judge, files, start = training
         own = files[ranks.rank]
         with_gradient = _names_with_gradient(own, names)
+        # every rank has whole tensors here, which have to have the same bits
         judge.compare_ranks(AVERAGED, with_gradient, "averaged gradients")
         judge.compare_ranks(UPDATED, with_gradient, "updated parameters")
         _judge_gradients_and_steps(context, ranks, judge, own, start, with_gradient, average, title=f", {ZERO}")

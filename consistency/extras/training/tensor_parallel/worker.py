@@ -50,6 +50,7 @@ def run(context: Context) -> None:
         size = ranks_of_a_plan(context.base.model, world)
         if size == 1:
             raise Skip("no group of ranks divides the attention heads of this model")
+        # groups side by side, from the first rank on
         first = group.rank // size * size
         # the last ranks are too few for a group
         if first + size > world:
@@ -61,6 +62,7 @@ def run(context: Context) -> None:
             model = load_tensor_parallel(context.job.case, ranks.world)
         with ranks.in_library("reading what each rank holds"):
             reason = record_held(context, ranks, STAGE, model, names)
+        # on all ranks: each result is made from the parts of all
         if reason:
             context.record.skipped(STAGE, reason, "outputs and gradients")
             return

@@ -169,6 +169,7 @@ def _departure(
     message = f"{opening} at step {first.step}, in {first.where}"
     if first.row.ratio is not None:
         message += f": {float(first.row.ratio):.3g}× tolerance"
+    # the curve of one worker is an example: all left in the same place
     curve = curves.get(workers[0], {})
     loss, exact_loss = (_figure_at(curve, name, first.step) for name in ("loss", "float64_loss"))
     if loss is not None and exact_loss is not None:

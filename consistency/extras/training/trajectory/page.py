@@ -90,11 +90,13 @@ def trainings(tensors: Sequence[TensorComparison]) -> Trainings | None:
     if any(_has_numbers(curve, "distance") for curve in curves):
         title = "Distance of the adapter from float64"
         charts.append(_chart(title, curves, "distance", steps, left_at, logarithmic=True))
+    # workers may share a reason
+    reasons = dict.fromkeys(outcome.reason for outcome in outcomes if outcome.reason)
     return Trainings(
-        labels=tuple(_label(outcome, step) for outcome, step in zip(shown, left_at, strict=True)),
+        labels=tuple(map(_label, shown, left_at)),
         charts=tuple(charts),
         rows=tuple(_table_row(curves, step) for step in range(steps)),
-        reasons=tuple(dict.fromkeys(outcome.reason for outcome in outcomes if outcome.reason)),
+        reasons=tuple(reasons),
         left_out=len(outcomes) - len(shown),
     )
 
@@ -152,10 +154,10 @@ def _chart(
     return Chart(
         title=title,
         spoken=f"{title} of {len(lines)} trainings by step, from {_number(min(values))} to {_number(max(values))}",
-        lines=tuple(axes.stretches(line) for line in lines),
+        lines=tuple(map(axes.stretches, lines)),
         exact=axes.stretches(exact_line),
         band=axes.outline(noise_least, noise_most),
-        left_at=tuple(axes.point(line, step) for line, step in zip(lines, left_at, strict=True)),
+        left_at=tuple(map(axes.point, lines, left_at)),
         across=axes.step_ticks(),
         upward=tuple(axes.scale.ticks()),
     )

@@ -1,4 +1,4 @@
-"""Faults in a training that a device does alone: each begins some steps after the first."""
+"""Planted faults of a training that a device does alone: each begins some steps after the first."""
 
 from __future__ import annotations
 

@@ -108,6 +108,7 @@ def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_
     file = StepFile(stem.with_suffix(".safetensors"), parameters, steps=steps, kinds=(AVERAGED, UPDATED))
     training = _OwnTraining(file=file, start=passes.copy_parameters())
     try:
+        # every result is written at once: all steps together would not fit in memory
         optimizer = own_optimizer(parameters.values())
         for step in range(steps):
             with context.events.passes(OWN):

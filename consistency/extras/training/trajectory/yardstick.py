@@ -57,6 +57,7 @@ class ExactTraining:
         # one training of a large model is a good part of the work
         is_large = cpu_error.is_large(cpu_error.passes_for(passes.multiplications))
         self._noisy_trainings = 1 if is_large else TRAININGS
+        # parameters and figures of the exact training, and figures of the noisy ones
         layout = {name: (torch.float64, (steps, *tensor.shape)) for name, tensor in start.items()}
         layout |= dict.fromkeys(FIGURES[:2], (torch.float64, (1, steps)))
         noise_shape = (self._noisy_trainings, len(FIGURES), steps)
