@@ -258,7 +258,7 @@ class StepJudge:
         return int(np.argmax(ratios)) if self._alone else self._steps - 1
 
     def _reason_unbounded(self, name: str, dtype: torch.dtype, inputs: Inputs, exact: Exact) -> str:
-        """Return why there is no bound; empty where there is one."""
+        """Return the reason why there is no bound; empty where there is one."""
         if dtype not in UNIT_ROUNDOFF:
             return f"no bound is derived in {name_of(dtype)}"
         # in a dtype of little range ε may round to zero

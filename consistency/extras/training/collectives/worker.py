@@ -107,7 +107,7 @@ class _Trials:
                 self._try_sizes(number, collective, dtype, sizes)
 
     def _try_sizes(self, number: int, collective: Collective, dtype: str, sizes: Sequence[int]) -> None:
-        """Try a collective in a dtype; what the backend does not have at one size, it has at none."""
+        """Try a collective in a dtype; a backend that does not have it at one size has it at none."""
         # several sizes may be cut to the same largest one
         limited_sizes = dict.fromkeys(collective.size(size, dtype, self._ranks.world) for size in sizes)
         for size in limited_sizes:
@@ -181,7 +181,7 @@ class _Trials:
             record.skipped(STAGE, reason, tensor, layer=collective.name)
 
     def _overlooks_gaps(self) -> bool:
-        """Return whether the sum of any rank overlooks gaps: what one skips, all have to skip."""
+        """Return whether the sum of any rank overlooks gaps: all have to skip a collective that one skips."""
         with self._ranks.in_collective("a sum of a tensor with gaps"):
             try:
                 answer = overlooks_gaps(self._ranks)

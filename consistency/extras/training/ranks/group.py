@@ -115,7 +115,7 @@ class JoinedGroup:
 
     @contextmanager
     def in_collective(self, place: str) -> Iterator[None]:
-        """Tell the others what this rank waits in, and name the rank that keeps it waiting for too long.
+        """Tell the others where this rank waits, and name the rank that keeps it waiting for too long.
 
         Parameters
         ----------

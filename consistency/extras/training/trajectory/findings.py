@@ -33,7 +33,7 @@ class WrongRow:
     step: int
     """Step of the training, from 1."""
     phase: int
-    """What a step does, in its order: 0 the forward pass, 1 the backward pass, 2 the optimizer."""
+    """Phase of the step: 0 for the forward pass, 1 for the backward pass, 2 for the optimizer."""
     number: int
     """Position of the row within its phase, in the order in which the phase computes."""
     tensor: TensorComparison

@@ -15,7 +15,7 @@ from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.report.page.section import PageSection, numbers
 
 MOST_LINES = 6
-"""Lines that a chart shows at most: there is a stroke for each of so many."""
+"""Most lines of a chart: the page's style has as many strokes."""
 
 WIDTH, HEIGHT = 480, 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 10, 10, 26
@@ -80,7 +80,7 @@ def trainings(tensors: Sequence[TensorComparison]) -> Trainings | None:
     if not outcomes:
         return None
     step_by_worker = {worker: row.step for worker, row in first_steps(tensors).items()}
-    # what is wrong comes first, so that it is among the lines for which there is room
+    # wrong trainings come first, so that there is room for their lines
     outcomes.sort(key=lambda outcome: _first_known(step_by_worker, outcome.workers) is None)
     shown = outcomes[:MOST_LINES]
     curves = [outcome.evidence for outcome in shown]
@@ -112,7 +112,7 @@ def _has_numbers(curve: Mapping[str, Any], figure: str) -> bool:
 
 
 def _first_known(step_by_worker: Mapping[str, int], workers: Sequence[str]) -> int | None:
-    """Return the step of the first of some workers that has one."""
+    """Return the step of the first worker that has one."""
     return next((step_by_worker[worker] for worker in workers if worker in step_by_worker), None)
 
 
