@@ -1,4 +1,4 @@
-"""What the ranks of a group do to each other's adapter, where no row of theirs is wrong."""
+"""Findings of ranks that train without a wrong row: adapters that nothing synchronizes, and replicas that drift."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from consistency.extras.training.kinds import REPLICA_DRIFT
 from consistency.extras.training.words import UNSYNCHRONIZED
 from consistency.numerics import words
 
-_BEFORE = "add the adapter before fully_shard, as accelerate and transformers' Trainer do"
+_HOW_TO_SYNCHRONIZE = "add the adapter before fully_shard, as accelerate and transformers' Trainer do"
 
 
 def find_ranks(evidence: ComparisonEvidence) -> Iterator[Finding]:
@@ -29,19 +29,22 @@ def find_ranks(evidence: ComparisonEvidence) -> Iterator[Finding]:
                     f"synchronized ({row.reason}), and one rank's is saved",
                     workers=row.workers,
                     tensors=(tensor.name,),
-                    next=_BEFORE,
+                    next=_HOW_TO_SYNCHRONIZE,
                 )
             elif row.word == words.DIFFERS and row.reason:
-                yield _drift(tensor, row)
+                yield _drift_finding(tensor, row)
 
 
-def _drift(tensor: TensorComparison, row: Outcome) -> Finding:
-    share = "" if row.ratio is None else f", by at most {float(row.ratio):.2g} of what the optimizer may round"
+def _drift_finding(tensor: TensorComparison, row: Outcome) -> Finding:
+    amount = ""
+    if row.ratio is not None:
+        amount = f", by at most {float(row.ratio):.2g} of what the optimizer may round"
+    equal_ranks = [str(rank) for rank in row.evidence.get("ranks", ())]
     return Finding(
         kind=REPLICA_DRIFT,
         severity="note",
-        message=f"{tensor.stage} · {some(row.workers)} · {row.reason}{share}: other kernels than on "
-        f"{some(list(map(str, row.evidence.get('ranks', ()))))}, the same gradients",
+        message=f"{tensor.stage} · {some(row.workers)} · {row.reason}{amount}: other kernels than on "
+        f"{some(equal_ranks)}, the same gradients",
         workers=row.workers,
         tensors=(tensor.name,),
     )

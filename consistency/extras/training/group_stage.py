@@ -1,4 +1,4 @@
-"""What the stages of a group have in common: whether a group is there, what it trains, and why it cannot."""
+"""Steps that the stages of a group share: joining it, and finding inputs and references, or why there are none."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from consistency.capture.names import SUM_OVER_RANKS
 from consistency.case.stage import Stage
 from consistency.case.stages import SPECS
-from consistency.extras.training.ranks.group import GroupError, Joined, joined
-from consistency.extras.training.ranks.nodes import met
+from consistency.extras.training.ranks.group import GroupError, JoinedGroup, joined_group
+from consistency.extras.training.ranks.nodes import meet_nodes
 from consistency.worker.context import Context, Machine
 from consistency.worker.decisions.track import Table
 from consistency.worker.model.float64_reference import Reference, wait_for
@@ -19,10 +19,10 @@ from consistency.worker.recorder import Skip
 from consistency.worker.training.backward import Tensors, trained
 
 
-def in_group(
+def run_in_group(
     context: Machine,
     stage: Stage,
-    run: Callable[[Joined], None],
+    run: Callable[[JoinedGroup], None],
     *,
     choose: Callable[[RankGroup], RankGroup] = lambda group: group,
 ) -> None:
@@ -35,13 +35,12 @@ def in_group(
     """
     if context.job.group is None:
         raise Skip("no other worker runs beside this one on a device of its type")
-    why = (
-        ""  # raised last: `ranks` keeps the process group for longer than what an error keeps of `run`. The reducer of
-    )
-    # DistributedDataParallel, if it is the last to hold it, joins its threads with the interpreter's lock held
+    # The skip is raised last: `ranks` keeps the process group for longer than what an error keeps of `run`. The reducer
+    # of DistributedDataParallel, if it is the last to hold it, joins its threads with the interpreter's lock held.
+    reason = ""
     try:
-        group = choose(met(context.job.group, context.events))
-        with joined(group, context.device, context.events, stage) as ranks:
+        group = choose(meet_nodes(context.job.group, context.events))
+        with joined_group(group, context.device, context.events, stage) as ranks:
             # What is computed here follows from gradients or activations that were added up over the ranks. Where one
             # group spans all nodes, all hosts share each sum and have to agree. Of collectives some add up nothing:
             # their stage tells which.
@@ -49,17 +48,17 @@ def in_group(
                 context.record.operations.note(SUM_OVER_RANKS)
             run(ranks)
     except Skip as skip:
-        why = str(skip)
+        reason = str(skip)
     except GroupError as error:
         if not error.lost:
             raise
-        why = str(error)  # that a rank is lost is a finding of its own
-    if why:
-        raise Skip(why)
+        reason = str(error)  # that a rank is lost is a finding of its own
+    if reason:
+        raise Skip(reason)
 
 
-def to_train(context: Context) -> tuple[Tensors, list[str]]:
-    """Return the case's inputs and the names of what its adapter trains, or raise `Skip`."""
+def training_inputs(context: Context) -> tuple[Tensors, list[str]]:
+    """Return the case's inputs and the names of the parameters that its adapter trains, or raise `Skip`."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
     names = trained(context.model, context.expected)
     if context.base.offload is not None:
@@ -76,13 +75,15 @@ def to_train(context: Context) -> tuple[Tensors, list[str]]:
 UNFOLLOWED = "the model makes decisions, and those of a model in parts are not followed"
 
 
-def float64_of(context: Context, stage: Stage) -> Reference | str:
+def float64_reference(context: Context, stage: Stage) -> Reference | str:
     """Return the float64 results of another stage, or why they cannot judge a model that several ranks train or hold.
 
     Its passes may have made decisions, which another pass may make otherwise.
     """
     if stage not in context.job.case.stages:
         return f"the stage {stage}, whose float64 results judge it, is not run"
-    found = wait_for(context.scratch, context.events, SPECS[stage].reference_file)
-    decided = Table.of(context.scratch / DECISIONS_FILE.format(stage)).passes
-    return UNFOLLOWED if not isinstance(found, str) and any(decided.values()) else found
+    answer = wait_for(context.scratch, context.events, SPECS[stage].reference_file)
+    decisions = Table.of(context.scratch / DECISIONS_FILE.format(stage)).passes
+    if not isinstance(answer, str) and any(decisions.values()):
+        return UNFOLLOWED
+    return answer

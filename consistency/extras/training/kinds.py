@@ -1,4 +1,4 @@
-"""Kinds of findings of what devices train together, and alone. No torch here."""
+"""Kinds of findings about trainings, by several devices together and by each alone. No torch here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Judge what each rank holds of a tensor that several hold in parts, and what the library puts together from these.
+"""Judge each rank's part of a tensor that several ranks hold in parts, and the whole that the library makes of these.
 
-A rank is wrong about its own part alone, so each judges what it holds: who is named is who holds something else.
+A rank is wrong about its own part alone, so each judges its own: a report names the ranks that hold something else.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from consistency.capture.names import (
     module_place,
     split_name,
 )
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.capture.wording import listed, some
 from consistency.case.stage import Stage
-from consistency.extras.training.ranks.group import Joined
-from consistency.extras.training.ranks.parts import RankPart, held, part_of, whole
+from consistency.extras.training.ranks.group import JoinedGroup
+from consistency.extras.training.ranks.parts import RankPart, gather, local_part, part_of
 from consistency.extras.training.step_judging import record_part
 from consistency.numerics import words
 from consistency.numerics.chunks import exact_chunks
@@ -36,59 +36,73 @@ from consistency.worker.judging.block_rule import record_block, spread_of
 from consistency.worker.judging.gradients import row_of
 from consistency.worker.model.adapter_settings import rank_and_scaling
 from consistency.worker.model.float64_reference import Reference
+from consistency.worker.recorder import UserTolerance
 
 HELD, GATHERED = "held", "gathered"
-"""Suffixes of a tensor: the part that a rank holds, and what the library puts together from all of them."""
+"""Suffixes of a tensor: the part that a rank holds, and the whole that the library puts together from all parts."""
 
 
-def record_held(context: Context, ranks: Joined, stage: Stage, model: torch.nn.Module, names: Collection[str]) -> str:
-    """Record whether what this rank holds is that part of the file, and of the model that this worker has by itself.
+def record_held(
+    context: Context, ranks: JoinedGroup, stage: Stage, model: torch.nn.Module, names: Collection[str]
+) -> str:
+    """Record whether this rank holds its part of the file, and of the model that this worker has by itself.
 
     Parameters
     ----------
     names : collection of str
-        Of the adapter's tensors.
+        Names of the adapter's parameters.
 
     Returns
     -------
     str
         Which ranks hold something else: nothing that is computed with it can be judged. Empty where none does.
     """
-    alone, equal, split, wrong = dict(context.model.named_parameters()), 0, 0, False
+    whole_parameters = dict(context.model.named_parameters())
+    equal_count, split_count, is_wrong = 0, 0, False
     for name, parameter in model.named_parameters():
-        if name not in alone:
+        # the model by itself has nothing to compare it with
+        if name not in whole_parameters:
             continue
-        own, part = held(parameter), part_of(parameter, rank=ranks.rank, world=ranks.world)
+        actual, part = local_part(parameter), part_of(parameter, rank=ranks.rank, world=ranks.world)
         if 0 in part.shape:  # fewer rows than ranks
             continue
-        of_adapter = name in names
-        split += of_adapter and part.dim is not None
-        all_of_it = context.expected[name][1].to(own.dtype) if of_adapter else alone[name].detach()
-        expected = part.of(all_of_it)
-        if digest(own).value == digest(expected).value:
-            equal += 1
+        is_of_adapter = name in names
+        if is_of_adapter:
+            split_count += part.dim is not None
+            # a model may hold an adapter in another dtype than its file
+            whole = context.expected[name][1].to(actual.dtype)
+        else:
+            whole = whole_parameters[name].detach()
+        expected = part.cut_from(whole)
+        if digest(actual).value == digest(expected).value:
+            equal_count += 1
             continue
-        wrong = True
-        layer, tensor = adapter_place(context.expected[name][0]) if of_adapter else split_name(module_place(name))
-        record_difference(
-            context, stage, layer, f"{tensor}.{HELD}", own, expected, known=other_parts(ranks, parameter, all_of_it)
-        )
-    wrong |= _record_settings(context, stage, model)
-    context.record.fact(
-        stage,
-        WHOLE_MODEL,
-        HELD,
-        status="within" if wrong else "equal",
-        evidence={"equal": equal, "split": split, "ranks": list(ranks.names)},
-    )
-    return who_else(ranks, "something else than the files say is held", is_here=wrong)
+        is_wrong = True
+        layer, tensor = _place(context, name, is_of_adapter=is_of_adapter)
+        known = other_parts(ranks, parameter, whole)
+        record_difference(context, stage, layer, f"{tensor}.{HELD}", actual, expected, known=known)
+    is_wrong |= _record_settings(context, stage, model)
+    # within, for each wrong tensor has a fact of its own that is outside
+    status: RecordStatus = "within" if is_wrong else "equal"
+    evidence = {"equal": equal_count, "split": split_count, "ranks": list(ranks.names)}
+    context.record.fact(stage, WHOLE_MODEL, HELD, status=status, evidence=evidence)
+    return reason_on_ranks(ranks, "something else than the files say is held", is_here=is_wrong)
 
 
-def who_else(ranks: Joined, what: str, *, is_here: bool) -> str:
-    """Return on which ranks something is the case, as a reason to judge nothing that follows; empty where on none."""
-    answers = ranks.answers(what, "yes" if is_here else "")
-    where = [rank for rank, answer in zip(ranks.group.ranks, answers, strict=True) if answer]
-    return f"{what} on {some(where)}" if where else ""
+def _place(context: Context, name: str, *, is_of_adapter: bool) -> tuple[str, str]:
+    """Return layer and tensor of a parameter."""
+    return adapter_place(context.expected[name][0]) if is_of_adapter else split_name(module_place(name))
+
+
+def reason_on_ranks(ranks: JoinedGroup, reason: str, *, is_here: bool) -> str:
+    """Return a reason to judge nothing that follows, with the ranks where it holds; empty where it holds on none.
+
+    Every rank has to call this: each tells the others whether the reason holds on it.
+    """
+    own_answer = "yes" if is_here else ""
+    answers = ranks.exchange(reason, own_answer)
+    affected = [rank for rank, answer in zip(ranks.group.ranks, answers, strict=True) if answer]
+    return f"{reason} on {some(affected)}" if affected else ""
 
 
 def record_difference(
@@ -102,52 +116,52 @@ def record_difference(
     known: Known,
     evidence: Mapping[str, Any] | None = None,
 ) -> None:
-    """Record, as a fact of this rank alone, how what it has of a tensor differs from what it should have."""
-    host, wanted = actual.to("cpu").contiguous(), expected.to("cpu").contiguous()
-    diagnosis = diagnose_structure(host, wanted)
-    more: dict[str, Any] = dict(evidence or {})
+    """Record, as a fact of this rank alone, how its tensor differs from the expected one."""
+    actual, expected = actual.to("cpu").contiguous(), expected.to("cpu").contiguous()
+    all_evidence: dict[str, Any] = dict(evidence or {})
+    diagnosis = diagnose_structure(actual, expected)
     if diagnosis is None:
-        found = measure(host, wanted)
-        diagnosis = diagnose_moved(host, wanted, found, known=known)
-        more |= {"wrong_elements": found.mismatched, "of": host.numel()}
-    context.record.fact(
-        stage, layer, tensor, status="outside", word=diagnosis.word, evidence={**more, **diagnosis.evidence}
-    )
+        measured = measure(actual, expected)
+        diagnosis = diagnose_moved(actual, expected, measured, known=known)
+        all_evidence |= {"wrong_elements": measured.mismatched, "of": actual.numel()}
+    all_evidence |= diagnosis.evidence
+    context.record.fact(stage, layer, tensor, status="outside", word=diagnosis.word, evidence=all_evidence)
 
 
-def other_parts(ranks: Joined, parameter: torch.Tensor, whole_tensor: torch.Tensor) -> Known:
-    """Return what a rank may hold in place of its part: that of another one."""
-    parts = {
-        digest(part_of(parameter, rank=number, world=ranks.world).of(whole_tensor)).value: f"the part of {rank}"
-        for number, rank in enumerate(ranks.group.ranks)
-    }
-    return Known(swapped=lambda tensor: parts.get(digest(tensor).value))
+def other_parts(ranks: JoinedGroup, parameter: torch.Tensor, whole: torch.Tensor) -> Known:
+    """Return the contents that a rank may hold in place of its own part: the parts of other ranks."""
+    name_by_digest = {}
+    for number, rank in enumerate(ranks.group.ranks):
+        part = part_of(parameter, rank=number, world=ranks.world)
+        name_by_digest[digest(part.cut_from(whole)).value] = f"the part of {rank}"
+    return Known(swapped=lambda tensor: name_by_digest.get(digest(tensor).value))
 
 
 def _record_settings(context: Context, stage: Stage, model: torch.nn.Module) -> bool:
     """Record the layers whose rank or scaling is another than in the model that this worker has by itself."""
-    alone, here = rank_and_scaling(context.model), rank_and_scaling(model)
-    wrong = [layer for layer, settings in here.items() if alone.get(layer, settings) != settings]
-    for layer in wrong:
+    expected, actual = rank_and_scaling(context.model), rank_and_scaling(model)
+    wrong_layers = [layer for layer, settings in actual.items() if expected.get(layer, settings) != settings]
+    for layer in wrong_layers:
+        actual_text, expected_text = (listed([*map(str, settings[layer])]) for settings in (actual, expected))
         context.record.fact(
             stage,
             layer,
             RANK_AND_SCALING,
             status="outside",
             word=words.SETTINGS,
-            evidence={"got": here[layer], "wanted": alone[layer]},
-            reason=f"rank and scaling are {listed([*map(str, here[layer])])}, not {listed([*map(str, alone[layer])])}",
+            evidence={"got": actual[layer], "wanted": expected[layer]},
+            reason=f"rank and scaling are {actual_text}, not {expected_text}",
         )
-    return bool(wrong)
+    return bool(wrong_layers)
 
 
 def record_gathered(context: Context, stage: Stage, model: torch.nn.Module, names: Collection[str]) -> None:
     """Record whether the parts of the adapter's tensors, put together by the library, are the bytes of the file."""
     for name in names:
-        gathered = whole(model.get_parameter(name))
-        layer, part = adapter_place(context.expected[name][0])
+        gathered = gather(model.get_parameter(name))
+        layer, tensor = adapter_place(context.expected[name][0])
         expected = context.expected[name][1].to(gathered.dtype)
-        row = TensorRecord(stage, layer, f"{part}.{GATHERED}", rule=Rule.BITWISE, status="equal")
+        row = TensorRecord(stage, layer, f"{tensor}.{GATHERED}", rule=Rule.BITWISE, status="equal")
         context.record.moved(row, actual=gathered, expected=expected)
 
 
@@ -161,42 +175,47 @@ def record_gradient(
     part: RankPart,
     ending: str,
 ) -> None:
-    """Record a gradient that every rank has as a row, and a part of one as a fact of this rank.
+    """Record a whole gradient, which every rank has, as a row, and a part of a gradient as a fact of this rank.
 
     Parameters
     ----------
     actual : torch.Tensor
         On the CPU, of `part.shape`.
     reference : Reference
-        The whole one in float64, and what rounding makes in it.
+        The whole gradient in float64, with the spread of its rounding errors.
     ending : str
-        See `Joined.of_so_many`.
+        See `JoinedGroup.count_suffix`.
     """
     layer, tensor = row_of(context, name)
-    place = f"{tensor}{ending}"
+    tensor += ending
     if not context.record.wants(stage, layer):
         return
     if part.dim is None:
-        row = TensorRecord(stage, layer, place, rule=Rule.BLOCK, status="measured")
+        row = TensorRecord(stage, layer, tensor, rule=Rule.BLOCK, status="measured")
         record_block(context, row, actual, reference=reference, name=name)
         return
-    exact, spread = reference.read(name), spread_of(context, reference, name)
+    whole, whole_spread = reference.read(name), spread_of(context, reference, name)
     tolerance = context.record.tolerance(stage=stage, layer=layer, dtype=actual.dtype)
-    if 0 in part.shape or exact is None:
+    if 0 in part.shape or whole is None:
         return
-    if spread is None and tolerance is None:
-        context.record.fact(stage, layer, place, status="skipped", reason="what rounding makes in it is unknown")
+    if whole_spread is None and tolerance is None:
+        context.record.fact(stage, layer, tensor, status="skipped", reason="what rounding makes in it is unknown")
         return
-    truth = part.of(mapped(exact))
-    mine = None if spread is None or tolerance is not None else spread.of_part(part.of, part.whole)
-    limit = tolerance if mine is None else mine.allowed(truth, actual.dtype)
-    found = measure_against_exact(actual, truth, limit)
+    exact = part.cut_from(mapped(whole))
+    # a tolerance of the user takes the place of the spread's
+    spread = None
+    limit: UserTolerance | torch.Tensor | None = tolerance
+    if tolerance is None and whole_spread is not None:
+        spread = whole_spread.of_part(part.cut_from, part.whole)
+        limit = spread.allowed(exact, actual.dtype)
+    measured = measure_against_exact(actual, exact, limit)
+    ratio = float(measured.ratio or 0) if spread is None else spread.figures(actual, exact).ratio
     record_part(
         context,
         stage,
         layer,
-        place,
-        found=found,
-        chunks=lambda: exact_chunks(actual, truth, limit),
-        share=float(found.ratio or 0) if mine is None else mine.figures(actual, truth).ratio,
+        tensor,
+        measure=measured,
+        chunks=lambda: exact_chunks(actual, exact, limit),
+        ratio=ratio,
     )

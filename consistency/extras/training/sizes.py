@@ -1,6 +1,6 @@
-"""How long the stages of a group train. No torch here."""
+"""The number of steps that the stages of a group train. No torch here."""
 
 from __future__ import annotations
 
 STEPS = 3
-"""With the second step the optimizer has moments, with the third these are used again."""
+"""Three: from the second step on the optimizer has moments, and the third uses these again."""

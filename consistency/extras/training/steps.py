@@ -1,8 +1,8 @@
 """A few steps of training by the ranks of a group, each on its own batch.
 
-What each step leaves is in one file for each rank, which all read: gradients and parameters of a large adapter do not
-fit in memory several times, and are judged tensor by tensor once the training is over. Of a tensor that ranks hold in
-parts, each file has the part of its rank.
+The results of each step are in one file for each rank, which all read: gradients and parameters of a large adapter do
+not fit in memory several times, and are judged tensor by tensor once the training is over. Of a tensor that ranks hold
+in parts, each file has the part of its rank.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from consistency.extras.training.ranks.group import Joined
-from consistency.extras.training.ranks.parts import held, part_of, put_together
+from consistency.extras.training.ranks.group import JoinedGroup
+from consistency.extras.training.ranks.parts import local_part, part_of, put_together
 from consistency.extras.training.sizes import STEPS
 from consistency.numerics.file_tensor import Elements, Readable, elements_of, mapped
 from consistency.worker.model.running import outputs_by
@@ -26,30 +26,32 @@ from consistency.worker.training.adamw import optimizer_of
 from consistency.worker.training.backward import Tensors, go_back, of_outputs
 
 OWN, SEEN, AVERAGED, UPDATED = "own", "seen", "averaged", "updated"
-"""What there is of each step: a rank's own gradient; the whole parameter that the model computes with, where ranks hold
-parts; the gradient that the optimizer gets; and the parameter afterwards."""
+"""Kinds of tensors of each step: a rank's own gradient; the whole parameter that the model computes with, where ranks
+hold parts; the gradient that the optimizer gets; and the parameter afterwards."""
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
 
 class StepFile:
-    """What one rank, or a device alone, has of each step, by kind, parameter and step.
+    """A file with the tensors that one rank, or a device alone, has of each step, by kind, parameter and step.
 
     Parameters
     ----------
     parameters : mapping of str to torch.nn.Parameter
-        Of which dtype and shape are taken.
+        Parameters whose dtype and shape the file's tensors have.
+    kinds : sequence of str
+        Kinds of tensors that the file has.
     ranks : tuple of int
-        The rank that has them, and how many hold parts: a device alone holds all of each.
+        The file's rank, and the number of ranks that hold parts: a device alone holds each whole tensor.
     of_another : bool
-        Read the file that another process has written.
+        Whether another process has written the file, which is only read here.
 
     Attributes
     ----------
     steps : int
-        How many there are.
+        Number of steps.
     parts : dict of str to RankPart
-        What the rank holds of each parameter.
+        The rank's part of each parameter.
     """
 
     def __init__(
@@ -63,16 +65,17 @@ class StepFile:
         of_another: bool = False,
     ) -> None:
         self.steps = steps
-        self.parts = {name: part_of(p, rank=ranks[0], world=ranks[1]) for name, p in parameters.items()}
-        layout = {
-            f"{kind}/{name}": (parameter.dtype, (steps, *self._shape(kind, name)))
-            for kind in kinds
-            for name, parameter in parameters.items()
-        }
+        rank, world = ranks
+        self.parts = {name: part_of(parameter, rank=rank, world=world) for name, parameter in parameters.items()}
+        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for kind in kinds:
+            for name, parameter in parameters.items():
+                layout[f"{kind}/{name}"] = (parameter.dtype, (steps, *self._shape(kind, name)))
+        # laid out in full before the first step: tensors are written in place, in any order
         self._file = TensorFile(path, layout, of_another=of_another)
 
     @classmethod
-    def of_rank(cls, ranks: Joined, title: str, rank: int, parameters: Parameters) -> StepFile:
+    def of_rank(cls, ranks: JoinedGroup, title: str, rank: int, parameters: Parameters) -> StepFile:
         """Return the file of one rank of a group, which this rank writes if it is its own."""
         path = ranks.folder / f"{title}-{rank}.safetensors"
         return cls(path, parameters, ranks=(rank, ranks.world), of_another=rank != ranks.rank)
@@ -81,41 +84,41 @@ class StepFile:
         return self.parts[name].whole if kind == SEEN else self.parts[name].shape
 
     def write(self, kind: str, step: int, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor on any device, or the part of it that this rank holds."""
-        self._file.write(f"{kind}/{name}", step, held(tensor).to("cpu").contiguous())
+        """Write a tensor on any device; of a split tensor, this rank's part."""
+        self._file.write(f"{kind}/{name}", step, local_part(tensor).to("cpu").contiguous())
 
     def read(self, kind: str, name: str) -> Readable | None:
         """Return a tensor of all steps `(steps, *shape)`, None where none was written."""
         return self._file.read(f"{kind}/{name}")
 
-    def of_step(self, kind: str, name: str, step: int) -> torch.Tensor:
+    def tensor(self, kind: str, name: str, step: int) -> torch.Tensor:
         """Return the tensor of one step."""
-        tensor = self.read(kind, name)
-        assert tensor is not None
-        return mapped(tensor)[step]
+        of_all_steps = self.read(kind, name)
+        assert of_all_steps is not None
+        return mapped(of_all_steps)[step]
 
     def elements(self, kind: str, name: str, step: int) -> Elements:
-        """Return a function that gives elements of the flattened tensor of one step."""
-        tensor = self.read(kind, name)
-        assert tensor is not None
-        read, start = elements_of(tensor), step * math.prod(tensor.shape[1:])
-        return lambda part: read(slice(start + part.start, start + part.stop))
+        """Return a function that reads elements of the flattened tensor of one step."""
+        of_all_steps = self.read(kind, name)
+        assert of_all_steps is not None
+        read, start = elements_of(of_all_steps), step * math.prod(of_all_steps.shape[1:])
+        return lambda piece: read(slice(start + piece.start, start + piece.stop))
 
     def close(self, *, remove: bool = False) -> None:
         self._file.close(remove=remove)
 
 
-def whole_of_step(files: Sequence[StepFile], kind: str, name: str, step: int) -> torch.Tensor:
-    """Return a tensor of one step from what all ranks hold of it."""
-    return put_together([file.of_step(kind, name, step) for file in files], files[0].parts[name])
+def whole_tensor(files: Sequence[StepFile], kind: str, name: str, step: int) -> torch.Tensor:
+    """Return a tensor of one step, put together from the parts of all ranks."""
+    return put_together([file.tensor(kind, name, step) for file in files], files[0].parts[name])
 
 
-Watching = Callable[[StepFile, int], AbstractContextManager[None]]
-"""Given the file and the number of a step, writes into it what is to be seen in a pass alone."""
+Watch = Callable[[StepFile, int], AbstractContextManager[None]]
+"""Return a context, from the file and the number of a step, that writes tensors which exist only during a pass."""
 
 
-def own_gradients(parameters: Parameters) -> Watching:
-    """Return what writes a rank's own gradients as they reach the parameters, before anybody averages them."""
+def watch_own_gradients(parameters: Parameters) -> Watch:
+    """Return a watch that writes a rank's own gradients as they reach the parameters, before anybody averages them."""
 
     @contextmanager
     def watching(file: StepFile, step: int) -> Iterator[None]:
@@ -127,20 +130,20 @@ def own_gradients(parameters: Parameters) -> Watching:
     return watching
 
 
-def _watching_nothing(_file: StepFile, _step: int) -> AbstractContextManager[None]:
+def _watch_nothing(_file: StepFile, _step: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
 @contextmanager
 def trained_by(
-    ranks: Joined,
+    ranks: JoinedGroup,
     title: str,
     model: torch.nn.Module,
     parameters: Parameters,
     batches: Sequence[Tensors],
     *,
     call: Callable[..., Any] | None = None,
-    watching: Watching = _watching_nothing,
+    watch: Watch = _watch_nothing,
 ) -> Iterator[list[StepFile]]:
     """Train for a few steps, and yield the files of all ranks in their order.
 
@@ -149,31 +152,34 @@ def trained_by(
     Parameters
     ----------
     title : str
-        What is trained, in words of a file's name.
+        Name of the training, which is part of the names of its files.
     batches : sequence of dict
-        One for each step.
+        This rank's batches, one for each step.
     call : callable, optional
         Runs the model, where a wrapper around it does.
-    watching : callable, optional
-        Active during the passes of each step.
+    watch : callable, optional
+        Makes a context for the passes of each step.
     """
     with ExitStack() as stack:
         own = StepFile.of_rank(ranks, title, ranks.rank, parameters)
         stack.callback(own.close)
-        with ranks.calling(f"training, {title}"):
-            _train(ranks, title, model, parameters, batches, own, call=call or model, watching=watching)
-        ranks.answers(f"{title}, trained", "")
+        with ranks.in_library(f"training, {title}"):
+            _train(ranks, title, model, parameters, batches, own, call=call or model, watch=watch)
+        # the files of the other ranks are whole once all have trained
+        ranks.exchange(f"{title}, trained", "")
         files = []
         for rank in range(ranks.world):
-            file = own if rank == ranks.rank else StepFile.of_rank(ranks, title, rank, parameters)
-            if file is not own:
-                stack.callback(file.close)
+            if rank == ranks.rank:
+                files.append(own)
+                continue
+            file = StepFile.of_rank(ranks, title, rank, parameters)
+            stack.callback(file.close)
             files.append(file)
         yield files
 
 
 def _train(
-    ranks: Joined,
+    ranks: JoinedGroup,
     title: str,
     model: torch.nn.Module,
     parameters: Parameters,
@@ -181,14 +187,16 @@ def _train(
     file: StepFile,
     *,
     call: Callable[..., Any],
-    watching: Watching,
+    watch: Watch,
 ) -> None:
+    """Train, and write gradients and parameters of each step into this rank's file."""
     optimizer = optimizer_of(parameters.values())
     for step, batch in enumerate(batches):
         ranks.events.step(f"{title}, step {step + 1}", step, len(batches))
-        with watching(file, step):
+        with watch(file, step):
             go_back(of_outputs(outputs_by(call, model, batch)))
         for name, parameter in parameters.items():
+            # prompts and experts may leave parameters without a gradient
             if parameter.grad is not None:
                 file.write(AVERAGED, step, name, parameter.grad)
         optimizer.step()

@@ -17,7 +17,7 @@ from consistency.case import standard
 from consistency.case.case import Case
 from consistency.case.stage import Stage
 from consistency.extras.training import group_stage
-from consistency.extras.training.group_stage import float64_of, in_group
+from consistency.extras.training.group_stage import float64_reference, run_in_group
 from consistency.extras.training.ranks.group import GroupError
 from consistency.extras.training.replicas.spec import REPLICAS
 from consistency.extras.training.shards import worker as shards
@@ -31,7 +31,7 @@ def test_results_of_a_stage_that_is_not_run_are_not_waited_for(tmp_path: Path, s
     """`--only` and bisect run a stage without the others: nobody would ever write its results."""
     case = Case(name="one", base="", stages=(TENSOR_PARALLEL,))
     context = SimpleNamespace(job=SimpleNamespace(case=case), scratch=tmp_path, events=None)
-    found = float64_of(cast("Any", context), stage)
+    found = float64_reference(cast("Any", context), stage)
     assert found == f"the stage {stage}, whose float64 results judge it, is not run"
 
 
@@ -53,7 +53,7 @@ def test_a_process_group_is_held_for_longer_than_what_ran_in_it(monkeypatch: pyt
         pass
 
     @contextmanager
-    def joined(*_: object) -> Iterator[Any]:
+    def joined_group(*_: object) -> Iterator[Any]:
         yield SimpleNamespace(process_group=ProcessGroup(), world=2)
 
     held: list[bool] = []
@@ -69,11 +69,11 @@ def test_a_process_group_is_held_for_longer_than_what_ran_in_it(monkeypatch: pyt
         reducer = Reducer(ranks.process_group)
         raise GroupError(f"a rank is lost, and {reducer} is in the frames of this error", lost=True)
 
-    monkeypatch.setattr(group_stage, "joined", joined)
-    monkeypatch.setattr(group_stage, "met", lambda group, _: group)
+    monkeypatch.setattr(group_stage, "joined_group", joined_group)
+    monkeypatch.setattr(group_stage, "meet_nodes", lambda group, _: group)
     context = SimpleNamespace(job=SimpleNamespace(group=object()), device=torch.device("cpu"), events=None)
     with pytest.raises(Skip, match="a rank is lost"):
-        in_group(cast("Any", context), REPLICAS, run)
+        run_in_group(cast("Any", context), REPLICAS, run)
     assert held == [True]
 
 
@@ -84,15 +84,15 @@ def test_what_follows_from_a_sum_over_three_ranks_may_differ_from_host_to_host(
     """A sum of two numbers has one result, and hosts that form one group share every sum."""
 
     @contextmanager
-    def joined(*_: object) -> Iterator[Any]:
+    def joined_group(*_: object) -> Iterator[Any]:
         yield SimpleNamespace(world=world, group=SimpleNamespace(nodes=nodes))
 
-    monkeypatch.setattr(group_stage, "joined", joined)
-    monkeypatch.setattr(group_stage, "met", lambda group, _: group)
+    monkeypatch.setattr(group_stage, "joined_group", joined_group)
+    monkeypatch.setattr(group_stage, "meet_nodes", lambda group, _: group)
     operations = NondeterministicOperations()
     context = SimpleNamespace(
         job=SimpleNamespace(group=object()), device=torch.device("cpu"), events=None,
         record=SimpleNamespace(operations=operations),
     )  # fmt: skip
-    in_group(cast("Any", context), REPLICAS, lambda _: None)
+    run_in_group(cast("Any", context), REPLICAS, lambda _: None)
     assert operations.ran() == excused

@@ -1,4 +1,4 @@
-"""Stage `collectives`: what it declares."""
+"""The declaration of the stage `collectives`. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several nodes of a fleet as one group: each says which ranks it has, in a folder that all of them see."""
+"""Several nodes of a fleet as one group: each node lists its ranks in a folder that all nodes see."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ from consistency.worker.recorder import Skip
 
 _POLL_S = 0.2
 _SIGN_S = 5.0
+"""Seconds between two signs of life while a rank waits for nodes to come."""
 
 
-def met(group: RankGroup, events: EventLog) -> RankGroup:
-    """Return the group with the ranks of all nodes, in the order of the nodes.
+def meet_nodes(group: RankGroup, events: EventLog) -> RankGroup:
+    """Wait for all nodes, and return the group with their ranks, in the order of the nodes.
 
     It waits for nodes that have not begun, as long as their fleet does.
 
     Raises
     ------
     Skip
-        The fleet has lost one.
+        The fleet has lost a node.
     """
     if not group.nodes or group.has_met:
         return group
     folder, name = Path(group.folder).parent, Path(group.folder).name
+    # node by node: every rank has to get the same numbers
     ranks: list[str] = []
-    told = 0.0
+    last_sign_s = 0.0
     for node in group.nodes:
         while (members := members_of(folder, node)) is None:
             if (reason := why_lost(group)) is not None:
                 raise Skip(reason)
-            if time.monotonic() - told > _SIGN_S:
+            if time.monotonic() - last_sign_s > _SIGN_S:
                 events.wait(f"for node {node} to join the group")
-                told = time.monotonic()
+                last_sign_s = time.monotonic()
             time.sleep(_POLL_S)
         ranks += [name_on(node, worker) for worker in members.get(name, ())]
-    own = name_on(group.node, group.ranks[group.rank])
-    return msgspec.structs.replace(group, rank=ranks.index(own), ranks=tuple(ranks), has_met=True)
+    own_name = name_on(group.node, group.ranks[group.rank])
+    return msgspec.structs.replace(group, rank=ranks.index(own_name), ranks=tuple(ranks), has_met=True)
 
 
 def why_lost(group: RankGroup) -> str | None:

@@ -7,12 +7,15 @@ from consistency.extras.training.sizes import STEPS
 
 
 def replicas(s: Setting) -> Cost:
-    """Train a few steps: gradients and parameters of each step are in files, one of each rank."""
-    states = s.of_a_step * ((s.shape.blocks + 1) * (s.shape.hidden or 0) + 3 * (s.shape.vocabulary or 0))
-    native = (states + s.of_a_step * s.shape.blocks * of_one_token(s)) * s.shape.width
-    optimizer = 4 * 4 * s.shape.trained_elements
+    """Train a few steps: gradients and parameters of each step are in files, one per rank."""
+    shape = s.shape
+    # the hidden states between blocks, and three tensors of the size of the logits
+    states = s.of_a_step * ((shape.blocks + 1) * (shape.hidden or 0) + 3 * (shape.vocabulary or 0))
+    activation_bytes = (states + s.of_a_step * shape.blocks * of_one_token(s)) * shape.width
+    optimizer_bytes = 4 * 4 * shape.trained_elements
+    host_bytes = optimizer_bytes if s.on_device else optimizer_bytes + activation_bytes
     return Cost(
-        host_bytes=optimizer + (0 if s.on_device else native),
-        device_bytes=native + optimizer,
-        scratch_bytes=3 * 4 * s.shape.trained_elements * STEPS,
+        host_bytes=host_bytes,
+        device_bytes=activation_bytes + optimizer_bytes,
+        scratch_bytes=3 * 4 * shape.trained_elements * STEPS,
     )

@@ -1,4 +1,4 @@
-"""Stage `replicas`: what it declares."""
+"""The declaration of the stage `replicas`. No torch here."""
 
 from __future__ import annotations
 

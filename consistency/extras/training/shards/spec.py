@@ -1,4 +1,4 @@
-"""Stage `shards`: what it declares."""
+"""The declaration of the stage `shards`. No torch here."""
 
 from __future__ import annotations
 

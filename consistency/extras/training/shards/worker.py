@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -25,18 +25,19 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from consistency.capture.names import WHOLE_MODEL, adapter_place
+from consistency.capture.records import RecordStatus
 from consistency.capture.wording import counted
 from consistency.devices.backends import CPU
-from consistency.extras.training.group_stage import UNFOLLOWED, in_group, to_train
+from consistency.extras.training.group_stage import UNFOLLOWED, run_in_group, training_inputs
 from consistency.extras.training.parts_judging import (
     GATHERED,
+    reason_on_ranks,
     record_difference,
     record_gradient,
     record_held,
-    who_else,
 )
-from consistency.extras.training.ranks.group import Joined
-from consistency.extras.training.ranks.parts import held
+from consistency.extras.training.ranks.group import JoinedGroup
+from consistency.extras.training.ranks.parts import local_part
 from consistency.extras.training.shards.saving import record_saved
 from consistency.extras.training.shards.spec import SHARDS
 from consistency.extras.training.shards.zero import ZERO, is_installed, trained_by_zero
@@ -47,10 +48,10 @@ from consistency.extras.training.steps import (
     SEEN,
     UPDATED,
     StepFile,
-    Watching,
+    Watch,
     batches_of,
     trained_by,
-    whole_of_step,
+    whole_tensor,
 )
 from consistency.extras.training.words import UNSYNCHRONIZED
 from consistency.numerics.diagnosis_moved import Known
@@ -80,219 +81,273 @@ AFTERWARDS = "adapter added after fully_shard"
 
 def run(context: Context) -> None:
     """Train in both orders with the other ranks, on models of their own."""
-    inputs, names = to_train(context)
+    inputs, names = training_inputs(context)
     parts = parts_of(inputs)
 
-    def train(ranks: Joined) -> None:
-        answer = _exact_average(context, ranks, names, parts)
-        _before(context, ranks, names, parts, answer)
-        _free()
+    def train(ranks: JoinedGroup) -> None:
+        average = _exact_average(context, ranks, names, parts)
+        _train_with_adapter_first(context, ranks, names, parts, average)
+        _free_memory()
         with context.record.skipping(STAGE, AFTERWARDS):
-            _afterwards(context, ranks, parts)
+            _train_with_adapter_afterwards(context, ranks, parts)
         if is_installed():
-            _free()
+            _free_memory()
             with context.record.skipping(STAGE, ZERO):
-                _by_zero(context, ranks, names, parts, answer)
+                _train_by_zero(context, ranks, names, parts, average)
 
-    in_group(context, STAGE, train)
+    run_in_group(context, STAGE, train)
 
 
-def _free() -> None:
+def _free_memory() -> None:
     """Give back the memory of a model that is not used any more: hooks of FSDP2 hold it in cycles."""
     gc.collect()
     trim()
 
 
-def _before(
-    context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
+def _train_with_adapter_first(
+    context: Context,
+    ranks: JoinedGroup,
+    names: Sequence[str],
+    parts: Sequence[Tensors],
+    average: Reference | str,
 ) -> None:
-    """Train with the adapter there before the model is sharded, and judge it."""
+    """Train with an adapter that is there before the model is sharded, and judge the training.
+
+    Parameters
+    ----------
+    average : Reference or str
+        See `_exact_average`.
+    """
+    # a model of its own: fully_shard changes it in place
     model = load_model(context.job.case, str(context.device))
     with trainable(model, [model.get_parameter(name) for name in names]):
-        with ranks.calling("fully_shard"):
+        with ranks.in_library("fully_shard"):
             _shard(model, ranks)
-        with ranks.calling("reading what each rank holds"):
+        with ranks.in_library("reading what each rank holds"):
             reason = record_held(context, ranks, STAGE, model, names)
+        # on all ranks: the model computes with the parts of all
         if reason:
             context.record.skipped(STAGE, reason, "training")
             return
         parameters = {name: model.get_parameter(name) for name in names}
-        start = {name: held(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
+        start = {name: local_part(parameter).to("cpu", copy=True) for name, parameter in parameters.items()}
         batches = batches_of(parts, rank=ranks.rank, world=ranks.world)
-        with trained_by(ranks, "shards", model, parameters, batches, watching=_seen_in(model, names)) as files:
-            own = files[ranks.rank]
-            with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
-            wrong = [name for name in with_gradient if not _record_seen(context, files, own, name)]
-            context.record.fact(
-                STAGE,
-                WHOLE_MODEL,
-                GATHERED,
-                status="within" if wrong else "equal",
-                evidence={"tensors": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
-            )
+        watch = _watch_gathered(model, names)
+        with trained_by(ranks, "shards", model, parameters, batches, watch=watch) as files:
+            with_gradient = _names_with_gradient(files[ranks.rank], names)
+            is_right = _record_all_gathered(context, ranks, files, with_gradient)
+            average = _usable_average(ranks, average, is_right=is_right)
             judge = StepJudge(context, ranks, STAGE, files)
-            if _adds_up_averages(ranks):
-                answer = (
-                    f"gloo of torch {torch.__version__} gives the sum where FSDP2 asks for the average of gradients: "
-                    "a later torch divides it"
-                )
-            answer = (
-                who_else(ranks, "something else than the ranks hold is computed with", is_here=bool(wrong)) or answer
-            )
-            for name in with_gradient:
-                if not isinstance(answer, str):
-                    _record_first_gradient(context, ranks, name, own, answer)
-                judge.updated(name, start[name])
-            if isinstance(answer, str):
-                context.record.skipped(STAGE, answer, "gradients")
-            record_saved(
-                context, ranks, STAGE, model, {n: whole_of_step(files, UPDATED, n, STEPS - 1) for n in with_gradient}
-            )
+            _judge_gradients_and_steps(context, ranks, judge, files[ranks.rank], start, with_gradient, average)
+            if isinstance(average, str):
+                context.record.skipped(STAGE, average, "gradients")
+            saved = {name: whole_tensor(files, UPDATED, name, STEPS - 1) for name in with_gradient}
+            record_saved(context, ranks, STAGE, model, saved)
 
 
-def _seen_in(model: torch.nn.Module, names: Sequence[str]) -> Watching:
-    """Return what writes the parameters that the model computes with, once its library has put them together."""
+def _names_with_gradient(file: StepFile, names: Sequence[str]) -> list[str]:
+    return [name for name in names if file.read(AVERAGED, name) is not None]
+
+
+def _record_all_gathered(context: Context, ranks: JoinedGroup, files: Sequence[StepFile], names: Sequence[str]) -> bool:
+    """Record whether the model computed with the parts that the ranks hold, in every step; return whether it did."""
+    own = files[ranks.rank]
+    wrong_names = [name for name in names if not _record_gathered(context, files, own, name)]
+    # within, for each wrong tensor has a fact of its own that is outside
+    status: RecordStatus = "within" if wrong_names else "equal"
+    evidence = {"tensors": len(names), "steps": STEPS, "ranks": list(ranks.group.ranks)}
+    context.record.fact(STAGE, WHOLE_MODEL, GATHERED, status=status, evidence=evidence)
+    return not wrong_names
+
+
+def _usable_average(ranks: JoinedGroup, average: Reference | str, *, is_right: bool) -> Reference | str:
+    """Return the exact average of the gradients, or the reason why it cannot judge this training's gradients."""
+    if _adds_up_averages(ranks):
+        average = (
+            f"gloo of torch {torch.__version__} gives the sum where FSDP2 asks for the average of gradients: "
+            "a later torch divides it"
+        )
+    reason = reason_on_ranks(ranks, "something else than the ranks hold is computed with", is_here=not is_right)
+    return reason or average
+
+
+def _judge_gradients_and_steps(
+    context: Context,
+    ranks: JoinedGroup,
+    judge: StepJudge,
+    file: StepFile,
+    start: Tensors,
+    names: Sequence[str],
+    average: Reference | str,
+    *,
+    title: str = "",
+) -> None:
+    """Judge the first averaged gradient, where its exact value is known, and the parameter after each step."""
+    for name in names:
+        if not isinstance(average, str):
+            record_gradient(
+                context,
+                STAGE,
+                name,
+                file.tensor(AVERAGED, name, 0),
+                part=file.parts[name],
+                reference=average,
+                ending=f"{ranks.count_suffix}{title}",
+            )
+        judge.judge_parameter(name, start[name])
+
+
+def _watch_gathered(model: torch.nn.Module, names: Sequence[str]) -> Watch:
+    """Return a watch that writes the parameters that the model computes with, once its library has gathered them."""
 
     @contextmanager
     def watching(file: StepFile, step: int) -> Iterator[None]:
-        def note(prefix: str, module: torch.nn.Module, _given: Any) -> None:
+        def write(prefix: str, module: torch.nn.Module, _inputs: Any) -> None:
             for name, parameter in module.named_parameters(prefix=prefix):
                 if name in names and not isinstance(parameter, DTensor):
                     file.write(SEEN, step, name, parameter.detach().clone())  # NumPy pins what is freed after the pass
 
         with ExitStack() as hooks:
-            sharded = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+            # in two steps: to mypy, what is known to be an FSDPModule has no hooks
+            sharded_names = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
             for name, module in model.named_modules():
-                if name in sharded:
-                    hooks.callback(module.register_forward_pre_hook(functools.partial(note, name)).remove)
+                if name in sharded_names:
+                    hooks.callback(module.register_forward_pre_hook(functools.partial(write, name)).remove)
             yield
 
     return watching
 
 
-def _record_seen(context: Context, files: Sequence[StepFile], own: StepFile, name: str) -> bool:
-    """Record the first step in which the model computed with a parameter that is not what the ranks held.
+def _record_gathered(context: Context, files: Sequence[StepFile], own: StepFile, name: str) -> bool:
+    """Record the first step in which the model computed with other values of a parameter than the ranks held.
 
     Before the first step they hold the file's bytes, which `record_held` has seen to. Returns whether there is none.
     """
+    # a parameter that every rank holds whole is not gathered
     if own.read(SEEN, name) is None or own.parts[name].dim is None:
         return True
-    first = context.expected[name][1].to(own.of_step(SEEN, name, 0).dtype)
-    before = [first, *(whole_of_step(files, UPDATED, name, step) for step in range(STEPS - 1))]
-    wanted = [digest(tensor).value for tensor in before]
-    step = next((i for i in range(STEPS) if digest(own.of_step(SEEN, name, i)).value != wanted[i]), None)
+    in_file = context.expected[name][1].to(own.tensor(SEEN, name, 0).dtype)
+    expected = [in_file, *(whole_tensor(files, UPDATED, name, step) for step in range(STEPS - 1))]
+    digests = [digest(tensor).value for tensor in expected]
+    step = _first_difference(own, name, digests)
     if step is None:
         return True
-    layer, part = adapter_place(context.expected[name][0])
-    earlier = {value: f"what it was before step {number + 1}" for number, value in enumerate(wanted[:step])}
+    layer, tensor = adapter_place(context.expected[name][0])
+    earlier_by_digest = {value: f"what it was before step {i + 1}" for i, value in enumerate(digests[:step])}
     record_difference(
         context,
         STAGE,
         layer,
-        f"{part}.{GATHERED}",
-        own.of_step(SEEN, name, step),
-        before[step],
-        known=Known(stale=lambda tensor: earlier.get(digest(tensor).value)),
+        f"{tensor}.{GATHERED}",
+        own.tensor(SEEN, name, step),
+        expected[step],
+        known=Known(stale=lambda actual: earlier_by_digest.get(digest(actual).value)),
         evidence={"step": step + 1},
     )
     return False
 
 
-def _shard(model: torch.nn.Module, ranks: Joined) -> None:
-    """Shard each repeated block, and what is outside of them, over all ranks."""
+def _first_difference(own: StepFile, name: str, digests: Sequence[str]) -> int | None:
+    """Return the first step in which the model computed with a parameter of another digest."""
+    for step, expected in enumerate(digests):
+        if digest(own.tensor(SEEN, name, step)).value != expected:
+            return step
+    return None
+
+
+def _shard(model: torch.nn.Module, ranks: JoinedGroup) -> None:
+    """Shard each repeated block, and then the modules outside of blocks, over all ranks."""
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     for block in blocks_of(model).values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
-def _adds_up_averages(ranks: Joined) -> bool:
+def _adds_up_averages(ranks: JoinedGroup) -> bool:
     """Report whether a reduce-scatter on CPUs gives the sum where the average is asked for: gloo of torch 2.8 does."""
     if ranks.device.type != "cpu":
         return False
-    part = torch.zeros(1)
-    dist.reduce_scatter_tensor(part, torch.ones(ranks.world), op=dist.ReduceOp.AVG, group=ranks.process_group)
-    return ranks.world > 1 and float(part) == ranks.world
+    result = torch.zeros(1)
+    dist.reduce_scatter_tensor(result, torch.ones(ranks.world), op=dist.ReduceOp.AVG, group=ranks.process_group)
+    return ranks.world > 1 and float(result) == ranks.world
 
 
-def _exact_average(context: Context, ranks: Joined, names: list[str], parts: Sequence[Tensors]) -> Reference | str:
-    """Return the average of the ranks' first gradients in float64, and what rounding makes in it; the first computes.
+def _exact_average(context: Context, ranks: JoinedGroup, names: list[str], parts: Sequence[Tensors]) -> Reference | str:
+    """Return the average of the ranks' first gradients in float64, with the spread of its rounding; rank 0 computes it.
 
     Or why there is none.
     """
-    why = ""
+    reason = ""
+    # the others wait for its answer, and read its file
     if not ranks.rank:
-        twin = context.model if context.device.type == CPU else load_model(context.job.case, CPU)
-        try:  # code may insist on its own dtype
-            with nullcontext() if context.device.type == CPU else context.events.on_cpu(), model_code(twin):
-                _publish_average(context, ranks, twin, names, parts)
+        is_on_cpu = context.device.type == CPU
+        model = context.model if is_on_cpu else load_model(context.job.case, CPU)
+        computing: AbstractContextManager[None] = nullcontext() if is_on_cpu else context.events.on_cpu()
+        try:
+            with computing, model_code(model):  # code may insist on its own dtype
+                _publish_average(context, ranks, model, names, parts)
         except Skip as skip:
-            why = str(skip)
-    why = ranks.answers("float64 gradients", why)[0]
-    return why or Reference.of(ranks.folder / GRADIENT_FILE)
+            reason = str(skip)
+    reason = ranks.exchange("float64 gradients", reason)[0]
+    return reason or Reference.of(ranks.folder / GRADIENT_FILE)
 
 
 def _publish_average(
-    context: Context, ranks: Joined, twin: torch.nn.Module, names: list[str], parts: Sequence[Tensors]
+    context: Context, ranks: JoinedGroup, model: torch.nn.Module, names: list[str], parts: Sequence[Tensors]
 ) -> None:
+    """Compute the exact average of the gradients of all ranks' first batches, and of noisy passes, and publish both."""
     first_batches = [batches_of(parts, rank=rank, world=ranks.world)[0] for rank in range(ranks.world)]
-    of_ranks = [backward_of(twin, names, part) for part in first_batches]
-    decided: list[str] = []
+    backwards = [backward_of(model, names, batch) for batch in first_batches]
+    decisions: list[str] = []
 
-    def average(of_rank: Callable[[Backward], Gradients]) -> Gradients:
-        found = [of_rank(of) for of in of_ranks]
-        return {name: functools.reduce(torch.add, [one[name] for one in found]) / len(found) for name in found[0]}
+    def average(compute: Callable[[Backward], Gradients]) -> Gradients:
+        gradients_of_ranks = [compute(backward) for backward in backwards]
+        averages = {}
+        for name in gradients_of_ranks[0]:
+            terms = [gradients[name] for gradients in gradients_of_ranks]
+            averages[name] = functools.reduce(torch.add, terms) / len(terms)
+        return averages
 
-    in_float64 = functools.partial(from_end_to_end, computed=as_it_is, exact=True, watch=decided.append)
+    def noisy_average(_title: str) -> Gradients:
+        return average(lambda backward: from_end_to_end(backward, as_it_is))
+
+    in_float64 = functools.partial(from_end_to_end, computed=as_it_is, exact=True, watch=decisions.append)
     exact = ExactGradients(gradients=average(in_float64))
-    if decided:
+    # other passes may decide otherwise, and nothing here makes them follow
+    if decisions:
         raise Skip(UNFOLLOWED)
-    passes = passes_for_sums(context, twin)
-    drawn = draw(context, twin, lambda _: average(lambda of: from_end_to_end(of, as_it_is)), passes)
-    publish(ranks.folder, *exact.tensors_with(drawn, of_ranks[0].wanted), GRADIENT_FILE)
+    drawn = draw(context, model, noisy_average, passes_for_sums(context, model))
+    publish(ranks.folder, *exact.tensors_with(drawn, backwards[0].wanted), GRADIENT_FILE)
 
 
-def _record_first_gradient(
-    context: Context, ranks: Joined, name: str, file: StepFile, reference: Reference, *, title: str = ""
+def _train_by_zero(
+    context: Context,
+    ranks: JoinedGroup,
+    names: Sequence[str],
+    parts: Sequence[Tensors],
+    average: Reference | str,
 ) -> None:
-    """Record the averaged gradient of the first step against the average of the float64 gradients of the batches."""
-    record_gradient(
-        context,
-        STAGE,
-        name,
-        file.of_step(AVERAGED, name, 0),
-        part=file.parts[name],
-        reference=reference,
-        ending=f"{ranks.of_so_many}{title}",
-    )
-
-
-def _by_zero(
-    context: Context, ranks: Joined, names: Sequence[str], parts: Sequence[Tensors], answer: Reference | str
-) -> None:
-    """Train by ZeRO-3 with the adapter there before, and judge it."""
-    with trained_by_zero(context, ranks, STAGE, names, parts) as trained_so:
-        if isinstance(trained_so, str):
-            raise Skip(trained_so)
-        judge, files, start = trained_so
+    """Train by ZeRO-3 with an adapter that is there before, and judge the training."""
+    with trained_by_zero(context, ranks, STAGE, names, parts) as training:
+        if isinstance(training, str):
+            raise Skip(training)
+        judge, files, start = training
         own = files[ranks.rank]
-        with_gradient = [name for name in names if own.read(AVERAGED, name) is not None]
-        judge.compare(AVERAGED, with_gradient, "averaged gradients")
-        judge.compare(UPDATED, with_gradient, "updated parameters")
-        for name in with_gradient:
-            if not isinstance(answer, str):
-                _record_first_gradient(context, ranks, name, own, answer, title=f", {ZERO}")
-            judge.updated(name, start[name])
+        with_gradient = _names_with_gradient(own, names)
+        # every rank has whole tensors here, which have to have the same bits
+        judge.compare_ranks(AVERAGED, with_gradient, "averaged gradients")
+        judge.compare_ranks(UPDATED, with_gradient, "updated parameters")
+        _judge_gradients_and_steps(context, ranks, judge, own, start, with_gradient, average, title=f", {ZERO}")
 
 
-def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> None:
+def _train_with_adapter_afterwards(context: Context, ranks: JoinedGroup, parts: Sequence[Tensors]) -> None:
     """Train with an adapter that is added once the base is sharded, and record whether the ranks train the same."""
-    case, before = context.job.case, cast("PeftModel", context.model)
-    config = before.peft_config[ADAPTER_NAME]
+    case, loaded = context.job.case, cast("PeftModel", context.model)
+    config = loaded.peft_config[ADAPTER_NAME]
     if config.is_prompt_learning and config.peft_type not in {"PREFIX_TUNING", "CARTRIDGE"}:
         raise Skip("PEFT reads the base's embedding outside of its pass, where fully_shard has it in parts")
     model = load_base(case, str(context.device)).model
-    with ranks.calling("fully_shard, and the adapter afterwards"):
+    with ranks.in_library("fully_shard, and the adapter afterwards"):
         _shard(model, ranks)
         adapted: Any = PeftModel.from_pretrained(model, case.adapter, adapter_name=ADAPTER_NAME)
         adapted.eval()
@@ -304,19 +359,26 @@ def _afterwards(context: Context, ranks: Joined, parts: Sequence[Tensors]) -> No
         trained_by(ranks, "added-afterwards", adapted, parameters, batches) as files,
     ):
         judge = StepJudge(context, ranks, STAGE, files, title=f"{AFTERWARDS}, ")
-        with_gradient = [name for name in names if files[ranks.rank].read(AVERAGED, name) is not None]
-        odd = judge.odd(UPDATED, with_gradient, STEPS - 1)
-    differing = len(odd)
-    for answer in ranks.answers(f"{AFTERWARDS}, differing", str(differing)):
-        differing = max(differing, int(answer))
+        with_gradient = _names_with_gradient(files[ranks.rank], names)
+        own_count = len(judge.differing(UPDATED, with_gradient, STEPS - 1))
+    # ranks that agree with most see no difference: all report that of the rank that differs in most tensors
+    counts = ranks.exchange(f"{AFTERWARDS}, differing", str(own_count))
+    differing_count = max(own_count, *map(int, counts))
+    evidence = {
+        "tensors": differing_count,
+        "of": len(with_gradient),
+        "steps": STEPS,
+        "ranks": list(ranks.group.ranks),
+    }
+    if not differing_count:
+        context.record.fact(STAGE, WHOLE_MODEL, AFTERWARDS, status="equal", evidence=evidence)
+        return
     context.record.fact(
         STAGE,
         WHOLE_MODEL,
         AFTERWARDS,
-        status="within" if differing else "equal",
-        word=UNSYNCHRONIZED if differing else None,
-        evidence={"tensors": differing, "of": len(with_gradient), "steps": STEPS, "ranks": list(ranks.group.ranks)},
-        reason=f"{differing} of {counted(len(with_gradient), 'tensor')} differ between ranks after {STEPS} steps"
-        if differing
-        else None,
+        status="within",
+        word=UNSYNCHRONIZED,
+        evidence=evidence,
+        reason=f"{differing_count} of {counted(len(with_gradient), 'tensor')} differ between ranks after {STEPS} steps",
     )

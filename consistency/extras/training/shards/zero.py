@@ -15,8 +15,8 @@ import torch
 
 from consistency.capture.names import adapter_place
 from consistency.case.stage import Stage
-from consistency.extras.training.parts_judging import HELD, record_difference, who_else
-from consistency.extras.training.ranks.group import Joined
+from consistency.extras.training.parts_judging import HELD, reason_on_ranks, record_difference
+from consistency.extras.training.ranks.group import JoinedGroup
 from consistency.extras.training.sizes import STEPS
 from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import AVERAGED, UPDATED, StepFile, batches_of
@@ -41,7 +41,7 @@ _SETTINGS: dict[str, Any] = {
 }
 
 _served: list[str] = []
-"""The group that DeepSpeed serves in this process: it keeps that, and knows no other."""
+"""Folder of the group that DeepSpeed serves in this process: it keeps that group, and knows no other."""
 
 
 def is_installed() -> bool:
@@ -51,11 +51,11 @@ def is_installed() -> bool:
 
 @contextmanager
 def trained_by_zero(
-    context: Context, ranks: Joined, stage: Stage, names: Sequence[str], parts: Sequence[Tensors]
+    context: Context, ranks: JoinedGroup, stage: Stage, names: Sequence[str], parts: Sequence[Tensors]
 ) -> Iterator[tuple[StepJudge, list[StepFile], dict[str, torch.Tensor]] | str]:
-    """Train, and yield what judges the steps, the files of all ranks, and the parameters before the first step.
+    """Train, and yield a judge of the steps, the files of all ranks, and the parameters before the first step.
 
-    Or why nothing can be judged: a rank holds something else than the files say.
+    Or the reason why nothing can be judged: a rank holds something else than the files say.
 
     Raises
     ------
@@ -66,25 +66,25 @@ def trained_by_zero(
         raise Skip("DeepSpeed serves one group in a process, and has served another")
     _served[:] = [ranks.group.folder]
     model = load_model(context.job.case, str(context.device))
+    # of the model that this worker has by itself: between passes, ZeRO-3 leaves a parameter without elements
     layout = {name: context.model.get_parameter(name) for name in names}
-    with ranks.numbered(), trainable(model, [model.get_parameter(name) for name in names]):
-        with ranks.calling(f"making the engine of {ZERO}"):
+    with ranks.torchrun_environment(), trainable(model, [model.get_parameter(name) for name in names]):
+        with ranks.in_library(f"making the engine of {ZERO}"):
             engine = _engine(model, names)
         parameters = {name: model.get_parameter(name) for name in names}
         try:
-            with ranks.calling(f"gathering by {ZERO}"):
+            with ranks.in_library(f"gathering by {ZERO}"):
                 start = {name: _gathered(parameter, layout[name].dtype) for name, parameter in parameters.items()}
-            if reason := _held(context, ranks, stage, start):
+            if reason := _record_start(context, ranks, stage, start):
                 yield reason
                 return
             own = StepFile.of_rank(ranks, ZERO, ranks.rank, layout)
-            with ranks.calling(f"training, {ZERO}"):
-                _train(ranks, engine, model, parameters, batches_of(parts, rank=ranks.rank, world=ranks.world), own)
-            ranks.answers(f"{ZERO}, trained", "")
-            files = [
-                own if rank == ranks.rank else StepFile.of_rank(ranks, ZERO, rank, layout)
-                for rank in range(ranks.world)
-            ]
+            batches = batches_of(parts, rank=ranks.rank, world=ranks.world)
+            with ranks.in_library(f"training, {ZERO}"):
+                _train(ranks, engine, model, parameters, batches, own)
+            # the files of the other ranks are whole once all have trained
+            ranks.exchange(f"{ZERO}, trained", "")
+            files = _files_of_ranks(ranks, own, layout)
             try:
                 yield StepJudge(context, ranks, stage, files, title=f"{ZERO}, "), files, start
             finally:
@@ -92,6 +92,15 @@ def trained_by_zero(
                     file.close()
         finally:
             engine.destroy()
+
+
+def _files_of_ranks(ranks: JoinedGroup, own: StepFile, layout: Mapping[str, torch.nn.Parameter]) -> list[StepFile]:
+    """Return the files of all ranks in their order; the other ranks' ones are opened."""
+    files = []
+    for rank in range(ranks.world):
+        file = own if rank == ranks.rank else StepFile.of_rank(ranks, ZERO, rank, layout)
+        files.append(file)
+    return files
 
 
 def _engine(model: torch.nn.Module, names: Sequence[str]) -> Any:
@@ -102,37 +111,45 @@ def _engine(model: torch.nn.Module, names: Sequence[str]) -> Any:
 
 
 def _gathered(parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy of a whole parameter on the CPU."""
     from deepspeed.utils import safe_get_full_fp32_param  # type: ignore[import-not-found]
 
-    found: torch.Tensor = safe_get_full_fp32_param(parameter)
-    return found.detach().to("cpu", dtype, copy=True)
+    whole: torch.Tensor = safe_get_full_fp32_param(parameter)
+    return whole.detach().to("cpu", dtype, copy=True)
 
 
-def _held(context: Context, ranks: Joined, stage: Stage, start: Mapping[str, torch.Tensor]) -> str:
-    wrong = False
-    for name, own in start.items():
-        expected = context.expected[name][1].to(own.dtype)
-        if digest(own).value != digest(expected).value:
-            wrong = True
-            layer, part = adapter_place(context.expected[name][0])
-            record_difference(context, stage, layer, f"{ZERO}, {part}.{HELD}", own, expected, known=Known())
-    return who_else(ranks, f"something else than the files say is gathered by {ZERO}", is_here=wrong)
+def _record_start(context: Context, ranks: JoinedGroup, stage: Stage, start: Mapping[str, torch.Tensor]) -> str:
+    """Record gathered parameters that are not the bytes of the file; return on which ranks there are any."""
+    is_wrong = False
+    for name, actual in start.items():
+        expected = context.expected[name][1].to(actual.dtype)
+        if digest(actual).value != digest(expected).value:
+            is_wrong = True
+            layer, tensor = adapter_place(context.expected[name][0])
+            record_difference(context, stage, layer, f"{ZERO}, {tensor}.{HELD}", actual, expected, known=Known())
+    return reason_on_ranks(ranks, f"something else than the files say is gathered by {ZERO}", is_here=is_wrong)
+
+
+def _loss(terms: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Return the loss as the one number that the engine goes back from."""
+    return torch.stack([(tensor * weights).sum().float() for tensor, weights in terms]).sum()
 
 
 def _train(
-    ranks: Joined,
+    ranks: JoinedGroup,
     engine: Any,
     model: torch.nn.Module,
     parameters: Mapping[str, torch.nn.Parameter],
     batches: Sequence[Tensors],
     file: StepFile,
 ) -> None:
+    """Train by the engine, and write gradients and parameters of each step into this rank's file."""
     from deepspeed.utils import safe_get_full_grad
 
     for step, batch in enumerate(batches):
         ranks.events.step(f"{ZERO}, step {step + 1}", step, STEPS)
         terms = of_outputs(outputs_by(engine, model, batch))
-        engine.backward(torch.stack([(tensor * weights).sum().float() for tensor, weights in terms]).sum())
+        engine.backward(_loss(terms))
         for name, parameter in parameters.items():
             gradient = safe_get_full_grad(parameter)
             if gradient is not None:

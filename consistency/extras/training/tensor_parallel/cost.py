@@ -7,9 +7,10 @@ from consistency.case.budget.costs import Cost, Setting, forward, gradient
 
 def tensor_parallel(s: Setting) -> Cost:
     """Load a part of the model once more, and run it forward and backward over the batch."""
-    once, backward = forward(s), gradient(s)
+    forward_pass, backward_pass = forward(s), gradient(s)
+    host_model_bytes = 0 if s.on_device else s.shape.loaded_bytes
     return Cost(
-        host_bytes=max(once.host_bytes, backward.host_bytes) + (0 if s.on_device else s.shape.loaded_bytes),
-        device_bytes=max(once.device_bytes, backward.device_bytes) + s.shape.loaded_bytes,
-        scratch_bytes=backward.scratch_bytes,
+        host_bytes=max(forward_pass.host_bytes, backward_pass.host_bytes) + host_model_bytes,
+        device_bytes=max(forward_pass.device_bytes, backward_pass.device_bytes) + s.shape.loaded_bytes,
+        scratch_bytes=backward_pass.scratch_bytes,
     )

@@ -1,4 +1,4 @@
-"""Stage `tensor-parallel`: what it declares."""
+"""The declaration of the stage `tensor-parallel`. No torch here."""
 
 from __future__ import annotations
 

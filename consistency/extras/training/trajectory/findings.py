@@ -1,9 +1,10 @@
-"""Training: the first step at which a device's own leaves the float64 one, or how near it stays."""
+"""Findings of trainings: the first step at which a device leaves the float64 trajectory, or how near it stays."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +28,14 @@ reason why steps are not judged."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongRow:
-    """A row outside: the step, what a step does first, and where that begins; the least one is where it left."""
+    """A row that is outside its tolerance; of a worker's wrong rows, the one with the smallest `key` is the first."""
 
     step: int
+    """Step of the training, from 1."""
     phase: int
+    """Phase of the step: 0 for the forward pass, 1 for the backward pass, 2 for the optimizer."""
     number: int
+    """Position of the row within its phase, in the order in which the phase computes."""
     tensor: TensorComparison
     row: Outcome
 
@@ -41,152 +45,209 @@ class WrongRow:
 
     @property
     def where(self) -> str:
-        part, _, kind = self.tensor.tensor.rpartition(".")
+        parameter, _, kind = self.tensor.tensor.rpartition(".")
         if kind == GRADIENT:
-            return f"the gradient of {part} of {self.tensor.layer}"
+            return f"the gradient of {parameter} of {self.tensor.layer}"
         if kind == UPDATED:
-            return f"{part} of {self.tensor.layer} after the optimizer's step"
+            return f"{parameter} of {self.tensor.layer} after the optimizer's step"
         return f"{self.tensor.layer} of the forward pass"
 
 
 def without_trajectories(_: ComparisonEvidence, tensors: Sequence[TensorComparison]) -> list[TensorComparison]:
-    """Return tensors without the rows of trainings but those of workers with wrong weights, which explain them."""
-    wrong = _with_wrong_weights(tensors)
-    found = []
+    """Return tensors without the rows of trainings, but for workers with wrong weights, which explain their rows."""
+    explained_workers = _workers_with_wrong_weights(tensors)
+    remaining = []
     for tensor in tensors:
         if tensor.stage != STAGE:
-            found.append(tensor)
-            continue
-        kept = tuple(
-            row.of(left) for row in tensor.outcomes if (left := tuple(name for name in row.workers if name in wrong))
-        )
-        if kept:
-            workers = tuple(name for name in tensor.workers if name in wrong)
-            classes = tuple(left for names in tensor.classes if (left := tuple(n for n in names if n in wrong)))
-            found.append(msgspec.structs.replace(tensor, outcomes=kept, classes=classes, workers=workers))
-    return found
+            remaining.append(tensor)
+        elif (explained := _of_workers(tensor, explained_workers)) is not None:
+            remaining.append(explained)
+    return remaining
 
 
-def _with_wrong_weights(tensors: Sequence[TensorComparison]) -> set[str]:
-    moved = (tensor for tensor in tensors if tensor.stage in MOVES_WEIGHTS and tensor.is_wrong)
-    return {worker for tensor in moved for row in tensor.outcomes if row.status in BAD for worker in row.workers}
-
-
-def find_trajectories(evidence: ComparisonEvidence) -> Iterator[Finding]:
-    """Report where devices leave the float64 trajectory: step, layer, and part of it; else how near to it all stay."""
-    of_stage = [tensor for tensor in evidence.tensors if tensor.stage == STAGE]
-    curves = {
-        worker: row.evidence
-        for tensor in of_stage
-        if tensor.tensor == CURVE
-        for worker, row in tensor.by_worker()
-        if row.status in ("equal", "within")
-    }
-    explained = _with_wrong_weights(evidence.tensors)
-    wrong = {worker: places for worker, places in _outside(of_stage).items() if worker not in explained}
-    same: dict[tuple[int, str], list[str]] = {}
-    for worker, places in wrong.items():
-        first = min(places, key=lambda place: place.key)
-        same.setdefault((first.step, first.tensor.name), []).append(worker)
-    for workers in same.values():
-        yield _left(workers, wrong, curves, next_step=run_again(evidence, workers))
-    healthy = {worker: curve for worker, curve in curves.items() if worker not in wrong and worker not in explained}
-    if healthy:
-        yield _kept_to_it(of_stage, healthy)
-
-
-def first_steps(tensors: Sequence[TensorComparison]) -> dict[str, WrongRow]:
-    """Return the first place at which a training is outside, by worker."""
-    return {worker: min(places, key=lambda place: place.key) for worker, places in _outside(tensors).items()}
-
-
-def _outside(tensors: Sequence[TensorComparison]) -> dict[str, list[WrongRow]]:
-    found: dict[str, list[WrongRow]] = {}
-    for number, tensor in enumerate(tensor for tensor in tensors if tensor.stage == STAGE):
-        for worker, row in tensor.by_worker():
-            if row.status == "outside" and isinstance(row.evidence.get("step"), int):
-                found.setdefault(worker, []).append(_place(number, tensor, row))
-    return found
-
-
-def _place(number: int, tensor: TensorComparison, row: Outcome) -> WrongRow:
-    kind = tensor.tensor.rpartition(".")[2]
-    phase = {FORWARD: 0, GRADIENT: 1, UPDATED: 2}.get(kind, 0)
-    # a backward pass begins with the last layer
-    return WrongRow(
-        step=int(row.evidence["step"]), phase=phase, number=-number if phase == 1 else number, tensor=tensor, row=row
+def _of_workers(tensor: TensorComparison, workers: Collection[str]) -> TensorComparison | None:
+    """Return a tensor with the outcomes of some workers alone, None where it has none of theirs."""
+    outcomes = []
+    for outcome in tensor.outcomes:
+        if names := _among(outcome.workers, workers):
+            outcomes.append(outcome.of(names))
+    if not outcomes:
+        return None
+    classes = [_among(names, workers) for names in tensor.classes]
+    return msgspec.structs.replace(
+        tensor,
+        outcomes=tuple(outcomes),
+        classes=tuple(names for names in classes if names),
+        workers=_among(tensor.workers, workers),
     )
 
 
-def _left(
+def _among(names: Iterable[str], workers: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in workers)
+
+
+def _workers_with_wrong_weights(tensors: Sequence[TensorComparison]) -> set[str]:
+    workers: set[str] = set()
+    for tensor in tensors:
+        if tensor.stage in MOVES_WEIGHTS and tensor.is_wrong:
+            for outcome in tensor.outcomes:
+                if outcome.status in BAD:
+                    workers.update(outcome.workers)
+    return workers
+
+
+def find_trajectories(evidence: ComparisonEvidence) -> Iterator[Finding]:
+    """Report where devices leave the float64 trajectory: step, layer and tensor; else how near to it all stay."""
+    tensors = [tensor for tensor in evidence.tensors if tensor.stage == STAGE]
+    curves = _curves(tensors)
+    # wrong weights have a finding of their own, and every training with them is wrong
+    explained_workers = _workers_with_wrong_weights(evidence.tensors)
+    wrong_rows = {worker: rows for worker, rows in _wrong_rows(tensors).items() if worker not in explained_workers}
+    # workers that leave in the same place share a finding
+    workers_by_place: dict[tuple[int, str], list[str]] = {}
+    for worker, rows in wrong_rows.items():
+        first = _first(rows)
+        workers_by_place.setdefault((first.step, first.tensor.name), []).append(worker)
+    for workers in workers_by_place.values():
+        yield _departure(workers, wrong_rows, curves, next_step=run_again(evidence, workers))
+    unhealthy = explained_workers | wrong_rows.keys()
+    healthy_curves = {worker: curve for worker, curve in curves.items() if worker not in unhealthy}
+    if healthy_curves:
+        yield _nearness(tensors, healthy_curves)
+
+
+def _curves(tensors: Sequence[TensorComparison]) -> dict[str, Mapping[str, Any]]:
+    """Return the figures of every step, by name, for each worker."""
+    curves: dict[str, Mapping[str, Any]] = {}
+    for tensor in tensors:
+        if tensor.tensor == CURVE:
+            for worker, row in tensor.by_worker():
+                if row.status in ("equal", "within"):
+                    curves[worker] = row.evidence
+    return curves
+
+
+def first_steps(tensors: Sequence[TensorComparison]) -> dict[str, WrongRow]:
+    """Return the first wrong row of each training that has one, by worker."""
+    return {worker: _first(rows) for worker, rows in _wrong_rows(tensors).items()}
+
+
+def _first(rows: Iterable[WrongRow]) -> WrongRow:
+    return min(rows, key=lambda row: row.key)
+
+
+def _wrong_rows(tensors: Sequence[TensorComparison]) -> dict[str, list[WrongRow]]:
+    """Return the rows outside their tolerance, by worker."""
+    rows: dict[str, list[WrongRow]] = {}
+    for number, tensor in enumerate(tensor for tensor in tensors if tensor.stage == STAGE):
+        for worker, row in tensor.by_worker():
+            # a row without a step has no place in the order of a training
+            if row.status == "outside" and isinstance(row.evidence.get("step"), int):
+                rows.setdefault(worker, []).append(_wrong_row(number, tensor, row))
+    return rows
+
+
+def _wrong_row(number: int, tensor: TensorComparison, row: Outcome) -> WrongRow:
+    kind = tensor.tensor.rpartition(".")[2]
+    phase = {FORWARD: 0, GRADIENT: 1, UPDATED: 2}.get(kind, 0)
+    # a backward pass begins with the last layer
+    number_in_phase = -number if phase == 1 else number
+    return WrongRow(step=int(row.evidence["step"]), phase=phase, number=number_in_phase, tensor=tensor, row=row)
+
+
+def _departure(
     workers: Sequence[str],
-    wrong: Mapping[str, Sequence[WrongRow]],
+    wrong_rows: Mapping[str, Sequence[WrongRow]],
     curves: Mapping[str, Mapping[str, Any]],
     *,
     next_step: str | None,
 ) -> Finding:
-    first = min((place for worker in workers for place in wrong[worker]), key=lambda place: place.key)
+    """Report the step and the tensor at which some workers leave the float64 trajectory."""
+    rows = list(itertools.chain.from_iterable(wrong_rows[worker] for worker in workers))
+    first = _first(rows)
     opening = f"{STAGE} · {some(workers)} · leaves the float64 trajectory"
-    parts = [f"at step {first.step}, in {first.where}"]
-    ratio = "" if first.row.ratio is None else f": {float(first.row.ratio):.3g}× tolerance"
-    own, exact = (_at(curves.get(workers[0], {}), name, first.step) for name in ("loss", "float64_loss"))
-    if own is not None and exact is not None:
-        parts.append(f"loss {own:.4g} there, {exact:.4g} in float64")
+    message = f"{opening} at step {first.step}, in {first.where}"
+    if first.row.ratio is not None:
+        message += f": {float(first.row.ratio):.3g}× tolerance"
+    # the curve of one worker is an example: all left in the same place
+    curve = curves.get(workers[0], {})
+    loss, exact_loss = (_figure_at(curve, name, first.step) for name in ("loss", "float64_loss"))
+    if loss is not None and exact_loss is not None:
+        message += f"; loss {loss:.4g} there, {exact_loss:.4g} in float64"
     if first.step > 1:
-        before = {2: "step 1 is", 3: "steps 1 and 2 are"}.get(first.step, f"steps 1 to {first.step - 1} are")
-        parts.append(f"{before} within tolerance")
+        steps_before = {2: "step 1 is", 3: "steps 1 and 2 are"}.get(first.step, f"steps 1 to {first.step - 1} are")
+        message += f"; {steps_before} within tolerance"
     return Finding(
         kind=LEFT_TRAJECTORY,
         severity="error",
-        message=f"{opening} {parts[0]}{ratio}{''.join(f'; {part}' for part in parts[1:])}",
+        message=message,
         general=f"{opening} in {first.where}",
         workers=tuple(workers),
-        tensors=tuple(dict.fromkeys(place.tensor.name for worker in workers for place in wrong[worker])),
+        tensors=tuple(dict.fromkeys(row.tensor.name for row in rows)),
         next=next_step,
     )
 
 
-def _at(curve: Mapping[str, Any], figure: str, step: int) -> float | None:
+def _figure_at(curve: Mapping[str, Any], figure: str, step: int) -> float | None:
     """Return a figure of a step; None where it is no finite number, for a capture may come from a stranger."""
     values = curve.get(figure)
-    value = values[step - 1] if isinstance(values, (list, tuple)) and 0 < step <= len(values) else None
+    if not isinstance(values, (list, tuple)) or not 0 < step <= len(values):
+        return None
+    value = values[step - 1]
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _kept_to_it(tensors: Sequence[TensorComparison], curves: Mapping[str, Mapping[str, Any]]) -> Finding:
-    """Say how far healthy devices are from float64 after the last step, and how far rounding alone may be."""
-    judged = any(
-        row.status in ("equal", "within") and kind in (FORWARD, GRADIENT)
-        for tensor in tensors
-        for kind in [tensor.tensor.rpartition(".")[2]]
-        for row in tensor.outcomes
-    )
-    steps = max(steps if isinstance(steps := curve.get("steps"), int) else 0 for curve in curves.values())
-    left_out = any(tensor.tensor == STEPWISE for tensor in tensors)
-    each = "every step that was judged is" if left_out else "every step is"
-    each = f"{each if judged else 'every step of the optimizer is'} what rounding makes"
-    ends = {
-        name: [value for curve in curves.values() if (value := _at(curve, name, steps)) is not None]
-        for name in ("loss", "distance", "float64_loss", "noise_least_distance", "noise_most_distance")
-    }
-    text = f"{counted(steps, 'step')}: {each}"
-    if ends["distance"] and ends["float64_loss"]:
-        text += f"; after the last one the adapter is {_range(ends['distance'], '.2g')} from the float64 trajectory"
-        if ends["noise_least_distance"] and ends["noise_most_distance"]:
-            least, most = min(ends["noise_least_distance"]), max(ends["noise_most_distance"])
-            text += f" (noise alone: {_range([least, most], '.2g')})"
-        text += f", loss {_range(ends['loss'], '.4g')} against {_range(ends['float64_loss'], '.4g')}"
+def _nearness(tensors: Sequence[TensorComparison], curves: Mapping[str, Mapping[str, Any]]) -> Finding:
+    """Report how far healthy devices are from float64 after the last step, and how far rounding alone may be."""
+    steps = max(_step_count(curve) for curve in curves.values())
+    verdict = f"{_judged_steps(tensors)} what rounding makes"
+    message = f"{STAGE} · {some(list(curves))} · {counted(steps, 'step')}: {verdict}"
+    distances = _last_figures(curves, "distance", steps)
+    exact_losses = _last_figures(curves, "float64_loss", steps)
+    if distances and exact_losses:
+        message += f"; after the last one the adapter is {_range_text(distances, '.2g')} from the float64 trajectory"
+        least = _last_figures(curves, "noise_least_distance", steps)
+        most = _last_figures(curves, "noise_most_distance", steps)
+        if least and most:
+            message += f" (noise alone: {_range_text([min(least), max(most)], '.2g')})"
+        losses = _last_figures(curves, "loss", steps)
+        message += f", loss {_range_text(losses, '.4g')} against {_range_text(exact_losses, '.4g')}"
     return Finding(
         kind=KEPT_TRAJECTORY,
         severity="note",
-        message=f"{STAGE} · {some(list(curves))} · {text}",
-        general=f"{STAGE} · {some(list(curves))} · {each}",
+        message=message,
+        general=f"{STAGE} · {some(list(curves))} · {verdict}",
         workers=tuple(curves),
         tensors=tuple(tensor.name for tensor in tensors if tensor.tensor == CURVE),
     )
 
 
-def _range(values: Sequence[float], spec: str) -> str:
+def _step_count(curve: Mapping[str, Any]) -> int:
+    steps = curve.get("steps")
+    return steps if isinstance(steps, int) else 0
+
+
+def _judged_steps(tensors: Sequence[TensorComparison]) -> str:
+    """Return the steps that were judged, as the subject of a sentence with its verb."""
+    if not any(_has_judged_pass(tensor) for tensor in tensors):
+        return "every step of the optimizer is"
+    has_left_out_steps = any(tensor.tensor == STEPWISE for tensor in tensors)
+    return "every step that was judged is" if has_left_out_steps else "every step is"
+
+
+def _has_judged_pass(tensor: TensorComparison) -> bool:
+    """Report whether a tensor is of a forward or a backward pass, and has a row that is judged as right."""
+    is_of_a_pass = tensor.tensor.rpartition(".")[2] in (FORWARD, GRADIENT)
+    return is_of_a_pass and any(row.status in ("equal", "within") for row in tensor.outcomes)
+
+
+def _last_figures(curves: Mapping[str, Mapping[str, Any]], figure: str, steps: int) -> list[float]:
+    """Return a figure after the last step, of each worker that has it."""
+    values = [_figure_at(curve, figure, steps) for curve in curves.values()]
+    return [value for value in values if value is not None]
+
+
+def _range_text(values: Sequence[float], spec: str) -> str:
     least, most = format(min(values), spec), format(max(values), spec)
     return least if least == most else f"{least} to {most}"
 

@@ -1,4 +1,4 @@
-"""Steps of training by one model."""
+"""The passes of a training by one model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPass:
-    """What one pass gives: the loss, and the gradients by parameter on the CPU."""
+    """The results of one pass: the loss, and the gradients by parameter on the CPU."""
 
     loss: float
     gradients: Tensors
@@ -41,7 +41,8 @@ class TrainingPass:
     @property
     def norm(self) -> float:
         """The norm of all gradients together."""
-        return math.hypot(*(float(torch.linalg.vector_norm(g.to(torch.float64))) for g in self.gradients.values()))
+        norms = (torch.linalg.vector_norm(gradient.to(torch.float64)) for gradient in self.gradients.values())
+        return math.hypot(*(float(norm) for norm in norms))
 
 
 class TrainingPasses:
@@ -50,11 +51,11 @@ class TrainingPasses:
     Attributes
     ----------
     parameters : dict
-        That are trained, by name.
+        The trained parameters, by name.
     kernels : RoundedProducts or None
-        By which the model computes in its dtype, where not by the device's own.
+        Kernels by which the model computes in its dtype; None for the device's own.
     multiplications : int
-        Of one pass, backward included.
+        Multiplications of one pass, backward included.
     """
 
     def __init__(
@@ -74,41 +75,47 @@ class TrainingPasses:
         # forward, and backward for inputs and factors
         self.multiplications = 3 * matrix_elements(model) * max(tokens_of(part) for part in parts)
 
-    def backward(self, step: int) -> tuple[Backward, TokenLoss]:
-        """Return the pass of a step, with the parameters as they are, and its loss."""
+    def backward_of_step(self, step: int) -> tuple[Backward, TokenLoss]:
+        """Return the backward pass of a step, with the parameters as they are, and its loss."""
         part = self._parts[step % len(self._parts)]
         loss = TokenLoss(part)
-        of = Backward(model=self.model, wanted=self.parameters, inputs=part, loss=loss, began=self._began)
-        return of, loss
+        backward = Backward(model=self.model, wanted=self.parameters, inputs=part, loss=loss, began=self._began)
+        return backward, loss
 
-    def take(self, step: int, computed: Computed = as_it_is) -> TrainingPass:
+    def run_pass(self, step: int, computed: Computed = as_it_is) -> TrainingPass:
         """Run one pass from end to end."""
-        of, loss = self.backward(step)
+        backward, loss = self.backward_of_step(step)
         with half_kernels.computing(self.kernels):
-            return self.taken(loss, from_end_to_end(of, computed))
+            return self.result(loss, from_end_to_end(backward, computed))
 
-    def taken(self, loss: TokenLoss, gradients: Gradients, dtype: torch.dtype | None = None) -> TrainingPass:
-        """Return what a pass gave; where no output depends on a parameter, its gradient is zero.
+    def result(self, loss: TokenLoss, gradients: Gradients, dtype: torch.dtype | None = None) -> TrainingPass:
+        """Return the results of a pass; where no output depends on a parameter, its gradient is zero.
 
         So it is in a step that no token of a batch takes to an expert.
-        """
-        found = {
-            name: gradients[name] if name in gradients else torch.zeros(p.shape, dtype=dtype or p.dtype)
-            for name, p in self.parameters.items()
-        }
-        return TrainingPass(loss=loss.value, gradients=found)
 
-    def take_own(self, step: int) -> TrainingPass:
-        """Run the same on the device that is checked."""
-        return own_pass(self, step, lambda: self.take(step, functools.partial(computed, step)))
+        Parameters
+        ----------
+        dtype : torch.dtype, optional
+            The dtype of such a zero; None for the parameter's.
+        """
+        gradient_of_all = {}
+        for name, parameter in self.parameters.items():
+            if name in gradients:
+                gradient_of_all[name] = gradients[name]
+            else:
+                gradient_of_all[name] = torch.zeros(parameter.shape, dtype=dtype or parameter.dtype)
+        return TrainingPass(loss=loss.value, gradients=gradient_of_all)
+
+    def run_own_pass(self, step: int) -> TrainingPass:
+        """Run one pass from end to end on the device that is checked."""
+        return own_pass(self, step, lambda: self.run_pass(step, functools.partial(own_gradient, step)))
 
     def own_by_blocks(self, step: int, reference: Reference, replay: Replay) -> Gradients:
-        """Return the gradients of the device that is checked on what a reference gives."""
-        of, _ = self.backward(step)
+        """Return the gradients of the device that is checked, on the block inputs that a reference gives."""
+        backward, _ = self.backward_of_step(step)
+        computed = functools.partial(own_gradient, step)
         with half_kernels.computing(self.kernels):
-            return own_pass(
-                self, step, lambda: on_what_is_given(of, reference, replay, functools.partial(computed, step))
-            )
+            return own_pass(self, step, lambda: on_what_is_given(backward, reference, replay, computed))
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -116,11 +123,11 @@ class TrainingPasses:
         with trainable(self.model, self.parameters.values()), put_back(self.parameters):
             yield
 
-    def values(self) -> Tensors:
+    def copy_parameters(self) -> Tensors:
         """Return a copy of the parameters on the CPU."""
         return {name: parameter.detach().to(CPU, copy=True) for name, parameter in self.parameters.items()}
 
-    def begin(self, values: Mapping[str, torch.Tensor]) -> None:
+    def set_parameters(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give the parameters these values on the CPU, rounded into their dtype."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -132,7 +139,7 @@ def own_pass(passes: TrainingPasses, step: int, run: Callable[[], T]) -> T:  # n
     return run()
 
 
-def computed(step: int, name: str, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - for a planted fault
+def own_gradient(step: int, name: str, gradient: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - for a planted fault
     """Return a gradient as this device computed it."""
     return gradient
 
@@ -153,21 +160,26 @@ class TokenLoss:
         self._ids = inputs.get("decoder_input_ids", inputs.get("input_ids"))
         self.value = 0.0
 
-    def __call__(self, ends: Tensors) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        loss = self._of_tokens(ends.get("logits"))
+    def __call__(self, outputs: Tensors) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the terms of the loss, each with its weights."""
+        loss = self._cross_entropy(outputs.get("logits"))
         if loss is not None:
             self.value = float(loss.detach())
             return [(loss, torch.ones_like(loss))]
-        terms = of_outputs(ends)
+        terms = of_outputs(outputs)
         self.value = sum(float((tensor.detach() * weights).sum(dtype=torch.float64)) for tensor, weights in terms)
         return terms
 
-    def _of_tokens(self, logits: torch.Tensor | None) -> torch.Tensor | None:
+    def _cross_entropy(self, logits: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the cross entropy of each next token; None for logits that are no answers to the tokens."""
         ids = self._ids
-        if logits is None or ids is None or not logits.requires_grad or logits.dim() != 3 or ids.dim() != 2:
+        if logits is None or ids is None or not logits.requires_grad:
             return None
-        virtual = logits.shape[1] - ids.shape[1]  # tokens that a prompt adds
-        if ids.shape[0] != logits.shape[0] or virtual < 0 or ids.shape[1] < 2 or int(ids.max()) >= logits.shape[2]:
+        if logits.dim() != 3 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
             return None
-        predicted, wanted = logits[:, virtual:-1], ids[:, 1:].to(logits.device)
-        return torch.nn.functional.cross_entropy(predicted.flatten(0, 1).float(), wanted.flatten())
+        virtual_tokens = logits.shape[1] - ids.shape[1]  # those that a prompt adds
+        has_next_tokens = virtual_tokens >= 0 and ids.shape[1] >= 2
+        if not has_next_tokens or int(ids.max()) >= logits.shape[2]:
+            return None
+        predicted, next_ids = logits[:, virtual_tokens:-1], ids[:, 1:].to(logits.device)
+        return torch.nn.functional.cross_entropy(predicted.flatten(0, 1).float(), next_ids.flatten())

@@ -1,4 +1,4 @@
-"""Faults in a training that a device does alone: each begins some steps after the first."""
+"""Planted faults of a training that a device does alone: each begins some steps after the first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Compute = Callable[..., Any]
 
 def gradient_scaled() -> Undo:
     """Let the fifth backward pass and all after it scale the gradient of LoRA's factor B in one layer."""
-    first: list[str] = []
+    scaled_names: list[str] = []
     factor = 1.0
 
     @instead(f"{_STAGE}.passes:own_pass")
@@ -26,17 +26,19 @@ def gradient_scaled() -> Undo:
         factor = _factor(passes)
         return real(passes, *of_step)
 
-    @instead(f"{_STAGE}.passes:computed")
-    def computed(real: _Compute, step: int, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = real(step, name, gradient)
-        if "lora_B" in name and not first:
-            first.append(name)
-        return found * factor if step >= 4 and name in first else found
+    @instead(f"{_STAGE}.passes:own_gradient")
+    def own_gradient(real: _Compute, step: int, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        computed: torch.Tensor = real(step, name, gradient)
+        if "lora_B" in name and not scaled_names:
+            scaled_names.append(name)
+        is_scaled = step >= 4 and name in scaled_names
+        return computed * factor if is_scaled else computed
 
-    return together(own_pass, computed)()
+    return together(own_pass, own_gradient)()
 
 
 def _factor(passes: Any) -> float:
+    """Return a factor that rounding in the model's dtype does not hide."""
     return factor_beyond_rounding(next(passes.model.parameters()).dtype, 1e-2, roundings=64)
 
 
@@ -56,10 +58,12 @@ def forward_off(real: _Compute, passes: Any, step: int, run: Any) -> Any:
         return states * factors
 
     def scaled(_module: Any, _inputs: Any, output: Any) -> Any:
-        return (half_scaled(output[0]), *output[1:]) if isinstance(output, tuple) else half_scaled(output)
+        if isinstance(output, tuple):
+            return (half_scaled(output[0]), *output[1:])
+        return half_scaled(output)
 
-    first = [block for name, block in blocks_of(passes.model).items() if name.endswith(".0")][-1]
-    hook = first.register_forward_hook(scaled)
+    first_blocks = [block for name, block in blocks_of(passes.model).items() if name.endswith(".0")]
+    hook = first_blocks[-1].register_forward_hook(scaled)
     try:
         return real(passes, step, run)
     finally:
@@ -70,13 +74,13 @@ def forward_off(real: _Compute, passes: Any, step: int, run: Any) -> Any:
 def optimizer_off(real: _Compute, parameters: Any) -> Any:
     """Let AdamW take another decay of its second moment from the third step on."""
     optimizer = real(parameters)
-    step, numbers = optimizer.step, itertools.count(1)
+    real_step, step_numbers = optimizer.step, itertools.count(1)
 
-    def changed() -> None:
-        if next(numbers) >= 3:
+    def step() -> None:
+        if next(step_numbers) >= 3:
             for group in optimizer.param_groups:
                 group["betas"] = (group["betas"][0], 0.99)
-        step()
+        real_step()
 
-    optimizer.step = changed
+    optimizer.step = step
     return optimizer

@@ -1,4 +1,4 @@
-"""Stage `trajectory`: what it declares."""
+"""The declaration of the stage `trajectory`. No torch here."""
 
 from __future__ import annotations
 

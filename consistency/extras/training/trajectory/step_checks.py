@@ -49,20 +49,24 @@ class StepChecks:
 
     Parameters
     ----------
-    twin : TrainingPasses or None
-        Of the same model on the CPU, where this worker makes what all are judged by.
+    own : TrainingPasses
+        Passes on the device that is checked.
+    reference_passes : TrainingPasses or None
+        Passes of the same model on the CPU, where this worker makes the reference of all; else None.
     start : dict
         The parameters before the first step, on the CPU.
     """
 
     def __init__(
-        self, context: Context, own: TrainingPasses, twin: TrainingPasses | None, start: Tensors, steps: int
+        self, context: Context, own: TrainingPasses, reference_passes: TrainingPasses | None, start: Tensors, steps: int
     ) -> None:
         self._context = context
         self._own = own
-        self._twin = twin
+        self._reference_passes = reference_passes
         self._steps = steps
-        self._training = None if twin is None else ExactTraining(context, twin, start, steps)
+        self._training = None
+        if reference_passes is not None:
+            self._training = ExactTraining(context, reference_passes, start, steps)
         self._recorded: set[str] = set()
         self._has_flipped = False
 
@@ -70,13 +74,16 @@ class StepChecks:
         """Judge every step, and record why one is not."""
         left_out, reason = 0, ""
         events, steps = self._context.events, self._steps
+        # passes of a step before its own: one in float64, and the noisy ones
+        own_start = 0.0 if self._reference_passes is None else (1 + DRAWN) / (2 + DRAWN)
         for step in range(steps):
             with events.passes(BY_BLOCKS), events.part_of_stage(step / steps, (step + 1) / steps):
-                answer = self._answer(step)
+                answer = self._reference_of_step(step)
+                # without the reference of a step there is none of a later one
                 if isinstance(answer, str):
                     reason = answer
                     break
-                with events.part_of_stage(0.0 if self._twin is None else (1 + DRAWN) / (2 + DRAWN), 1.0):
+                with events.part_of_stage(own_start, 1.0):
                     events.step(f"step {step + 1}, by blocks", 0, 1)
                     left_out += not self._judge(step, answer)
         if self._training is not None and not reason:
@@ -89,80 +96,87 @@ class StepChecks:
     def _on_cpu(self) -> AbstractContextManager[None]:
         return nullcontext() if self._context.device.type == CPU else self._context.events.on_cpu()
 
-    def _answer(self, step: int) -> Reference | str:
-        """Return what all are judged by at a step, or why nothing is."""
+    def _reference_of_step(self, step: int) -> Reference | str:
+        """Return the reference of a step, or why there is none."""
         context = self._context
-        if self._twin is None or self._training is None:
+        if self._reference_passes is None or self._training is None:
             return wait_for(context.scratch, context.events, STEP_FILE.format(step))
         with self._on_cpu():
             try:
-                with model_code(self._twin.model):  # code may insist on its own dtype
-                    return self._make(step, self._twin, self._training)
+                with model_code(self._reference_passes.model):  # code may insist on its own dtype
+                    return self._make_reference(step, self._reference_passes, self._training)
             except Skip as skip:
                 self._training.close()
                 give_up(context.scratch, TRAJECTORY_FILE, str(skip))
                 return str(skip)
 
-    def _make(self, step: int, twin: TrainingPasses, training: ExactTraining) -> Reference:
+    def _make_reference(self, step: int, passes: TrainingPasses, training: ExactTraining) -> Reference:
+        """Compute the exact gradients of a step and their noise, take the step, and publish the reference.
+
+        It has the parameters before the step too, at which every device computes its gradients.
+        """
         context, parameters = self._context, training.parameters
-        twin.begin(parameters)
-        of, loss = twin.backward(step)
-        track = Track(_decisions(context, step))
+        passes.set_parameters(parameters)
+        backward, loss = passes.backward_of_step(step)
+        track = Track(_decisions_path(context, step))
         with context.events.part_of_stage(0.0, 1 / (2 + DRAWN)):
             context.events.step(f"step {step + 1}, float64", 0, 1)
-            exact = in_float64(of, track)
-        taken = twin.taken(loss, exact.gradients, torch.float64)
+            exact = in_float64(backward, track)
+        result = passes.result(loss, exact.gradients, torch.float64)
         with context.events.part_of_stage(1 / (2 + DRAWN), (1 + DRAWN) / (2 + DRAWN)):
-            drawn = with_noise(context, of, exact, track, most=DRAWN)
-        tensors, tables = exact.tensors_with(drawn, of.wanted)
+            drawn = with_noise(context, backward, exact, track, most=DRAWN)
+        tensors, tables = exact.tensors_with(drawn, backward.wanted)
         track.publish()
-        training.take(step, taken)
-        tensors |= {_before(name): tensor for name, tensor in parameters.items()}
+        training.take_step(step, result)
+        tensors |= {_name_before(name): tensor for name, tensor in parameters.items()}
         tables = msgspec.structs.replace(tables, names=tuple(tensors))
         file = STEP_FILE.format(step)
+        # a file only for workers that wait: this one has the tensors
         if context.job.others_wait:
             publish(context.scratch, tensors, tables, file)
         return Reference(path=context.scratch / file, tables=tables, made=tensors)
 
-    def _judge(self, step: int, answer: Reference) -> bool:
+    def _judge(self, step: int, reference: Reference) -> bool:
         """Judge the gradients of one step; return whether they can be."""
-        context, is_last = self._context, step == self._steps - 1
-        before = {name: answer.read(_before(name)) for name in self._own.parameters}
-        self._own.begin({name: mapped(tensor) for name, tensor in before.items() if tensor is not None})
+        context = self._context
+        parameters = {name: reference.read(_name_before(name)) for name in self._own.parameters}
+        self._own.set_parameters({name: mapped(tensor) for name, tensor in parameters.items() if tensor is not None})
         title = cpu_error.products_on(context.model, context.device)
-        replay = Replay(_decisions(context, step), context.model, title)
-        found = self._own.own_by_blocks(step, answer, replay)
-        beyond = [flip for flip in replay.flips if not flip.is_undecided]
-        if beyond and not self._has_flipped:
+        replay = Replay(_decisions_path(context, step), context.model, title)
+        gradients = self._own.own_by_blocks(step, reference, replay)
+        wrong_flips = [flip for flip in replay.flips if not flip.is_undecided]
+        if wrong_flips and not self._has_flipped:
             self._has_flipped = True
-            record_flips(context, STAGE, beyond, more={"step": step + 1})
+            record_flips(context, STAGE, wrong_flips, more={"step": step + 1})
+        # other decisions lead to other gradients, which no reference has
         if not replay.is_complete():
             return False
-        for name, gradient in found.items():
-            layer, tensor = row_of(context, name)
-            if name in self._recorded or 0 in gradient.shape or not context.record.wants(STAGE, layer):
-                continue
-            if answer.read(name) is None:
-                continue
-            ratio = block_ratio(context, STAGE, layer, gradient, answer, name)
-            if is_last or (ratio is not None and not is_within(ratio)):
-                self._recorded.add(name)
-                row = TensorRecord(
-                    STAGE,
-                    layer,
-                    tensor,
-                    rule=Rule.BLOCK,
-                    status="measured",
-                    evidence={"step": step + 1, **half_kernels.evidence(self._own.kernels)},
-                )
-                record_block(context, row, gradient, reference=answer, name=name)
+        for name, gradient in gradients.items():
+            self._judge_gradient(step, name, gradient, reference)
         return True
 
+    def _judge_gradient(self, step: int, name: str, gradient: torch.Tensor, reference: Reference) -> None:
+        """Record a gradient if it is outside or of the last step, unless one of an earlier step is recorded."""
+        context, is_last = self._context, step == self._steps - 1
+        layer, tensor = row_of(context, name)
+        if name in self._recorded or 0 in gradient.shape or not context.record.wants(STAGE, layer):
+            return
+        if reference.read(name) is None:
+            return
+        ratio = block_ratio(context, STAGE, layer, gradient, reference, name)
+        # a tensor that stays inside has one row, that of the last step
+        is_outside = ratio is not None and not is_within(ratio)
+        if is_last or is_outside:
+            self._recorded.add(name)
+            evidence = {"step": step + 1, **half_kernels.evidence(self._own.kernels)}
+            row = TensorRecord(STAGE, layer, tensor, rule=Rule.BLOCK, status="measured", evidence=evidence)
+            record_block(context, row, gradient, reference=reference, name=name)
 
-def _before(name: str) -> str:
-    """Return the name in the file of a step of a parameter before it."""
+
+def _name_before(name: str) -> str:
+    """Return the name, in the file of a step, of a parameter before that step."""
     return f"before::{name}"
 
 
-def _decisions(context: Context, step: int) -> Path:
+def _decisions_path(context: Context, step: int) -> Path:
     return context.scratch / DECISIONS_FILE.format(f"{STAGE}-{step}")

@@ -15,9 +15,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from consistency.capture.names import WHOLE_MODEL
+from consistency.capture.records import RecordStatus
 from consistency.case.stages import SPECS
 from consistency.devices.backends import CPU
-from consistency.extras.training.group_stage import to_train
+from consistency.extras.training.group_stage import training_inputs
 from consistency.extras.training.step_judging import StepJudge
 from consistency.extras.training.steps import AVERAGED, UPDATED, StepFile
 from consistency.extras.training.trajectory.cost import STEPS
@@ -27,9 +28,9 @@ from consistency.extras.training.trajectory.spec import TRAJECTORY
 from consistency.extras.training.trajectory.step_checks import StepChecks
 from consistency.extras.training.trajectory.yardstick import (
     FIGURES,
-    distance_from,
-    finite,
-    known_figures,
+    distance_to_exact,
+    finite_or_none,
+    reference_figures,
 )
 from consistency.worker import cpu_error
 from consistency.worker.context import Context
@@ -44,11 +45,13 @@ STAGE = TRAJECTORY
 
 
 @dataclass(slots=True, kw_only=True)
-class _Trained:
-    """What this device's training left."""
+class _OwnTraining:
+    """The results of this device's own training."""
 
     file: StepFile
+    """Gradients and parameters of each step."""
     start: Tensors
+    """The parameters before the first step, on the CPU."""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
 
@@ -56,85 +59,100 @@ class _Trained:
 def run(context: Context) -> None:
     """Train, judge every step, and record the curve."""
     try:
-        inputs, names = to_train(context)
+        inputs, names = training_inputs(context)
     except Skip:
-        _no_reference(context, "it does not train this adapter")
+        _give_up_reference(context, "it does not train this adapter")
         raise
-    parts, steps = parts_of(inputs), context.job.case.steps or STEPS
-    passes = TrainingPasses(context.model, names, parts, began=context.events.block)
+    batches, steps = parts_of(inputs), context.job.case.steps or STEPS
+    passes = TrainingPasses(context.model, names, batches, began=context.events.block)
     with ExitStack() as stack:
         stack.enter_context(passes.training())
         try:
             with model_code(context.model, "the backward pass of this model fails: "):
-                own = stack.enter_context(_trained(context, passes, steps))
+                training = stack.enter_context(_trained(context, passes, steps))
         except Skip as skip:
-            _no_reference(context, str(skip))
+            _give_up_reference(context, str(skip))
             raise
-        twin, start = (passes if context.job.makes_reference else None), own.start
-        with ExitStack() as of_twin:
-            if twin is not None and context.device.type != CPU:
-                with context.events.on_cpu():
-                    twin = TrainingPasses(load_model(context.job.case, CPU), names, parts, began=context.events.block)
-                start = twin.values()  # what this device's own parameters hold is checked by others
-                of_twin.enter_context(twin.training())
-            StepChecks(context, passes, twin, start, steps).check()
-        judge = StepJudge(context, None, STAGE, [own.file])
+        _check_steps(context, passes, batches, training.start, steps)
+        judge = StepJudge(context, None, STAGE, [training.file])
         for name in names:
-            judge.updated(name, own.start[name])
-        _record_curve(context, own)
+            judge.judge_parameter(name, training.start[name])
+        _record_curve(context, training)
+
+
+def _check_steps(
+    context: Context, passes: TrainingPasses, batches: Sequence[Tensors], start: Tensors, steps: int
+) -> None:
+    """Judge the gradients of every step; the worker that makes the reference makes it here, on the CPU."""
+    reference_passes = None
+    with ExitStack() as stack:
+        if context.job.makes_reference:
+            reference_passes = passes
+            if context.device.type != CPU:
+                names = list(passes.parameters)
+                with context.events.on_cpu():
+                    model = load_model(context.job.case, CPU)
+                    reference_passes = TrainingPasses(model, names, batches, began=context.events.block)
+                # the reference starts from the files: what this device's own parameters hold is checked by others
+                start = reference_passes.copy_parameters()
+                stack.enter_context(reference_passes.training())
+        StepChecks(context, passes, reference_passes, start, steps).check()
 
 
 @contextmanager
-def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_Trained]:
-    """Train on this device, and yield what each step left, in files that are removed at the end."""
-    stem = context.scratch / f"trajectory-{os.getpid()}"  # the folder is all workers'
+def _trained(context: Context, passes: TrainingPasses, steps: int) -> Iterator[_OwnTraining]:
+    """Train on this device, and yield the results of each step, in files that are removed at the end."""
+    # workers share the folder: the process id keeps their files apart
+    stem = context.scratch / f"trajectory-{os.getpid()}"
     parameters = passes.parameters
     file = StepFile(stem.with_suffix(".safetensors"), parameters, steps=steps, kinds=(AVERAGED, UPDATED))
-    found = _Trained(file=file, start=passes.values())
+    training = _OwnTraining(file=file, start=passes.copy_parameters())
     try:
+        # every result is written at once: all steps together would not fit in memory
         optimizer = own_optimizer(parameters.values())
         for step in range(steps):
             with context.events.passes(OWN):
                 context.events.step(f"step {step + 1}", step, steps)
-                taken = passes.take_own(step)
-            found.losses.append(taken.loss)
-            found.norms.append(taken.norm)
+                result = passes.run_own_pass(step)
+            training.losses.append(result.loss)
+            training.norms.append(result.norm)
             for name, parameter in parameters.items():
-                parameter.grad = taken.gradients[name].to(parameter.device)
+                parameter.grad = result.gradients[name].to(parameter.device)
                 file.write(AVERAGED, step, name, parameter.grad)
             optimizer.step()
             for name, parameter in parameters.items():
                 file.write(UPDATED, step, name, parameter)
         optimizer.zero_grad()
-        yield found
+        yield training
     finally:
         file.close(remove=True)
 
 
-def _no_reference(context: Context, reason: str) -> None:
+def _give_up_reference(context: Context, reason: str) -> None:
+    """Tell the workers that wait for the reference why they get none, if this worker was to make it."""
     if context.job.makes_reference:
         give_up(context.scratch, TRAJECTORY_FILE, f"{context.job.name}, which computes it, gives none: {reason}")
 
 
-def _record_curve(context: Context, own: _Trained) -> None:
-    """Record the figures of every step, with those that rounding makes of them; no limit applies to them."""
+def _record_curve(context: Context, training: _OwnTraining) -> None:
+    """Record the figures of every step, with the range of noisy trainings; no limit applies to them."""
     answer = wait_for(context.scratch, context.events, TRAJECTORY_FILE)
-    evidence: dict[str, object] = {"steps": own.file.steps}
+    evidence: dict[str, object] = {"steps": training.file.steps}
     distances: Sequence[float] = ()
+    reason = None
     if isinstance(answer, Reference):
-        distances = [
-            distance_from(((name, own.file.of_step(UPDATED, name, step)) for name in own.start), answer, step)
-            for step in range(own.file.steps)
-        ]
+        distances = [_distance_after(training, answer, step) for step in range(training.file.steps)]
         products = cpu_error.products_on(context.model, context.device)
-        evidence |= known_figures(answer, products)
-    evidence |= {name: finite(values) for name, values in zip(FIGURES, (own.losses, own.norms, distances), strict=True)}
-    same = bool(distances) and not any(distances)
-    context.record.fact(
-        STAGE,
-        WHOLE_MODEL,
-        SPECS[STAGE].whole,
-        status="equal" if same else "within",
-        evidence=evidence,
-        reason=answer if isinstance(answer, str) else None,
-    )
+        evidence |= reference_figures(answer, products)
+    else:
+        reason = answer
+    figures = (training.losses, training.norms, distances)
+    evidence |= {name: finite_or_none(values) for name, values in zip(FIGURES, figures, strict=True)}
+    is_exact = bool(distances) and not any(distances)
+    status: RecordStatus = "equal" if is_exact else "within"
+    context.record.fact(STAGE, WHOLE_MODEL, SPECS[STAGE].whole, status=status, evidence=evidence, reason=reason)
+
+
+def _distance_after(training: _OwnTraining, reference: Reference, step: int) -> float:
+    parameters = ((name, training.file.tensor(UPDATED, name, step)) for name in training.start)
+    return distance_to_exact(parameters, reference, step)

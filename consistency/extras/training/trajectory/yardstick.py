@@ -1,4 +1,4 @@
-"""The exact trajectory of the adapter, and those that rounding makes of it: the yardstick of every device's own.
+"""The exact trajectory of the adapter, and trajectories with rounding noise: the yardstick of every device's own.
 
 The optimizer divides a gradient by its own magnitude, so an element whose gradient is nearly zero goes either way by a
 whole step, and from there on two healthy trainings part. How far is no multiple of one step's rounding: it is seen in
@@ -7,8 +7,9 @@ trainings on the CPU with random rounding errors. These are facts for a curve; n
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -25,31 +26,42 @@ from consistency.worker.training import adamw
 from consistency.worker.training.backward import Tensors
 
 FIGURES = ("loss", "norm", "distance")
-"""What a curve shows of each step: the loss, the norm of all gradients, and the adapter's distance from float64."""
+"""Figures of a curve, step by step: the loss, the norm of all gradients, and the adapter's distance from float64."""
 
 _PIECE = 1 << 20
 """Elements of a tensor whose distance is taken at once: 8 MiB."""
 
 
-def noise(products: str) -> str:
-    """Return the name of the figures of the trainings with noise, by the name of their products."""
+def noise_name(products: str) -> str:
+    """Return the name, in the file, of the figures of the trainings with noise, from the name of their products."""
     return f"noise/{products}"
 
 
 class ExactTraining:
-    """A training of float64 parameters by exact gradients, by blocks, which each step takes rounded into the dtype."""
+    """A training of float64 parameters by exact gradients, by blocks; each pass takes them rounded into the dtype.
+
+    Parameters
+    ----------
+    passes : TrainingPasses
+        Passes of the model on the CPU.
+    start : dict
+        Parameters before the first step, on the CPU.
+    """
 
     def __init__(self, context: Context, passes: TrainingPasses, start: Tensors, steps: int) -> None:
         self._context = context
         self._passes = passes
         self._start = start
         self._steps = steps
-        self._titles = cpu_error.products_of_run(context.job, passes.model)
+        self._products = cpu_error.products_of_run(context.job, passes.model)
+        # one training of a large model is a good part of the work
         is_large = cpu_error.is_large(cpu_error.passes_for(passes.multiplications))
-        self._trainings = 1 if is_large else TRAININGS
+        self._noisy_trainings = 1 if is_large else TRAININGS
+        # parameters and figures of the exact training, and figures of the noisy ones
         layout = {name: (torch.float64, (steps, *tensor.shape)) for name, tensor in start.items()}
         layout |= dict.fromkeys(FIGURES[:2], (torch.float64, (1, steps)))
-        layout |= {noise(title): (torch.float64, (self._trainings, len(FIGURES), steps)) for title in self._titles}
+        noise_shape = (self._noisy_trainings, len(FIGURES), steps)
+        layout |= {noise_name(products): (torch.float64, noise_shape) for products in self._products}
         self._names = tuple(layout)
         self._file = TensorFile(context.scratch / f"{TRAJECTORY_FILE}.tmp", layout)
         self._masters = {name: torch.nn.Parameter(tensor.to(torch.float64)) for name, tensor in start.items()}
@@ -61,27 +73,29 @@ class ExactTraining:
         """The parameters before the next step, in the model's dtype."""
         return {name: master.detach().to(self._passes.parameters[name].dtype) for name, master in self._masters.items()}
 
-    def take(self, step: int, taken: TrainingPass) -> None:
-        """Take a step by exact gradients."""
-        self._figures[:, step] = torch.tensor([taken.loss, taken.norm])
+    def take_step(self, step: int, result: TrainingPass) -> None:
+        """Update the parameters by the exact gradients of a pass, and keep its figures."""
+        self._figures[:, step] = torch.tensor([result.loss, result.norm])
         for name, master in self._masters.items():
-            master.grad = taken.gradients[name]
+            master.grad = result.gradients[name]
         self._optimizer.step()
         for name, master in self._masters.items():
             self._file.write(name, step, master.detach())
 
     def publish(self) -> None:
-        """Train with noise too, and write all for all workers."""
+        """Train with noise too, and write the results of all trainings for all workers."""
         for figure, values in zip(FIGURES, self._figures, strict=False):
             self._file.write(figure, 0, values)
-        every = [(title, seed) for title in self._titles for seed in range(self._trainings)]
+        trainings = list(itertools.product(self._products, range(self._noisy_trainings)))
         events = self._context.events
-        for number, (title, seed) in enumerate(every):
-            self._passes.begin(self._start)
-            with events.passes(NOISE), events.part_of_stage(number / len(every), (number + 1) / len(every)):
-                products = self._titles[title]
-                found = _train_with_noise(self._context, self._passes, self._file, products, seed, self._steps)
-            self._file.write(noise(title), seed, found)
+        for number, (products_name, seed) in enumerate(trainings):
+            # every training begins with the same parameters
+            self._passes.set_parameters(self._start)
+            with events.passes(NOISE), events.part_of_stage(number / len(trainings), (number + 1) / len(trainings)):
+                products = self._products[products_name]
+                figures = _train_with_noise(self._context, self._passes, self._file, products, seed, self._steps)
+            self._file.write(noise_name(products_name), seed, figures)
+        # complete, and under its own name only then: workers wait for it
         self.close()
         tables = Tables(failures={}, names=self._names)
         publish_file(self._file.path, self._context.scratch / TRAJECTORY_FILE, tables)
@@ -93,60 +107,79 @@ class ExactTraining:
 def _train_with_noise(
     context: Context, passes: TrainingPasses, file: TensorFile, products: Products, seed: int, steps: int
 ) -> torch.Tensor:
-    """Train on the CPU as a healthy device may, and return its figures, `(figures, steps)`."""
-    optimizer, figures = adamw.optimizer_of(passes.parameters.values()), torch.zeros(3, steps, dtype=torch.float64)
+    """Train on the CPU as a healthy device may, and return the figures, `(figures, steps)`."""
+    optimizer = adamw.optimizer_of(passes.parameters.values())
+    figures = torch.zeros(len(FIGURES), steps, dtype=torch.float64)
     for step in range(steps):
         context.events.step(f"training, noise {seed + 1}", step, steps)
+        # each step of each training has a seed of its own
         with cpu_error.with_noise(products, seed * steps + step):
-            taken = passes.take(step)
+            result = passes.run_pass(step)
             for name, parameter in passes.parameters.items():
-                parameter.grad = taken.gradients[name]
+                parameter.grad = result.gradients[name]
             optimizer.step()
-        distance = distance_from(passes.parameters.items(), file, step)
-        figures[:, step] = torch.tensor([taken.loss, taken.norm, distance])
+        distance = distance_to_exact(passes.parameters.items(), file, step)
+        figures[:, step] = torch.tensor([result.loss, result.norm, distance])
     optimizer.zero_grad()
     return figures
 
 
-def distance_from(parameters: Iterable[tuple[str, Readable]], exact: TensorFile | Reference, step: int) -> float:
-    """Return how far an adapter is from the float64 trajectory after a step: the root of the sum of all squares."""
+def distance_to_exact(parameters: Iterable[tuple[str, Readable]], exact: TensorFile | Reference, step: int) -> float:
+    """Return the distance of an adapter from the float64 trajectory after a step: the root of the sum of all squares.
+
+    Parameters
+    ----------
+    parameters : iterable of (str, tensor)
+        The adapter's parameters by name, on any device or in a file.
+    exact : TensorFile or Reference
+        Has the exact parameters of all steps, `(steps, *shape)`; a parameter that it does not have is left out.
+    """
     total = 0.0
     for name, tensor in parameters:
-        of_all = exact.read(name)
-        if of_all is None:
-            continue
-        size = math.prod(tensor.shape)
-        own, read = elements_of(tensor.detach() if isinstance(tensor, torch.Tensor) else tensor), elements_of(of_all)
-        for first in range(0, size, _PIECE):
-            last = min(size, first + _PIECE)
-            wide = read(slice(step * size + first, step * size + last))
-            total += float((own(slice(first, last)).to("cpu", torch.float64) - wide).square().sum())
+        exact_of_all_steps = exact.read(name)
+        if exact_of_all_steps is not None:
+            for squared_distance in _squared_distances(tensor, exact_of_all_steps, step):
+                total += squared_distance
     return math.sqrt(total)
 
 
-def known_figures(reference: Reference, products: str) -> dict[str, list[float | None]]:
-    """Return the figures of the float64 training, and the least and the most of those with noise, step by step.
+def _squared_distances(tensor: Readable, exact_of_all_steps: Readable, step: int) -> Iterator[float]:
+    """Yield the squared distance of each piece of a tensor from its exact value after a step."""
+    if isinstance(tensor, torch.Tensor):
+        tensor = tensor.detach()
+    size = math.prod(tensor.shape)
+    read_actual, read_exact = elements_of(tensor), elements_of(exact_of_all_steps)
+    for start in range(0, size, _PIECE):
+        stop = min(size, start + _PIECE)
+        exact = read_exact(slice(step * size + start, step * size + stop))
+        actual = read_actual(slice(start, stop)).to("cpu", torch.float64)
+        yield float((actual - exact).square().sum())
+
+
+def reference_figures(reference: Reference, products: str) -> dict[str, list[float | None]]:
+    """Return the figures of the float64 training, and the least and the most of noisy trainings, step by step.
 
     Parameters
     ----------
     products : str
-        By which the device computes; where no training had these, those with products in float32 are taken.
+        Name of the device's products; where no noisy training had these, products in float32 take their place.
     """
-    found: dict[str, list[float | None]] = {}
-    for figure in FIGURES[:2]:
-        exact = reference.read(figure)
+    figures: dict[str, list[float | None]] = {}
+    for name in FIGURES[:2]:
+        exact = reference.read(name)
         if exact is not None:
-            found[f"float64_{figure}"] = finite(mapped(exact)[0].tolist())
-    drawn = reference.read(noise(products))
-    drawn = reference.read(noise(cpu_error.PLAIN)) if drawn is None else drawn
-    if drawn is not None:
-        least, most = mapped(drawn).amin(0), mapped(drawn).amax(0)
-        for number, figure in enumerate(FIGURES):
-            found[f"noise_least_{figure}"] = finite(least[number].tolist())
-            found[f"noise_most_{figure}"] = finite(most[number].tolist())
-    return found
+            figures[f"float64_{name}"] = finite_or_none(mapped(exact)[0].tolist())
+    noisy = reference.read(noise_name(products))
+    if noisy is None:
+        noisy = reference.read(noise_name(cpu_error.PLAIN))
+    if noisy is not None:
+        least, most = mapped(noisy).amin(0), mapped(noisy).amax(0)
+        for number, name in enumerate(FIGURES):
+            figures[f"noise_least_{name}"] = finite_or_none(least[number].tolist())
+            figures[f"noise_most_{name}"] = finite_or_none(most[number].tolist())
+    return figures
 
 
-def finite(values: Iterable[float]) -> list[float | None]:
-    """Return numbers for a report: None in the place of what is not finite."""
+def finite_or_none(values: Iterable[float]) -> list[float | None]:
+    """Return numbers for a report, with None in the place of infinities and NaN."""
     return [value if math.isfinite(value) else None for value in values]

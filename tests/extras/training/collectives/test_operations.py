@@ -24,11 +24,11 @@ BY_NAME = {collective.name: collective for collective in EVERY_COLLECTIVE}
 
 
 def numbers(collective: Collective, dtype: str, size: int, world: int) -> list[torch.Tensor]:
-    return [one.whole() for one in collective.given(dtype, size, world)]
+    return [one.whole() for one in collective.contributions(dtype, size, world)]
 
 
 def expected(collective: Collective, dtype: str, size: int, world: int, rank: int = 0) -> torch.Tensor | Sum:
-    return collective.expected(collective.given(dtype, size, world), rank)
+    return collective.expected(collective.contributions(dtype, size, world), rank)
 
 
 def within(actual: torch.Tensor, expected: Sum) -> bool:
@@ -95,7 +95,7 @@ def test_ranks_give_different_numbers_and_the_same_ones_every_time() -> None:
 def test_any_part_is_that_of_the_whole(start: int, length: int) -> None:
     given = Contribution(name="x", dtype="int8", elements=2 * BLOCK + 7, rank=1)
     stop = min(start + length, given.elements)
-    assert torch.equal(given.part(start, stop), given.whole()[start:stop])
+    assert torch.equal(given.between(start, stop), given.whole()[start:stop])
 
 
 @pytest.mark.parametrize("name", ["all_reduce.sum", "all_reduce.avg", "all_reduce.max", "reduce_scatter.sum"])

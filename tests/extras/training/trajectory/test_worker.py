@@ -147,7 +147,7 @@ def test_before_a_fault_begins_nothing_is_found(train: Train, fault: str) -> Non
 def test_without_the_detection_a_fault_is_missed(train: Train, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_checks, "block_ratio", lambda *_: None)
     monkeypatch.setattr(step_checks, "record_block", lambda *_, **__: None)
-    monkeypatch.setattr(StepJudge, "updated", lambda *_: None)
+    monkeypatch.setattr(StepJudge, "judge_parameter", lambda *_: None)
     assert errors(train(fault)) == []
 
 
