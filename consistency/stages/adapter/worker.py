@@ -10,6 +10,8 @@ import functools
 import importlib.metadata
 import json
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from consistency.capture.adapter_remarks import REMARKS, AdapterRemark
 from consistency.capture.names import RANK_AND_SCALING, SETTINGS_LAYER, adapter_place
 from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.capture.wording import size
+from consistency.case.checkpoint import read_json
 from consistency.devices.memory import available_bytes
 from consistency.errors import InputError
 from consistency.numerics import words
@@ -229,13 +232,22 @@ def _remarks(context: Context, computed: list[str]) -> dict[str, Any]:
     """
     if not context.job.makes_reference:
         return {}
-    remarks = remarks_on(context.expected.values())
+    remarks = remarks_on(context.expected.values(), _config_of_file(context))
     # the weights of the base that loading changes have another name in the adapted model
     computed += [name for name, base_name in context.origins.items() if base_name in context.rewritten]
     drawn = _remark_on_draws(context, computed) if computed else None
     if drawn is not None:
         remarks.append(drawn)
     return {REMARKS: [remark.as_table() for remark in remarks]} if remarks else {}
+
+
+def _config_of_file(context: Context) -> Mapping[str, Any] | None:
+    """Return the table of adapter_config.json; None where PEFT makes tensors of the file's under other names."""
+    case = context.job.case
+    is_converted = any(key == name for name, (key, _) in context.expected.items())
+    if is_converted or case.adapter is None:
+        return None
+    return read_json(Path(case.adapter) / "adapter_config.json")
 
 
 def _remark_on_draws(context: Context, computed: list[str]) -> AdapterRemark | None:

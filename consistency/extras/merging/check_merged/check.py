@@ -13,6 +13,7 @@ import torch
 from consistency.capture.names import split_name
 from consistency.capture.wording import and_more, counted, some
 from consistency.case.case import Case
+from consistency.case.checkpoint import read_json
 from consistency.devices.cores import available_cores
 from consistency.extras.merging.check_merged import names
 from consistency.extras.merging.check_merged.adapter import Adapter, Replaced, on_model, open_adapter
@@ -68,7 +69,8 @@ class _FolderCheck:
             adapter = open_adapter(Path(case.adapter), self._base, allow_pickle=case.allow_pickle)
             files = WeightFiles.of_adapter(case.adapter, allow_pickle=case.allow_pickle)
             self._broken = list(broken_tensors(files))
-            self.result.remarks += remarks_on((name, files.read(name)) for name in files.names())
+            config = read_json(Path(case.adapter) / "adapter_config.json")
+            self.result.remarks += remarks_on(((name, files.read(name)) for name in files.names()), config)
         # First by names alone, which is quick; by transformers' model only where names are left over on both sides.
         merged, mapping = names.renamed(self._merged, self._base)
         expected = self._base if self._compares_bases or adapter is None else adapter.targets

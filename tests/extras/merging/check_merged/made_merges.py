@@ -98,7 +98,7 @@ def save(
         "task_type": "CAUSAL_LM",
         "r": 4,
         "lora_alpha": 16,
-        "target_modules": ["x"],
+        "target_modules": sorted({name.removesuffix(".weight").rpartition(".")[2] for name in targets}),
         **(config or {}),
     }
     rank = given["r"]

@@ -141,3 +141,14 @@ def test_remarks_are_read_from_evidence_and_those_of_later_versions_left_out() -
     evidence = {"adapter_remarks": [remark.as_table(), {"flaw": "of-a-later-version", "text": "x"}, "rubbish"]}
     assert remarks_in(evidence) == [remark]
     assert remarks_in({}) == []
+
+
+def test_what_the_config_says_otherwise_is_a_warning() -> None:
+    tensors = adapter(rank=8)
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    (remark,) = remarks_on(tensors.items(), config)
+    assert (remark.flaw, remark.severity) == (AdapterFlaw.CONFIG_MISMATCH, "warning")
+    assert "4 layers of the file that target_modules does not name" in remark.text
+    assert remarks_in({"adapter_remarks": [remark.as_table()]}) == [remark]
+    fitting = {**config, "target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"]}
+    assert remarks_on(tensors.items(), fitting) == [], "a name that matches no layer may be meant"
