@@ -118,6 +118,7 @@ def run(context: Context) -> None:
     if not inputs_fit(context, STAGE, inputs, every=True):
         return
     _require_room(context)
+    # the layouts follow from the loaded base, so they are known once the one device has it
     layouts_to_check: list[Layout] = []
 
     def load_on_one_device() -> torch.nn.Module:
@@ -333,11 +334,11 @@ def _judge_difference(
     context: Context, layout: Layout, name: str, evidence: dict[str, Any], blocks: _Blocks | None
 ) -> None:
     """Record a tensor that has other bits than on the one device: a fault, or what the blocks allow."""
-    if blocks is None:
+    if blocks is None:  # the layout promises the bits of the one device
         _record_tensor(context, layout, name, evidence, status="outside", word=OTHER_ANSWER)
     elif blocks.ratio is None:
         context.record.skipped(STAGE, blocks.reason, name, layer=layout.name)
-    elif name == LOSS:
+    elif name == LOSS:  # no block's result: it follows from the logits
         context.record.skipped(STAGE, LOSS_FOLLOWS, name, layer=layout.name)
     elif passes(blocks.ratio):
         word = words.ACCUMULATION_ORDER
