@@ -212,6 +212,7 @@ class _JudgedText:
         def note(decision: Decision) -> None:
             decisions.append(decision.name)
 
+        # the exact pass first: it says between which tokens the gaps are, and whether the model decides
         step("float64")
         passes = Passes(model=model, inputs=inputs, watch=lambda: note, step=step)
         logits = _logits(passes.of("right", nullcontext), chosen)
@@ -277,7 +278,7 @@ class _JudgedText:
         return self.fits_logprobs(logits)
 
     def fits_logprobs(self, logits: torch.Tensor) -> bool:
-        """Report whether the log probabilities, if any came with it, are those of a model with these exact logits."""
+        """Report whether a model with these exact logits gives the log probabilities of the text, if it has any."""
         if self.tokens.logprobs is None:
             return True
         chosen = torch.tensor(self.tokens.ids)

@@ -115,7 +115,7 @@ class TextResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_unexplained(self) -> bool:
-        """Report whether something is wrong of which the text itself does not tell the cause."""
+        """Report whether something is wrong, and the text itself does not tell the cause."""
         return self.verdict in ("impossible", "undecided") or (self.has_other_logprobs and not self.logprobs_of)
 
     @property
@@ -161,7 +161,7 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "incomplete" if "undecided" in verdicts else "consistent"
 
     def _with_other_logprobs(self) -> list[TextResult]:
-        """Return the texts of which nothing but the log probabilities is wrong."""
+        """Return the texts in which the log probabilities alone are wrong."""
         results = [result for result in self.texts if result.verdict in ("possible", "sampled")]
         return [result for result in results if result.has_other_logprobs]
 

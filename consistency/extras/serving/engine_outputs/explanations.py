@@ -39,10 +39,10 @@ _MOST_WORK = 1 << 35
 """Elements of the model's matrices times passes of a search: some 7 ns each for one sequence on one core, 4 minutes."""
 
 _MOST_MERGED = 1 << 30
-"""Elements of the model's matrices up to which merges are tried, which hold a second copy of what they convert."""
+"""Elements of the model's matrices up to which merges are tried: they hold a second copy of the converted weights."""
 
 _LARGEST_LAYER = 1 << 26
-"""Elements of the largest layer that is merged for it: five arrays of it in float64 take 2.5 GiB."""
+"""Elements of the largest layer that is merged to explain outputs: five arrays of it in float64 take 2.5 GiB."""
 
 _NAMES = {
     "one": Cause.SCALING_ONE,

@@ -1,4 +1,4 @@
-"""What inference engines answered: a cause where one explains the numbers, and what was compared of them."""
+"""Findings on the outputs of inference engines: the cause of wrong ones, and the part that was compared."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Rows = list[tuple[TensorComparison, Outcome]]
 
 
 def find_engines(evidence: ComparisonEvidence) -> Iterable[Finding]:
-    """Report what is wrong with the outputs of inference engines, by cause, and what was compared of them."""
+    """Report wrong outputs of inference engines, by their cause, and the part of the outputs that was compared."""
     for engine in evidence.workers:
         if not engine.is_engine or engine.info.status != "ok":
             continue
@@ -58,7 +58,10 @@ def _names(rows: _Rows) -> tuple[str, ...]:
 
 
 def _why_nothing(outputs: _Rows) -> str:
-    """Return why none of an engine's rows could be compared; what it was not asked for is no reason by itself."""
+    """Return why none of an engine's rows could be compared.
+
+    Outputs that are not in the file are no reason by themselves: the engine may not have been asked for them.
+    """
     reasons = dict.fromkeys(row.reason for _, row in outputs if row.reason and row.reason != NOT_IN_FILE)
     if reasons:
         return "; ".join(reasons)

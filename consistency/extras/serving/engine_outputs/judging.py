@@ -120,7 +120,13 @@ def _judge(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Engine:
-    """One engine, mode by mode; `passes` are those of all engines, by the rows of their inputs."""
+    """The outputs of one engine, which are judged mode by mode.
+
+    Attributes
+    ----------
+    passes : dict
+        Passes that all engines share, by the rows of their inputs, and whether they decide by themselves.
+    """
 
     context: Context
     forward: ForwardOutputs

@@ -83,7 +83,7 @@ class Passes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounded:
-    """How a merge rounds, where it does so to a narrower dtype than that of the case."""
+    """The roundings of a merge in a narrower dtype than the case has."""
 
     dtype: torch.dtype
     base_first: bool = False

@@ -48,7 +48,7 @@ class View:
 
     @property
     def coverage(self) -> dict[str, int]:
-        """Return how much was compared of what was wanted."""
+        """Return the numbers of places and values that were compared, and that were wanted."""
         counts = {"places": int(self.places.sum()), "places_wanted": int(self._wanted.sum())}
         if self._top_k is not None:
             counts |= {"top_k": self._top_k, "vocabulary": self.shape[-1]}

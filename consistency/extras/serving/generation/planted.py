@@ -1,4 +1,4 @@
-"""Faults of generating text: in a cache, in the mask of a padded batch, in what is chosen."""
+"""Faults of generating text: in a cache, in the mask of a padded batch, in the choice of a token."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _is_static(cache: Any) -> bool:
 
 
 def _not_written(cache: Any, keys: Keys) -> Keys:
-    if not _is_static(cache):
+    if not _is_static(cache):  # a static cache has room for further tokens after the new one
         keys[..., -1, :] = keys[..., -2, :]
     return keys
 

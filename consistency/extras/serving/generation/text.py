@@ -94,6 +94,7 @@ def record_text(context: Context, sequences: Sequences) -> None:
     )
     with model_code(context.model, _DOES_NOT):
         written = _written(context.model, sequences)
+    # a token is right by its exact logit, so the text of this device need not be the reference's
     for number in range(len(written)):
         _record_prompt(context, number, written[number], path[number], limits)
     deviation = (gap_spread.rows * gap_spread.columns).sqrt()[:, 0]
@@ -114,7 +115,10 @@ def _make_or_wait_for_reference(context: Context, sequences: Sequences) -> Refer
 
 
 def _written(model: Any, sequences: Sequences, see: Choose | None = None) -> torch.Tensor:
-    """Return the continuation of each prompt by itself, `(prompts, tokens)`, on the CPU: where faults are planted."""
+    """Write the continuation of each prompt by itself, and return their ids, `(prompts, tokens)`, on the CPU.
+
+    The planted fault `another_token` replaces the result of this function.
+    """
     count, length = sequences.ids.shape
     with half_kernels.computing(half_kernels.replacement(model, count * sequences.prompt)):
         texts = []
@@ -194,7 +198,7 @@ class _Limits:
 
 
 def _record_prompt(context: Context, number: int, written: torch.Tensor, path: torch.Tensor, limits: _Limits) -> None:
-    """Judge the tokens of one prompt, up to the first that is not that of the reference.
+    """Judge the tokens of one prompt, up to the first that differs from the reference's.
 
     Parameters
     ----------

@@ -74,7 +74,7 @@ from consistency.worker.recorder import Skip
 STAGE = spec.GENERATION
 
 _SOME = slice(SEQUENCES)
-"""The sequences that are computed in every way, of those of the stage `forward`."""
+"""The first sequences of the stage `forward`, which are computed in every way."""
 
 ALONE, CACHE, STATIC, PADDED = spec.WAYS
 
@@ -174,6 +174,7 @@ def run(context: Context) -> None:
         context.record.fact(STAGE, WHOLE_MODEL, "everything", status="blocked", reason=failure)
         return
     modes_and_ways = _modes_and_ways(context, mode, reference)
+    # exact results and block inputs are those of one mode, so they are read anew where the mode changes
     exact = _run_whole_sequences(context, sequences, mode, reference)
     for done, (way_mode, name) in enumerate(modes_and_ways):
         title = name if way_mode == mode else f"{name}.{way_mode}"
@@ -386,6 +387,7 @@ def _judge_way(context: Context, name: str, exact: _Exact, title: str) -> None:
         way = _run_way(context.model, name, exact)
     rows_by_place = {place: rows for place, rows in way.found.items() if rows}
     ratios = {place: exact.ratio(place, rows, rows[0].values.dtype) for place, rows in rows_by_place.items()}
+    # `not passes`: a ratio of NaN is wrong too
     wrong_places = [place for place, ratio in ratios.items() if ratio is not None and not passes(ratio)]
     word = None
     if wrong_places:
