@@ -1,1 +1,1 @@
-"""Checks of what PEFT and transformers do to a model besides loading an adapter: so far, of wrapping it."""
+"""Checks of PEFT's and transformers' further functions: several adapters, layouts over devices, wrapped models."""

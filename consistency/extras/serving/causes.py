@@ -8,7 +8,8 @@ from __future__ import annotations
 from consistency.capture.explanation import Explanation
 
 CAUSE, SEVERAL, PLACES, ROWS = "cause", "causes", "cause_places", "rows_outside"
-"""Evidence of a row: one of these words or several, what it is about, and the rows of the batch, if not all."""
+"""Keys in the evidence of a row: the cause, or several causes that come to the same; the layers that it is about; and
+the rows of the batch that are outside, if not all are."""
 
 
 class Cause(Explanation):
@@ -87,5 +88,5 @@ class Cause(Explanation):
     )
 
     def sentence(self, about: str = "") -> str:
-        """Return what the engine does."""
+        """Return a sentence on the engine's mistake; `about` names the layers, if the phrase has a place for them."""
         return f"this engine answers {super().sentence(about)}"

@@ -59,7 +59,7 @@ def open_weights(path: Path, *, allow_pickle: bool = False) -> Iterator[Mapping[
 
 
 def _files(path: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...], bool]:
-    """Return the files, and whether they are pickles."""
+    """Return the weight files at a path, and whether they are pickles."""
     try:
         kind = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -73,13 +73,13 @@ def _files(path: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...], bool]:
             (path / f"adapter_{name}").exists() for name in ("config.json", "model.safetensors", "model.bin")
         )
         stem, pickle_stem = ("adapter_model", "adapter_model") if is_adapter else ("model", "pytorch_model")
-        found = read_checkpoint(path, stem=stem, pickle_stem=pickle_stem, allow_pickle=allow_pickle)
-        return found.files, found.pickled
+        checkpoint = read_checkpoint(path, stem=stem, pickle_stem=pickle_stem, allow_pickle=allow_pickle)
+        return checkpoint.files, checkpoint.pickled
     if not stat.S_ISREG(kind):  # a pipe or a device can be read only once, or never ends
         raise InputError("neither a file nor a folder", where=path, wanted="a file that can be mapped into memory")
     if path.suffix == ".json":
-        found = read_index(path, allow_pickle=allow_pickle)
-        return found.files, found.pickled
+        checkpoint = read_index(path, allow_pickle=allow_pickle)
+        return checkpoint.files, checkpoint.pickled
     if path.suffix in _PICKLES:
         refuse_pickle(path, wanted=f"{path.stem}.safetensors", allow_pickle=allow_pickle)
         return (path,), True
@@ -87,22 +87,29 @@ def _files(path: Path, *, allow_pickle: bool) -> tuple[tuple[Path, ...], bool]:
 
 
 def _mapped(file: Path, stack: ExitStack) -> dict[str, StoredTensor]:
+    """Map a safetensors file, and return its tensors in the order of their data.
+
+    The file is opened once for its headers and once for the mapping, so the header is read again from the mapping and
+    compared: the file may have been replaced in between.
+    """
     headers = read_header(file)  # safetensors itself checks the header, and that the data is complete
     handle = stack.enter_context(file.open("rb"))
     view = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     whole = np.frombuffer(view, np.uint8)  # keeps the mapping alive as long as anything refers to it
     start = 8 + int.from_bytes(view[:8], "little")
-    places: dict[str, Any] = json.loads(view[8:start])
-    places.pop("__metadata__", None)
-    stop = start + max((place["data_offsets"][1] for place in places.values()), default=0)
-    kinds = {name: (tuple(place["shape"]), place["dtype"]) for name, place in places.items()}
+    entries: dict[str, Any] = json.loads(view[8:start])
+    entries.pop("__metadata__", None)
+    stop = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    mapped_structures = {name: (tuple(entry["shape"]), entry["dtype"]) for name, entry in entries.items()}
+    structures = {name: (header.shape, header.dtype) for name, header in headers.items()}
     # reading beyond a file's end kills the process
-    if kinds != {name: (header.shape, header.dtype) for name, header in headers.items()} or stop > len(view):
+    if mapped_structures != structures or stop > len(view):
         raise InputError("the file was replaced while it was opened", where=file, hint="try again when it is complete")
     tensors = {}
-    for name, header in sorted(headers.items(), key=lambda item: places[item[0]]["data_offsets"]):
-        first, last = places[name]["data_offsets"]
-        dtype, raw = DTYPES.get(header.dtype, header.dtype), whole[start + first : start + last]
+    for name, header in sorted(headers.items(), key=lambda item: entries[item[0]]["data_offsets"]):
+        first, last = entries[name]["data_offsets"]
+        raw = whole[start + first : start + last]
+        dtype = DTYPES.get(header.dtype, header.dtype)  # formats that torch does not know keep their own name
         tensors[name] = StoredTensor(name=name, shape=header.shape, dtype=dtype, raw=raw)
     return tensors
 
@@ -111,9 +118,9 @@ def _unpickled(file: Path) -> dict[str, StoredTensor]:
     """Read a pickle of tensors, which needs torch."""
     from consistency.numerics.stored import read_pickle
 
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, shape, dtype, raw in read_pickle(file):
-        if name in found:
+        if name in tensors:
             raise InputError(f"two tensors of one name: {name}", where=file)
-        found[name] = StoredTensor(name=name, shape=shape, dtype=dtype, raw=raw)
-    return found
+        tensors[name] = StoredTensor(name=name, shape=shape, dtype=dtype, raw=raw)
+    return tensors

@@ -52,9 +52,12 @@ def diff(
 
 def statement(comparison: Comparison) -> Statement:
     """Return the verdict in one sentence."""
-    bad = sum(tensor.is_wrong for tensor in comparison.tensors)
+    wrong = sum(tensor.is_wrong for tensor in comparison.tensors)
     count = len(comparison.tensors)
-    if bad:
-        return Statement(sentence=f"{bad} of {counted(count, 'tensor')} {'differs' if bad == 1 else 'differ'}")
-    text = "the tensor is bitwise equal" if count == 1 else f"all {count} tensors are bitwise equal"
-    return Statement(sentence=text if comparison.verdict == "consistent" else f"{text}, but the settings differ")
+    if wrong:
+        verb = "differs" if wrong == 1 else "differ"
+        return Statement(sentence=f"{wrong} of {counted(count, 'tensor')} {verb}")
+    sentence = "the tensor is bitwise equal" if count == 1 else f"all {count} tensors are bitwise equal"
+    if comparison.verdict != "consistent":
+        sentence = f"{sentence}, but the settings differ"
+    return Statement(sentence=sentence)

@@ -48,7 +48,8 @@ STAGE = "file"
 _PIECE = 8 * 2**20
 """Bytes that one thread compares at a time, so that a file of one large tensor keeps all threads busy."""
 
-_MOST = 3
+_MOST_NAMED = 3
+"""Tensors that a message names."""
 
 Weights = Mapping[str, StoredTensor]
 
@@ -75,23 +76,23 @@ def diff_weights(actual: Path, expected: Path, *, allow_pickle: bool = False) ->
     """
     labels = _labels(actual, expected)
     with (
-        open_weights(actual, allow_pickle=allow_pickle) as a,
-        open_weights(expected, allow_pickle=allow_pickle) as e,
+        open_weights(actual, allow_pickle=allow_pickle) as actual_weights,
+        open_weights(expected, allow_pickle=allow_pickle) as expected_weights,
     ):
-        if not a and not e:
+        if not actual_weights and not expected_weights:
             raise InputError("neither contains a tensor", where=f"{actual} and {expected}")
-        comparer = _Comparer(a, e, labels)
+        comparer = _Comparer(actual_weights, expected_weights, labels)
         tensors = comparer.compare_all()
-        not_finite = _not_finite(comparer.not_finite, labels)
-        rounded = _rounded(tensors, labels)
-        dtypes = sorted({tensor.dtype for tensor in (*a.values(), *e.values())})
+        not_finite = _find_not_finite(comparer.not_finite, labels)
+        rounded = _find_rounded(tensors, labels)
+        dtypes = sorted({tensor.dtype for tensor in (*actual_weights.values(), *expected_weights.values())})
     findings = (
-        *causes_of(tensors, next_step=lambda _: _what_is_in_it(actual, expected)),
+        *causes_of(tensors, next_step=lambda _: _next_command(actual, expected)),
         *not_finite,
         *find_settings(actual, expected, labels),
         *find_files_of_text(actual, expected, labels),
         *rounded,
-        *_renamed(a, e, labels),
+        *_find_renamed(actual_weights, expected_weights, labels),
     )
     return Comparison(
         case=f"{labels[0]} against {labels[1]}",
@@ -108,76 +109,91 @@ def diff_weights(actual: Path, expected: Path, *, allow_pickle: bool = False) ->
     )
 
 
-def _what_is_in_it(actual: Path, expected: Path) -> str | None:
-    """Return the command that tells what a model holds beside another: of two adapters there is none."""
+def _next_command(actual: Path, expected: Path) -> str | None:
+    """Return the command that tells what a model holds beside another; None for two adapters."""
     if not all((folder / "config.json").is_file() for folder in (actual, expected)):
         return None
     return shlex.join(["consistency", "check-merged", "--base", str(expected), str(actual)])
 
 
 def _labels(actual: Path, expected: Path) -> tuple[str, str]:
-    first, second = (os.fsencode(path).decode(errors="backslashreplace") for path in (actual, expected))
-    if first != second:
-        return first, second
-    return f"{first} (other)", f"{second} (reference)"
+    """Return the names of the two sides: their paths, and which is the reference where the paths are the same."""
+    actual_name, expected_name = (os.fsencode(path).decode(errors="backslashreplace") for path in (actual, expected))
+    if actual_name != expected_name:
+        return actual_name, expected_name
+    return f"{actual_name} (other)", f"{expected_name} (reference)"
 
 
 def _count_not_finite(*sides: Weights) -> list[dict[str, int]]:
-    """Return by tensor how many of its values are NaN or infinite, for each side."""
-    pieces = [
-        (side, name, start)
-        for side, weights in enumerate(sides)
-        for name, tensor in weights.items()
-        for start in range(0, len(tensor.raw), _PIECE)
-    ]
+    """Return for each side the number of values that are NaN or infinite, by tensor; tensors without any are left out.
+
+    Bytes are counted in pieces by several threads.
+    """
+    pieces: list[tuple[int, str, int]] = []
+    for side, weights in enumerate(sides):
+        for name, tensor in weights.items():
+            pieces += [(side, name, start) for start in range(0, len(tensor.raw), _PIECE)]
 
     def count(piece: tuple[int, str, int]) -> int:
         side, name, start = piece
         tensor = sides[side][name]
         return count_in_bits(tensor.raw[start : start + _PIECE], tensor.dtype)
 
-    found: list[dict[str, int]] = [{} for _ in sides]
+    counts: list[dict[str, int]] = [{} for _ in sides]
     with concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
         for (side, name, _), number in zip(pieces, pool.map(count, pieces), strict=True):
             if number:
-                found[side][name] = found[side].get(name, 0) + number
-    return found
+                counts[side][name] = counts[side].get(name, 0) + number
+    return counts
 
 
-def _differing(a: Weights, e: Weights) -> set[str]:
-    """Return the tensors of equal structure whose bytes differ."""
-    pieces = [
-        (name, start)
-        for name, tensor in e.items()
-        if name in a and (a[name].shape, a[name].dtype) == (tensor.shape, tensor.dtype)
-        for start in range(0, len(tensor.raw), _PIECE)
-    ]
+def _differing(actual: Weights, expected: Weights) -> set[str]:
+    """Return the tensors of equal structure whose bytes differ; they are compared in pieces by several threads."""
+    pieces: list[tuple[str, int]] = []
+    for name, tensor in expected.items():
+        if name in actual and _structure(actual[name]) == _structure(tensor):
+            pieces += [(name, start) for start in range(0, len(tensor.raw), _PIECE)]
 
     def differs(piece: tuple[str, int]) -> bool:
         name, start = piece
-        part = slice(start, start + _PIECE)
-        return not same_memory(a[name].raw[part], e[name].raw[part])
+        stop = start + _PIECE
+        return not same_memory(actual[name].raw[start:stop], expected[name].raw[start:stop])
 
     with concurrent.futures.ThreadPoolExecutor(available_cores()) as pool:
-        return {name for (name, _), found in zip(pieces, pool.map(differs, pieces), strict=True) if found}
+        results = zip(pieces, pool.map(differs, pieces), strict=True)
+        return {name for (name, _), is_different in results if is_different}
+
+
+def _structure(tensor: StoredTensor) -> tuple[tuple[int, ...], str]:
+    return tensor.shape, tensor.dtype
 
 
 class _Comparer:
-    """Two sets of weights, and which of their common tensors differ."""
+    """Two sets of weights, and which of their common tensors differ.
+
+    Attributes
+    ----------
+    not_finite : tuple of two dict
+        Numbers of values that are NaN or infinite, by tensor, in the actual weights and in the reference.
+    """
 
     def __init__(self, actual: Weights, expected: Weights, labels: tuple[str, str]) -> None:
         self._actual, self._expected, self._labels = actual, expected, labels
         self._differing = _differing(actual, expected)
-        others = {name: tensor for name, tensor in actual.items() if not self._is_equal(name)}
-        found, reference = _count_not_finite(others, expected)
-        shared = {name: number for name, number in reference.items() if name in actual and name not in others}
-        self.not_finite = ({**shared, **found}, reference)
+        # tensors with equal bytes are read once: their counts are those of the reference
+        unequal = {name: tensor for name, tensor in actual.items() if not self._is_equal(name)}
+        counts_of_unequal, counts_of_reference = _count_not_finite(unequal, expected)
+        counts = {}
+        for name, count in counts_of_reference.items():
+            if name in actual and name not in unequal:
+                counts[name] = count
+        self.not_finite = ({**counts, **counts_of_unequal}, counts_of_reference)
 
     def _is_equal(self, name: str) -> bool:
         actual, expected = self._actual.get(name), self._expected.get(name)
         if actual is None or expected is None or name in self._differing:
             return False
-        return (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+        return _structure(actual) == _structure(expected)
 
     def compare_all(self) -> tuple[TensorComparison, ...]:
         """Compare tensor by tensor; several at once where some differ, since measuring them takes time."""
@@ -191,68 +207,81 @@ class _Comparer:
 
     def _compare(self, name: str) -> TensorComparison:
         layer, part = adapter_place(name)
-        known = self._expected.get(name) or self._actual[name]
+        stored = self._expected.get(name) or self._actual[name]
         row = self._row(name)
         worker, reference = self._labels
         holders = [label for label, side in ((reference, self._expected), (worker, self._actual)) if name in side]
+        classes: tuple[tuple[str, ...], ...] = tuple((label,) for label in holders)
+        if row.status == "equal":
+            classes = (tuple(holders),)
         return TensorComparison(
             stage=STAGE,
             load_path=STAGE,
             layer=layer,
             tensor=part,
-            shape=known.shape,
-            dtype=known.dtype,
+            shape=stored.shape,
+            dtype=stored.dtype,
             rule="bitwise",
-            classes=(tuple(holders),) if row.status == "equal" else tuple((label,) for label in holders),
-            outcomes=(*self._of_reference(name), row),
+            classes=classes,
+            outcomes=(*self._reference_row(name), row),
         )
 
-    def _of_reference(self, name: str) -> Iterator[Outcome]:
-        """Yield the row of the reference, which every worker of a comparison that has a tensor has."""
-        if tensor := self._expected.get(name):
+    def _reference_row(self, name: str) -> Iterator[Outcome]:
+        """Yield the row of the reference itself, if it has the tensor: each worker that has one has a row."""
+        tensor = self._expected.get(name)
+        if tensor is not None:
             label = self._labels[1]
             yield Outcome(workers=(label,), reference=label, status="equal", elements=tensor.elements, **NO_DIFFERENCE)
 
     def _row(self, name: str) -> Outcome:
+        """Return how a tensor compares with the reference: presence, shape, dtype, then bytes."""
         row = functools.partial(Outcome, workers=self._labels[:1], reference=self._labels[1])
         actual, expected = self._actual.get(name), self._expected.get(name)
         if actual is None:
             return row(status="missing", word=words.MISSING, reason="only the reference has it")
         if expected is None:
             return row(status="unexpected", word=words.UNEXPECTED, reason="missing in the reference")
-        shapes, dtypes = (list(actual.shape), list(expected.shape)), (actual.dtype, expected.dtype)
-        for word, (got, wanted) in ((words.SHAPE, shapes), (words.DTYPE, dtypes)):
-            if got != wanted:
-                reason = self._rounding(actual, expected) if word is words.DTYPE else None
-                return row(status="outside", word=word, reason=reason, evidence={"got": got, "wanted": wanted})
+        if actual.shape != expected.shape:
+            evidence: dict[str, Any] = {"got": list(actual.shape), "wanted": list(expected.shape)}
+            return row(status="outside", word=words.SHAPE, evidence=evidence)
+        if actual.dtype != expected.dtype:
+            reason = self._rounding(actual, expected)
+            evidence = {"got": actual.dtype, "wanted": expected.dtype}
+            return row(status="outside", word=words.DTYPE, reason=reason, evidence=evidence)
         if self._is_equal(name):
             return row(status="equal", elements=actual.elements, **NO_DIFFERENCE)
         from consistency.numerics.stored import measure_stored
 
-        found, diagnosis = measure_stored(
-            actual.raw, expected.raw, shape=actual.shape, dtype=actual.dtype, other=lambda: self._holder(actual)
+        measured, diagnosis = measure_stored(
+            actual.raw, expected.raw, shape=actual.shape, dtype=actual.dtype, other=lambda: self._name_of_equal(actual)
         )
+        evidence = {**measured.evidence(), **diagnosis.evidence}
         # formats that torch does not know, and formats that pack several elements into a few bytes
-        unit = {} if found.elements == actual.elements else {"unit": "bytes"}
-        evidence = {**found.evidence(), **diagnosis.evidence, **unit}
-        return row(status="outside", word=diagnosis.word, evidence=evidence).with_measure(found)
+        if measured.elements != actual.elements:
+            evidence["unit"] = "bytes"
+        return row(status="outside", word=diagnosis.word, evidence=evidence).with_measure(measured)
 
     def _rounding(self, actual: StoredTensor, expected: StoredTensor) -> str | None:
-        """Return whether one of two tensors of different dtypes is the other one, rounded; None for other formats."""
+        """Return whether one of two tensors of different dtypes is the other one, rounded, in words.
+
+        None for a format whose numbers torch does not know.
+        """
         from consistency.numerics.stored import count_not_rounded
 
-        for tensor, other, text in ((actual, expected, ROUNDED), (expected, actual, ROUNDED_BACK)):
-            number = count_not_rounded(tensor.raw, tensor.dtype, other.raw, other.dtype)
-            if number is None:
-                return None
-            if number == 0:
-                return text
-            if tensor is actual:
-                fewest = number
-        return f"{fewest} of {actual.elements} elements are not the reference rounded"
+        not_rounded = count_not_rounded(actual.raw, actual.dtype, expected.raw, expected.dtype)
+        if not_rounded is None:
+            return None
+        if not_rounded == 0:
+            return ROUNDED
+        not_rounded_back = count_not_rounded(expected.raw, expected.dtype, actual.raw, actual.dtype)
+        if not_rounded_back is None:
+            return None
+        if not_rounded_back == 0:
+            return ROUNDED_BACK
+        return f"{not_rounded} of {actual.elements} elements are not the reference rounded"
 
-    def _holder(self, tensor: StoredTensor) -> str | None:
-        """Return the name of another tensor of the reference that has the same bytes."""
+    def _name_of_equal(self, tensor: StoredTensor) -> str | None:
+        """Return the name of another tensor of the reference that has the same bytes; None where there is none."""
         for other in self._by_start.get(_start(tensor), []):
             if other.name != tensor.name and same_memory(tensor.raw, other.raw):
                 return other.name
@@ -265,44 +294,52 @@ class _Comparer:
 
 
 def _start(tensor: StoredTensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.dtype, tensor.raw[:64].tobytes()
+    return *_structure(tensor), tensor.raw[:64].tobytes()
 
 
-def _not_finite(counts: tuple[Mapping[str, int], Mapping[str, int]], labels: tuple[str, str]) -> tuple[Finding, ...]:
+def _find_not_finite(
+    counts: tuple[Mapping[str, int], Mapping[str, int]], labels: tuple[str, str]
+) -> tuple[Finding, ...]:
     """Warn of NaN and infinities: equal bits there are no agreement of numbers."""
-    found = {label: numbers for label, numbers in zip(labels, counts, strict=True) if numbers}
-    if not found:
+    counts_by_label = {label: numbers for label, numbers in zip(labels, counts, strict=True) if numbers}
+    if not counts_by_label:
         return ()
-    where = []
-    for label, numbers in {"both": counts[0]}.items() if counts[0] == counts[1] else found.items():
-        places = [f"{counted(number, 'value')} of {name}" for name, number in numbers.items()]
-        where.append(f"in {label}: {some(places, _MOST)}")
-    message = f"values are NaN or infinite {'; '.join(where)}"
-    return (Finding(kind=kinds.NON_FINITE_VALUES, severity="warning", message=message, workers=tuple(found)),)
+    workers = tuple(counts_by_label)
+    if counts[0] == counts[1]:
+        counts_by_label = {"both": counts[0]}
+    sentences = []
+    for label, numbers in counts_by_label.items():
+        tensors = [f"{counted(number, 'value')} of {name}" for name, number in numbers.items()]
+        sentences.append(f"in {label}: {some(tensors, _MOST_NAMED)}")
+    message = f"values are NaN or infinite {'; '.join(sentences)}"
+    return (Finding(kind=kinds.NON_FINITE_VALUES, severity="warning", message=message, workers=workers),)
 
 
-def _rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tuple[Finding, ...]:
-    """Say whether the tensors of other dtypes are the reference's rounded to these, or the reverse."""
-    others = [tensor for tensor in tensors if tensor.outcomes[-1].word == words.DTYPE and tensor.outcomes[-1].reason]
-    if not others:
+def _find_rounded(tensors: Sequence[TensorComparison], labels: tuple[str, str]) -> tuple[Finding, ...]:
+    """Note whether the tensors of other dtypes are the reference's rounded to these, or the reverse."""
+    rows = [tensor.outcomes[-1] for tensor in tensors]
+    reasons = [row.reason for row in rows if row.word == words.DTYPE and row.reason]
+    if not reasons:
         return ()
     notes = []
-    for reason, one, other in ((ROUNDED, labels[0], labels[1]), (ROUNDED_BACK, labels[1], labels[0])):
-        if count := sum(tensor.outcomes[-1].reason == reason for tensor in others):
-            what = f"{count} of {counted(len(others), 'tensor')} of another dtype in {one}"
-            message = f"{what} {'is' if count == 1 else 'are'} exactly {other}'s, rounded to nearest"
+    for reason, label, other in ((ROUNDED, labels[0], labels[1]), (ROUNDED_BACK, labels[1], labels[0])):
+        count = reasons.count(reason)
+        if count:
+            verb = "is" if count == 1 else "are"
+            subject = f"{count} of {counted(len(reasons), 'tensor')} of another dtype in {label}"
+            message = f"{subject} {verb} exactly {other}'s, rounded to nearest"
             notes.append(Finding(kind=kinds_of_files.ROUNDED, severity="note", message=message))
     if not notes:
-        message = f"none of {counted(len(others), 'tensor')} of another dtype is the other file's, rounded to nearest"
+        message = f"none of {counted(len(reasons), 'tensor')} of another dtype is the other file's, rounded to nearest"
         notes.append(Finding(kind=kinds_of_files.ROUNDED, severity="note", message=message))
     return tuple(notes)
 
 
-def _renamed(a: Weights, e: Weights, labels: tuple[str, str]) -> tuple[Finding, ...]:
+def _find_renamed(actual: Weights, expected: Weights, labels: tuple[str, str]) -> tuple[Finding, ...]:
     """Note that no name is common and that the names differ only by their first components."""
-    if not a or not e or set(a) & set(e):
+    if not actual or not expected or set(actual) & set(expected):
         return ()
-    for longer, shorter, label in ((a, e, labels[0]), (e, a, labels[1])):
+    for longer, shorter, label in ((actual, expected, labels[0]), (expected, actual, labels[1])):
         first = next(iter(shorter))
         prefix = next((name.removesuffix(first) for name in longer if name.endswith(f".{first}")), None)
         if prefix and any(f"{prefix}{name}" in longer for name in shorter):
@@ -348,18 +385,21 @@ def find_settings(actual: Path, expected: Path, labels: tuple[str, str]) -> Iter
         if not any(present) or not (actual.is_dir() and expected.is_dir()):
             continue
         if not all(present):
-            which = labels[0] if present[0] else labels[1]
-            yield _finding("error", f"only {which} has {name}", labels)
+            label = labels[0] if present[0] else labels[1]
+            yield _settings_finding("error", f"only {label} has {name}", labels)
             continue
         got, wanted = read_json(actual / name), read_json(expected / name)
-        keys = [key for key in dict.fromkeys((*wanted, *got)) if not _same(got.get(key), wanted.get(key))]
-        grave = [key for key in keys if key not in _HARMLESS]
-        by_severity: dict[Severity, list[str]] = {"error": grave, "note": [key for key in keys if key not in grave]}
-        for severity, chosen in by_severity.items():
-            if chosen:
-                texts = [f"{key} is {got.get(key)!r}, was {wanted.get(key)!r}" for key in chosen[:_MOST_KEYS]]
-                text = "; ".join(filter(None, [*texts, and_more(len(chosen) - _MOST_KEYS)]))
-                yield _finding(severity, f"{name} of {labels[0]} differs: {text}", labels)
+        keys = [key for key in dict.fromkeys((*wanted, *got)) if not _is_same_value(got.get(key), wanted.get(key))]
+        keys_by_severity: dict[Severity, list[str]] = {
+            "error": [key for key in keys if key not in _HARMLESS],
+            "note": [key for key in keys if key in _HARMLESS],
+        }
+        for severity, differing in keys_by_severity.items():
+            if differing:
+                parts = [f"{key} is {got.get(key)!r}, was {wanted.get(key)!r}" for key in differing[:_MOST_KEYS]]
+                parts.append(and_more(len(differing) - _MOST_KEYS))
+                differences = "; ".join(filter(None, parts))
+                yield _settings_finding(severity, f"{name} of {labels[0]} differs: {differences}", labels)
 
 
 def find_files_of_text(actual: Path, expected: Path, labels: tuple[str, str]) -> Iterator[Finding]:
@@ -367,20 +407,21 @@ def find_files_of_text(actual: Path, expected: Path, labels: tuple[str, str]) ->
     for name in _OF_TEXT:
         files = [folder / name for folder in (actual, expected)]
         if all(file.is_file() for file in files) and files[0].read_bytes() != files[1].read_bytes():
-            yield _finding(
+            yield _settings_finding(
                 "note", f"{name} of {labels[0]} differs: the same text may be read or written otherwise", labels
             )
 
 
-def _finding(severity: Severity, message: str, labels: tuple[str, str]) -> Finding:
+def _settings_finding(severity: Severity, message: str, labels: tuple[str, str]) -> Finding:
     return Finding(kind=kinds.SETTINGS, severity=severity, message=message, workers=(labels[0],))
 
 
-def _same(actual: Any, expected: Any) -> bool:
-    """Compare two values of JSON; PEFT writes sets of names as lists in any order."""
-    lists = isinstance(actual, list) and isinstance(expected, list)
-    if lists and all(isinstance(v, str) for v in (*actual, *expected)):
+def _is_same_value(actual: Any, expected: Any) -> bool:
+    """Report whether two values of JSON are the same; PEFT writes sets of names as lists in any order."""
+    are_lists = isinstance(actual, list) and isinstance(expected, list)
+    if are_lists and all(isinstance(item, str) for item in (*actual, *expected)):
         return sorted(actual) == sorted(expected)
+    # 1 and 1.0 are the same, 1 and true are not
     if isinstance(actual, float | int) and isinstance(expected, float | int):
         return actual == expected and isinstance(actual, bool) == isinstance(expected, bool)
     return bool(actual == expected)

@@ -1,4 +1,4 @@
-r"""What `dare_linear` and `dare_ties` make of factors: exact values given the elements that chance left in.
+r"""Exact results of `dare_linear` and `dare_ties`, given the elements of the factors that chance left in.
 
 Both keep each element with the probability `density`, drawn by the device's own generator, and divide what is kept by
 it. Which elements they are differs from device to device, so every draw is noted while PEFT takes it, and the values
@@ -41,10 +41,10 @@ class Draws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func in _DRAWS:
-            self.kept.append((found != 0).to("cpu"))
-        return found
+            self.kept.append((result != 0).to("cpu"))
+        return result
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def drawing() -> Iterator[Draws]:
 
 
 def rescaled(term: Tracked, kept: np.ndarray, density: float = DENSITY) -> Tracked:
-    """Return what a draw leaves of a tensor, divided by the probability of each element. Zeros are exact."""
+    """Return the elements of a tensor that a draw keeps, divided by the probability of each. Zeros are exact."""
     nonzero = kept & ((term.value != 0) | (term.error != 0))
     return where(nonzero, (where(kept, term) / term.by.constant(density)).store())
 
@@ -79,7 +79,7 @@ def chosen(
 
 
 def share_of_chance(kept: int, draws: int, probability: float) -> float:
-    """Return how far a share is from its probability, over what chance may make of that."""
+    """Return the distance of the kept fraction from its probability, over what chance allows; 0 without draws."""
     if not draws:
         return 0.0
     allowed = math.sqrt(math.log(2 / FALSE_ALARM) / (2 * draws))

@@ -1,4 +1,4 @@
-"""The layers in which deltas are combined and cut, and the records of what a device makes of them.
+"""The layers in which deltas are combined and cut, and the records of a device's results.
 
 A decomposition of a large matrix takes seconds, with PEFT's full matrices more for a flat one, so a run takes the first
 layers that fit into a fixed amount of work, and all at level `thorough`.
@@ -39,52 +39,60 @@ NO_FORM = "no closed form judges this type, whose deltas lose elements before th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Names of the layers to cut, and why there are no others; empty where these are all."""
+    """The layers in which deltas are cut: their names, and why there are no others, empty where these are all."""
 
     paths: tuple[str, ...]
     reason: str
 
 
-def layers_to_cut(several: MultiAdapterModel, weights: Sequence[float]) -> Sample:
+def layers_to_cut(multi_model: MultiAdapterModel, weights: Sequence[float]) -> Sample:
     """Choose the layers whose deltas are combined and cut."""
     from peft.tuners.lora import layer as lora
 
     work: dict[str, int] = {}
-    large = others = 0
-    for path, layer in adapted_layers(several.model):
-        for factors in factors_of(several, path, layer, weights):
+    large = without_form = 0
+    for path, layer in adapted_layers(multi_model.model):
+        for factors in factors_of(multi_model, path, layer, weights):
             shorter, longer = sorted((factors.rows, factors.columns))
             is_product = isinstance(layer, (lora.Linear, lora.Embedding, lora.Conv2d, lora.MultiheadAttention))
             if not is_product or getattr(layer.get_base_layer(), "groups", 1) > 1:  # the factors of a group are smaller
-                others += 1
+                without_form += 1
             elif shorter * longer > CUT_ELEMENTS or longer > _LONGEST:
                 large += 1
             else:
                 work[path] = longer**2 * shorter
     chosen = list(work)
-    if several.context.job.case.level is not Level.THOROUGH:
-        chosen, total = [], 0
-        for path, here in work.items():
-            if total + here <= CUT_STEPS:
-                chosen.append(path)
-                total += here
-        if work and not chosen:
-            chosen = [min(work, key=lambda path: work[path])]
+    if multi_model.context.job.case.level is not Level.THOROUGH:
+        chosen = _first_within_budget(work)
     reasons = []
     if len(chosen) < len(work):
         reasons.append(f"not cut in {len(work) - len(chosen)} further layers: level thorough cuts all")
     if large:
         reasons.append(f"too large in {large} layers, whose decompositions take gigabytes")
-    if others:
-        reasons.append(f"no definition for the deltas of {others} layers")
+    if without_form:
+        reasons.append(f"no definition for the deltas of {without_form} layers")
     return Sample(paths=tuple(chosen), reason="; ".join(reasons))
 
 
+def _first_within_budget(work: dict[str, int]) -> list[str]:
+    """Return the first layers whose decompositions take a fixed number of steps together; one at least."""
+    chosen: list[str] = []
+    total = 0
+    for path, steps in work.items():
+        if total + steps <= CUT_STEPS:
+            chosen.append(path)
+            total += steps
+    if work and not chosen:
+        chosen = [min(work, key=lambda path: work[path])]
+    return chosen
+
+
 @contextmanager
-def only_in(several: MultiAdapterModel, paths: Sequence[str] | None) -> Iterator[None]:
-    """Let PEFT combine the adapters in some layers; None leaves it all of them."""
-    configs = [several.model.peft_config[name] for name in several.names]
+def only_in(multi_model: MultiAdapterModel, paths: Sequence[str] | None) -> Iterator[None]:
+    """Let PEFT combine the adapters in some layers alone; with None, in all of them."""
+    configs = [multi_model.model.peft_config[name] for name in multi_model.names]
     targets = [config.target_modules for config in configs]
+    # PEFT makes a combination in the layers that the adapters' configs name
     try:
         if paths is not None:
             inside = {path.removeprefix("base_model.model.") for path in paths}
@@ -96,11 +104,14 @@ def only_in(several: MultiAdapterModel, paths: Sequence[str] | None) -> Iterator
             config.target_modules = target
 
 
-def check_cut(several: MultiAdapterModel, kind: str, place: str, factors: LayerFactors, *, rank: int) -> None:
-    """Record both factors of a cut decomposition, and whether its vectors are orthonormal; of `svd` its values too."""
-    context = several.context
-    own_a, own_b = factors.combined
-    a, b = own_a.to("cpu").reshape(len(own_a), -1), own_b.to("cpu").reshape(len(own_b), -1)
+def check_cut(multi_model: MultiAdapterModel, kind: str, place: str, factors: LayerFactors, *, rank: int) -> None:
+    """Record both factors of a cut decomposition, and whether its vectors are orthonormal.
+
+    The factors and singular values of `svd` are judged too; other types lose elements before they are cut.
+    """
+    context = multi_model.context
+    device_a, device_b = factors.combined
+    a, b = device_a.to("cpu").reshape(len(device_a), -1), device_b.to("cpu").reshape(len(device_b), -1)
     if a.shape != (rank, factors.columns) or b.shape != (factors.rows, rank):
         context.record.fact(
             STAGE,
@@ -108,64 +119,70 @@ def check_cut(several: MultiAdapterModel, kind: str, place: str, factors: LayerF
             f"{kind}.rank",
             status="outside",
             word=words.SHAPE,
-            reason=f"the factors have the shapes {tuple(own_a.shape)} and {tuple(own_b.shape)} with a rank of {rank}",
+            reason=f"the factors have the shapes {tuple(device_a.shape)} and {tuple(device_b.shape)} "
+            f"with a rank of {rank}",
         )
         return
-    by = Arithmetic.of(own_a.dtype, products=products_of(context.device).matmul)
+    by = Arithmetic.of(device_a.dtype, products=products_of(context.device).matmul)
+    part_a, part_b = factors.parts
     if kind != "svd":
-        for part, own, actual in ((factors.parts[0], own_a, a), (factors.parts[1], own_b, b)):
+        for part, on_device, actual in ((part_a, device_a, a), (part_b, device_b, b)):
             row = TensorRecord(STAGE, place, f"{kind}.{part}", rule=Rule.PEER, status="measured", reason=NO_FORM)
-            context.record.computed(row, actual, digests=[digest(own)])
-        share = share_orthonormal(by, a.to(torch.float64), max(factors.rows, factors.columns))
-        _record_orthonormal(several, kind, place, factors, share)
+            context.record.computed(row, actual, digests=[digest(on_device)])
+        ratio = share_orthonormal(by, a.to(torch.float64), max(factors.rows, factors.columns))
+        _record_orthonormal(multi_model, kind, place, factors, ratio)
         return
-    delta = combined_delta(_arithmetic(several, factors.dtype), factors)
-    found = judge(delta, by, a.to(torch.float64), b.to(torch.float64))
-    for part, own, actual, exact, allowed, share in (
-        (factors.parts[0], own_a, a, found.exact_a, found.allowed_a, found.share_a),
-        (factors.parts[1], own_b, b, found.exact_b, found.allowed_b, found.share_b),
+    delta = combined_delta(_arithmetic(multi_model, factors.dtype), factors)
+    judged = judge(delta, by, a.to(torch.float64), b.to(torch.float64))
+    for part, on_device, actual, exact, allowed, ratio in (
+        (part_a, device_a, a, judged.exact_a, judged.allowed_a, judged.share_a),
+        (part_b, device_b, b, judged.exact_b, judged.allowed_b, judged.share_b),
     ):
-        tolerance = context.record.tolerance(stage=STAGE, layer=place, dtype=own.dtype)
+        tolerance = context.record.tolerance(stage=STAGE, layer=place, dtype=on_device.dtype)
         limit, measured = tolerance or allowed.contiguous(), measure_against_exact(actual, exact, tolerance)
+        if not tolerance:
+            measured = msgspec.structs.replace(measured, ratio=Real(ratio))
         context.record.computed(
             TensorRecord(STAGE, place, f"{kind}.{part}", rule=Rule.BOUND, status="measured"),
             actual,
-            digests=[digest(own)],
+            digests=[digest(on_device)],
             tolerance=tolerance,
             chunks=functools.partial(exact_chunks, actual, exact, limit),
-            found=measured if tolerance else msgspec.structs.replace(measured, ratio=Real(share)),
+            found=measured,
             ingredients={"exact": exact, "allowed": None if tolerance else allowed.contiguous()},
         )
-    right = passes(found.share_values)
+    is_right = passes(judged.share_values)
     context.record.fact(
         STAGE,
         place,
         f"{kind}.singular values",
-        status="within" if right else "outside",
-        share=found.share_values,
-        word=None if right else words.DIFFERS,
-        reason=None if right else "singular values differ from those of the combined deltas",
-        evidence={"values": found.values, "exact": found.exact_values, "is_cut_sure": found.is_cut_sure},
+        status="within" if is_right else "outside",
+        share=judged.share_values,
+        word=None if is_right else words.DIFFERS,
+        reason=None if is_right else "singular values differ from those of the combined deltas",
+        evidence={"values": judged.values, "exact": judged.exact_values, "is_cut_sure": judged.is_cut_sure},
     )
-    _record_orthonormal(several, kind, place, factors, found.share_orthonormal)
+    _record_orthonormal(multi_model, kind, place, factors, judged.share_orthonormal)
 
 
-def _record_orthonormal(several: MultiAdapterModel, kind: str, place: str, factors: LayerFactors, share: float) -> None:
-    right = passes(share)
-    several.context.record.fact(
+def _record_orthonormal(
+    multi_model: MultiAdapterModel, kind: str, place: str, factors: LayerFactors, ratio: float
+) -> None:
+    is_right = passes(ratio)
+    multi_model.context.record.fact(
         STAGE,
         place,
         f"{kind}.orthonormal",
-        status="within" if right else "outside",
-        share=share,
-        word=None if right else words.DIFFERS,
-        reason=None if right else f"rows of {factors.parts[0]} are not orthonormal",
+        status="within" if is_right else "outside",
+        share=ratio,
+        word=None if is_right else words.DIFFERS,
+        reason=None if is_right else f"rows of {factors.parts[0]} are not orthonormal",
     )
 
 
-def _arithmetic(several: MultiAdapterModel, dtype: torch.dtype) -> Arithmetic:
-    """Return how the device computes deltas in a dtype."""
-    device = several.context.device
+def _arithmetic(multi_model: MultiAdapterModel, dtype: torch.dtype) -> Arithmetic:
+    """Return the arithmetic of the device's deltas in a dtype."""
+    device = multi_model.context.device
     permitted = products_of(device)
     return Arithmetic.of(
         dtype,

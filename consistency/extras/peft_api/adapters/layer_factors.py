@@ -22,9 +22,9 @@ class LayerFactors:
     """The adapters that change one layer, as PEFT finds them in it."""
 
     parts: tuple[str, str]
-    """What the two factors are called, A first."""
+    """Names of the two factors in PEFT's layer, A first."""
     names: tuple[str, ...]
-    """Of these adapters."""
+    """Names of these adapters."""
     weights: tuple[float, ...]
     scalings: tuple[float, ...]
     """`weights`, `scalings`: the weight of each in the combination, and its scaling in this layer."""
@@ -53,42 +53,50 @@ class LayerFactors:
 
 
 def factors_of(
-    several: MultiAdapterModel, path: str, layer: Any, weights: Sequence[float], *, combined: str = ""
+    multi_model: MultiAdapterModel, path: str, layer: Any, weights: Sequence[float], *, combined: str = ""
 ) -> Iterator[LayerFactors]:
     """Yield the factors of a layer, as far as adapters, and the combination of that name, have them."""
     for pair in _PAIRS:
         (first, suffix), (second, _) = pair
-        held = getattr(layer, first, {})
-        present = [
-            (one, weight)
-            for one, weight in zip(several.names, weights, strict=True)
-            if f"{path}.{first}.{one}{suffix}" in several.expected[one] and one in held
-        ]
-        if not present or (combined and combined not in held):
+        factors_by_adapter = getattr(layer, first, {})
+        weight_of = {}
+        for name, weight in zip(multi_model.names, weights, strict=True):
+            is_in_file = f"{path}.{first}.{name}{suffix}" in multi_model.expected[name]
+            if is_in_file and name in factors_by_adapter:
+                weight_of[name] = weight
+        if not weight_of or (combined and combined not in factors_by_adapter):
             continue
-        own = [_parameter(layer, part, suffix, present[0][0]) for part, _ in pair]
-        if any(tensor.dtype not in UNIT_ROUNDOFF for tensor in own):
+        names = tuple(weight_of)
+        a, b = (_parameter(layer, part, suffix, names[0]) for part in (first, second))
+        if a.dtype not in UNIT_ROUNDOFF or b.dtype not in UNIT_ROUNDOFF:
             continue
+        combined_factors: tuple[torch.Tensor, ...] = ()
+        if combined:
+            combined_factors = tuple(_parameter(layer, part, suffix, combined) for part in (first, second))
         yield LayerFactors(
             parts=(first, second),
-            names=tuple(one for one, _ in present),
-            weights=tuple(weight for _, weight in present),
-            scalings=tuple(float(layer.scaling[one]) for one, _ in present),
-            a=tuple(_stored(several, path, first, one, suffix, own[0]) for one, _ in present),
-            b=tuple(_stored(several, path, second, one, suffix, own[1]) for one, _ in present),
-            dtype=own[0].dtype,
+            names=names,
+            weights=tuple(weight_of.values()),
+            scalings=tuple(float(layer.scaling[name]) for name in names),
+            a=tuple(_stored(multi_model, path, first, name, suffix, a.dtype) for name in names),
+            b=tuple(_stored(multi_model, path, second, name, suffix, b.dtype) for name in names),
+            dtype=a.dtype,
             is_transposed=not suffix or bool(getattr(layer, "fan_in_fan_out", False)),
-            combined=tuple(_parameter(layer, part, suffix, combined) for part, _ in pair) if combined else (),
+            combined=combined_factors,
         )
 
 
-def _parameter(layer: Any, part: str, suffix: str, name: str) -> torch.Tensor:
-    held = getattr(layer, part)[name]
-    found = (held.weight if suffix else held).detach()
-    assert isinstance(found, torch.Tensor)
-    return found
+def _parameter(layer: Any, part: str, suffix: str, adapter: str) -> torch.Tensor:
+    """Return a factor of an adapter in a layer; without a suffix PEFT holds the parameter itself, not a module."""
+    factor = getattr(layer, part)[adapter]
+    parameter = factor.weight if suffix else factor
+    assert isinstance(parameter, torch.Tensor)
+    return parameter.detach()
 
 
-def _stored(several: MultiAdapterModel, path: str, part: str, one: str, suffix: str, own: torch.Tensor) -> np.ndarray:
-    tensor = several.expected[one][f"{path}.{part}.{one}{suffix}"][1]
-    return tensor.to(own.dtype).to(torch.float64).numpy()
+def _stored(
+    multi_model: MultiAdapterModel, path: str, part: str, adapter: str, suffix: str, dtype: torch.dtype
+) -> np.ndarray:
+    """Return a factor of an adapter's file as a dtype stores it, in float64."""
+    _, tensor = multi_model.expected[adapter][f"{path}.{part}.{adapter}{suffix}"]
+    return tensor.to(dtype).to(torch.float64).numpy()

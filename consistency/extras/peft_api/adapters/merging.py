@@ -7,13 +7,14 @@ cycles of merge and unmerge leave of a weight is a figure: rounding moves it on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from consistency.capture.names import module_place
-from consistency.capture.records import TensorRecord
+from consistency.capture.records import RecordStatus, TensorRecord
 from consistency.case.stage import Level
 from consistency.extras.peft_api.adapters.multi_adapter_model import STAGE, MultiAdapterModel
 from consistency.extras.peft_api.adapters.spec import DRIFT
@@ -45,167 +46,202 @@ _ELEMENTS = 1 << 20
 """Elements whose drift is measured at a time: some 8 MiB for each of a few float64 arrays."""
 
 
-def merge(several: MultiAdapterModel) -> None:
+def merge(multi_model: MultiAdapterModel) -> None:
     """Merge the adapters into every layer that two of them change."""
-    without_form = without_drift = quantized = elements = 0
-    every = several.context.job.case.level is Level.THOROUGH
-    layers = list(adapted_layers(several.model))
+    without_form = without_drift = quantized = cycled_elements = 0
+    is_thorough = multi_model.context.job.case.level is Level.THOROUGH
+    layers = list(adapted_layers(multi_model.model))
     for done, (path, layer) in enumerate(layers):
         place = module_place(path)
-        several.context.events.step(f"merge, {place}", done, len(layers))
-        names = [name for name in several.names if any(p.startswith(f"{path}.") for p in several.expected[name])]
-        if len(names) < 2 or not several.context.record.wants(STAGE, place):
+        multi_model.context.events.step(f"merge, {place}", done, len(layers))
+        names = [name for name in multi_model.names if _changes_layer(multi_model, name, path)]
+        if len(names) < 2 or not multi_model.context.record.wants(STAGE, place):
             continue
-        found = [
-            low_rank_of(several.context.device, path, layer, several.expected[name], adapter=name) for name in names
-        ]
-        factors = [one for one in found if one is not None]
+        factors = []
+        for name in names:
+            low_rank = low_rank_of(multi_model.context.device, path, layer, multi_model.expected[name], adapter=name)
+            if low_rank is not None:
+                factors.append(low_rank)
         if has_quantized_weight(layer):
             quantized += 1
             continue
         if len(factors) < len(names) or weight_of(layer).dtype not in UNIT_ROUNDOFF:
             without_form += 1
             continue
-        drifts = every or elements < _MOST_ELEMENTS
+        is_cycled = is_thorough or cycled_elements < _MOST_ELEMENTS
         # half of the time of a merge is computing deltas, which are the same every time
         with torch.no_grad(), taking(layer, {name: layer.get_delta_weight(name) for name in names}):
-            _merge(several, path, layer, names, factors)
-            if drifts:
-                elements += weight_of(layer).numel()
-                _cycle(several, path, layer, names, factors)
-        without_drift += not drifts
+            _merge_layer(multi_model, path, layer, names, factors)
+            if is_cycled:
+                cycled_elements += weight_of(layer).numel()
+                _cycle(multi_model, path, layer, names, factors)
+        without_drift += not is_cycled
     if without_drift:
-        several.skipped("merge", MOVED, f"not measured in {without_drift} further layers: level thorough measures all")
+        multi_model.skipped(
+            "merge", MOVED, f"not measured in {without_drift} further layers: level thorough measures all"
+        )
     if quantized:
-        several.skipped(
+        multi_model.skipped(
             "merge",
             "quantized weights",
             f"several adapters are not merged into the quantized weights of {quantized} layers, which each merge "
             "quantizes again; the stage merged checks that with the first adapter",
         )
     if without_form:
-        several.skipped("merge", "merged weights", f"no closed form of several adapters in {without_form} layers")
-    several.check_bytes("merge")
+        multi_model.skipped("merge", "merged weights", f"no closed form of several adapters in {without_form} layers")
+    multi_model.check_bytes("merge")
 
 
-def _merge(several: MultiAdapterModel, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]) -> None:
+def _changes_layer(multi_model: MultiAdapterModel, adapter: str, path: str) -> bool:
+    return any(parameter.startswith(f"{path}.") for parameter in multi_model.expected[adapter])
+
+
+def _merge_layer(
+    multi_model: MultiAdapterModel, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]
+) -> None:
+    """Merge the adapters into one layer, at once and one after the other, and record both merged weights."""
     place = module_place(path)
-    before = several.context.expected_under(path, f"base_layer.{weight_name(layer)}")
-    before = weight_of(layer).to("cpu") if before is None else before
-    known: dict[str, Measure] = {}
-    for tensor in (AT_ONCE, IN_TURN):
+    before = multi_model.context.expected_under(path, f"base_layer.{weight_name(layer)}")
+    if before is None:
+        before = weight_of(layer).to("cpu")
+    measures: dict[str, Measure] = {}
+    merges = {AT_ONCE: [list(names)], IN_TURN: [[name] for name in names]}
+    for tensor, merged_names in merges.items():
         with restored(layer):
-            for chosen in [names] if tensor == AT_ONCE else [[name] for name in names]:
-                layer.merge(safe_merge=False, adapter_names=list(chosen))
+            for adapter_names in merged_names:
+                layer.merge(safe_merge=False, adapter_names=adapter_names)
             merged = weight_of(layer)
-        _record(several, place, tensor, merged, before, factors, known)
-        del merged
+        _record_merged(multi_model, place, tensor, merged, before, factors, measures)
+        del merged  # before the next merge makes another copy
 
 
-def _cycle(several: MultiAdapterModel, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]) -> None:
+def _cycle(
+    multi_model: MultiAdapterModel, path: str, layer: Any, names: Sequence[str], factors: Sequence[LowRank]
+) -> None:
+    """Merge and unmerge the adapters of one layer ten times, and record how far its weight has moved."""
     with restored(layer):
         for _ in range(CYCLES):
             layer.merge(safe_merge=False, adapter_names=list(names))
             layer.unmerge()
         after = weight_of(layer).to("cpu")
-    _record_drift(several, module_place(path), after, weight_of(layer).to("cpu"), factors)
+    _record_drift(multi_model, module_place(path), after, weight_of(layer).to("cpu"), factors)
 
 
-def _record(
-    several: MultiAdapterModel,
+def _record_merged(
+    multi_model: MultiAdapterModel,
     place: str,
     name: str,
     merged: torch.Tensor,
     before: torch.Tensor,
     factors: Sequence[LowRank],
-    known: dict[str, Measure],
+    measures: dict[str, Measure],
 ) -> None:
-    """Measure and record a merged weight; `known` has this layer's measures by digest, for equal bits have the same."""
-    record, here = several.context.record, digest(merged)
+    """Measure and record a merged weight.
+
+    `measures` has this layer's measures by the digest of the weight, since equal bits have the same measure.
+    """
+    record, merged_digest = multi_model.context.record, digest(merged)
     tolerance = record.tolerance(stage=STAGE, layer=place, dtype=merged.dtype)
-    roundings = 2 if any(one.rounds_delta for one in factors) else 1
+    roundings = 2 if any(low_rank.rounds_delta for low_rank in factors) else 1
     allowance = tolerance or merged_in_turn_allowance(
-        [_delta(one, merged) for one in factors], weight=merged.dtype, roundings=roundings
+        [_delta_allowance(low_rank, merged) for low_rank in factors], weight=merged.dtype, roundings=roundings
     )
-    product = _together(factors, before)
+    product = _base_and_deltas(factors, before)
     tested = LowRankTensor(actual=merged.to("cpu"), allowance=allowance, has_base=True)
-    if here.value not in known:
-        (known[here.value],) = measure_low_rank([tested], product)
-    found = known[here.value]
-    kept: dict[str, torch.Tensor] = {}
-    if found.ratio is not None and not passes(float(found.ratio)) and merged.nbytes <= KEEP_BYTES:
-        exact, size = _exact(factors, before)
-        kept = {"exact": exact}
+    if merged_digest.value not in measures:
+        (measures[merged_digest.value],) = measure_low_rank([tested], product)
+    measured = measures[merged_digest.value]
+    ingredients: dict[str, torch.Tensor] = {}
+    is_outside = measured.ratio is not None and not passes(float(measured.ratio))
+    if is_outside and merged.nbytes <= KEEP_BYTES:
+        exact, magnitude = _exact_merged(factors, before)
+        ingredients = {"exact": exact}
         if isinstance(allowance, Allowance):
-            kept["allowed"] = allowance.around(size, before.to(torch.float64))
+            ingredients["allowed"] = allowance.around(magnitude, before.to(torch.float64))
     record.computed(
         TensorRecord(STAGE, place, name, rule=Rule.BOUND, status="measured"),
         merged,
-        digests=[here],
-        found=found,
+        digests=[merged_digest],
+        found=measured,
         tolerance=tolerance,
         chunks=lambda: low_rank_chunks(tested, product),
-        ingredients=kept,
+        ingredients=ingredients,
     )
 
 
-def _exact(factors: Sequence[LowRank], before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _exact_merged(factors: Sequence[LowRank], before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the exact merged weight, and the sum of magnitudes in the product of each element."""
-    left = torch.cat([one.left.to(torch.float64) * one.scaling for one in factors], dim=1)
-    right = torch.cat([one.right.to(torch.float64) for one in factors], dim=0)
+    left, right = _side_by_side(factors)
     return before.to(torch.float64) + left @ right, left.abs() @ right.abs()
 
 
-def _delta(factors: LowRank, weight: torch.Tensor) -> Allowance:
-    found = allowance_of(factors, None, weight, roundings=0)
-    assert isinstance(found, Allowance)  # without a user's tolerance
-    return found
+def _side_by_side(factors: Sequence[LowRank]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors of all deltas as two matrices, whose product is the scaled sum of the deltas."""
+    left = torch.cat([low_rank.left.to(torch.float64) * low_rank.scaling for low_rank in factors], dim=1)
+    right = torch.cat([low_rank.right.to(torch.float64) for low_rank in factors], dim=0)
+    return left, right
 
 
-def _together(factors: Sequence[LowRank], before: torch.Tensor) -> LowRankProduct:
+def _delta_allowance(factors: LowRank, weight: torch.Tensor) -> Allowance:
+    """Return the error that is allowed in a delta itself, before it is added."""
+    allowance = allowance_of(factors, None, weight, roundings=0)
+    assert isinstance(allowance, Allowance)  # without a user's tolerance
+    return allowance
+
+
+def _base_and_deltas(factors: Sequence[LowRank], before: torch.Tensor) -> LowRankProduct:
     """Return the base and all deltas as one product: the factors side by side."""
-    left = torch.cat([one.left.to(torch.float64) * one.scaling for one in factors], dim=1)
-    right = torch.cat([one.right.to(torch.float64) for one in factors], dim=0)
+    left, right = _side_by_side(factors)
     return LowRankProduct(left=left, right=right, scaling=1.0, base=before)
 
 
 def _record_drift(
-    several: MultiAdapterModel, place: str, after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank]
+    multi_model: MultiAdapterModel, place: str, after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank]
 ) -> None:
-    found = measure(after, before)
-    allowance = cycles_allowance([_delta(one, after) for one in factors], weight=after.dtype, cycles=CYCLES)
-    share = _share(after, before, factors, allowance) if found.mismatched else 0.0
-    moved = not passes(share)
-    reason = f"{CYCLES} cycles of merge and unmerge move {place} by up to {found.max_abs:g}, which rounding cannot"
-    several.context.record.fact(
+    """Record how far cycles of merge and unmerge have moved a weight, against the rounding that they allow."""
+    difference = measure(after, before)
+    status: RecordStatus = "equal"
+    ratio, word, reason = 0.0, None, None
+    if difference.mismatched:
+        deltas = [_delta_allowance(low_rank, after) for low_rank in factors]
+        allowance = cycles_allowance(deltas, weight=after.dtype, cycles=CYCLES)
+        status, ratio = "within", _drift_ratio(after, before, factors, allowance)
+    if not passes(ratio):
+        status, word = "outside", DRIFT
+        reason = (
+            f"{CYCLES} cycles of merge and unmerge move {place} by up to {difference.max_abs:g}, which rounding cannot"
+        )
+    multi_model.context.record.fact(
         STAGE,
         place,
         MOVED,
-        status="outside" if moved else "within" if found.mismatched else "equal",
-        share=share,
-        word=DRIFT if moved else None,
-        reason=reason if moved else None,
+        status=status,
+        share=ratio,
+        word=word,
+        reason=reason,
         evidence={
             "cycles": CYCLES,
             "adapters": len(factors),
-            "max_abs": found.max_abs,
-            "max_ulp": found.max_ulp,
-            "elements_changed": found.mismatched,
-            "elements": found.elements,
+            "max_abs": difference.max_abs,
+            "max_ulp": difference.max_ulp,
+            "elements_changed": difference.mismatched,
+            "elements": difference.elements,
         },
     )
 
 
-def _share(after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank], allowance: Allowance) -> float:
-    """Return the largest drift over what is allowed for that element."""
-    left = torch.cat([one.left.to(torch.float64).abs() * abs(one.scaling) for one in factors], dim=1)
-    right = torch.cat([one.right.to(torch.float64).abs() for one in factors], dim=0)
+def _drift_ratio(after: torch.Tensor, before: torch.Tensor, factors: Sequence[LowRank], allowance: Allowance) -> float:
+    """Return the largest ratio of drift and allowance of an element; infinite where it is NaN."""
+    left = torch.cat([low_rank.left.to(torch.float64).abs() * abs(low_rank.scaling) for low_rank in factors], dim=1)
+    right = torch.cat([low_rank.right.to(torch.float64).abs() for low_rank in factors], dim=0)
     worst = 0.0
     step = max(1, _ELEMENTS // max(1, after.shape[1]))
     for row in range(0, after.shape[0], step):
-        part = slice(row, row + step)
-        exact = before[part].to(torch.float64)
-        allowed = allowance.around(left[part] @ right, exact)
-        share = measure_against_exact(after[part].contiguous(), exact, allowed).ratio
-        worst = max(worst, float("inf") if share is None or share != share else float(share))
+        rows = slice(row, row + step)
+        exact = before[rows].to(torch.float64)
+        allowed = allowance.around(left[rows] @ right, exact)
+        ratio = measure_against_exact(after[rows].contiguous(), exact, allowed).ratio
+        if ratio is None or math.isnan(ratio):
+            return math.inf
+        worst = max(worst, float(ratio))
     return worst

@@ -34,7 +34,7 @@ Digests = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiAdapterModel:
-    """A model with several adapters."""
+    """A model with several adapters, and the checks after each step that is taken with it."""
 
     context: Context
     model: Any
@@ -43,27 +43,28 @@ class MultiAdapterModel:
     inputs: dict[str, torch.Tensor] | None
     """None where the model does not run; no row is then written about results."""
     alone: Mapping[str, Digests]
-    """What the model gave with each adapter alone in it, by the adapter's name."""
+    """Results with each adapter alone in the model, by the adapter's name."""
     off: Digests
-    """What the base gave before any adapter was loaded."""
+    """Results of the base before any adapter was loaded."""
     changed: set[tuple[str, str]] = field(default_factory=set)
-    """What no longer holds its bytes, by adapter and name: each is reported after the step that changed it."""
+    """Adapter and name of each tensor that no longer holds its bytes: it is reported after the step that changed it."""
 
     @property
     def names(self) -> Sequence[str]:
         return tuple(self.expected)
 
     def fact(
-        self, step: str, what: str, reason: str | None = None, *, word: Word | None = None, **evidence: object
+        self, step: str, name: str, reason: str | None = None, *, word: Word | None = None, **evidence: object
     ) -> None:
-        """Record what holds after a step, or with a word what does not."""
+        """Record a condition after a step: it holds, or with a word it does not."""
         if self.context.record.wants(STAGE, step):
             status: RecordStatus = "equal" if word is None else "outside"
-            self.context.record.fact(STAGE, step, what, status=status, word=word, reason=reason, evidence=evidence)
+            self.context.record.fact(STAGE, step, name, status=status, word=word, reason=reason, evidence=evidence)
 
-    def skipped(self, step: str, what: str, reason: str) -> None:
+    def skipped(self, step: str, name: str, reason: str) -> None:
+        """Record that a condition after a step is not checked."""
         if self.context.record.wants(STAGE, step):
-            self.context.record.fact(STAGE, step, what, status="skipped", reason=reason)
+            self.context.record.fact(STAGE, step, name, status="skipped", reason=reason)
 
     def done(self, step: str) -> None:
         """Record that PEFT took a step, which is then expected of every worker."""
@@ -85,79 +86,82 @@ class MultiAdapterModel:
                 actual = state.get(parameter)
                 if actual is None or digest(actual).value != digest(tensor.to(actual.dtype)).value:
                     wrong.append(module_place(parameter))
-            self._bytes(step, name, wrong, tensors=len(self.expected[name]))
-        self._bytes(step, _BASE, list(self.context.changed_base()), tensors=len(self.context.base.tensors))
+            self._record_bytes(step, name, wrong, tensors=len(self.expected[name]))
+        self._record_bytes(step, _BASE, list(self.context.changed_base()), tensors=len(self.context.base.tensors))
 
-    def _bytes(self, step: str, name: str, wrong: Sequence[str], *, tensors: int) -> None:
-        new = [tensor for tensor in wrong if (name, tensor) not in self.changed]
-        self.changed.update((name, tensor) for tensor in new)
-        reason = f"{step} changes {_counted(new)} of {name}, which it has to leave as they were loaded"
+    def _record_bytes(self, step: str, owner: str, wrong: Sequence[str], *, tensors: int) -> None:
+        """Record the tensors of an adapter or of the base that this step has changed, and no earlier one."""
+        changed_here = [tensor for tensor in wrong if (owner, tensor) not in self.changed]
+        if not changed_here:
+            self.fact(step, f"bytes of {owner}", tensors=tensors)
+            return
+        self.changed.update((owner, tensor) for tensor in changed_here)
         self.fact(
             step,
-            f"bytes of {name}",
-            reason if new else None,
-            word=words.BYTES_CHANGED if new else None,
+            f"bytes of {owner}",
+            f"{step} changes {_counted(changed_here)} of {owner}, which it has to leave as they were loaded",
+            word=words.BYTES_CHANGED,
             tensors=tensors,
-            **({"changed": new[:_MOST_IN_EVIDENCE]} if new else {}),
+            changed=changed_here[:_MOST_IN_EVIDENCE],
         )
 
     def check_result(self, step: str, name: str = _BASE) -> None:
-        """Record whether the model gives, bit for bit, what it gave with one adapter alone in it, or with none.
+        """Record whether the results have the bits that they had with one adapter alone in the model, or with none.
 
         One device runs one program on the same numbers twice.
         """
         if self.inputs is None:
             return
-        what, wanted = f"of {name}", self.off if name == _BASE else self.alone[name]
+        row = f"results of {name}"
+        wanted = self.off if name == _BASE else self.alone[name]
         if any(owner in (name, _BASE) for owner, _ in self.changed):
-            self.skipped(step, f"results {what}", f"{name} no longer holds the bytes of its file")
+            self.skipped(step, row, f"{name} no longer holds the bytes of its file")
             return
-        found = results(self.model, self.inputs)
-        differing = [name for name, value in wanted.items() if found.get(name) != value]
+        digests = results(self.model, self.inputs)
+        differing = [result for result, digest_alone in wanted.items() if digests.get(result) != digest_alone]
+        if not differing:
+            self.fact(step, row, results=len(wanted))
+            return
         unordered = self.context.record.operations.ran()
-        if differing and unordered:
-            self.skipped(step, f"results {what}", f"torch has no deterministic version of {', '.join(unordered)}")
+        if unordered:
+            self.skipped(step, row, f"torch has no deterministic version of {', '.join(unordered)}")
             return
-        if differing and results(self.model, self.inputs) != found:
-            self.skipped(step, f"results {what}", "this device does not repeat its own results bit for bit")
+        if results(self.model, self.inputs) != digests:
+            self.skipped(step, row, "this device does not repeat its own results bit for bit")
             return
         alone = "before any adapter" if name == _BASE else "alone in the model"
-        reason = f"{_counted(differing, 'result')} {what} after {step} differ from those {what} {alone}"
-        self.fact(
-            step,
-            f"results {what}",
-            reason if differing else None,
-            word=OTHERS_INTERFERE if differing else None,
-            results=len(wanted),
-        )
+        reason = f"{_counted(differing, 'result')} of {name} after {step} differ from those of {name} {alone}"
+        self.fact(step, row, reason, word=OTHERS_INTERFERE, results=len(wanted))
 
     def check_active(self, step: str, names: Sequence[str]) -> None:
         """Record whether these adapters, and no other, are active in every layer."""
         layers = list(tuner_layers(self.model))
-        wrong = [
-            module_place(name)
-            for name, layer in layers
-            if list(layer.active_adapters) != list(names) or layer.disable_adapters
-        ]
+        wrong = []
+        for name, layer in layers:
+            if list(layer.active_adapters) != list(names) or layer.disable_adapters:
+                wrong.append(module_place(name))
+        if not wrong:
+            self.fact(step, "active adapters", layers=len(layers))
+            return
         reason = f"{_counted(wrong, 'layer')} with other active adapters than {' and '.join(names)} after {step}"
-        self.fact(
-            step,
-            "active adapters",
-            reason if wrong else None,
-            word=words.INACTIVE if wrong else None,
-            layers=len(layers),
-        )
+        self.fact(step, "active adapters", reason, word=words.INACTIVE, layers=len(layers))
 
     def check_deleted(self, step: str, name: str) -> None:
         """Record whether nothing of an adapter is left in the model."""
-        of_base = self.context.base.addresses()
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        its = [(key, tensor) for key, tensor in named if name in key.split(".") and tensor.numel()]
-        left = [module_place(key) for key, tensor in its if start_of(tensor) not in of_base]
+        base_addresses = self.context.base.addresses()
+        remaining = []
+        for key, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            is_named_so = name in key.split(".") and tensor.numel()
+            # a module of the base may have the adapter's name too
+            if is_named_so and start_of(tensor) not in base_addresses:
+                remaining.append(module_place(key))
         if name in self.model.peft_config:
-            left.append(f"peft_config[{name}]")
-        reason = f"delete_adapter leaves {_counted(left)} of {name} in the model" if left else None
-        self.fact(step, "deleted", reason, word=LEFT_BEHIND if left else None)
+            remaining.append(f"peft_config[{name}]")
+        if not remaining:
+            self.fact(step, "deleted")
+            return
+        reason = f"delete_adapter leaves {_counted(remaining)} of {name} in the model"
+        self.fact(step, "deleted", reason, word=LEFT_BEHIND)
 
     @contextmanager
     def active(self, *names: str) -> Iterator[None]:
@@ -177,6 +181,9 @@ def results(model: Any, inputs: dict[str, torch.Tensor]) -> Digests:
 
 
 def _counted(names: Sequence[str], noun: str = "tensor") -> str:
-    shown = ", ".join(names[:_MOST_NAMED])
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{len(names)} {noun}{'' if len(names) == 1 else 's'} ({shown}{more})"
+    """Return the number of names, with the first of them: `3 tensors (a, b and 1 more)`."""
+    first_names = ", ".join(names[:_MOST_NAMED])
+    if len(names) > _MOST_NAMED:
+        first_names += f" and {len(names) - _MOST_NAMED} more"
+    plural = "" if len(names) == 1 else "s"
+    return f"{len(names)} {noun}{plural} ({first_names})"

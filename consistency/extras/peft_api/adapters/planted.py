@@ -15,18 +15,20 @@ _HOLDERS = (torch.nn.ModuleDict, torch.nn.ParameterDict)
 
 def left_after_delete() -> Callable[[], None]:
     """Let one layer keep a parameter of an adapter that is deleted."""
-    hit: list[str] = []
+    adapters_kept: list[str] = []
 
     @instead(f"{_LAYER}.delete_adapter")
     def delete(real: Callable[..., None], layer: Any, adapter: str) -> None:
-        own = [getattr(layer, name) for name in layer.adapter_layer_names]
-        # the last one: of LoRA, B
-        held = next((one for one in reversed(own) if isinstance(one, _HOLDERS) and adapter in one), None)
-        kept = None if held is None or adapter in hit else held[adapter]
+        holders = [getattr(layer, name) for name in layer.adapter_layer_names]
+        holders = [holder for holder in holders if isinstance(holder, _HOLDERS) and adapter in holder]
+        if not holders or adapter in adapters_kept:
+            real(layer, adapter)
+            return
+        holder = holders[-1]  # the last one: of LoRA, B
+        parameter = holder[adapter]
         real(layer, adapter)
-        if held is not None and kept is not None:
-            hit.append(adapter)
-            held[adapter] = kept
+        adapters_kept.append(adapter)
+        holder[adapter] = parameter
 
     return delete()
 
@@ -69,11 +71,11 @@ def cut_short(factors: tuple[torch.Tensor, torch.Tensor]) -> None:
 @instead("peft.utils.hotswap:hotswap_adapter_from_state_dict")
 def leaves_one(real: Callable[..., None], *, model: Any, state_dict: dict[str, Any], **options: Any) -> None:
     name = sorted(name for name in state_dict if "lora_B" in name)[1]
-    held: torch.Tensor = model.get_parameter(name)
-    before = held.detach().clone()
+    parameter: torch.Tensor = model.get_parameter(name)
+    before = parameter.detach().clone()
     real(model=model, state_dict=state_dict, **options)
     with torch.no_grad():
-        held.copy_(before)
+        parameter.copy_(before)
 
 
 @instead("peft.tuners.lora.layer:Linear.unmerge")
@@ -83,4 +85,5 @@ def unmerge_off(real: Callable[..., None], layer: Any) -> None:
     real(layer)
     with torch.no_grad():
         weight = layer.get_base_layer().weight
-        weight += (0.5 if weight.itemsize == 2 else 0.001) * (weight - before)
+        factor = 0.5 if weight.itemsize == 2 else 0.001
+        weight += factor * (weight - before)

@@ -1,4 +1,4 @@
-"""What `magnitude_prune` and `ties` make of factors, by PEFT's own functions in float64; and how weighted sums round.
+"""Results of `magnitude_prune` and `ties`, by PEFT's own functions in float64; and the rounding of weighted sums.
 
 Both types keep the largest elements of each factor by magnitude, and `ties` then elects a sign for each element. Where
 elements are equally large at the limit, any of them may be kept, and the sign of a sum of three and more may depend on
@@ -50,21 +50,21 @@ def undetermined(kind: str, tensors: Sequence[np.ndarray]) -> str:
 
 
 def by_peft(kind: str, tensors: Sequence[np.ndarray], weights: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Return what PEFT makes of factors of one shape on the CPU in a dtype; `weights` has the share of each adapter."""
+    """Return PEFT's combination of factors of one shape, computed on the CPU in a dtype."""
     from peft.utils import merge_utils
 
-    given = [torch.from_numpy(tensor).to(dtype) for tensor in tensors]
-    combined: torch.Tensor = getattr(merge_utils, kind)(given, torch.tensor(weights), DENSITY)
+    factors = [torch.from_numpy(tensor).to(dtype) for tensor in tensors]
+    combined: torch.Tensor = getattr(merge_utils, kind)(factors, torch.tensor(weights), DENSITY)
     return combined
 
 
 def rounding_of(combine: Callable[[], torch.Tensor], exact: torch.Tensor, products: Products) -> RoundingError:
-    """Return the error that rounding makes in what `combine` computes; every element has one of its own."""
+    """Return the error that rounding makes in the result of `combine`; every element has an error of its own."""
 
     def errors(computed: Readable, _: Readable = exact) -> int:
         assert isinstance(computed, torch.Tensor)
         wrong = int(torch.count_nonzero(computed.to(torch.float64) - exact))
-        return wrong or exact.numel()  # of zeros, as an untrained factor's, every element is right
+        return wrong or exact.numel()  # every element is right where all are zeros, as in an untrained factor
 
     passes = cpu_error.passes_for(exact.numel())
     drawn = cpu_error.draw(products, passes, combine, lambda computed: {"factor": errors(computed)})
@@ -73,7 +73,8 @@ def rounding_of(combine: Callable[[], torch.Tensor], exact: torch.Tensor, produc
 
 def sum_of(by: Arithmetic, tensors: Sequence[np.ndarray], weights: Sequence[float]) -> Tracked:
     """Return the weighted sum of tensors, each product stored."""
-    terms = [(by.known(one) * weight_of(by, weight)).store() for one, weight in zip(tensors, weights, strict=True)]
+    pairs = zip(tensors, weights, strict=True)
+    terms = [(by.known(tensor) * weight_of(by, weight)).store() for tensor, weight in pairs]
     return functools.reduce(operator.add, terms).store()
 
 
@@ -83,8 +84,9 @@ def weight_of(by: Arithmetic, weight: float) -> Tracked:
 
 
 def added(terms: Sequence[Tracked], weights: Sequence[float]) -> Tracked:
-    """Return the weighted sum."""
-    return functools.reduce(operator.add, (t * weight_of(t.by, one) for t, one in zip(terms, weights, strict=True)))
+    """Return the weighted sum of terms, whose products are not stored."""
+    weighted = (term * weight_of(term.by, weight) for term, weight in zip(terms, weights, strict=True))
+    return functools.reduce(operator.add, weighted)
 
 
 def elected(terms: Sequence[Tracked], weights: Sequence[float]) -> Tracked:
@@ -93,20 +95,21 @@ def elected(terms: Sequence[Tracked], weights: Sequence[float]) -> Tracked:
     Where rounding may decide the sign of the sum, or of a term, each of the terms may be in the mean or not.
     """
     by = terms[0].by
-    size = sum(np.abs(term.value) for term in terms)
-    unsure = np.abs(sum(term.value for term in terms)) <= sum(term.error for term in terms) + gamma(
-        len(terms), by.unit
-    ) * np.asarray(size)
+    magnitude = sum(np.abs(term.value) for term in terms)
+    error_of_sum = sum(term.error for term in terms) + gamma(len(terms), by.unit) * np.asarray(magnitude)
+    is_unsure = np.abs(sum(term.value for term in terms)) <= error_of_sum
     for term in terms:
-        unsure |= (np.abs(term.value) <= term.error) & (term.error > 0)
+        is_unsure |= (np.abs(term.value) <= term.error) & (term.error > 0)
     majority = np.where(sum(term.value for term in terms) >= 0, 1.0, -1.0)
-    agree = [np.sign(term.value) == majority for term in terms]
-    mean_of = np.maximum(sum(one.astype(np.float64) for one in agree), 1.0)
-    mean = added([where(one, term) for term, one in zip(terms, agree, strict=True)], weights) / by.known(mean_of)
-    most = sum(abs(weight) * (np.abs(term.value) + term.error) for term, weight in zip(terms, weights, strict=True))
-    return Tracked(value=mean.value, error=np.where(unsure, np.abs(mean.value) + most, mean.error), by=by)
+    agrees = [np.sign(term.value) == majority for term in terms]
+    count = np.maximum(sum(mask.astype(np.float64) for mask in agrees), 1.0)
+    agreeing_terms = [where(mask, term) for term, mask in zip(terms, agrees, strict=True)]
+    mean = added(agreeing_terms, weights) / by.known(count)
+    # the largest mean of any choice of terms
+    largest = sum(abs(weight) * (np.abs(term.value) + term.error) for term, weight in zip(terms, weights, strict=True))
+    return Tracked(value=mean.value, error=np.where(is_unsure, np.abs(mean.value) + largest, mean.error), by=by)
 
 
 def where(kept: np.ndarray, term: Tracked) -> Tracked:
-    """Return what is kept of a tensor; the rest are zeros, without an error."""
+    """Return a tensor with the elements that a mask keeps; the others are zeros, without an error."""
     return term.moved(lambda values: np.where(kept, values, 0.0))

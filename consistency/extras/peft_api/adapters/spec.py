@@ -1,4 +1,4 @@
-"""Stage `adapters`: what it declares."""
+"""The declaration of the stage `adapters`."""
 
 from __future__ import annotations
 

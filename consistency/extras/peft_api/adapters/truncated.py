@@ -1,4 +1,4 @@
-r"""What `svd` makes of deltas: singular values and vectors, however close the values are.
+r"""Judge the result of `svd` on deltas: singular values and vectors, however close the values are.
 
 PEFT adds the weighted deltas to D, takes its singular value decomposition on the device, and keeps the largest r:
 :math:`B = U_r \Sigma_r` and :math:`A = V_r^T`. Vectors have no signs of their own, and where singular values are close,
@@ -43,15 +43,15 @@ _GROWTH = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """What a device computed, what it has to be near, and how near it is."""
+    """The exact values beside a device's factors, what their errors may be, and the ratios of the two."""
 
     exact_a: torch.Tensor
     exact_b: torch.Tensor
     """`exact_a`, `exact_b`: Float64: each factor as the other one and D determine it."""
     allowed_a: torch.Tensor
     allowed_b: torch.Tensor
-    """`allowed_a`, `allowed_b`: of each element, if the error were spread over the vector evenly: a vector outside has
-    an element outside."""
+    """`allowed_a`, `allowed_b`: allowed error of each element, if the error were spread over the vector evenly: then a
+    vector outside has an element outside."""
     share_a: float
     share_b: float
     share_values: float
@@ -90,18 +90,21 @@ def judge(delta: Tracked, by: Arithmetic, a: torch.Tensor, b: torch.Tensor) -> J
     matrix = torch.from_numpy(np.ascontiguousarray(delta.value))
     exact = torch.linalg.svdvals(matrix)
     exact = torch.nn.functional.pad(exact, (0, max(0, rank + 1 - len(exact))))[: rank + 1]
-    off = float(np.linalg.norm(delta.error))
+    delta_error = float(np.linalg.norm(delta.error))
     growth, stored, floor = _roundings(by, rank, max(matrix.shape))
-    allowed = by.shares * (off + (3 * growth + 2 * stored) * (float(exact[0]) + off) + floor)
+    allowed = by.shares * (delta_error + (3 * growth + 2 * stored) * (float(exact[0]) + delta_error) + floor)
+    # B holds the singular values as the lengths of its columns; the rows of A have length 1
     values = torch.linalg.vector_norm(b, dim=0)
     exact_b = matrix @ a.T
-    sure = values > 0
-    exact_a = torch.where(sure[:, None], (matrix.T @ b / torch.where(sure, values, 1.0).square()).T, a)
+    # a singular value of 0 determines no vector of A, so the device's own stands for it
+    is_determined = values > 0
+    divisors = torch.where(is_determined, values, 1.0)
+    exact_a = torch.where(is_determined[:, None], (matrix.T @ b / divisors.square()).T, a)
     errors_a = torch.linalg.vector_norm(exact_a - a, dim=1) * values
     return Judged(
         exact_a=exact_a,
         exact_b=exact_b,
-        allowed_a=(allowed / (torch.where(sure, values, 1.0) * math.sqrt(a.shape[1])))[:, None].expand_as(a),
+        allowed_a=(allowed / (divisors * math.sqrt(a.shape[1])))[:, None].expand_as(a),
         allowed_b=torch.full_like(b, allowed / math.sqrt(len(b))),
         share_a=_worst(errors_a / allowed),
         share_b=_worst(torch.linalg.vector_norm(exact_b - b, dim=0) / allowed),
@@ -114,7 +117,7 @@ def judge(delta: Tracked, by: Arithmetic, a: torch.Tensor, b: torch.Tensor) -> J
 
 
 def share_orthonormal(by: Arithmetic, a: torch.Tensor, longest: int) -> float:
-    """Return how far rows are from orthonormal ones, over what is allowed.
+    """Return the distance of rows from orthonormal ones, over what is allowed.
 
     Parameters
     ----------
@@ -131,7 +134,7 @@ def share_orthonormal(by: Arithmetic, a: torch.Tensor, longest: int) -> float:
 
 
 def _roundings(by: Arithmetic, rank: int, longest: int) -> tuple[float, float, float]:
-    """Return what a decomposition adds to an error, what storing its factors does, and the least error of a vector."""
+    """Return three errors: of the decomposition, of storing its factors, and the least one of a vector."""
     # the factor B is the product of vectors and a diagonal, and both factors are stored
     stored = by.stored + gamma(rank, by.product) + by.products.product_error
     floor = math.sqrt(longest) * (by.stored_floor + rank * (by.floor + 2 * by.products.smallest))
@@ -139,12 +142,13 @@ def _roundings(by: Arithmetic, rank: int, longest: int) -> tuple[float, float, f
 
 
 def _delta(by: Arithmetic, b: np.ndarray, a: np.ndarray, scaling: float) -> Tracked:
-    found = (by.known(b).matmul(by.known(a)).store() * by.constant(scaling)).store()
+    delta = (by.known(b).matmul(by.known(a)).store() * by.constant(scaling)).store()
     # products of zeros are zeros: subnormal results, which the bound allows for, cannot come of them
-    zero = np.abs(b) @ np.abs(a) == 0
-    return Tracked(value=found.value, error=np.where(zero, 0.0, found.error), by=by)
+    is_zero = np.abs(b) @ np.abs(a) == 0
+    return Tracked(value=delta.value, error=np.where(is_zero, 0.0, delta.error), by=by)
 
 
-def _worst(shares: torch.Tensor) -> float:
-    found = float(shares.max()) if shares.numel() else 0.0
-    return math.inf if found != found else found
+def _worst(ratios: torch.Tensor) -> float:
+    """Return the largest ratio; infinite where one is NaN."""
+    largest = float(ratios.max()) if ratios.numel() else 0.0
+    return math.inf if math.isnan(largest) else largest

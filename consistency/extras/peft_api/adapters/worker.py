@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from consistency.capture.names import WHOLE_MODEL, adapter_place
 from consistency.capture.records import TensorRecord
+from consistency.case.named_adapters import NamedAdapter
 from consistency.extras.peft_api.adapters.combining import combine
 from consistency.extras.peft_api.adapters.hotswap import hotswap
 from consistency.extras.peft_api.adapters.merging import merge
@@ -31,6 +32,7 @@ from consistency.worker.environment import release
 from consistency.worker.model.expected_adapter import expected_adapter, is_made_anew
 from consistency.worker.model.inputs import fixed_inputs
 from consistency.worker.model.loading import UNUSABLE, load_adapter
+from consistency.worker.model.low_rank import Expected
 from consistency.worker.model.running import model_code
 from consistency.worker.model.structure import Structure
 from consistency.worker.model.weight_files import WeightFiles
@@ -48,11 +50,11 @@ def run(context: Context) -> None:
         with warnings.catch_warnings():
             # that an adapter is merged over another, or is active when it is deleted, is meant here
             warnings.filterwarnings("ignore", category=UserWarning, module="peft")
-            several = _loaded(context)
-            _check_loaded(several)
+            multi_model = _load(context)
+            _check_loaded(multi_model)
             for done, (step, check) in enumerate(_STEPS.items()):
                 context.events.step(step, done, len(_STEPS))
-                _unless_refused(several, step, check)
+                _unless_refused(multi_model, step, check)
     finally:
         whole.restore()
 
@@ -67,10 +69,11 @@ def _require_several(context: Context) -> None:
         raise Skip(f"{rewrites}, so the others would be loaded onto another base")
 
 
-def _loaded(context: Context) -> MultiAdapterModel:
-    """Load each adapter alone, then all into one model."""
+def _load(context: Context) -> MultiAdapterModel:
+    """Load each adapter alone, for its results, then all into one model."""
     case, bare = context.job.case, context.bare
     assert bare is not None
+    autocast = context.job.autocast_adapter_dtype
     inputs, off, alone = _inputs(context), dict[str, str](), dict[str, Digests]()
     bare.restore()
     if inputs is not None:
@@ -80,30 +83,36 @@ def _loaded(context: Context) -> MultiAdapterModel:
         except Skip as skip:
             _no_results(context, str(skip))
             inputs = None
-    for done, one in enumerate(case.adapters):
-        context.events.step(f"{one.name} alone", done, len(case.adapters))
-        model: Any = load_adapter(context.base, case, instead=one, autocast=context.job.autocast_adapter_dtype).model
+    for done, adapter in enumerate(case.adapters):
+        context.events.step(f"{adapter.name} alone", done, len(case.adapters))
+        model: Any = load_adapter(context.base, case, instead=adapter, autocast=autocast).model
         if inputs is not None:
-            alone[one.name] = results(model, inputs)
+            alone[adapter.name] = results(model, inputs)
         del model
         bare.restore()
-    first, *others = case.adapters
-    model = load_adapter(context.base, case, instead=first, autocast=context.job.autocast_adapter_dtype).model
-    for one in others:
-        with model_code(context.device, f"PEFT does not load {one.name} beside {first.name}: ", kinds=UNUSABLE):
-            model.load_adapter(
-                one.path, adapter_name=one.name, autocast_adapter_dtype=context.job.autocast_adapter_dtype
-            )
+    first, *further = case.adapters
+    model = load_adapter(context.base, case, instead=first, autocast=autocast).model
+    for adapter in further:
+        with model_code(context.device, f"PEFT does not load {adapter.name} beside {first.name}: ", kinds=UNUSABLE):
+            model.load_adapter(adapter.path, adapter_name=adapter.name, autocast_adapter_dtype=autocast)
     if release("peft") < (0, 19):
         _load_again(context, model)
     model.eval()
-    state, expected = model.state_dict(keep_vars=True), {}
-    for one in case.adapters:
-        files = WeightFiles.of_adapter(one.path, allow_pickle=case.allow_pickle)
-        with model_code(context.device, f"PEFT does not load {one.name} again beside the others: ", kinds=(KeyError,)):
-            every = expected_adapter(model, files, one.name)
-        expected[one.name] = {name: its for name, its in every.items() if not is_made_anew(state, name, one.name)}
+    state = model.state_dict(keep_vars=True)
+    expected = {adapter.name: _expected_tensors(context, model, state, adapter) for adapter in case.adapters}
     return MultiAdapterModel(context=context, model=model, expected=expected, inputs=inputs, alone=alone, off=off)
+
+
+def _expected_tensors(context: Context, model: Any, state: dict[str, torch.Tensor], adapter: NamedAdapter) -> Expected:
+    """Return the tensors of an adapter's file by the names of the parameters that hold them.
+
+    Parameters that PEFT makes anew, without a tensor of the file, are left out.
+    """
+    files = WeightFiles.of_adapter(adapter.path, allow_pickle=context.job.case.allow_pickle)
+    message = f"PEFT does not load {adapter.name} again beside the others: "
+    with model_code(context.device, message, kinds=(KeyError,)):
+        tensors = expected_adapter(model, files, adapter.name)
+    return {name: tensor for name, tensor in tensors.items() if not is_made_anew(state, name, adapter.name)}
 
 
 def _load_again(context: Context, model: Any) -> None:
@@ -114,9 +123,9 @@ def _load_again(context: Context, model: Any) -> None:
     """
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    for one in context.job.case.adapters[1:]:
-        weights = load_peft_weights(one.path, device="cpu")
-        set_peft_model_state_dict(model, weights, adapter_name=one.name)
+    for adapter in context.job.case.adapters[1:]:
+        weights = load_peft_weights(adapter.path, device="cpu")
+        set_peft_model_state_dict(model, weights, adapter_name=adapter.name)
     half = sorted({name_of(p.dtype) for p in context.base.model.parameters() if p.dtype in _WIDENED})
     if half and context.job.autocast_adapter_dtype:
         reason = (
@@ -127,6 +136,7 @@ def _load_again(context: Context, model: Any) -> None:
 
 
 def _inputs(context: Context) -> dict[str, torch.Tensor] | None:
+    """Return the fixed inputs; None, with the reason recorded, where the model cannot be run on any."""
     inputs, reason = fixed_inputs(context.job.case, context.base.model)
     if inputs is not None and not reason and not inputs_fit(context, STAGE, inputs):
         reason = "ids or labels are past the end of a table"
@@ -140,10 +150,10 @@ def _no_results(context: Context, reason: str) -> None:
     context.record.fact(STAGE, WHOLE_MODEL, "results", status="skipped", reason=reason)
 
 
-def _check_loaded(several: MultiAdapterModel) -> None:
+def _check_loaded(multi_model: MultiAdapterModel) -> None:
     """Record every tensor of every adapter, side by side in one model, against its file."""
-    record, state = several.context.record, several.model.state_dict(keep_vars=True)
-    for name, expected in several.expected.items():
+    record, state = multi_model.context.record, multi_model.model.state_dict(keep_vars=True)
+    for name, expected in multi_model.expected.items():
         for parameter, (key, tensor) in expected.items():
             layer, part = adapter_place(key)
             if not record.wants(STAGE, layer):
@@ -164,45 +174,45 @@ def _check_loaded(several: MultiAdapterModel) -> None:
             record.moved(row, actual=actual, expected=tensor.to(actual.dtype))
 
 
-def _switch(several: MultiAdapterModel) -> None:
+def _switch(multi_model: MultiAdapterModel) -> None:
     """Let each adapter be active alone, the first one last, so that each replaces another."""
-    for name in (*several.names[1:], several.names[0]):
-        several.model.set_adapter(name)
+    for name in (*multi_model.names[1:], multi_model.names[0]):
+        multi_model.model.set_adapter(name)
         step = f"set_adapter({name})"
-        several.check_active(step, [name])
-        several.check_result(step, name)
-    several.check_bytes("set_adapter")
+        multi_model.check_active(step, [name])
+        multi_model.check_result(step, name)
+    multi_model.check_bytes("set_adapter")
 
 
-def _together(several: MultiAdapterModel) -> None:
+def _together(multi_model: MultiAdapterModel) -> None:
     """Let all adapters be active at once."""
-    with several.active(*several.names):
-        several.check_active("all active", several.names)
-        if several.inputs is not None:
-            results(several.model, several.inputs)
-    several.check_result("all active", several.names[0])
-    several.check_bytes("all active")
+    with multi_model.active(*multi_model.names):
+        multi_model.check_active("all active", multi_model.names)
+        if multi_model.inputs is not None:
+            results(multi_model.model, multi_model.inputs)
+    multi_model.check_result("all active", multi_model.names[0])
+    multi_model.check_bytes("all active")
 
 
-def _disable(several: MultiAdapterModel) -> None:
+def _disable(multi_model: MultiAdapterModel) -> None:
     """Disable all adapters, and enable them again."""
     step = "disable_adapter"
-    with several.model.disable_adapter():
-        several.check_result(step)
-    several.check_result(step, several.names[0])
-    several.check_bytes(step)
+    with multi_model.model.disable_adapter():
+        multi_model.check_result(step)
+    multi_model.check_result(step, multi_model.names[0])
+    multi_model.check_bytes(step)
 
 
-def _delete(several: MultiAdapterModel) -> None:
+def _delete(multi_model: MultiAdapterModel) -> None:
     """Delete one adapter after the other, the last but one active, until one is left."""
-    *deleted, last = several.names
+    *deleted, last = multi_model.names
     for number, name in enumerate(deleted, start=1):
         step = f"delete_adapter({name})"
-        several.model.delete_adapter(name)
-        several.check_deleted(step, name)
-        several.check_bytes(step, several.names[number:])
-    several.model.set_adapter(last)
-    several.check_result("delete_adapter", last)
+        multi_model.model.delete_adapter(name)
+        multi_model.check_deleted(step, name)
+        multi_model.check_bytes(step, multi_model.names[number:])
+    multi_model.model.set_adapter(last)
+    multi_model.check_result("delete_adapter", last)
 
 
 _STEPS: dict[str, Callable[[MultiAdapterModel], None]] = {
@@ -217,11 +227,12 @@ _STEPS: dict[str, Callable[[MultiAdapterModel], None]] = {
 """Every step by the name of its row where PEFT refuses it; the last one leaves no model for another."""
 
 
-def _unless_refused(several: MultiAdapterModel, step: str, check: Callable[[MultiAdapterModel], None]) -> None:
+def _unless_refused(multi_model: MultiAdapterModel, step: str, check: Callable[[MultiAdapterModel], None]) -> None:
+    """Take a step, and record it as taken, or as refused where PEFT does not do it."""
     prefix = "PEFT does not do this with these adapters: "
     try:
-        with model_code(several.context.device, prefix, kinds=(*UNUSABLE, NotImplementedError)), torch.no_grad():
-            check(several)
-        several.done(step)
+        with model_code(multi_model.context.device, prefix, kinds=(*UNUSABLE, NotImplementedError)), torch.no_grad():
+            check(multi_model)
+        multi_model.done(step)
     except Skip as refused:
-        several.refused(step, str(refused))
+        multi_model.refused(step, str(refused))

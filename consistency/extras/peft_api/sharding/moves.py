@@ -48,9 +48,9 @@ class Moves:
     by_host: bool = False
     """Whether every move is staged through the CPU."""
     count: int = 0
-    """How many tensors were moved and checked."""
+    """Number of tensors that were moved and checked."""
     devices: set[str] = field(default_factory=set)
-    """Where they were moved to."""
+    """Devices that they were moved to."""
 
     def move(self, name: str, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """Move an input to a device, and check it there."""
@@ -60,32 +60,52 @@ class Moves:
         return moved
 
     def look(self, name: str, before: Any, after: Any, *, where: str) -> None:
-        """Compare what arrived with what was sent; for an input of the model, with the copy on the CPU.
+        """Compare tensors before and after a move, also inside containers.
 
-        `where` is the module inside the model that it was moved for, empty for the model itself.
+        An input of the model is compared with its copy on the CPU.
+
+        Parameters
+        ----------
+        where : str
+            The module inside the model that the tensors were moved for, empty for the model itself.
+
+        Raises
+        ------
+        ChangedInTransferError
+            A tensor differs. All inputs of one mapping that differ are named in it.
         """
         if isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor):
             if before is not after:  # the same object: nothing moved
-                self._look_at(name, before, after, where)
+                self._compare(name, before, after, where)
         elif isinstance(before, Mapping) and isinstance(after, Mapping):
-            changes = []
-            for key in (key for key in before if key in after):
-                try:
-                    self.look(str(key), before[key], after[key], where=where)
-                except ChangedInTransferError as change:
-                    changes.append((str(key), change))
-            if changes:
-                first = changes[0][1]
-                others = [name for name, _ in changes[1:]]
-                if others:
-                    first.sentence += f"; so have {', '.join(others)}"
-                    first.evidence["also"] = others
-                raise first
+            self._look_in_mapping(before, after, where)
         elif isinstance(before, (tuple, list)) and isinstance(after, (tuple, list)):
-            for one, other in zip(before, after, strict=False):
-                self.look(name, one, other, where=where)
+            for item_before, item_after in zip(before, after, strict=False):
+                self.look(name, item_before, item_after, where=where)
 
-    def _look_at(self, name: str, before: torch.Tensor, after: torch.Tensor, where: str) -> None:
+    def _look_in_mapping(self, before: Mapping[Any, Any], after: Mapping[Any, Any], where: str) -> None:
+        changes = []
+        for key in before:
+            if key not in after:
+                continue
+            try:
+                self.look(str(key), before[key], after[key], where=where)
+            except ChangedInTransferError as change:
+                changes.append((str(key), change))
+        if not changes:
+            return
+        (_, first), *others = changes
+        if others:
+            names = [name for name, _ in others]
+            first.sentence += f"; so have {', '.join(names)}"
+            first.evidence["also"] = names
+        raise first
+
+    def _compare(self, name: str, before: torch.Tensor, after: torch.Tensor, where: str) -> None:
+        """Count a move, and raise ChangedInTransferError if it changed the tensor.
+
+        A tensor that is cast or reshaped on the way cannot be compared.
+        """
         self.count += 1
         self.devices.add(str(after.device))
         if before.shape != after.shape or before.dtype != after.dtype or not before.numel():
@@ -95,23 +115,27 @@ class Moves:
                 raise self._changed(CHANGED_ON_THE_WAY, name or "hidden states", before, after, where)
             return
         # inside the model a name may mean something else: a decoder calls its own ids `input_ids`
-        known = None if where else self.given.get(name)
-        sent = before if known is None or known.shape != before.shape or known.dtype != before.dtype else known
+        model_input = None if where else self.given.get(name)
+        sent = before
+        if model_input is not None and (model_input.shape, model_input.dtype) == (before.shape, before.dtype):
+            sent = model_input
         if not torch.equal(sent.to("cpu"), after.to("cpu")):
-            kinds = {LABELS: LABELS_CHANGED, **dict.fromkeys((*TOKEN_IDS, _IDS), words.IDS_CHANGED)}
-            raise self._changed(kinds.get(name, CHANGED_ON_THE_WAY), name or "integers", sent, after, where)
+            word_of_name = {LABELS: LABELS_CHANGED, **dict.fromkeys((*TOKEN_IDS, _IDS), words.IDS_CHANGED)}
+            word = word_of_name.get(name, CHANGED_ON_THE_WAY)
+            raise self._changed(word, name or "integers", sent, after, where)
 
     def _changed(
         self, word: Word, name: str, before: torch.Tensor, after: torch.Tensor, where: str
     ) -> ChangedInTransferError:
-        sent, came = before.detach().to("cpu"), after.detach().to("cpu")
-        differs = sent != came
+        """Return the error about a tensor that changed, with its first wrong element."""
+        sent, arrived = before.detach().to("cpu"), after.detach().to("cpu")
+        differs = sent != arrived
         if sent.is_floating_point():
-            differs &= ~(sent.isnan() & came.isnan())
-        what = {LABELS_CHANGED: "labels", words.IDS_CHANGED: "ids"}.get(word, name)
+            differs &= ~(sent.isnan() & arrived.isnan())
+        noun = {LABELS_CHANGED: "labels", words.IDS_CHANGED: "ids"}.get(word, name)
         staged = " through the host" if self.by_host else ""
         into = f", into {where}" if where else ""
-        sentence = f"{what} changed during transfer to device {after.device}{staged}{into}"
+        sentence = f"{noun} changed during transfer to device {after.device}{staged}{into}"
         evidence: dict[str, Any] = {
             "input": name,
             "from": str(before.device),
@@ -122,7 +146,7 @@ class Moves:
         }
         if evidence["wrong"]:  # else only signs of zeros or payloads of NaN differ
             first = tuple(int(i) for i in differs.nonzero()[0])
-            was, now = sent[first].item(), came[first].item()
+            was, now = sent[first].item(), arrived[first].item()
             sentence += f": {name}{list(first)} was {_shown(was)}, is {_shown(now)}"
             sentence += f"; {evidence['wrong']} of {sent.numel()} elements"
             evidence |= {"first": list(first), "was": _shown(was), "is": _shown(now)}
@@ -139,34 +163,39 @@ def watched(model: torch.nn.Module, moves: Moves) -> Iterator[Moves]:
     import accelerate.hooks as module
 
     hook = module.AlignDevicesHook
-    pre, post, send = hook.pre_forward, hook.post_forward, module.send_to_device
-    names = {id(part): name for name, part in model.named_modules()}
+    real_pre, real_post, real_send = hook.pre_forward, hook.post_forward, module.send_to_device
+    names = {id(submodule): name for name, submodule in model.named_modules()}
 
-    def before(self: Any, part: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        moved_args, moved_kwargs = pre(self, part, *args, **kwargs)
-        where = names.get(id(part), "")
+    def pre_forward(self: Any, submodule: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        moved_args, moved_kwargs = real_pre(self, submodule, *args, **kwargs)
+        where = names.get(id(submodule), "")
         # a table of embeddings takes its ids by position
-        name = _IDS if isinstance(part, torch.nn.Embedding) else ""
+        name = _IDS if isinstance(submodule, torch.nn.Embedding) else ""
         moves.look(name, args, moved_args, where=where)
         moves.look("", kwargs, moved_kwargs, where=where)
         return moved_args, moved_kwargs
 
-    def after(self: Any, part: torch.nn.Module, output: Any) -> Any:
-        moved = post(self, part, output)
-        moves.look("output", output, moved, where=f"what {names.get(id(part)) or 'the model'} returns")
+    def post_forward(self: Any, submodule: torch.nn.Module, output: Any) -> Any:
+        moved = real_post(self, submodule, output)
+        moves.look("output", output, moved, where=f"what {names.get(id(submodule)) or 'the model'} returns")
         return moved
 
-    def by_host(tensor: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-        return send(send(tensor, "cpu", *args, **kwargs), device, *args, **kwargs)
+    def send_by_host(tensor: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return real_send(real_send(tensor, "cpu", *args, **kwargs), device, *args, **kwargs)
 
-    hook.pre_forward, hook.post_forward = before, after
+    hook.pre_forward, hook.post_forward = pre_forward, post_forward
     if moves.by_host:
-        module.send_to_device = by_host
+        module.send_to_device = send_by_host
     try:
         with _watched_loss(model, moves):
             yield moves
     finally:
-        hook.pre_forward, hook.post_forward, module.send_to_device = pre, post, send
+        hook.pre_forward, hook.post_forward, module.send_to_device = real_pre, real_post, real_send
+
+
+def _are_on_two_devices(labels: Any, scores: Any) -> bool:
+    are_tensors = isinstance(labels, torch.Tensor) and isinstance(scores, torch.Tensor)
+    return are_tensors and labels.device != scores.device
 
 
 @contextmanager
@@ -179,11 +208,11 @@ def _watched_loss(model: Any, moves: Moves) -> Iterator[None]:
     real, kept = owner.loss_function, vars(owner).get("_loss_function")
 
     def loss(*args: Any, **kwargs: Any) -> Any:
-        scores = kwargs.get("logits", args[0] if args else None)
-        labels = kwargs.get(LABELS)
-        if isinstance(labels, torch.Tensor) and isinstance(scores, torch.Tensor) and labels.device != scores.device:
+        scores: Any = kwargs.get("logits", args[0] if args else None)
+        labels: Any = kwargs.get(LABELS)
+        if _are_on_two_devices(labels, scores):
             kwargs[LABELS] = moves.move(LABELS, labels, scores.device)
-        elif len(args) > 1 and all(isinstance(a, torch.Tensor) for a in args[:2]) and args[1].device != args[0].device:
+        elif len(args) > 1 and _are_on_two_devices(args[1], args[0]):  # logits and labels by position
             args = (args[0], moves.move(LABELS, args[1], args[0].device), *args[2:])
         return real(*args, **kwargs)
 

@@ -26,6 +26,6 @@ def an_added_token(real: Callable[..., Any], case: Any, model: Any) -> Any:
     """Use the id of a token that was added to a tokenizer, and to no table of embeddings."""
     inputs, reason = real(case, model)
     if inputs is not None:
-        ids = next(inputs[name] for name in TOKEN_IDS if name in inputs)  # of a model of speech, the decoder's
+        ids = next(inputs[name] for name in TOKEN_IDS if name in inputs)  # a model of speech has the decoder's alone
         ids[0, 5] = model.config.vocab_size + 3
     return inputs, reason

@@ -1,4 +1,4 @@
-"""Stage `sharding`: what it declares."""
+"""The declaration of the stage `sharding`."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import shutil
 from collections import Counter
@@ -64,7 +65,19 @@ Inputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The output of one forward pass, on the CPU; of one in which other bits are no fault, its blocks."""
+    """The output of one forward pass in one layout.
+
+    Attributes
+    ----------
+    tensors : dict
+        Logits and loss, on the CPU.
+    moves : Moves
+        The moves between shards that were checked.
+    places : dict
+        Devices by the names of modules, as accelerate lays them out.
+    blocks : _Blocks or None
+        The judged blocks, where other bits are there and are no fault; else None.
+    """
 
     tensors: dict[str, torch.Tensor]
     moves: Moves
@@ -74,7 +87,17 @@ class Answer:
 
 @dataclass(slots=True, kw_only=True)
 class _Blocks:
-    """The largest ratio of a layout's blocks, and the first that is outside; or the reason why there is none."""
+    """How the blocks of a layout were judged.
+
+    Attributes
+    ----------
+    ratio : float or None
+        The largest ratio of a block; None where no block was judged.
+    first : str or None
+        The first block that is outside.
+    reason : str
+        Why no block was judged, where none was.
+    """
 
     ratio: float | None = None
     first: str | None = None
@@ -95,93 +118,155 @@ def run(context: Context) -> None:
     if not inputs_fit(context, STAGE, inputs, every=True):
         return
     _require_room(context)
-    ways: list[Layout] = []
+    # the layouts follow from the loaded base, so they are known once the one device has it
+    layouts_to_check: list[Layout] = []
 
-    def alone() -> torch.nn.Module:
+    def load_on_one_device() -> torch.nn.Module:
         base = load_base(case, str(context.device))
-        ways.extend(layouts(case, context.device, base.model))  # before PEFT renames the modules
-        return base.model if case.adapter is None else load_adapter(base, case).model
+        layouts_to_check.extend(layouts(case, context.device, base.model))  # before PEFT renames the modules
+        if case.adapter is None:
+            return base.model
+        return load_adapter(base, case).model
 
-    pinned = _answer(context, Layout(name=PINNED, device_map={"": str(context.device)}), inputs, alone)
+    one_device = Layout(name=PINNED, device_map={"": str(context.device)})
+    pinned = _answer(context, one_device, inputs, load_on_one_device)
     if pinned is None:
         return
     folder = context.scratch / f"offload-{os.getpid()}"
-    for done, way in enumerate(ways):
-        context.events.step(way.name, done, len(ways))
-        found = _answer(context, way, inputs, functools.partial(load, case, way, context.device, folder), pinned)
+    for done, layout in enumerate(layouts_to_check):
+        context.events.step(layout.name, done, len(layouts_to_check))
+        load_in_layout = functools.partial(load, case, layout, context.device, folder)
+        answer = _answer(context, layout, inputs, load_in_layout, pinned)
         shutil.rmtree(folder, ignore_errors=True)
-        if found is not None:
-            _judge(context, way, found, pinned)
+        if answer is not None:
+            _judge(context, layout, answer, pinned)
 
 
 def _answer(
-    context: Context, way: Layout, inputs: Inputs, make: Callable[[], torch.nn.Module], pinned: Answer | None = None
+    context: Context, layout: Layout, inputs: Inputs, make: Callable[[], torch.nn.Module], pinned: Answer | None = None
 ) -> Answer | None:
-    """Load, run and release the model; record why there is no answer where there is none."""
-    moves = Moves(given=inputs, by_host=way.by_host)
+    """Load, run and release the model; record why there is no answer where there is none.
+
+    Parameters
+    ----------
+    make : callable
+        Loads the model in the layout.
+    pinned : Answer or None
+        The answer of the one device, which this one is compared with; None for that answer itself.
+    """
+    moves = Moves(given=inputs, by_host=layout.by_host)
     model = None
-
-    def record(word: Word | None, reason: str | None, evidence: Mapping[str, Any]) -> None:
-        context.record.fact(
-            STAGE,
-            way.name,
-            ON_THE_WAY,
-            status="outside" if word else "equal",
-            word=word,
-            reason=reason,
-            evidence={"moves": moves.count, "devices": sorted(moves.devices), **evidence},
-        )
-
     try:
         model = make()
-        laid_out = getattr(model, "hf_device_map", None) or getattr(base_of(model), "hf_device_map", None)
-        places = dict(laid_out or {"": str(context.device)})
-        if context.device.type != "cpu" and all(p.device.type == "cpu" for p in model.parameters()):
-            raise Skip("this layout puts the whole model on the CPU")
+        places = _places_of(context, model)
         with watched(model, moves):
-            moved = {name: moves.move(name, tensor, _door(model)) for name, tensor in inputs.items()}
+            moved = {name: moves.move(name, tensor, _input_device(model)) for name, tensor in inputs.items()}
             tensors = _outputs(model, moved)
         blocks = None
         if pinned is not None and not _promises_bits(context, places) and not _equal(tensors, pinned.tensors):
-            blocks = _by_blocks(context, way, model, inputs)
+            blocks = _judge_blocks(context, layout, model, inputs)
     except ChangedInTransferError as change:
-        record(change.word, change.sentence, change.evidence)
+        _record_moves(context, layout, moves, change.evidence, word=change.word, reason=change.sentence)
         return None
     except Skip as skip:
-        context.record.skipped(STAGE, str(skip), layer=way.name)
+        context.record.skipped(STAGE, str(skip), layer=layout.name)
         return None
     except Exception as error:  # model code of any kind, and three libraries under it, may raise anything
-        if is_kernel_assert(error):  # ids are within every table on the CPU, or the stage would have ended before
-            sentence = asserted(inputs, context.device, error)
-            if context_is_lost(error):
-                raise KernelAssertedError(sentence) from error  # the session records it
-            record(words.IDS_CHANGED, sentence, {"inputs": sorted(inputs)})
-        elif is_out_of_memory(error) and computes(context.device):
-            context.record.skipped(STAGE, "no memory for another copy of the model", layer=way.name)
-        elif is_of_the_device(error, context.device):
-            if way.name == PINNED or not computes(context.device):
-                raise
-            reason = f"a device of this layout fails, whose own worker says what it means: {first_line(error)}"
-            context.record.fact(STAGE, way.name, ON_THE_WAY, status="blocked", reason=reason)
-        elif way.own:
-            raise InputError(
-                "the model cannot be laid out by this device map",
-                where=context.job.case.device_map,
-                got=first_line(error),
-            ) from error
-        elif way.name == PINNED:
-            context.record.skipped(STAGE, f"the model does not run on the inputs: {first_line(error)}", layer=way.name)
-        elif model is None or way.offloads:
-            context.record.skipped(STAGE, f"the model cannot use this layout: {first_line(error)}", layer=way.name)
-        else:
-            reason = f"the model does not run in this layout, and does on one device: {first_line(error)}"
-            record(words.DOES_NOT_RUN, reason, {})
+        _record_failure(context, layout, moves, error, is_loaded=model is not None)
         return None
     finally:
         model = None
         gc.collect()  # hooks and modules hold each other
-    record(None, None, {"places": dict(Counter(map(str, places.values())))})
+    _record_moves(context, layout, moves, {"places": dict(Counter(map(str, places.values())))})
     return Answer(tensors=tensors, moves=moves, places=places, blocks=blocks)
+
+
+def _places_of(context: Context, model: torch.nn.Module) -> dict[str, Any]:
+    """Return the devices of a model's modules, by their names.
+
+    Raises
+    ------
+    Skip
+        The whole model is on the CPU, though the worker's device is another.
+    """
+    laid_out = getattr(model, "hf_device_map", None) or getattr(base_of(model), "hf_device_map", None)
+    places = dict(laid_out or {"": str(context.device)})
+    if context.device.type != "cpu" and all(p.device.type == "cpu" for p in model.parameters()):
+        raise Skip("this layout puts the whole model on the CPU")
+    return places
+
+
+def _record_moves(
+    context: Context,
+    layout: Layout,
+    moves: Moves,
+    evidence: Mapping[str, Any],
+    *,
+    word: Word | None = None,
+    reason: str | None = None,
+) -> None:
+    """Record what moved between the shards of a layout; `word` is None where everything arrived as it was sent."""
+    context.record.fact(
+        STAGE,
+        layout.name,
+        ON_THE_WAY,
+        status="outside" if word else "equal",
+        word=word,
+        reason=reason,
+        evidence={"moves": moves.count, "devices": sorted(moves.devices), **evidence},
+    )
+
+
+def _record_failure(context: Context, layout: Layout, moves: Moves, error: Exception, *, is_loaded: bool) -> None:
+    """Record why a layout has no answer: what the exception says of the device, the layout or the model.
+
+    Raises
+    ------
+    KernelAssertedError
+        A kernel asserted, and the device's context is lost.
+    InputError
+        The device map is the user's own, and the model cannot be laid out by it.
+    """
+    if is_kernel_assert(error):  # ids are within every table on the CPU, or the stage would have ended before
+        sentence = asserted(moves.given, context.device, error)
+        if context_is_lost(error):
+            raise KernelAssertedError(sentence) from error  # the session records it
+        evidence = {"inputs": sorted(moves.given)}
+        _record_moves(context, layout, moves, evidence, word=words.IDS_CHANGED, reason=sentence)
+    elif is_out_of_memory(error) and computes(context.device):
+        context.record.skipped(STAGE, "no memory for another copy of the model", layer=layout.name)
+    elif is_of_the_device(error, context.device):
+        if layout.name == PINNED or not computes(context.device):
+            raise error
+        # the worker's own device still computes, so it is another device of the layout
+        reason = f"a device of this layout fails, whose own worker says what it means: {first_line(error)}"
+        context.record.fact(STAGE, layout.name, ON_THE_WAY, status="blocked", reason=reason)
+    else:
+        _record_failure_of_model(context, layout, moves, error, is_loaded=is_loaded)
+
+
+def _record_failure_of_model(
+    context: Context, layout: Layout, moves: Moves, error: Exception, *, is_loaded: bool
+) -> None:
+    """Record a failure that is no device's: of a layout that cannot be used, or of a model that does not run in it.
+
+    Raises
+    ------
+    InputError
+        The device map is the user's own.
+    """
+    message = first_line(error)
+    if layout.own:
+        raise InputError(
+            "the model cannot be laid out by this device map", where=context.job.case.device_map, got=message
+        ) from error
+    if layout.name == PINNED:
+        context.record.skipped(STAGE, f"the model does not run on the inputs: {message}", layer=layout.name)
+    elif not is_loaded or layout.offloads:
+        context.record.skipped(STAGE, f"the model cannot use this layout: {message}", layer=layout.name)
+    else:
+        reason = f"the model does not run in this layout, and does on one device: {message}"
+        _record_moves(context, layout, moves, {}, word=words.DOES_NOT_RUN, reason=reason)
 
 
 def _promises_bits(context: Context, places: Mapping[str, Any]) -> bool:
@@ -190,11 +275,11 @@ def _promises_bits(context: Context, places: Mapping[str, Any]) -> bool:
 
 
 def _equal(tensors: Inputs, expected: Inputs) -> bool:
-    return all(name in tensors and digest(tensors[name]) == digest(one) for name, one in expected.items())
+    return all(name in tensors and digest(tensors[name]) == digest(wanted) for name, wanted in expected.items())
 
 
-def _by_blocks(context: Context, way: Layout, model: torch.nn.Module, inputs: Inputs) -> _Blocks:
-    """Run the blocks of a layout on what the stage `forward` gives them, and judge their results."""
+def _judge_blocks(context: Context, layout: Layout, model: torch.nn.Module, inputs: Inputs) -> _Blocks:
+    """Run the blocks of a layout on the block inputs of the stage `forward`, and judge their results."""
     if standard.FORWARD not in context.job.case.stages:
         return _Blocks(reason="differs bitwise; the stage forward, whose float64 results judge it, is not run")
     reference = wait_for(context.scratch, context.events)
@@ -206,88 +291,124 @@ def _by_blocks(context: Context, way: Layout, model: torch.nn.Module, inputs: In
         model,
         cpu_error.products_on(context.model, context.device),
     )
-    found = _Blocks()
+    blocks = _Blocks()
 
     def take(place: ResultPlace, result: torch.Tensor) -> None:
-        own = result.detach().to("cpu")
-        ratio = block_ratio(context, STAGE, place.layer, own, reference, f"{mode}::{place}")
-        if ratio is not None:
-            found.ratio = ratio if found.ratio is None else max(found.ratio, ratio, key=lambda one: (one != one, one))
-            found.first = found.first or (None if passes(ratio) else place.layer)
+        on_host = result.detach().to("cpu")
+        ratio = block_ratio(context, STAGE, place.layer, on_host, reference, f"{mode}::{place}")
+        if ratio is None:
+            return
+        is_largest = blocks.ratio is None or _is_worse(ratio, blocks.ratio)
+        if is_largest:
+            blocks.ratio = ratio
+        if blocks.first is None and not passes(ratio):
+            blocks.first = place.layer
 
     with deciding(replay.watch_if_any(mode), gradient=False, places=replay.places):
         run_by_blocks(model, inputs, functools.partial(reference.given, mode), take, began=context.events.block)
-    record_flips(context, STAGE, replay.flips, mode=way.name)
-    return found if replay.was_complete(mode) else _Blocks(reason=NOT_REPLAYED)
+    record_flips(context, STAGE, replay.flips, mode=layout.name)
+    if not replay.was_complete(mode):
+        return _Blocks(reason=NOT_REPLAYED)
+    return blocks
 
 
-def _judge(context: Context, way: Layout, found: Answer, pinned: Answer) -> None:
+def _is_worse(ratio: float, other: float) -> bool:
+    """Report whether a ratio is larger than another; NaN is larger than any number."""
+    return (math.isnan(ratio), ratio) > (math.isnan(other), other)
+
+
+def _judge(context: Context, layout: Layout, answer: Answer, pinned: Answer) -> None:
+    """Record how logits and loss of a layout compare with those of the one device."""
     for name, expected in pinned.tensors.items():
-        actual = found.tensors.get(name)
-        status: RecordStatus = "outside"
-        word: Word | None = OTHER_ANSWER
-        share = None
+        actual = answer.tensors.get(name)
         if actual is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
-            word = words.SHAPE
-            evidence: dict[str, Any] = {"got": None if actual is None else [name_of(actual.dtype), *actual.shape]}
+            shape = None if actual is None else [name_of(actual.dtype), *actual.shape]
+            _record_tensor(context, layout, name, {"got": shape}, status="outside", word=words.SHAPE)
         elif digest(actual).value == digest(expected).value:
-            status, word, evidence = "equal", None, {}
+            _record_tensor(context, layout, name, {}, status="equal", word=None)
         else:
-            evidence = _difference(actual, expected)
-            if found.blocks is not None:
-                share = found.blocks.ratio
-                if share is None or name == LOSS:
-                    reason = found.blocks.reason if share is None else LOSS_FOLLOWS
-                    context.record.skipped(STAGE, reason, name, layer=way.name)
-                    continue
-                if passes(share):
-                    status, word = "within", words.ACCUMULATION_ORDER
-                else:
-                    evidence["first"] = found.blocks.first
-        context.record.fact(
-            STAGE,
-            way.name,
-            name,
-            status=status,
-            word=word,
-            share=share,
-            evidence={"reference": PINNED, **evidence},
-        )
+            _judge_difference(context, layout, name, _difference(actual, expected), answer.blocks)
+
+
+def _judge_difference(
+    context: Context, layout: Layout, name: str, evidence: dict[str, Any], blocks: _Blocks | None
+) -> None:
+    """Record a tensor that has other bits than on the one device: a fault, or what the blocks allow."""
+    if blocks is None:  # the layout promises the bits of the one device
+        _record_tensor(context, layout, name, evidence, status="outside", word=OTHER_ANSWER)
+    elif blocks.ratio is None:
+        context.record.skipped(STAGE, blocks.reason, name, layer=layout.name)
+    elif name == LOSS:  # no block's result: it follows from the logits
+        context.record.skipped(STAGE, LOSS_FOLLOWS, name, layer=layout.name)
+    elif passes(blocks.ratio):
+        word = words.ACCUMULATION_ORDER
+        _record_tensor(context, layout, name, evidence, status="within", word=word, ratio=blocks.ratio)
+    else:
+        evidence["first"] = blocks.first
+        _record_tensor(context, layout, name, evidence, status="outside", word=OTHER_ANSWER, ratio=blocks.ratio)
+
+
+def _record_tensor(
+    context: Context,
+    layout: Layout,
+    name: str,
+    evidence: Mapping[str, Any],
+    *,
+    status: RecordStatus,
+    word: Word | None,
+    ratio: float | None = None,
+) -> None:
+    context.record.fact(
+        STAGE,
+        layout.name,
+        name,
+        status=status,
+        word=word,
+        share=ratio,
+        evidence={"reference": PINNED, **evidence},
+    )
 
 
 def _difference(actual: torch.Tensor, expected: torch.Tensor) -> dict[str, Any]:
-    found = measure(actual, expected)
+    """Return the figures of a difference, as evidence."""
+    difference = measure(actual, expected)
+    worst_index = difference.worst_index
     return {
-        "mismatched": found.mismatched,
+        "mismatched": difference.mismatched,
         "elements": actual.numel(),
-        "max_abs": float(found.max_abs),
-        "worst_index": None if found.worst_index is None else list(found.worst_index),
+        "max_abs": float(difference.max_abs),
+        "worst_index": None if worst_index is None else list(worst_index),
     }
 
 
 def _outputs(model: torch.nn.Module, inputs: Inputs) -> Inputs:
-    """Run the model; return the loss and every other tensor of its output on the CPU."""
-    options = {"return_dict": True, **({"use_cache": False} if hasattr(_config(model), "use_cache") else {})}
+    """Run the model; return logits and loss, on the CPU."""
+    options = {"return_dict": True}
+    if hasattr(getattr(base_of(model), "config", None), "use_cache"):
+        options["use_cache"] = False
     with torch.no_grad():
         output = model(**inputs, **options)
-    return {
-        name: value.detach().to("cpu")
-        for name, value in dict(output).items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and name in (LOSS, "logits")
-    }
+    tensors = {}
+    for name, value in dict(output).items():
+        is_compared = name in (LOSS, "logits")
+        if is_compared and isinstance(value, torch.Tensor) and value.is_floating_point():
+            tensors[name] = value.detach().to("cpu")
+    return tensors
 
 
-def _door(model: torch.nn.Module) -> torch.device:
-    """Return the device that a user would put the inputs on: that of the first parameter."""
+def _input_device(model: torch.nn.Module) -> torch.device:
+    """Return the device that a user would put the inputs on: the one of the first parameter."""
     return next(p for p in model.parameters() if not p.is_meta).device
 
 
-def _config(model: Any) -> Any:
-    return getattr(base_of(model), "config", None)
-
-
 def _require_room(context: Context) -> None:
-    """Require memory for another copy of the base besides the one that the other stages hold."""
+    """Require memory for another copy of the base besides the one that the other stages hold.
+
+    Raises
+    ------
+    Skip
+        The host, its disk or the device has no room for it.
+    """
     wanted = int(_ROOM * sum(t.nbytes for t in context.base.tensors.values()))
     on_disk = shutil.disk_usage(context.scratch).free
     for where, free in (("memory", available_bytes()), (f"the disk at {context.scratch}", on_disk)):

@@ -1,4 +1,4 @@
-"""Compare a wrapped model with the plain one: what PEFT and trainers find, and what is held in memory."""
+"""Compare a wrapped model with the plain one: layers and attributes that PEFT and trainers find, and memory."""
 
 from __future__ import annotations
 
@@ -99,55 +99,62 @@ class _Check:
             self._check_step(config, inputs)
         else:
             self.skipped["training_step"] = "not requested"
-        found = tuple(self.findings)
-        return WrapperReport(findings=found, prefix=self.prefix, figures=self.figures, skipped=self.skipped)
+        findings = tuple(self.findings)
+        return WrapperReport(findings=findings, prefix=self.prefix, figures=self.figures, skipped=self.skipped)
 
-    def _add(self, check: str, kind: Word, what: str, *, where: str, got: Any, wanted: Any, hint: str) -> None:
-        found = WrapperFinding(
-            check=check, kind=kind, what=what, where=where, got=str(got), wanted=str(wanted), hint=hint
+    def _add(self, check: str, kind: Word, sentence: str, *, where: str, got: Any, wanted: Any, hint: str) -> None:
+        finding = WrapperFinding(
+            check=check, kind=kind, what=sentence, where=where, got=str(got), wanted=str(wanted), hint=hint
         )
-        self.findings.append(found)
+        self.findings.append(finding)
 
     def _raise_if_of_the_device(self, error: Exception) -> None:
         if is_of_the_device(error, device_of(self.plain)):
             raise error
 
     def _check_storages(self) -> None:
+        """Compare the storages that both models keep alive: their bytes, and the dtypes of their tensors."""
         wrapped, plain = Held.by(self.wrapped), Held.by(self.plain)
-        twice = held_twice(wrapped, plain)
-        if twice:
-            size = sum(wrapped.tensors[other].untyped_storage().nbytes() for _, other in twice)
-            one, other = twice[0]
+        copies = held_twice(wrapped, plain)
+        if copies:
+            size = sum(wrapped.tensors[copy_name].untyped_storage().nbytes() for _, copy_name in copies)
+            name, copy_name = copies[0]
             self._add(
                 "storages",
                 HELD_TWICE,
-                f"{len(twice)} storages are held twice: {size} bytes",
-                where=f"{other} is a copy of {one}",
+                f"{len(copies)} storages are held twice: {size} bytes",
+                where=f"{copy_name} is a copy of {name}",
                 got=f"{wrapped.nbytes} bytes",
                 wanted=f"{plain.nbytes} bytes",
                 hint="keep the model itself, not a copy of it or of its weights",
             )
         self.figures["storages"] = {"bytes": wrapped.nbytes, "bytes_plain": plain.nbytes}
-        pairs = [(name, wrapped.tensors.get(f"{self.prefix or ''}{name}"), t) for name, t in plain.tensors.items()]
-        changed = [(name, got, wanted) for name, got, wanted in pairs if got is not None and got.dtype != wanted.dtype]
+        self._check_dtypes(wrapped, plain)
+
+    def _check_dtypes(self, wrapped: Held, plain: Held) -> None:
+        changed = []
+        for name, wanted in plain.tensors.items():
+            got = wrapped.tensors.get(f"{self.prefix or ''}{name}")
+            if got is not None and got.dtype != wanted.dtype:
+                changed.append((name, got.dtype, wanted.dtype))
         if changed:
-            name, got, wanted = changed[0]
+            name, got_dtype, wanted_dtype = changed[0]
             self._add(
                 "dtypes",
                 words.DTYPE,
                 f"{len(changed)} tensors change dtype through the wrapper",
                 where=name,
-                got=name_of(got.dtype),
-                wanted=name_of(wanted.dtype),
+                got=name_of(got_dtype),
+                wanted=name_of(wanted_dtype),
                 hint="wrap the model as it was loaded; `.to`, `.half` and `.float` on it undo a quantization",
             )
         self.figures["dtypes"] = {"bytes": wrapped.bytes_by_dtype, "bytes_plain": plain.bytes_by_dtype}
 
     def _check_layers(self, adapter: Any) -> Any:
         """Compare the layers that PEFT puts an adapter on; return the adapter's config, None where there is none."""
-        here = adapted_layers(self.plain, "")
-        if here:
-            self._compare_layers(adapted_layers(self.wrapped, self.prefix or ""), here)
+        adapted_already = adapted_layers(self.plain, "")
+        if adapted_already:
+            self._compare_layers(adapted_layers(self.wrapped, self.prefix or ""), adapted_already)
             return None
         try:
             config, plain = _on_plain(self.plain, adapter)
@@ -157,20 +164,16 @@ class _Check:
             self.skipped["adapter_layers"] = f"PEFT cannot adapt the plain model: {first_line(error)}"
             return None
         try:
-            found, refused = inject(self.wrapped, config), None
-            layers = adapted_layers(found, f"base_model.model.{self.prefix or ''}")
+            layers = adapted_layers(inject(self.wrapped, config), f"base_model.model.{self.prefix or ''}")
         except Exception as error:
             self._raise_if_of_the_device(error)
-            # what PEFT finds through the wrapper where the layers are given by name
-            anyway = _try(lambda: inject_anyway(self.wrapped, resolved))
-            refused, layers = first_line(error), {} if anyway is None else adapted_layers(anyway, self.prefix or "")
-        if refused is not None:
+            layers = self._layers_by_name(resolved)
             self._add(
                 "adapter_layers",
                 LAYERS_MISSED,
                 "get_peft_model rejects the wrapped model",
                 where="get_peft_model",
-                got=refused,
+                got=first_line(error),
                 wanted=f"{len(wanted)} adapted layers",
                 hint=HINT,
             )
@@ -178,9 +181,17 @@ class _Check:
         self._check_preparation()
         return resolved
 
-    def _compare_layers(self, found: Layers, wanted: Layers) -> None:
-        self.figures["adapter_layers"] = {"layers": len(found), "layers_plain": len(wanted)}
-        missed = [name for name in wanted if name not in found]
+    def _layers_by_name(self, resolved: Any) -> Layers:
+        """Return the layers that PEFT finds through the wrapper where it is given their names; none if it fails."""
+        adapted = _try(lambda: inject_anyway(self.wrapped, resolved))
+        if adapted is None:
+            return {}
+        return adapted_layers(adapted, self.prefix or "")
+
+    def _compare_layers(self, layers: Layers, wanted: Layers) -> None:
+        """Compare the layers that PEFT adapts through the wrapper with those of the plain model."""
+        self.figures["adapter_layers"] = {"layers": len(layers), "layers_plain": len(wanted)}
+        missed = [name for name in wanted if name not in layers]
         if missed:
             self._add(
                 "adapter_layers",
@@ -191,25 +202,25 @@ class _Check:
                 wanted=len(wanted),
                 hint=HINT,
             )
-        other = [name for name in wanted if name in found and found[name] != wanted[name]]
-        if other:
+        of_other_kind = [name for name in wanted if name in layers and layers[name] != wanted[name]]
+        if of_other_kind:
             self._add(
                 "adapter_layers",
                 LAYERS_MISSED,
-                f"{len(other)} of {len(wanted)} adapted layers are of a different kind through the wrapper",
-                where=some(other, _MOST_NAMED),
-                got=_layer(found[other[0]]),
-                wanted=_layer(wanted[other[0]]),
+                f"{len(of_other_kind)} of {len(wanted)} adapted layers are of a different kind through the wrapper",
+                where=some(of_other_kind, _MOST_NAMED),
+                got=_layer_words(layers[of_other_kind[0]]),
+                wanted=_layer_words(wanted[of_other_kind[0]]),
                 hint=HINT,
             )
-        more = [name for name in found if name not in wanted]
-        if more:
+        unexpected = [name for name in layers if name not in wanted]
+        if unexpected:
             self._add(
                 "adapter_layers",
                 LAYERS_MISSED,
-                f"PEFT adapts {len(more)} layers that do not belong to the model",
-                where=some(more, _MOST_NAMED),
-                got=len(found),
+                f"PEFT adapts {len(unexpected)} layers that do not belong to the model",
+                where=some(unexpected, _MOST_NAMED),
+                got=len(layers),
                 wanted=len(wanted),
                 hint="give target_modules as names that only the model has, or exclude_modules",
             )
@@ -237,6 +248,7 @@ class _Check:
             )
 
     def _check_step(self, config: Any, inputs: Mapping[str, torch.Tensor] | None) -> None:
+        """Compare the peak memory of a training step through the wrapper and without it."""
         if config is None:
             self.skipped["training_step"] = "no adapter to train"
             return
@@ -286,6 +298,7 @@ class _Check:
             )
 
     def _step(self, model: torch.nn.Module, config: Any, batch: Mapping[str, torch.Tensor]) -> Step:
+        """Prepare a model and adapt it as a user would, and train it by one step."""
         from peft import get_peft_model, inject_adapter_in_model
 
         with untouched(self.plain, self.wrapped):
@@ -307,11 +320,12 @@ def _on_plain(plain: torch.nn.Module, adapter: Any) -> tuple[Any, Any]:
     if adapter is not None:
         return adapter, inject(plain, adapter)
     config = LoraConfig()
-    found = _try(lambda: inject(plain, config))
-    if found is not None:
-        return config, found
-    linear = {name.rpartition(".")[2] for name, part in plain.named_modules() if isinstance(part, torch.nn.Linear)}
-    config = LoraConfig(target_modules=sorted(linear))
+    adapted = _try(lambda: inject(plain, config))
+    if adapted is not None:
+        return config, adapted
+    # PEFT knows no layers to choose for this kind of model
+    linear = [name for name, module in plain.named_modules() if isinstance(module, torch.nn.Linear)]
+    config = LoraConfig(target_modules=sorted({name.rpartition(".")[2] for name in linear}))
     return config, inject(plain, config)
 
 
@@ -325,5 +339,6 @@ def _try(make: Callable[[], Any]) -> Any:
         return None
 
 
-def _layer(layer: tuple[str, tuple[tuple[int, ...], ...]]) -> str:
-    return f"{layer[0]} with {', '.join(map(str, layer[1])) or 'no parameters'}"
+def _layer_words(layer: tuple[str, tuple[tuple[int, ...], ...]]) -> str:
+    class_name, shapes = layer
+    return f"{class_name} with {', '.join(map(str, shapes)) or 'no parameters'}"

@@ -29,9 +29,16 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """The plain tensors that a module keeps alive by name, and the names on each storage, by device and storage.
+    """The tensors that a module keeps alive, and the storages under them.
 
-    A tensor of a subclass gives those that it is made of.
+    A tensor of a subclass stands for the plain tensors that it is made of.
+
+    Attributes
+    ----------
+    tensors : dict
+        Plain tensors by their names.
+    storages : dict
+        Names of the tensors on each storage, by device and storage.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -56,21 +63,21 @@ class Held:
     @property
     def bytes_by_dtype(self) -> dict[str, int]:
         """Return the bytes of the storages by dtype, the largest first."""
-        found: Counter[str] = Counter()
+        nbytes: Counter[str] = Counter()
         for names in self.storages.values():
             tensor = self.tensors[names[0]]
-            found[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
-        return dict(found.most_common())
+            nbytes[name_of(tensor.dtype)] += tensor.untyped_storage().nbytes()
+        return dict(nbytes.most_common())
 
     def by_content(self) -> dict[tuple[str, tuple[int, ...], str], list[str]]:
         """Return one name per storage, by dtype, shape and digest of its tensor."""
-        found: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+        names_by_content: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
         for names in self.storages.values():
             tensor = self.tensors[names[0]]
             if tensor.nbytes >= _LEAST_BYTES:
                 key = (name_of(tensor.dtype), tuple(tensor.shape), digest(tensor.detach()).value)
-                found.setdefault(key, []).append(names[0])
-        return found
+                names_by_content.setdefault(key, []).append(names[0])
+        return names_by_content
 
 
 def held_twice(wrapped: Held, plain: Held) -> list[tuple[str, str]]:
@@ -81,23 +88,30 @@ def held_twice(wrapped: Held, plain: Held) -> list[tuple[str, str]]:
     """
     if set(wrapped.storages) <= set(plain.storages):
         return []
-    wanted = plain.by_content()
-    found = {key: names for key, names in wrapped.by_content().items() if key in wanted}
-    return [(names[0], other) for key, names in found.items() for other in names[len(wanted[key]) :]]
+    plain_names = plain.by_content()
+    copies = []
+    for content, names in wrapped.by_content().items():
+        if content in plain_names:
+            copies += [(names[0], name) for name in names[len(plain_names[content]) :]]
+    return copies
 
 
-def _walk(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _walk(name: str, value: Any, visited: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of everything inside a value, as far as `depth` containers deep.
+
+    `visited` has the ids of the containers that were entered: modules refer to each other in circles.
+    """
     if isinstance(value, torch.Tensor):
-        yield from _parts(name, value)
+        yield from _plain_tensors(name, value)
         return
-    if depth == 0 or id(value) in seen:
+    if depth == 0 or id(value) in visited:
         return
     inside: dict[Any, Any] = {}
     depth -= 1
     if isinstance(value, torch.nn.Module):
         depth = _DEPTH  # modules may be nested to any depth
         inside = {**value._parameters, **value._buffers, **value._modules}
-        inside |= {key: held for key, held in vars(value).items() if key not in _MACHINERY}
+        inside |= {key: item for key, item in vars(value).items() if key not in _MACHINERY}
     elif isinstance(value, Mapping):
         inside = dict(value)
     elif isinstance(value, (list, tuple, set)):
@@ -105,23 +119,24 @@ def _walk(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[s
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # the state of a bitsandbytes layer
         inside = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     if inside:
-        seen.add(id(value))
-    for key, held in inside.items():
-        yield from _walk(_join(name, str(key)), held, seen, depth)
+        visited.add(id(value))
+    for key, item in inside.items():
+        yield from _walk(_join(name, str(key)), item, visited, depth)
 
 
-def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _plain_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the plain tensors of a tensor: itself, or the parts of a subclass such as quantized weights."""
     if hasattr(type(tensor), "__tensor_flatten__"):
-        inside, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for part in inside:
-            if isinstance(getattr(tensor, part), torch.Tensor):
-                yield from _parts(_join(name, part), getattr(tensor, part))
+        attributes, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for attribute in attributes:
+            inner = getattr(tensor, attribute)
+            if isinstance(inner, torch.Tensor):
+                yield from _plain_tensors(_join(name, attribute), inner)
     else:
         yield name, tensor
-    for key, held in vars(tensor).items():  # scales, and the rows of a bitsandbytes weight
-        if isinstance(held, torch.Tensor) and key != "grad":
-            yield from _parts(_join(name, key), held)
+    for key, item in vars(tensor).items():  # scales, and the rows of a bitsandbytes weight
+        if isinstance(item, torch.Tensor) and key != "grad":
+            yield from _plain_tensors(_join(name, key), item)
 
 
 def _join(name: str, key: str) -> str:

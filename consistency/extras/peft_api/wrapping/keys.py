@@ -21,16 +21,15 @@ HINT = "let the wrapper register the model as one submodule, under one name"
 def prefix_of(wrapped: Collection[str], plain: Collection[str]) -> str | None:
     """Return the prefix of the plain model's keys in the wrapper; None where no key is found.
 
-    Of several, the one with the most keys, and of those the shortest.
+    Of several prefixes the one with the most keys is returned, and of those the shortest.
     """
-    tried = sorted(plain, key=len, reverse=True)[:_TRIED]
-    found = Counter(
-        name.removesuffix(key)
-        for key in tried
-        for name in wrapped
-        if name == key or name.endswith(f".{key}")  # a prefix ends with a dot, or is empty
-    )
-    return min(found, key=lambda prefix: (-found[prefix], len(prefix))) if found else None
+    counts: Counter[str] = Counter()
+    # the longest keys are the least likely to be a wrapper's own
+    for key in sorted(plain, key=len, reverse=True)[:_TRIED]:
+        for name in wrapped:
+            if name == key or name.endswith(f".{key}"):  # a prefix ends with a dot, or is empty
+                counts[name.removesuffix(key)] += 1
+    return min(counts, key=lambda prefix: (-counts[prefix], len(prefix)), default=None)
 
 
 def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str | None) -> Iterator[WrapperFinding]:
@@ -38,26 +37,27 @@ def other_keys(wrapped: Mapping[str, Any], plain: Collection[str], prefix: str |
     names = set(wrapped)
     missing = [key for key in plain if prefix is None or prefix + key not in names]
     if missing:
-        what = f"{len(missing)} of {len(plain)} keys of the model are not in the wrapper's state dict"
+        sentence = f"{len(missing)} of {len(plain)} keys of the model are not in the wrapper's state dict"
         got = "none" if len(missing) == len(plain) else f"{len(plain) - len(missing)} keys"
-        yield _finding(what, missing, got=got, wanted=f"{len(plain)} keys behind one prefix")
+        yield _finding(sentence, missing, got=got, wanted=f"{len(plain)} keys behind one prefix")
     if prefix is None:
         return
     expected = {prefix + key for key in plain}
     starts = {_start(wrapped[name]) for name in expected & names} - {None}
     doubled = [name for name in wrapped if name not in expected and _start(wrapped[name]) in starts]
     if doubled:
-        what = f"{len(doubled)} keys of the model are in the wrapper's state dict a second time"
+        sentence = f"{len(doubled)} keys of the model are in the wrapper's state dict a second time"
         wanted = f"{len(plain)} keys behind {prefix or 'no prefix'}"
-        yield _finding(what, doubled, got=f"{len(plain) + len(doubled)} keys", wanted=wanted)
+        yield _finding(sentence, doubled, got=f"{len(plain) + len(doubled)} keys", wanted=wanted)
 
 
-def _finding(what: str, names: list[str], *, got: str, wanted: str) -> WrapperFinding:
+def _finding(sentence: str, names: list[str], *, got: str, wanted: str) -> WrapperFinding:
     return WrapperFinding(
-        check="keys", kind=KEYS, what=what, where=some(names, _MOST_NAMED), got=got, wanted=wanted, hint=HINT
+        check="keys", kind=KEYS, what=sentence, where=some(names, _MOST_NAMED), got=got, wanted=wanted, hint=HINT
     )
 
 
 def _start(value: Any) -> Start | None:
-    has_one = isinstance(value, torch.Tensor) and value.numel() > 0 and not value.is_meta
-    return start_of(value) if has_one else None
+    """Return where a tensor begins in memory; None for a tensor without memory and for other values."""
+    has_memory = isinstance(value, torch.Tensor) and value.numel() > 0 and not value.is_meta
+    return start_of(value) if has_memory else None

@@ -30,7 +30,9 @@ def untouched(*models: torch.nn.Module) -> Iterator[None]:
     Libraries freeze and cast parameters in place, and bitsandbytes removes the rows of a weight from it when the layer
     first computes.
     """
-    tensors = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
+    tensors: dict[int, torch.Tensor] = {}
+    for model in models:
+        tensors |= {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     kept = [(t, t.data, t.requires_grad, t.grad, dict(vars(t))) for t in tensors.values()]
     try:
         yield
@@ -46,12 +48,12 @@ def untouched(*models: torch.nn.Module) -> Iterator[None]:
 
 def adapted_layers(model: torch.nn.Module, prefix: str) -> Layers:
     """Return the adapted layers, by their names in the plain model."""
-    found: Layers = {}
-    for name, part in tuner_layers(model):
-        held = [p for key, p in part.named_parameters() if not key.startswith("base_layer.")]
-        shapes = tuple(sorted(tuple(p.shape) for p in held))
-        found[name.removeprefix(prefix)] = (type(part).__name__, shapes)
-    return found
+    layers: Layers = {}
+    for name, layer in tuner_layers(model):
+        parameters = [p for key, p in layer.named_parameters() if not key.startswith("base_layer.")]
+        shapes = tuple(sorted(tuple(p.shape) for p in parameters))
+        layers[name.removeprefix(prefix)] = (type(layer).__name__, shapes)
+    return layers
 
 
 def inject(model: torch.nn.Module, config: Any) -> Any:
@@ -65,9 +67,9 @@ def inject_anyway(model: torch.nn.Module, config: Any) -> torch.nn.Module:
     """Inject an adapter into a copy of a model that `get_peft_model` rejects."""
     from peft import inject_adapter_in_model
 
-    found = inject_adapter_in_model(copy.deepcopy(config), copy_of(model), low_cpu_mem_usage=True)
-    assert isinstance(found, torch.nn.Module)
-    return found
+    adapted = inject_adapter_in_model(copy.deepcopy(config), copy_of(model), low_cpu_mem_usage=True)
+    assert isinstance(adapted, torch.nn.Module)
+    return adapted
 
 
 def is_quantized(model: torch.nn.Module) -> bool:
@@ -79,10 +81,10 @@ def prepared(model: torch.nn.Module, *, quantized: bool) -> torch.nn.Module:
     """Return a copy prepared for training as a user would prepare it."""
     from peft import prepare_model_for_kbit_training
 
-    found = copy_of(model)
-    return prepare_model_for_kbit_training(found) if quantized else found
+    copied = copy_of(model)
+    return prepare_model_for_kbit_training(copied) if quantized else copied
 
 
 def checkpointed(model: torch.nn.Module) -> int:
     """Count the modules that recompute their activations."""
-    return sum(bool(getattr(part, "gradient_checkpointing", False)) for part in model.modules())
+    return sum(bool(getattr(module, "gradient_checkpointing", False)) for module in model.modules())

@@ -33,14 +33,14 @@ HINT = (
 
 
 def hidden(wrapped: torch.nn.Module, plain: torch.nn.Module) -> Iterator[WrapperFinding]:
-    """Yield findings of what the plain model has and the wrapper lacks or changes.
+    """Yield findings of attributes and methods that the plain model has and the wrapper lacks or changes.
 
     An attribute that the plain model lacks, or that is None or False, may be missing: libraries ask with a default.
     """
     models: tuple[Any, Any] = (plain, wrapped)
     for name, why in _ASKED.items():
         *path, last = name.split(".")
-        owners = [reduce(lambda owner, part: getattr(owner, part, None), path, model) for model in models]
+        owners = [reduce(lambda owner, attribute: getattr(owner, attribute, None), path, model) for model in models]
         if owners[1] is None:
             continue  # a hidden config is already one finding
         wanted, got = (getattr(owner, last, None) for owner in owners)
@@ -87,11 +87,14 @@ def _embeddings(model: Any) -> Any:
 
 
 def _same_shape(got: Any, wanted: Any) -> bool:
-    weights = [getattr(module, "weight", None) for module in (got, wanted)]
-    return type(got) is type(wanted) and getattr(weights[0], "shape", None) == getattr(weights[1], "shape", None)
+    got_weight, wanted_weight = (getattr(module, "weight", None) for module in (got, wanted))
+    has_same_shape = getattr(got_weight, "shape", None) == getattr(wanted_weight, "shape", None)
+    return type(got) is type(wanted) and has_same_shape
 
 
 def _shown(value: Any) -> str:
     if value is None:
         return "nothing"
-    return str(value)[:120] if isinstance(value, (bool, int, str, dict)) else type(value).__name__
+    if isinstance(value, (bool, int, str, dict)):
+        return str(value)[:120]
+    return type(value).__name__

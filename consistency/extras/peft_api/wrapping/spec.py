@@ -1,4 +1,4 @@
-"""Stage `wrapping`: what it declares."""
+"""The declaration of the stage `wrapping`."""
 
 from __future__ import annotations
 

@@ -63,15 +63,23 @@ def training_step(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) ->
 
 def _loss(output: Any) -> torch.Tensor:
     """Return the loss of an output, or a scalar to train by where it has none."""
-    tensors = [t for t in _tensors(output) if t.is_floating_point() and t.requires_grad]
+    tensors = [tensor for tensor in _tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not tensors:
         raise ValueError("what the model returns depends on no parameter that is trained")
-    scalar = next((t for t in tensors if t.dim() == 0), None)
-    return tensors[0].float().square().mean() if scalar is None else scalar
+    loss = next((tensor for tensor in tensors if tensor.dim() == 0), None)
+    if loss is None:
+        return tensors[0].float().square().mean()
+    return loss
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
+    """Return every tensor in a model's output, also inside mappings and sequences."""
     if isinstance(output, torch.Tensor):
         return [output]
-    inside = output.values() if isinstance(output, Mapping) else output
-    return [t for value in inside for t in _tensors(value)] if isinstance(output, (Mapping, tuple, list)) else []
+    if not isinstance(output, (Mapping, tuple, list)):
+        return []
+    values = output.values() if isinstance(output, Mapping) else output
+    tensors = []
+    for value in values:
+        tensors += _tensors(value)
+    return tensors

@@ -68,10 +68,10 @@ def wrap(text: str, plain: torch.nn.Module) -> torch.nn.Module:
 
 def record(context: Context, report: WrapperReport) -> None:
     """Record the findings, and the figures of every other check."""
-    seen: Counter[str] = Counter()
+    finding_counts: Counter[str] = Counter()
     for finding in report.findings:
-        seen[finding.check] += 1
-        name = finding.where if finding.check == "reach" else f"{finding.check} {seen[finding.check]}"
+        finding_counts[finding.check] += 1
+        name = finding.where if finding.check == "reach" else f"{finding.check} {finding_counts[finding.check]}"
         context.record.fact(
             STAGE,
             WRAPPER,
@@ -82,10 +82,12 @@ def record(context: Context, report: WrapperReport) -> None:
             evidence={"got": finding.got, "wanted": finding.wanted, "hint": finding.hint},
         )
     for check, figures in report.figures.items():
-        if check not in seen:
-            share = figures["peak_bytes"] / figures["allowed_bytes"] if check == "training_step" else None
-            status: RecordStatus = "equal" if share is None else "within"
-            context.record.fact(STAGE, WRAPPER, check, status=status, share=share, evidence=dict(figures))
+        if check not in finding_counts:
+            status: RecordStatus = "equal"
+            ratio = None
+            if check == "training_step":  # the only check with a limit; what the others compare is the same or not
+                status, ratio = "within", figures["peak_bytes"] / figures["allowed_bytes"]
+            context.record.fact(STAGE, WRAPPER, check, status=status, share=ratio, evidence=dict(figures))
     for check, reason in report.skipped.items():
         context.record.fact(STAGE, WRAPPER, check, status="skipped", reason=reason)
 
@@ -95,6 +97,6 @@ def _adapter(folder: str | None) -> Any:
 
     if folder is None:
         return None
-    found = PeftConfig.from_pretrained(folder)
-    found.inference_mode = False  # it is trained here
-    return found
+    config = PeftConfig.from_pretrained(folder)
+    config.inference_mode = False  # it is trained here
+    return config

@@ -17,7 +17,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def check_text(case: Case, texts: Sequence[Text], *, step: Step | None = None) -
     texts : sequence of Text
         Each written greedily, without penalties or constraints; or sampled, with log probabilities.
     step : callable
-        Is told what is done next.
+        Called with the name of the next step.
 
     Raises
     ------
@@ -86,99 +86,125 @@ def _checked(case: Case, texts: Sequence[Text], step: Step) -> TextReport:
     tokenizer = None
     if case.factory is None and has_tokenizer(Path(case.base)):
         tokenizer = tokenizer_of(case.base)
-    every = [encoded(text, tokenizer, f"text {number}") for number, text in enumerate(texts, 1)]
+    tokens_of_texts = [encoded(text, tokenizer, f"text {number}") for number, text in enumerate(texts, 1)]
     try:
         with model_code(model):
-            return _judged(case, model, every, tokenizer, step)
+            return _judge_texts(case, model, tokens_of_texts, tokenizer, step)
     except Skip as why:
         raise InputError("the model does not run on these texts", where=case.base, got=str(why)) from why
 
 
-def _judged(case: Case, model: Any, every: Sequence[Tokens], tokenizer: Any, step: Step) -> TextReport:
-    found = [
-        _Written.of(model, tokens, tokenizer, functools.partial(_told, step, f"text {number} of {len(every)}"))
-        for number, tokens in enumerate(every, 1)
-    ]
-    results = [written.result for written in found]
-    wrong = [written for written in found if written.result.is_unexplained][:_MOST_EXPLAINED]
-    causes, logprob_causes, base_alone = tuple[str, ...](), tuple[str, ...](), False
-    if case.adapter is not None and wrong:
-        causes = tuple(cause.value for cause in _explained(wrong, _Written.fits))
-        if causes:
-            results = [_impossible(result) for result in results]
-        elif all(written.tokens.logprobs is not None for written in wrong):
-            logprob_causes = tuple(cause.value for cause in _explained(wrong, _Written.fits_logprobs))
-            if logprob_causes:
-                results = [_sampled(result) for result in results]
-    elif case.adapter is not None:
-        sampled = [written for written in found if written.result.verdict == "sampled"][:_MOST_EXPLAINED]
-        # where a mistake makes every token the most likely one, the text was written so, and not drawn by chance
-        causes = tuple(cause.value for cause in _explained(sampled, _Written.fits))
-        if causes:
-            results = [_impossible(result) for result in results]
-        elif not any(result.has_other_logprobs for result in results):
-            base_alone = all(
-                written.can_do_without and written.would_be_written(written.without_adapter()) for written in found
-            )
-    return TextReport(
-        dtype=_dtype(model), texts=tuple(results), causes=causes, logprob_causes=logprob_causes, base_alone=base_alone
+def _judge_texts(case: Case, model: Any, tokens_of_texts: Sequence[Tokens], tokenizer: Any, step: Step) -> TextReport:
+    """Judge every text by itself, and then look for a mistake that explains those that are wrong."""
+    judged_texts = []
+    for number, tokens in enumerate(tokens_of_texts, 1):
+        step_of_text = functools.partial(_announce, step, f"text {number} of {len(tokens_of_texts)}")
+        judged_texts.append(_JudgedText.of(model, tokens, tokenizer, step_of_text))
+    report = TextReport(dtype=_dtype_of(model), texts=tuple(judged.result for judged in judged_texts))
+    if case.adapter is None:  # without an adapter there is no mistake to make with it
+        return report
+    unexplained = [judged for judged in judged_texts if judged.result.is_unexplained][:_MOST_EXPLAINED]
+    if unexplained:
+        return _explain_unexplained(report, unexplained)
+    return _explain_sampled(report, judged_texts)
+
+
+def _announce(step: Step, text: str, name: str) -> None:
+    step(f"{text}: {name}")
+
+
+def _dtype_of(model: torch.nn.Module) -> str:
+    return name_of(next(p.dtype for p in model.parameters() if p.is_floating_point()))
+
+
+def _explain_unexplained(report: TextReport, unexplained: Sequence[_JudgedText]) -> TextReport:
+    """Name the mistakes that would have written the texts; else those that would have given the log probabilities."""
+    causes = _explained(unexplained, _JudgedText.fits)
+    if causes:
+        return _with_causes(report, causes)
+    if any(judged.tokens.logprobs is None for judged in unexplained):
+        return report
+    causes = _explained(unexplained, _JudgedText.fits_logprobs)
+    if not causes:
+        return report
+    return msgspec.structs.replace(
+        report,
+        texts=tuple(_as_sampled(result) for result in report.texts),
+        logprob_causes=tuple(cause.value for cause in causes),
     )
 
 
-def _told(step: Step, where: str, what: str) -> None:
-    step(f"{where}: {what}")
+def _explain_sampled(report: TextReport, judged_texts: Sequence[_JudgedText]) -> TextReport:
+    """Name the mistakes that would have written the sampled texts; else say whether the base alone writes all texts."""
+    sampled = [judged for judged in judged_texts if judged.result.verdict == "sampled"][:_MOST_EXPLAINED]
+    # where a mistake makes every token the most likely one, the text was written so, and not drawn by chance
+    causes = _explained(sampled, _JudgedText.fits)
+    if causes:
+        return _with_causes(report, causes)
+    if any(result.has_other_logprobs for result in report.texts):
+        return report
+    base_alone = all(
+        judged.can_do_without and judged.would_be_written(judged.without_adapter()) for judged in judged_texts
+    )
+    return msgspec.structs.replace(report, base_alone=base_alone)
 
 
-def _dtype(model: torch.nn.Module) -> str:
-    return name_of(next(one.dtype for one in model.parameters() if one.is_floating_point()))
+def _with_causes(report: TextReport, causes: Sequence[Cause]) -> TextReport:
+    """Return a report in which a mistake explains every text that was undecided, or taken for sampled."""
+    return msgspec.structs.replace(
+        report,
+        texts=tuple(_as_impossible(result) for result in report.texts),
+        causes=tuple(cause.value for cause in causes),
+    )
 
 
-def _impossible(result: TextResult) -> TextResult:
-    """Return a text that was undecided, or taken for sampled, and that a mistake explains."""
+def _as_impossible(result: TextResult) -> TextResult:
+    """Return the result of a text that a mistake explains: impossible where it was undecided, or taken for sampled."""
     if result.verdict not in ("undecided", "sampled"):
         return result
     return msgspec.structs.replace(result, verdict="impossible", reason="")
 
 
-def _sampled(result: TextResult) -> TextResult:
-    """Return a text of whose log probabilities a mistake is known: nothing is known against its tokens then."""
+def _as_sampled(result: TextResult) -> TextResult:
+    """Return the result of a text whose log probabilities a mistake explains: nothing is known against its tokens."""
     if result.verdict not in ("impossible", "undecided"):
         return result
     return msgspec.structs.replace(result, verdict="sampled" if result.unlikely else "possible", reason="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Written:
-    """A text and what judges it.
+class _JudgedText:
+    """A text, its result, and the passes and errors that further logits are held against it with.
 
     Attributes
     ----------
-    spread, of_logprobs : Spread
-        What rounding makes in the gap and in the log probability of each token, `(tokens, 1)`.
+    gap_spread, logprob_spread : Spread
+        Error that rounding makes in the gap and in the log probability of each token, `(tokens, 1)`.
     """
 
     tokens: Tokens
     passes: Passes
-    spread: Spread
-    of_logprobs: Spread
+    gap_spread: Spread
+    logprob_spread: Spread
     result: TextResult
 
     @classmethod
-    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> _Written:
+    def of(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> _JudgedText:
         """Judge a text; where it is impossible, in other tokens too, if these are not the writer's own."""
         for _ in range(_MOST_DIVISIONS):
-            found = cls._judged(model, tokens, tokenizer, step)
-            worst = found.result.worst
+            judged = cls._judge(model, tokens, tokenizer, step)
+            worst = judged.result.worst
             if worst is None or worst.gap <= worst.allowed:
                 break
-            other = next(other_tokens(tokens, worst.token - 1, worst.largest_id, tokenizer), None)
-            if other is None:
+            divided_otherwise = next(other_tokens(tokens, worst.token - 1, worst.largest_id, tokenizer), None)
+            if divided_otherwise is None:
                 break
-            tokens = other
-        return found
+            tokens = divided_otherwise
+        return judged
 
     @classmethod
-    def _judged(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> _Written:
+    def _judge(cls, model: Any, tokens: Tokens, tokenizer: Any, step: Step) -> _JudgedText:
+        """Judge a text in the tokens that it is given in."""
         inputs = _inputs(model, tokens)
         chosen = torch.tensor(tokens.ids)
         decisions: list[str] = []
@@ -186,49 +212,52 @@ class _Written:
         def note(decision: Decision) -> None:
             decisions.append(decision.name)
 
+        # the exact pass first: it says between which tokens the gaps are, and whether the model decides
         step("float64")
         passes = Passes(model=model, inputs=inputs, watch=lambda: note, step=step)
         logits = _logits(passes.of("right", nullcontext), chosen)
-        ends = _ends(model)
-        past_end = sum(int(one) in ends for one in logits.argmax(-1)[~_are(chosen, ends)])
+        ends = _end_ids(model)
+        goes_on = ~_are_ends(chosen, ends)
+        past_end = sum(token in ends for token in logits.argmax(-1)[goes_on].tolist())
         without_ends = _without_ends(logits, chosen, ends)
-        two = without_ends.topk(2, -1).indices
-        largest = two[:, 0]
-        other = torch.where(chosen == largest, two[:, 1], chosen)
+        two_largest = without_ends.topk(2, -1).indices
+        largest = two_largest[:, 0]
+        # the gap of the largest token is to the second one
+        compared = torch.where(chosen == largest, two_largest[:, 1], chosen)
         ways = ways_of(tokens.logprobs, logits, without_ends, chosen)
 
-        def figures(one: torch.Tensor) -> torch.Tensor:
+        def figures(logits: torch.Tensor) -> torch.Tensor:
             """Return the gap of each token, and its log probability in each way, `(tokens, 1 + ways)`."""
-            gap = one.gather(1, largest[:, None]) - one.gather(1, other[:, None])
-            masked = _without_ends(one, chosen, ends)
-            return torch.cat([gap, *(way.of(one, masked, chosen) for way in ways)], 1)
+            gap = logits.gather(1, largest[:, None]) - logits.gather(1, compared[:, None])
+            masked = _without_ends(logits, chosen, ends)
+            return torch.cat([gap, *(way.of(logits, masked, chosen) for way in ways)], 1)
 
-        exact, drawn = figures(logits), list[torch.Tensor]()
-        del logits, without_ends
+        exact, noisy = figures(logits), list[torch.Tensor]()
+        del logits, without_ends  # of `(tokens, vocabulary)` in float64, which the passes with noise need room for
         decides = any(name not in CONTINUOUS for name in decisions)
         count = MOST_PASSES if decides else LEAST_PASSES
         for seed in range(count):
             step(f"with noise ({seed + 1} of {count})")
             kernels = half_kernels.replacement(model, len(tokens.prompt) + len(tokens.ids))
             with half_kernels.computing(kernels), with_noise(Products(), seed):
-                drawn.append(figures(_logits(activations(model, inputs)[OUTPUT], chosen)))
-        spread, *of_ways = (
-            Spread.of([one[:, [at]].to(torch.float32) for one in drawn], exact[:, [at]].contiguous())
-            for at in range(exact.shape[1])
+                noisy.append(figures(_logits(activations(model, inputs)[OUTPUT], chosen)))
+        gap_spread, *logprob_spreads = (
+            Spread.of([figure[:, [column]].to(torch.float32) for figure in noisy], exact[:, [column]].contiguous())
+            for column in range(exact.shape[1])
         )
-        of_logprobs = of_ways[0]
-        free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
         result = _result(
             tokens,
             exact[:, 0],
-            spread.allowed(exact[:, [0]], torch.float32)[:, 0],
+            gap_spread.allowed(exact[:, [0]], torch.float32)[:, 0],
             largest,
             tokenizer,
-            logprobs=_judged_logprobs(tokens, exact[:, 1:], ways, of_ways),
+            logprobs=_judge_logprobs(tokens, exact[:, 1:], ways, logprob_spreads),
             past_end=past_end,
             decides=decides,
         )
-        return cls(tokens=tokens, passes=free, spread=spread, of_logprobs=of_logprobs, result=result)
+        # a mistake may have a router choose otherwise, so passes with one decide by themselves
+        free = Passes(model=model, inputs=inputs, watch=lambda: None, step=step)
+        return cls(tokens=tokens, passes=free, gap_spread=gap_spread, logprob_spread=logprob_spreads[0], result=result)
 
     @property
     def can_do_without(self) -> bool:
@@ -242,23 +271,26 @@ class _Written:
     def fits(self, logits: torch.Tensor) -> bool:
         """Report whether a model with these exact logits could have written the text, with its log probabilities."""
         chosen = torch.tensor(self.tokens.ids)
-        own = _without_ends(_logits(logits, chosen), chosen, _ends(self.passes.model))
-        gaps = own.amax(-1, keepdim=True) - own.gather(1, chosen[:, None])
-        if not bool((gaps <= self.spread.allowed(gaps, torch.float32)).all()):
+        masked = _without_ends(_logits(logits, chosen), chosen, _end_ids(self.passes.model))
+        gaps = masked.amax(-1, keepdim=True) - masked.gather(1, chosen[:, None])
+        if not bool((gaps <= self.gap_spread.allowed(gaps, torch.float32)).all()):
             return False
         return self.fits_logprobs(logits)
 
     def fits_logprobs(self, logits: torch.Tensor) -> bool:
-        """Report whether the log probabilities, if any came with it, are those of a model with these exact logits."""
+        """Report whether a model with these exact logits gives the log probabilities of the text, if it has any."""
         if self.tokens.logprobs is None:
             return True
         chosen = torch.tensor(self.tokens.ids)
         exact = _logits(logits, chosen).log_softmax(-1).gather(1, chosen[:, None])
-        return bool((_off(self.tokens.logprobs, exact) <= self.of_logprobs.allowed(exact, torch.float32)).all())
+        errors = _errors_of_logprobs(self.tokens.logprobs, exact)
+        return bool((errors <= self.logprob_spread.allowed(exact, torch.float32)).all())
 
     def would_be_written(self, logits: torch.Tensor) -> bool:
         """Report whether a model with these exact logits could have written it as it was: greedily, or sampled."""
-        return self.fits_logprobs(logits) if self.result.verdict == "sampled" else self.fits(logits)
+        if self.result.verdict == "sampled":
+            return self.fits_logprobs(logits)
+        return self.fits(logits)
 
     def mistakes(self, fits: _Fits) -> list[Cause]:
         """Return mistakes with the adapter as a whole whose exact logits fit this text."""
@@ -266,76 +298,84 @@ class _Written:
         return [cause for cause, _, logits in mistakes(self.passes, off) if fits(self, logits)]
 
     def merges(self, fits: _Fits) -> list[Cause]:
-        """Return merges in narrower dtypes whose exact logits do."""
-        ways, found = merges(self.passes.model), list[Cause]()
-        with suppress(MergeRefusedError):
-            found += [cause for cause in ways if any(fits(self, self.passes.merged(way)) for way in ways[cause])]
-        return found
+        """Return merges in narrower dtypes whose exact logits fit this text; none where PEFT refuses one of them."""
+        ways = merges(self.passes.model)
+        try:
+            return [cause for cause in ways if any(fits(self, self.passes.merged(way)) for way in ways[cause])]
+        except MergeRefusedError:
+            return []
 
 
-_Fits = Callable[[_Written, torch.Tensor], bool]
+_Fits = Callable[[_JudgedText, torch.Tensor], bool]
 
 
-def _explained(wrong: Sequence[_Written], fits: _Fits) -> list[Cause]:
-    """Return the mistakes that fit each of these texts: merges only where no other one does."""
-    for kind in (_Written.mistakes, _Written.merges):
+def _explained(judged_texts: Sequence[_JudgedText], fits: _Fits) -> list[Cause]:
+    """Return the mistakes that fit each of these texts: merges only where no other mistake does."""
+    for causes_of in (_JudgedText.mistakes, _JudgedText.merges):
         causes: list[Cause] | None = None
-        for one in wrong:
-            if causes != []:
-                of_text = kind(one, fits)
-                causes = of_text if causes is None else [cause for cause in causes if cause in of_text]
+        for judged in judged_texts:
+            if causes == []:  # a pass takes long, and no mistake is left that could fit all texts
+                break
+            causes_of_text = causes_of(judged, fits)
+            if causes is not None:
+                causes_of_text = [cause for cause in causes if cause in causes_of_text]
+            causes = causes_of_text
         if causes:
             return causes
     return []
 
 
 def _inputs(model: Any, tokens: Tokens) -> Activations:
-    """Return what the model is given: the last rows of its logits have chosen the tokens."""
+    """Return the model's inputs for a text: the last rows of its logits have chosen the tokens."""
     config = getattr(base_of(model), "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        start = getattr(config, "decoder_start_token_id", None)
-        given, decoder = tokens.prompt, [0 if start is None else start, *tokens.ids[:-1]]
-        more = {"decoder_input_ids": torch.tensor([decoder])}
-    else:
-        given, more = [*tokens.prompt, *tokens.ids[:-1]], {}
-    ids = torch.tensor([given])
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+    has_encoder = getattr(config, "is_encoder_decoder", False)
+    if not has_encoder:
+        ids = torch.tensor([[*tokens.prompt, *tokens.ids[:-1]]])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None:
+        start = 0
+    ids = torch.tensor([tokens.prompt])
+    decoder_ids = torch.tensor([[start, *tokens.ids[:-1]]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": decoder_ids}
 
 
 def _logits(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the logits of each token in float64, `(tokens, words)`."""
-    own = logits[0, -len(chosen) :]
-    if int(chosen.max()) >= own.shape[-1]:
+    """Return the logits that have chosen each token, in float64, `(tokens, vocabulary)`."""
+    logits_of_text = logits[0, -len(chosen) :]
+    if int(chosen.max()) >= logits_of_text.shape[-1]:
         raise InputError("the text has a token that the model has no logit for", got=int(chosen.max()))
-    return own.to(torch.float64)
+    return logits_of_text.to(torch.float64)
 
 
-def _ends(model: Any) -> tuple[int, ...]:
-    """Return the ids that end a text."""
+def _end_ids(model: Any) -> tuple[int, ...]:
+    """Return the ids that end a text: of the generation config, else of the model's config."""
     base = base_of(model)
     for config in (getattr(base, "generation_config", None), getattr(base, "config", None)):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
+        end = getattr(config, "eos_token_id", None)
+        if isinstance(end, list):
+            return tuple(end)
+        if end is not None:
+            return (int(end),)
     return ()
 
 
-def _are(chosen: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
+def _are_ends(chosen: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
     return torch.isin(chosen, torch.tensor(ends, dtype=chosen.dtype))
 
 
 def _without_ends(logits: torch.Tensor, chosen: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
     """Rule out the end of the text where it was not chosen: writers may be told to go on."""
     logits = logits.clone()
-    goes_on = ~_are(chosen, ends)
+    goes_on = ~_are_ends(chosen, ends)
     for end in ends:
         logits[goes_on, end] = -math.inf
     return logits
 
 
-def _off(given: Sequence[float], exact: torch.Tensor) -> torch.Tensor:
-    """Return how far log probabilities are from exact ones, `(tokens, 1)`."""
-    return (torch.tensor(given, dtype=torch.float64)[:, None] - exact).abs()
+def _errors_of_logprobs(logprobs: Sequence[float], exact: torch.Tensor) -> torch.Tensor:
+    """Return the distance of each log probability from exact ones, `(tokens, ways)`, in the shape of `exact`."""
+    return (torch.tensor(logprobs, dtype=torch.float64)[:, None] - exact).abs()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,40 +384,46 @@ class _Logprobs:
 
     Attributes
     ----------
-    share : float
+    ratio : float
         The largest error over what rounding may do; over 1 they are not the model's.
     worst : LogprobGap
-        Where that is.
+        The token with the largest ratio.
     way : str
         How else they were taken from the model's logits; empty if they are the model's, or if no way fits.
     """
 
-    share: float
+    ratio: float
     worst: LogprobGap
     way: str = ""
 
     @property
     def are_of_model(self) -> bool:
-        return self.share <= 1  # of NaN, no
+        return self.ratio <= 1  # of NaN, no
 
 
-def _judged_logprobs(
+def _judge_logprobs(
     tokens: Tokens, exact: torch.Tensor, ways: Sequence[LogprobWay], spreads: Sequence[Spread]
 ) -> _Logprobs | None:
-    """Hold log probabilities against the exact ones of each way, `(tokens, ways)`: the first is the model's own."""
+    """Hold log probabilities against the exact ones of each way, `(tokens, ways)`: the first is the model's own.
+
+    None where none came with the text.
+    """
     if tokens.logprobs is None:
         return None
-    allowed = torch.cat([one.allowed(exact[:, [at]], torch.float32) for at, one in enumerate(spreads)], 1)
-    shares = _off(tokens.logprobs, exact) / allowed
-    place = int(shares[:, 0].argmax())
+    allowed_by_way = [spread.allowed(exact[:, [way]], torch.float32) for way, spread in enumerate(spreads)]
+    allowed = torch.cat(allowed_by_way, 1)
+    ratios = _errors_of_logprobs(tokens.logprobs, exact) / allowed
+    token = int(ratios[:, 0].argmax())
     worst = LogprobGap(
-        token=place + 1, given=tokens.logprobs[place], exact=float(exact[place, 0]), allowed=float(allowed[place, 0])
+        token=token + 1, given=tokens.logprobs[token], exact=float(exact[token, 0]), allowed=float(allowed[token, 0])
     )
-    judged = _Logprobs(share=float(shares[:, 0].max()), worst=worst)
+    judged = _Logprobs(ratio=float(ratios[:, 0].max()), worst=worst)
     if judged.are_of_model:
         return judged
-    fitting = [way.name for way, share in zip(ways, shares.amax(0).tolist(), strict=True) if share <= 1]
-    return replace(judged, way=fitting[0]) if fitting else judged
+    for way, ratio in zip(ways, ratios.amax(0).tolist(), strict=True):
+        if ratio <= 1:
+            return replace(judged, way=way.name)
+    return judged
 
 
 def _result(
@@ -391,29 +437,22 @@ def _result(
     past_end: int,
     decides: bool,
 ) -> TextResult:
+    """Return the result of a text, from the gap of each token and what rounding may do to it, `(tokens,)`."""
     chosen = torch.tensor(tokens.ids)
     is_largest = chosen == largest
-    over = (~is_largest & ~(gaps <= allowed)).nonzero()
-    tied = ~is_largest & (gaps <= allowed)
-    place = int(over[0]) if len(over) else int((gaps / allowed).where(tied, -1.0).argmax()) if tied.any() else None
+    is_impossible = ~is_largest & ~(gaps <= allowed)  # not `gaps > allowed`: NaN is impossible too
+    is_tied = ~is_largest & (gaps <= allowed)
     worst = None
-    if place is not None:
-        ids = int(chosen[place]), int(largest[place])
-        words = ["" if tokenizer is None else tokenizer.decode([one]) for one in ids]
-        worst = TokenGap(
-            token=place + 1,
-            id=ids[0],
-            largest_id=ids[1],
-            gap=float(gaps[place]),
-            allowed=float(allowed[place]),
-            text=words[0],
-            largest_text=words[1],
-        )
-    verdict = _verdict(logprobs, is_greedy=not len(over), decides=decides)
+    if is_impossible.any():
+        worst = _token_gap(int(is_impossible.nonzero()[0]), chosen, gaps, allowed, largest, tokenizer)
+    elif is_tied.any():
+        largest_ratio = int((gaps / allowed).where(is_tied, -1.0).argmax())
+        worst = _token_gap(largest_ratio, chosen, gaps, allowed, largest, tokenizer)
+    verdict = _verdict(logprobs, is_greedy=not is_impossible.any(), decides=decides)
     result = TextResult(
         tokens=len(tokens.ids),
         largest=int(is_largest.sum()),
-        tied=int(tied.sum()),
+        tied=int(is_tied.sum()),
         verdict=verdict,
         worst=worst,
         past_end=past_end,
@@ -423,9 +462,33 @@ def _result(
         return result
     return msgspec.structs.replace(
         result,
-        logprobs=logprobs.share,
+        logprobs=logprobs.ratio,
         logprobs_of=logprobs.way,
         worst_logprob=None if logprobs.are_of_model else logprobs.worst,
+    )
+
+
+def _token_gap(
+    place: int,
+    chosen: torch.Tensor,
+    gaps: torch.Tensor,
+    allowed: torch.Tensor,
+    largest: torch.Tensor,
+    tokenizer: Any,
+) -> TokenGap:
+    """Return the token at a place beside the one with the largest logit, in words where there is a tokenizer."""
+    token_id, largest_id = int(chosen[place]), int(largest[place])
+    text, largest_text = "", ""
+    if tokenizer is not None:
+        text, largest_text = tokenizer.decode([token_id]), tokenizer.decode([largest_id])
+    return TokenGap(
+        token=place + 1,
+        id=token_id,
+        largest_id=largest_id,
+        gap=float(gaps[place]),
+        allowed=float(allowed[place]),
+        text=text,
+        largest_text=largest_text,
     )
 
 
@@ -433,7 +496,7 @@ _UNDECIDED = "a router or another selection may have chosen otherwise by roundin
 
 
 def _verdict(logprobs: _Logprobs | None, *, is_greedy: bool, decides: bool) -> Verdict:
-    """Return what is said of the tokens of a text.
+    """Return the verdict on the tokens of a text.
 
     Parameters
     ----------
@@ -442,6 +505,7 @@ def _verdict(logprobs: _Logprobs | None, *, is_greedy: bool, decides: bool) -> V
     decides : bool
         The model makes decisions, which rounding may turn.
     """
+    # log probabilities in any known way show that this model computed the text
     if logprobs is not None and (logprobs.are_of_model or logprobs.way):
         return "possible" if is_greedy else "sampled"
     if is_greedy and (logprobs is None or not decides):

@@ -45,22 +45,23 @@ def _check_text(parsed: argparse.Namespace) -> int:
     from consistency.case.preflight import prepare_case
     from consistency.case.reading import gather_options
 
-    given = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
-    case = prepare_case(gather_options(None, given, Edge.COMMAND_LINE))
+    options = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
+    case = prepare_case(gather_options(None, options, Edge.COMMAND_LINE))
+    # torch, which no wrong option should wait for
     from consistency.extras.serving.check_text.check import check_text
     from consistency.extras.serving.check_text.texts import read_texts
 
     texts = read_texts(parsed.texts)
 
-    def step(what: str) -> None:
+    def step(name: str) -> None:
         if not parsed.quiet:
-            print(one_line(what), file=sys.stderr)
+            print(one_line(name), file=sys.stderr)
 
-    found = check_text(case, texts, step=step)
+    report = check_text(case, texts, step=step)
     if parsed.json:
-        print_json(found.to_builtins())
+        print_json(report.to_builtins())
     else:
-        print(f"consistency check-text · {one_line(case.name)} · {found.dtype} · {one_line(str(parsed.texts))}\n")
-        for line in found.lines():
+        print(f"consistency check-text · {one_line(case.name)} · {report.dtype} · {one_line(str(parsed.texts))}\n")
+        for line in report.lines():
             print(f"  {one_line(line)}")
-    return found.exit_status
+    return report.exit_status

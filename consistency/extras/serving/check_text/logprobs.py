@@ -17,10 +17,13 @@ MASKED_END = "the end of the text masked"
 _LEAST_TOKENS = 4
 """A temperature is fitted to the text: of fewer tokens nearly any log probabilities are those of some temperature."""
 
-_MOST_PLACES = 16
+_MOST_FITTED = 16
 """Tokens that a temperature is fitted to; it is then held against all."""
 
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.05, 10.0
+_TEMPERATURE_STEP = 1.1
+"""Factor between temperatures of the coarse search."""
+
 _DIGITS = (1, 2, 3)
 """Decimals of a temperature that somebody sets: the fewest that fit name it."""
 
@@ -39,12 +42,13 @@ class LogprobWay:
         Parameters
         ----------
         logits, without_ends : torch.Tensor
-            `(tokens, words)`: as the model gives them, and with the end ruled out where the text goes on.
+            `(tokens, vocabulary)`: as the model gives them, and with the end ruled out where the text goes on.
         chosen : torch.Tensor
-            `(tokens,)`.
+            `(tokens,)`: the ids of the text.
         """
-        taken = without_ends if self.is_end_masked else logits
-        return (taken / self.temperature).log_softmax(-1).gather(1, chosen[:, None])
+        if self.is_end_masked:
+            logits = without_ends
+        return (logits / self.temperature).log_softmax(-1).gather(1, chosen[:, None])
 
 
 MODEL = LogprobWay(name="")
@@ -52,43 +56,52 @@ MODEL = LogprobWay(name="")
 
 
 def ways_of(
-    given: list[float] | None, logits: torch.Tensor, without_ends: torch.Tensor, chosen: torch.Tensor
+    logprobs: list[float] | None, logits: torch.Tensor, without_ends: torch.Tensor, chosen: torch.Tensor
 ) -> list[LogprobWay]:
-    """Return the model's own way first, and then others that given log probabilities may have been taken in."""
+    """Return the model's own way first, and then others that the log probabilities of a text may be taken in.
+
+    The model's way alone where no log probabilities came with the text.
+    """
     ways = [MODEL]
-    if given is None:
+    if logprobs is None:
         return ways
     masks_end = not torch.equal(logits, without_ends)
     if masks_end:
         ways.append(LogprobWay(name=MASKED_END, is_end_masked=True))
-    if len(given) < _LEAST_TOKENS:
+    if len(logprobs) < _LEAST_TOKENS:
         return ways
-    wanted = torch.tensor(given, dtype=torch.float64)
+    wanted = torch.tensor(logprobs, dtype=torch.float64)
     for temperature in _temperatures(wanted, logits, chosen):
         ways.append(LogprobWay(name=f"temperature {temperature:g}", temperature=temperature))
-    for temperature in _temperatures(wanted, without_ends, chosen) if masks_end else ():
+    if not masks_end:
+        return ways
+    for temperature in _temperatures(wanted, without_ends, chosen):
         name = f"temperature {temperature:g} and {MASKED_END}"
         ways.append(LogprobWay(name=name, temperature=temperature, is_end_masked=True))
     return ways
 
 
 def _temperatures(wanted: torch.Tensor, logits: torch.Tensor, chosen: torch.Tensor) -> list[float]:
-    """Return the temperature whose log probabilities are nearest to those wanted, to one, two and three decimals."""
-    # where a token is certain at any temperature, nothing is learned of it
-    places = wanted.argsort()[:_MOST_PLACES]
-    wanted, logits, chosen = wanted[places], logits[places], chosen[places]
+    """Return the temperature whose log probabilities are nearest to those wanted, to one, two and three decimals.
 
-    def off(temperature: float) -> float:
+    0 and 1 are left out: the one is no temperature, and the other is the model's own way.
+    """
+    # the least likely tokens: where a token is certain at any temperature, nothing is learned of it
+    fitted = wanted.argsort()[:_MOST_FITTED]
+    wanted, logits, chosen = wanted[fitted], logits[fitted], chosen[fitted]
+
+    def squared_error(temperature: float) -> float:
         way = LogprobWay(name="", temperature=temperature)
         return float((way.of(logits, logits, chosen)[:, 0] - wanted).square().sum())
 
-    step = 1.1
-    count = math.ceil(math.log(_MOST_TEMPERATURE / _LEAST_TEMPERATURE, step))
-    nearest = min((_LEAST_TEMPERATURE * step**number for number in range(count)), key=off)
-    low, high = nearest / step, nearest * step
+    count = math.ceil(math.log(_MOST_TEMPERATURE / _LEAST_TEMPERATURE, _TEMPERATURE_STEP))
+    coarse = [_LEAST_TEMPERATURE * _TEMPERATURE_STEP**number for number in range(count)]
+    nearest = min(coarse, key=squared_error)
+    # then thirds: between two neighbours of the nearest one the error has one minimum
+    low, high = nearest / _TEMPERATURE_STEP, nearest * _TEMPERATURE_STEP
     while high - low > 1e-5 * nearest:  # finer than the last decimal that is tried
         third = (high - low) / 3
-        if off(low + third) < off(high - third):
+        if squared_error(low + third) < squared_error(high - third):
             high -= third
         else:
             low += third

@@ -16,18 +16,18 @@ Verdict = Literal["possible", "sampled", "impossible", "undecided"]
 
 
 class TokenGap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A token that is not the largest.
+    """A token of a text whose exact logit is not the largest.
 
     Attributes
     ----------
     token : int
-        Its place in the text, from 1 on.
+        Place of the token in the text, from 1 on.
     id, largest_id : int
-        Of the token, and of the one with the largest exact logit.
+        Id of the token, and of the one with the largest exact logit.
     text, largest_text : str
-        The two in words, where the base has a tokenizer.
+        The two in words, where the base has a tokenizer; else empty.
     gap, allowed : float
-        Between their exact logits, and what rounding may do to it.
+        Gap between their exact logits, and what rounding may do to it.
     """
 
     token: int
@@ -39,13 +39,10 @@ class TokenGap(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     largest_text: str = ""
 
     def sentence(self) -> str:
-        """Return what it is, without a verdict."""
-        words = [
-            f"{text!r} (id {one})" if text else f"id {one}"
-            for text, one in ((self.text, self.id), (self.largest_text, self.largest_id))
-        ]
+        """Return the token and its gap in words, without a verdict."""
+        token, largest = _token_words(self.text, self.id), _token_words(self.largest_text, self.largest_id)
         return (
-            f"{words[0]} at token {self.token} is {self.gap:.3g} below {words[1]}, of which rounding explains "
+            f"{token} at token {self.token} is {self.gap:.3g} below {largest}, of which rounding explains "
             f"{self.allowed:.2g}"
         )
 
@@ -56,9 +53,9 @@ class LogprobGap(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     token : int
-        Its place in the text, from 1 on.
+        Place of the token in the text, from 1 on.
     given, exact, allowed : float
-        As it came with the text, as it follows from the exact logits, and what rounding may do to it.
+        The log probability that came with the text, the exact one, and what rounding may do to it.
     """
 
     token: int
@@ -67,7 +64,7 @@ class LogprobGap(msgspec.Struct, frozen=True, kw_only=True):
     allowed: float
 
     def sentence(self) -> str:
-        """Return what it is, without a verdict."""
+        """Return the log probability and its error in words, without a verdict."""
         side = "above" if self.given > self.exact else "below"
         return (
             f"that of token {self.token}, {self.given:.3g}, is {abs(self.given - self.exact):.2g} {side} the model's, "
@@ -76,15 +73,15 @@ class LogprobGap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One text.
+    """The result of one text.
 
     Attributes
     ----------
     tokens, largest, tied : int
-        All, those with the largest exact logit, and those that rounding may put above it.
+        Numbers of all tokens, of those with the largest exact logit, and of those that rounding may put above it.
     verdict : str
-        Of the tokens: `possible` if each is the most likely one but for rounding; `sampled` if not, and the log
-        probabilities are taken from the model's logits; `impossible`; `undecided` where a router may have chosen
+        The verdict on the tokens: `possible` if each is the most likely one but for rounding; `sampled` if not, and the
+        log probabilities are taken from the model's logits; `impossible`; `undecided` where a router may have chosen
         otherwise.
     worst : TokenGap or None
         The first token that is impossible, else the tied one with the largest gap over what is allowed.
@@ -93,7 +90,7 @@ class TextResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs_of : str
         How they were taken from its logits then, where it is known: `temperature 0.7`, `the end of the text masked`.
     worst_logprob : LogprobGap or None
-        The one with that error, where it is over 1.
+        The log probability with that error, where it is over 1.
     past_end : int
         Tokens in whose place the model would have ended the text: they are judged among those that go on.
     reason : str
@@ -118,7 +115,7 @@ class TextResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_unexplained(self) -> bool:
-        """Report whether something is wrong of which the text itself does not tell the cause."""
+        """Report whether something is wrong, and the text itself does not tell the cause."""
         return self.verdict in ("impossible", "undecided") or (self.has_other_logprobs and not self.logprobs_of)
 
     @property
@@ -128,12 +125,12 @@ class TextResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was found of all texts.
+    """The results of all texts, and the mistakes that explain them.
 
     Attributes
     ----------
     dtype : str
-        In which they are said to be written.
+        The dtype that the writer is said to have used.
     texts : tuple of TextResult
         In the order of the file.
     causes : tuple of str
@@ -158,14 +155,15 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Log probabilities that are not the model's are inconsistent, though it could have written the tokens: who trains
         on them is misled.
         """
-        verdicts = {one.verdict for one in self.texts}
+        verdicts = {result.verdict for result in self.texts}
         if "impossible" in verdicts or self._with_other_logprobs():
             return "inconsistent"
         return "incomplete" if "undecided" in verdicts else "consistent"
 
     def _with_other_logprobs(self) -> list[TextResult]:
-        """Return the texts of which nothing but the log probabilities is wrong."""
-        return [one for one in self.texts if one.has_other_logprobs and one.verdict in ("possible", "sampled")]
+        """Return the texts in which the log probabilities alone are wrong."""
+        results = [result for result in self.texts if result.verdict in ("possible", "sampled")]
+        return [result for result in results if result.has_other_logprobs]
 
     @property
     def exit_status(self) -> int:
@@ -173,74 +171,85 @@ class TextReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return {"consistent": 0, "inconsistent": 1, "incomplete": 3}[self.verdict]
 
     def to_builtins(self) -> dict[str, Any]:
-        """Return it as JSON has it, with the verdict."""
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return {"schema": self.schema, "verdict": self.verdict, **found}
+        """Return the report as JSON has it, with the verdict."""
+        fields: dict[str, Any] = msgspec.to_builtins(self)
+        return {"schema": self.schema, "verdict": self.verdict, **fields}
 
     def lines(self) -> Iterator[str]:
-        """Yield what to print."""
+        """Yield the lines to print: the verdict, what is wrong in each text, and the cause with what to do next."""
         yield self._headline()
-        for number, one in enumerate(self.texts, 1):
-            for sentence in self._sentences(one):
+        for number, result in enumerate(self.texts, 1):
+            for sentence in self._sentences(result):
                 yield f"text {number}: {sentence}"
         causes = [cause for cause in Cause if cause.value in (self.causes or self.logprob_causes)]
         if causes:
             phrases = " or ".join(cause.phrase.replace("{}", "some layers") for cause in causes)
-            yield f"written {phrases}" if self.causes else f"the log probabilities were computed {phrases}"
+            if self.causes:
+                yield f"written {phrases}"
+            else:
+                yield f"the log probabilities were computed {phrases}"
             yield f"next: {causes[0].todo}"
         elif self.base_alone:
             yield "the base alone could have written all of it too: the text does not tell whether the adapter is on"
 
     def _headline(self) -> str:
-        every = counted(len(self.texts), "text")
-        impossible = [one for one in self.texts if one.verdict == "impossible"]
-        others = self._with_other_logprobs()
+        count = counted(len(self.texts), "text")
+        impossible = [result for result in self.texts if result.verdict == "impossible"]
         if impossible:
-            # tokens that are not the most likely ones may have been sampled, where no mistake is known to write them
-            may_be_sampled = not self.causes and all(one.has_other_logprobs for one in impossible)
-            said = f"the model could not have written {len(impossible)} of {every}"
-            if may_be_sampled:
-                said = f"neither the tokens of {len(impossible)} of {every} are the most likely ones, nor the log "
-                said += "probabilities the model's"
-            return f"INCONSISTENT   {said}"
-        if others:
+            return f"INCONSISTENT   {self._sentence_of_impossible(impossible, count)}"
+        with_other_logprobs = self._with_other_logprobs()
+        if with_other_logprobs:
             tokens = "it could have written the tokens"
-            if any(one.verdict == "sampled" for one in others):
+            if any(result.verdict == "sampled" for result in with_other_logprobs):
                 tokens = "the tokens are not the most likely ones: sampled?"
-            return f"INCONSISTENT   the log probabilities of {len(others)} of {every} are not the model's; {tokens}"
-        undecided = sum(one.verdict == "undecided" for one in self.texts)
+            logprobs = f"the log probabilities of {len(with_other_logprobs)} of {count} are not the model's"
+            return f"INCONSISTENT   {logprobs}; {tokens}"
+        undecided = sum(result.verdict == "undecided" for result in self.texts)
         if undecided:
-            return f"INCOMPLETE   {undecided} of {every} not judged"
-        tokens_of_all, tied, unlikely = (sum(getattr(one, name) for one in self.texts) for name in _COUNTED)
+            return f"INCOMPLETE   {undecided} of {count} not judged"
+        return f"CONSISTENT   {self._sentence_of_possible()}"
+
+    def _sentence_of_impossible(self, impossible: list[TextResult], count: str) -> str:
+        # tokens that are not the most likely ones may have been sampled, where no mistake is known to write them
+        may_be_sampled = not self.causes and all(result.has_other_logprobs for result in impossible)
+        if not may_be_sampled:
+            return f"the model could not have written {len(impossible)} of {count}"
+        return (
+            f"neither the tokens of {len(impossible)} of {count} are the most likely ones, nor the log "
+            "probabilities the model's"
+        )
+
+    def _sentence_of_possible(self) -> str:
+        texts = "the text" if len(self.texts) == 1 else f"all {len(self.texts)} texts"
+        tokens = sum(result.tokens for result in self.texts)
+        tied = sum(result.tied for result in self.texts)
+        unlikely = sum(result.unlikely for result in self.texts)
         kinds = f"{tied} of them nearly tied with the largest"
         if unlikely:
             kinds = f"{unlikely} of them not the most likely ones: sampled, with the model's log probabilities"
-        written = f"the model could have written {_texts(len(self.texts))}"
-        return f"CONSISTENT   {written}: {counted(tokens_of_all, 'token')}, {kinds}"
+        return f"the model could have written {texts}: {counted(tokens, 'token')}, {kinds}"
 
-    def _sentences(self, one: TextResult) -> Iterator[str]:
-        """Yield what is said of one text."""
-        if one.reason:
-            yield one.reason
+    def _sentences(self, result: TextResult) -> Iterator[str]:
+        """Yield the sentences on one text: why it is not judged, or what is wrong with it."""
+        if result.reason:
+            yield result.reason
         else:
-            if one.verdict == "impossible" and one.worst is not None:
-                yield one.worst.sentence()
-            if one.worst_logprob is not None and not self.causes:
-                yield self._of_logprobs(one, one.worst_logprob)
-        if one.past_end:
-            yield f"goes on where the model would have ended it, at {counted(one.past_end, 'token')}"
+            if result.verdict == "impossible" and result.worst is not None:
+                yield result.worst.sentence()
+            # a cause of all texts explains their log probabilities too
+            if result.worst_logprob is not None and not self.causes:
+                yield self._sentence_of_logprobs(result, result.worst_logprob)
+        if result.past_end:
+            yield f"goes on where the model would have ended it, at {counted(result.past_end, 'token')}"
 
-    def _of_logprobs(self, one: TextResult, worst: LogprobGap) -> str:
-        if one.logprobs_of:
-            return f"its log probabilities were taken with {one.logprobs_of}: {worst.sentence()}"
-        said = f"its log probabilities are not the model's: {worst.sentence()}"
-        if one.verdict == "impossible" or self.logprob_causes:
-            return said
-        return f"{said}; taken after temperature, top-k, top-p or a mask?"
-
-
-_COUNTED = ("tokens", "tied", "unlikely")
+    def _sentence_of_logprobs(self, result: TextResult, worst: LogprobGap) -> str:
+        if result.logprobs_of:
+            return f"its log probabilities were taken with {result.logprobs_of}: {worst.sentence()}"
+        sentence = f"its log probabilities are not the model's: {worst.sentence()}"
+        if result.verdict == "impossible" or self.logprob_causes:
+            return sentence
+        return f"{sentence}; taken after temperature, top-k, top-p or a mask?"
 
 
-def _texts(count: int) -> str:
-    return "the text" if count == 1 else f"all {count} texts"
+def _token_words(text: str, token_id: int) -> str:
+    return f"{text!r} (id {token_id})" if text else f"id {token_id}"

@@ -32,7 +32,13 @@ class Text(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """A text as ids: `is_exact` where these are the writer's own, and not its text's."""
+    """A text as token ids.
+
+    Attributes
+    ----------
+    is_exact : bool
+        Whether these are the writer's own ids. Else a tokenizer has divided the text, maybe otherwise than the writer.
+    """
 
     prompt: list[int]
     ids: list[int]
@@ -41,45 +47,45 @@ class Tokens:
 
 
 def read_texts(path: Path) -> list[Text]:
-    """Read a file of a text per line.
+    """Read a JSONL file with a text in each line; empty lines are left out.
 
     Raises
     ------
     InputError
-        The file cannot be read, has none, or a line is none.
+        The file cannot be read or has no text, or a line is not one.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError("the texts cannot be read", where=path, got=first_line(error)) from error
-    found = []
+    texts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(msgspec.json.decode(line, type=Text))
+            texts.append(msgspec.json.decode(line, type=Text))
         except msgspec.DecodeError as error:
             raise InputError(f"line {number} is no text", where=path, got=first_line(error), wanted=_FORM) from error
-    if not found:
+    if not texts:
         raise InputError("the file has no text", where=path, wanted=_FORM)
-    return found
+    return texts
 
 
 _FORM = '{"prompt": "…", "text": "…"} a line; both may be token ids, and the prompt messages'
 
 
 def encoded(text: Text, tokenizer: Any, name: str) -> Tokens:
-    """Return a text as ids; `name` says which one it is.
+    """Return a text as token ids; `name` names it in errors.
 
     Raises
     ------
     InputError
-        It has no token, needs a tokenizer that is not there, or has another number of log probabilities.
+        It has no token, needs a tokenizer that is not there, or has another number of log probabilities than tokens.
     """
     if tokenizer is None and not (_are_ids(text.prompt) and _are_ids(text.text)):
         raise InputError("the base has no tokenizer", where=name, wanted="prompt and text as token ids")
     try:
-        prompt, ids = _ids(text, tokenizer)
+        prompt, ids = _prompt_and_text_ids(text, tokenizer)
     except InputError:
         raise
     except Exception as error:  # the code and the files of any kind of tokenizer, and a chat template's
@@ -96,37 +102,48 @@ def encoded(text: Text, tokenizer: Any, name: str) -> Tokens:
     return Tokens(prompt=prompt, ids=ids, is_exact=_are_ids(text.text), logprobs=text.logprobs)
 
 
-def _are_ids(given: str | Sequence[Any]) -> bool:
-    return not isinstance(given, str) and all(isinstance(one, int) and one >= 0 for one in given)
+def _are_ids(content: str | Sequence[Any]) -> bool:
+    if isinstance(content, str):
+        return False
+    return all(isinstance(token, int) and token >= 0 for token in content)
 
 
-def _ids(text: Text, tokenizer: Any) -> tuple[list[int], list[int]]:
-    prompt, special = text.prompt, True
+def _prompt_and_text_ids(text: Text, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Return the ids of the prompt, and of the text after it."""
+    prompt, adds_special = text.prompt, True
     if not isinstance(prompt, str) and not _are_ids(prompt):
-        prompt, special = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True), False
-    before = _encode(tokenizer, prompt, special=special) if isinstance(prompt, str) else list(prompt)
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        adds_special = False  # a chat template writes the special tokens itself
+    prompt_ids = _encode(tokenizer, prompt, adds_special=adds_special) if isinstance(prompt, str) else list(prompt)
     if not isinstance(text.text, str):
-        return before, list(text.text)
+        return prompt_ids, list(text.text)
     if isinstance(prompt, str):  # a space at the border belongs to the first token, and some tokenizers add one
-        whole = _encode(tokenizer, prompt + text.text, special=special)
-        if whole[: len(before)] == before:
-            return before, whole[len(before) :]
-    return before, _encode(tokenizer, text.text, special=False)
+        whole = _encode(tokenizer, prompt + text.text, adds_special=adds_special)
+        if whole[: len(prompt_ids)] == prompt_ids:
+            return prompt_ids, whole[len(prompt_ids) :]
+    return prompt_ids, _encode(tokenizer, text.text, adds_special=False)
 
 
-def _encode(tokenizer: Any, text: str, *, special: bool) -> list[int]:
-    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    end = tokenizer.eos_token_id if special else None
-    return ids[:-1] if ids and ids[-1] == end else ids
+def _encode(tokenizer: Any, text: str, *, adds_special: bool) -> list[int]:
+    """Return the ids of a text, without the end that some tokenizers put after it."""
+    ids = list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])
+    if adds_special and ids and ids[-1] == tokenizer.eos_token_id:
+        return ids[:-1]
+    return ids
 
 
 def other_tokens(tokens: Tokens, place: int, largest: int, tokenizer: Any) -> Iterator[Tokens]:
-    """Yield the same text in other tokens, the largest at this place: a model need not write as a tokenizer divides."""
+    """Yield the same text in other tokens, if there is one that has the largest token at this place.
+
+    A model need not write the tokens that a tokenizer divides its text into.
+    """
     if tokens.is_exact or tokens.logprobs is not None:
         return
-    wanted, begun = tokenizer.decode(tokens.ids), [*tokens.ids[:place], largest]
-    if not wanted.startswith(written := tokenizer.decode(begun)):
+    wanted = tokenizer.decode(tokens.ids)
+    first_ids = [*tokens.ids[:place], largest]
+    first_words = tokenizer.decode(first_ids)
+    if not wanted.startswith(first_words):
         return
-    ids = [*begun, *_encode(tokenizer, wanted[len(written) :], special=False)]
+    ids = [*first_ids, *_encode(tokenizer, wanted[len(first_words) :], adds_special=False)]
     if tokenizer.decode(ids) == wanted:
         yield Tokens(prompt=tokens.prompt, ids=ids, is_exact=False)

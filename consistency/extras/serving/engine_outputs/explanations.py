@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,10 +39,10 @@ _MOST_WORK = 1 << 35
 """Elements of the model's matrices times passes of a search: some 7 ns each for one sequence on one core, 4 minutes."""
 
 _MOST_MERGED = 1 << 30
-"""Elements of the model's matrices up to which merges are tried, which hold a second copy of what they convert."""
+"""Elements of the model's matrices up to which merges are tried: they hold a second copy of the converted weights."""
 
 _LARGEST_LAYER = 1 << 26
-"""Elements of the largest layer that is merged for it: five arrays of it in float64 take 2.5 GiB."""
+"""Elements of the largest layer that is merged to explain outputs: five arrays of it in float64 take 2.5 GiB."""
 
 _NAMES = {
     "one": Cause.SCALING_ONE,
@@ -62,38 +62,52 @@ class Question:
     ----------
     wanted : torch.Tensor
         The engine's values in the rows that are outside, float64.
-    seen : callable
+    view : callable
         Bring float64 logits of these rows into the form of the engine's values.
-    share : callable
-        Return the largest error of the engine's values from others over what is allowed, which a second argument adds
-        to.
+    ratio : callable
+        Return the largest error of the engine's values from others over the bound, which a second argument adds to.
     rounding : RoundingError
-        Behind what is allowed.
+        The rounding error that the bound is made from.
     passes, first : Passes
-        Of these rows, and of the first of them alone.
-    first_places : slice
-        The places of that row among those of `wanted`.
+        Passes over these rows, and over the first of them alone.
+    first_view, first_ratio, first_wanted
+        `view`, `ratio` and `wanted` of that first row alone.
     on, off : torch.Tensor or None
         Float64 logits of these rows with and without the adapter; `off` is None where PEFT cannot disable it.
     """
 
     mode: str
     wanted: torch.Tensor
-    seen: Callable[[torch.Tensor], torch.Tensor]
-    share: Callable[[torch.Tensor, float], float]
+    view: Callable[[torch.Tensor], torch.Tensor]
+    ratio: Callable[[torch.Tensor, float], float]
     rounding: RoundingError
     passes: Passes
     first: Passes
-    first_seen: Callable[[torch.Tensor], torch.Tensor]
-    first_share: Callable[[torch.Tensor], float]
+    first_view: Callable[[torch.Tensor], torch.Tensor]
+    first_ratio: Callable[[torch.Tensor], float]
     first_wanted: torch.Tensor
     on: torch.Tensor
     off: torch.Tensor | None
 
+    def ratio_of_logits(self, logits: torch.Tensor) -> float:
+        """Return the largest error of the engine's values from float64 logits of these rows, over the bound."""
+        return self.ratio(self.view(logits), 0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What explains the outputs; several, where no one alone does, and what was not tried; `rows` are those outside."""
+    """The mistakes that explain an engine's outputs.
+
+    Attributes
+    ----------
+    fits : dict
+        For each mistake, the names of the layers that it is about, empty where it is about all, and the ratio of error
+        and bound with it. Several where they come to the same outputs.
+    not_tried : tuple of str
+        Mistakes that this model is too large or too different for.
+    rows : tuple of int
+        The rows that are outside; empty where all are.
+    """
 
     fits: dict[Cause, tuple[str, float]] = field(default_factory=dict)
     not_tried: tuple[str, ...] = ()
@@ -101,12 +115,19 @@ class Answer:
 
     def evidence(self) -> dict[str, Any]:
         """Return the answer as evidence of a row."""
-        found: dict[str, Any] = {"not_tried": list(self.not_tried)} if self.not_tried else {}
-        found |= {ROWS: list(self.rows)} if self.rows else {}
+        evidence: dict[str, Any] = {}
         if len(self.fits) == 1:
-            ((cause, (places, share)),) = self.fits.items()
-            return {CAUSE: cause.value, "cause_bound_ratio": share, **({PLACES: places} if places else {}), **found}
-        return {SEVERAL: [cause.value for cause in self.fits], **found} if self.fits else found
+            ((cause, (layers, ratio)),) = self.fits.items()
+            evidence |= {CAUSE: cause.value, "cause_bound_ratio": ratio}
+            if layers:
+                evidence[PLACES] = layers
+        elif self.fits:
+            evidence[SEVERAL] = [cause.value for cause in self.fits]
+        if self.not_tried:
+            evidence["not_tried"] = list(self.not_tried)
+        if self.rows:
+            evidence[ROWS] = list(self.rows)
+        return evidence
 
 
 def explain(question: Question) -> Answer:
@@ -114,41 +135,60 @@ def explain(question: Question) -> Answer:
     if not bool(torch.isfinite(question.wanted).all()):
         return Answer()  # no finite outputs are near
     if question.mode == ADAPTER_OFF:
-        left_on = question.share(question.seen(question.on), 0.0)
-        return Answer(fits={Cause.LEFT_ON: ("", left_on)} if left_on <= 1 else {})
+        ratio = question.ratio_of_logits(question.on)
+        return Answer(fits={Cause.LEFT_ON: ("", ratio)} if ratio <= 1 else {})
     model = question.passes.model
-    size = matrix_elements(model)
     fits: dict[Cause, tuple[str, float]] = {}
     not_tried = []
-    for cause, places, logits in mistakes(question.passes, question.off):
-        if (share := question.share(question.seen(logits), 0.0)) <= 1:
-            fits[cause] = places, share
-    fits |= {cause: ("", share) for cause, share in _merged(question) if share <= 1}
-    if why := _no_merges(model):
-        not_tried.append(why)
+    for cause, layers, logits in mistakes(question.passes, question.off):
+        ratio = question.ratio_of_logits(logits)
+        if ratio <= 1:
+            fits[cause] = layers, ratio
+    for cause, ratio in _merged(question):
+        if ratio <= 1:
+            fits[cause] = "", ratio
+    why_no_merges = _no_merges(model)
+    if why_no_merges:
+        not_tried.append(why_no_merges)
     if not fits:
-        for groups in (by_block, by_kind, by_name):
-            found = groups(list(adapted_layers(model)))
-            if len(found) * size > _MOST_WORK:
-                not_tried.append("layers without the adapter")
-                break
-            places, share = _without(question, found)
-            if share <= 1:
-                fits[Cause.LAYERS] = places, share
-                break
-        else:
-            fits |= _repeated(question, by_kind([one for one in adapted_layers(model) if one[1] in scalable(model)]))
+        # some layers alone, only where no mistake with the whole adapter fits: a search takes many passes
+        fits, is_searched = _explain_by_layers(question)
+        if not is_searched:
+            not_tried.append("layers without the adapter")
     return Answer(fits=fits, not_tried=tuple(not_tried))
 
 
+def _explain_by_layers(question: Question) -> tuple[dict[Cause, tuple[str, float]], bool]:
+    """Return what explains the outputs by some layers alone, and whether the search was small enough to be made.
+
+    Blocks are tried first, as they are the fewest groups, then kinds of layers, then layers one by one.
+    """
+    model = question.passes.model
+    layers = list(adapted_layers(model))
+    for group in (by_block, by_kind, by_name):
+        groups = group(layers)
+        if len(groups) * matrix_elements(model) > _MOST_WORK:
+            return {}, False
+        names, ratio = _without(question, groups)
+        if ratio <= 1:
+            return {Cause.LAYERS: (names, ratio)}, True
+    layers_with_scaling = scalable(model)
+    kinds = by_kind([(name, layer) for name, layer in layers if layer in layers_with_scaling])
+    return _repeated(question, kinds), True
+
+
 def mistakes(passes: Passes, off: torch.Tensor | None) -> Iterator[tuple[Cause, str, torch.Tensor]]:
-    """Yield mistakes with the adapter as a whole: what, where, and the float64 logits with it."""
+    """Yield mistakes with the adapter as a whole: the cause, the layers that it is about, and the float64 logits.
+
+    The layers are empty where it is about all of them. Each pass is computed when it is asked for.
+    """
     model = passes.model
     if off is not None:
         yield Cause.IGNORED, "", off
     layers = scalable(model)
-    for name, scalings in scalings_of(layers, model.peft_config[ADAPTER_NAME]).items() if layers else ():
-        yield _NAMES[name], "", passes.of(f"scaling, {name}", functools.partial(scaled, scalings, layers))
+    if layers:
+        for name, scalings in scalings_of(layers, model.peft_config[ADAPTER_NAME]).items():
+            yield _NAMES[name], "", passes.of(f"scaling, {name}", functools.partial(scaled, scalings, layers))
     variants = [layer for layer in layers if ADAPTER_NAME in getattr(layer, "lora_variant", {})]
     if variants:
         yield Cause.DORA, "", passes.of("plain", lambda: plain(variants))
@@ -156,99 +196,116 @@ def mistakes(passes: Passes, off: torch.Tensor | None) -> Iterator[tuple[Cause, 
     if saved:
         logits = passes.of("saved modules", lambda: without([module for _, module in saved]))
         yield Cause.SAVED_MODULES, some([_short(name) for name, _ in saved]), logits
-    if ends := _head_and_embeddings(base_of(model)):
-        yield Cause.HEAD_TIED, "", passes.of("the head tied", lambda: tied(*ends))
+    head_and_embeddings = _head_and_embeddings(base_of(model))
+    if head_and_embeddings:
+        yield Cause.HEAD_TIED, "", passes.of("the head tied", lambda: tied(*head_and_embeddings))
 
 
 def _head_and_embeddings(base: Any) -> tuple[Any, ...]:
-    """Return the two where a model has both, of one shape."""
+    """Return the head and the embeddings of a model that has both, of one shape; else an empty tuple."""
     with suppress(AttributeError, NotImplementedError):  # of a model without them
-        ends = base.get_output_embeddings(), base.get_input_embeddings()
-        return ends if ends[0].weight.shape == ends[1].weight.shape else ()
+        head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+        if head.weight.shape == embeddings.weight.shape:
+            return head, embeddings
     return ()
 
 
 def _merged(question: Question) -> Iterator[tuple[Cause, float]]:
-    """Yield merges in narrower dtypes, each with its smallest share of the bound."""
+    """Yield merges in narrower dtypes, each with its smallest ratio; none after one that PEFT refuses."""
     with suppress(MergeRefusedError):
         for cause, ways in merges(question.passes.model).items():
-            yield cause, min(_share_of_merge(question, way) for way in ways)
+            yield cause, min(_ratio_of_merge(question, way) for way in ways)
 
 
 def _no_merges(model: torch.nn.Module) -> str:
-    """Return which merges are not tried."""
+    """Return which merges are not tried; empty where all are."""
     layers = [layer for _, layer in adapted_layers(model)]
     if any(map(has_quantized_weight, layers)):
         return "merges into quantized weights"
     largest = max((weight_of(layer).numel() for layer in layers), default=0)
-    return "" if matrix_elements(model) <= _MOST_MERGED and largest <= _LARGEST_LAYER else "merges in a narrower dtype"
+    if matrix_elements(model) > _MOST_MERGED or largest > _LARGEST_LAYER:
+        return "merges in a narrower dtype"
+    return ""
 
 
 def merges(model: torch.nn.Module) -> dict[Cause, list[Rounded]]:
-    """Return how an engine may have merged the adapter in a dtype that is not wider than the model's.
+    """Return the ways in which an engine may have merged the adapter in a dtype that is not wider than the model's.
 
-    None is returned of a quantized or a large model.
+    There are none for a quantized or a large model.
     """
     if _no_merges(model):
         return {}
-    own = {p.dtype for _, layer in adapted_layers(model) for p in layer.get_base_layer().parameters()}
-    widest = min((UNIT_ROUNDOFF[str(one).removeprefix("torch.")] for one in own if one.is_floating_point), default=0.0)
-    found = {}
+    dtypes = set[torch.dtype]()
+    for _, layer in adapted_layers(model):
+        dtypes |= {p.dtype for p in layer.get_base_layer().parameters()}
+    widest = min((_unit_roundoff(dtype) for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    ways = {}
     for dtype, cause in _MERGED.items():
-        if UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")] < widest:
+        if _unit_roundoff(dtype) < widest:
             continue
-        found[cause] = [Rounded(dtype=dtype), Rounded(dtype=dtype, delta_first=True)]
-        if dtype not in own:
-            found[cause] += [
+        ways[cause] = [Rounded(dtype=dtype), Rounded(dtype=dtype, delta_first=True)]
+        if dtype not in dtypes:  # else the rest of the model has the dtype already
+            ways[cause] += [
                 Rounded(dtype=dtype, whole=True),
                 Rounded(dtype=dtype, whole=True, base_first=True),
                 Rounded(dtype=dtype, whole=True, base_first=True, delta_first=True),
             ]
-    return found
+    return ways
 
 
-def _share_of_merge(question: Question, way: Rounded) -> float:
-    """Return the share of the bound, with what the order of float32 sums may do to a merge added to the bound."""
-    merged = question.seen(question.passes.merged(way))
-    share = question.share(merged, 0.0)
-    if share <= 1 or not share < question.share(question.seen(question.on), 0.0) / 2:
-        return share  # what is hardly nearer than the right outputs explains nothing, whatever the order of the sums
-    shaken = Rounded(
-        dtype=way.dtype, base_first=way.base_first, delta_first=way.delta_first, whole=way.whole, shaken=True
-    )
-    other = question.seen(question.passes.merged(shaken))
-    more = error_factor(question.rounding.samples, question.rounding.drawn) * float((merged - other).abs().max())
-    if question.share(question.seen(question.on), more) <= 1:  # so wide that the right outputs would be explained too
-        return share
-    return question.share(merged, more)
+def _unit_roundoff(dtype: torch.dtype) -> float:
+    return UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")]
+
+
+def _ratio_of_merge(question: Question, way: Rounded) -> float:
+    """Return the ratio of error and bound, where the bound has what the order of float32 sums may do to a merge."""
+    merged = question.view(question.passes.merged(way))
+    ratio = question.ratio(merged, 0.0)
+    # a merge that is hardly nearer than the right outputs explains nothing, whatever the order of the sums
+    if ratio <= 1 or not ratio < question.ratio_of_logits(question.on) / 2:
+        return ratio
+    shaken = question.view(question.passes.merged(replace(way, shaken=True)))
+    moved = float((merged - shaken).abs().max())
+    addition = error_factor(question.rounding.samples, question.rounding.drawn) * moved
+    if (
+        question.ratio(question.view(question.on), addition) <= 1
+    ):  # so wide that the right outputs would be explained too
+        return ratio
+    return question.ratio(merged, addition)
 
 
 def _without(question: Question, groups: dict[str, list[Any]]) -> tuple[str, float]:
-    """Search for groups of layers without adapter by the first row, and prove the answer by all; return its share."""
+    """Search for groups of layers without adapter, and return their names with the ratio; infinite where none fit.
+
+    The search is by the first row, and the answer is proved by all rows.
+    """
     if len(groups) < 2:
         return "", float("inf")
 
     def change(names: frozenset[str]) -> Any:
-        return without([layer for name in groups if name in names for layer in groups[name]])
+        layers = [groups[name] for name in groups if name in names]
+        return without(list(itertools.chain.from_iterable(layers)))
 
     def outputs(names: frozenset[str]) -> torch.Tensor:
-        name = f"without {', '.join(sorted(names)) or 'nothing'}"
-        return question.first_seen(question.first.of(name, lambda: change(names)))
+        title = f"without {', '.join(sorted(names)) or 'nothing'}"
+        return question.first_view(question.first.of(title, lambda: change(names)))
 
-    found = search(question.first_wanted, groups, outputs, lambda logits: question.first_share(logits) <= 1)
-    if found is None or len(found) == len(groups):
+    left_out = search(question.first_wanted, groups, outputs, lambda values: question.first_ratio(values) <= 1)
+    if left_out is None or len(left_out) == len(groups):  # all of them: the adapter is ignored, which was tried
         return "", float("inf")
-    logits = question.passes.of(f"without {', '.join(sorted(found))}", lambda: change(found))
-    return named([name for name in groups if name in found]), question.share(question.seen(logits), 0.0)
+    logits = question.passes.of(f"without {', '.join(sorted(left_out))}", lambda: change(left_out))
+    return named([name for name in groups if name in left_out]), question.ratio_of_logits(logits)
 
 
 def _repeated(question: Question, kinds: dict[str, list[Any]]) -> dict[Cause, tuple[str, float]]:
-    """Return which kind of layers adds its delta several times, as where each rank adds the whole of it."""
+    """Return the kind of layers that adds its delta several times, as where each rank adds the whole of it."""
     for name, times in itertools.product(kinds, (2, 4, 8)):
-        scalings = {place: times * float(layer.scaling[ADAPTER_NAME]) for place, layer in enumerate(kinds[name])}
-        logits = question.passes.of(f"{name}, {times} times", functools.partial(scaled, scalings, kinds[name]))
-        if (share := question.share(question.seen(logits), 0.0)) <= 1:
-            return {Cause.KIND: (f"{name} ({times} times)", share)}
+        layers = kinds[name]
+        scalings = {number: times * float(layer.scaling[ADAPTER_NAME]) for number, layer in enumerate(layers)}
+        logits = question.passes.of(f"{name}, {times} times", functools.partial(scaled, scalings, layers))
+        ratio = question.ratio_of_logits(logits)
+        if ratio <= 1:
+            return {Cause.KIND: (f"{name} ({times} times)", ratio)}
     return {}
 
 

@@ -1,4 +1,4 @@
-"""What inference engines answered: a cause where one explains the numbers, and what was compared of them."""
+"""Findings on the outputs of inference engines: the cause of wrong ones, and the part that was compared."""
 
 from __future__ import annotations
 
@@ -27,29 +27,41 @@ _Rows = list[tuple[TensorComparison, Outcome]]
 
 
 def find_engines(evidence: ComparisonEvidence) -> Iterable[Finding]:
-    """Report what is wrong with the outputs of inference engines, by cause, and what was compared of them."""
-    for engine in (worker for worker in evidence.workers if worker.is_engine and worker.info.status == "ok"):
-        rows = [
-            (t, row)
-            for t in evidence.tensors
-            if t.stage == standard.FORWARD and (row := t.outcome(engine.label)) is not None
-        ]
-        yield from _wrong(engine, [(t, row) for t, row in rows if t.layer == OUTPUT and row.status in BAD])
-        yield from _batches(engine, [(t, row) for t, row in rows if t.layer == BATCHES])
-        yield from _part(engine, rows)
-        outputs = [(t, row) for t, row in rows if t.layer == OUTPUT]
+    """Report wrong outputs of inference engines, by their cause, and the part of the outputs that was compared."""
+    for engine in evidence.workers:
+        if not engine.is_engine or engine.info.status != "ok":
+            continue
+        rows = list(_rows_of_engine(evidence, engine))
+        outputs = [(tensor, row) for tensor, row in rows if tensor.layer == OUTPUT]
+        yield from _wrong(engine, [(tensor, row) for tensor, row in outputs if row.status in BAD])
+        yield from _batches(engine, [(tensor, row) for tensor, row in rows if tensor.layer == BATCHES])
+        yield from _part_compared(engine, outputs)
         if outputs and all(row.status == "skipped" for _, row in outputs):
             yield Finding(
                 kind=kinds.NOTHING_COMPARED,
                 severity="error",
                 message=f"forward · {engine.label} · nothing was compared of this engine: {_why_nothing(outputs)}",
                 workers=(engine.label,),
-                tensors=tuple(t.name for t, _ in outputs),
+                tensors=_names(outputs),
             )
 
 
+def _rows_of_engine(evidence: ComparisonEvidence, engine: ComparedWorker) -> Iterator[tuple[TensorComparison, Outcome]]:
+    for tensor in evidence.tensors:
+        outcome = tensor.outcome(engine.label) if tensor.stage == standard.FORWARD else None
+        if outcome is not None:
+            yield tensor, outcome
+
+
+def _names(rows: _Rows) -> tuple[str, ...]:
+    return tuple(tensor.name for tensor, _ in rows)
+
+
 def _why_nothing(outputs: _Rows) -> str:
-    """Return why none of an engine's rows could be compared; what it was not asked for is no reason by itself."""
+    """Return why none of an engine's rows could be compared.
+
+    Outputs that are not in the file are no reason by themselves: the engine may not have been asked for them.
+    """
     reasons = dict.fromkeys(row.reason for _, row in outputs if row.reason and row.reason != NOT_IN_FILE)
     if reasons:
         return "; ".join(reasons)
@@ -62,41 +74,55 @@ def of_devices(evidence: ComparisonEvidence, tensors: Sequence[TensorComparison]
     engines = {worker.label for worker in evidence.workers if worker.is_engine}
     if not engines:
         return list(tensors)
-    found = []
+    tensors_of_devices = []
     for tensor in tensors:
         if not engines.intersection(tensor.workers):
-            found.append(tensor)
+            tensors_of_devices.append(tensor)
             continue
-        kept = tuple(one.of(left) for one in tensor.outcomes if (left := _without(one.workers, engines)))
-        if kept:
-            classes = tuple(left for names in tensor.classes if (left := _without(names, engines)))
-            left = _without(tensor.workers, engines)
-            found.append(msgspec.structs.replace(tensor, outcomes=kept, classes=classes, workers=left))
-    return found
+        outcomes = []
+        for outcome in tensor.outcomes:
+            devices = _without(outcome.workers, engines)
+            if devices:
+                outcomes.append(outcome.of(devices))
+        if outcomes:
+            classes = [_without(workers, engines) for workers in tensor.classes]
+            of_devices = msgspec.structs.replace(
+                tensor,
+                outcomes=tuple(outcomes),
+                classes=tuple(workers for workers in classes if workers),
+                workers=_without(tensor.workers, engines),
+            )
+            tensors_of_devices.append(of_devices)
+    return tensors_of_devices
 
 
-def _without(names: Iterable[str], engines: set[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in engines)
+def _without(workers: Iterable[str], engines: set[str]) -> tuple[str, ...]:
+    return tuple(worker for worker in workers if worker not in engines)
 
 
 def _wrong(engine: ComparedWorker, wrong: _Rows) -> Iterator[Finding]:
-    """Yield a finding per cause; rows without one are together by the word of their difference."""
-    same: dict[tuple[Cause | Word, str, str], _Rows] = {}
+    """Yield a finding for each cause; rows without a cause are grouped by the word of their difference."""
+    groups: dict[tuple[Cause | Word, str, str], _Rows] = {}
     for tensor, row in wrong:
-        found = _cause(row) or row.word or Word(row.status)
-        same.setdefault((found, str(row.evidence.get(PLACES, "")), _rows_of(row)), []).append((tensor, row))
-    for (cause, places, of_rows), rows in same.items():
-        opening = f"{standard.FORWARD} · {engine.label} · {listed([t.tensor for t, _ in rows])}{of_rows}: "
+        cause_or_word = _cause(row) or row.word or Word(row.status)
+        key = (cause_or_word, str(row.evidence.get(PLACES, "")), _wrong_rows(row))
+        groups.setdefault(key, []).append((tensor, row))
+    for (cause, places, wrong_rows), rows in groups.items():
+        modes = listed([tensor.tensor for tensor, _ in rows])
+        opening = f"{standard.FORWARD} · {engine.label} · {modes}{wrong_rows}: "
+        detail: list[str] = []
+        for tensor, row in rows:
+            detail += (describe(tensor, row), *_further_evidence(row))
         yield Finding(
             kind=str(cause),
             severity="error",
             message=opening + _sentence(cause, places, rows),
             general=f"{standard.FORWARD} · {engine.label}: {_sentence(cause, places, rows[:1])}",
             workers=(engine.label,),
-            tensors=tuple(t.name for t, _ in rows),
+            tensors=_names(rows),
             cause=_sentence(cause, places, rows) if isinstance(cause, Cause) else None,
-            detail=tuple(line for t, row in rows for line in (describe(t, row), *_tried(row))),
-            next="; or ".join(one.todo for one in _causes(rows[0][1])) or _again(engine, wrong),
+            detail=tuple(detail),
+            next="; or ".join(cause.todo for cause in _causes(rows[0][1])) or _next_step(engine, wrong),
             load_paths=(engine.load_path,),
         )
 
@@ -106,46 +132,55 @@ def _cause(row: Outcome) -> Cause | None:
 
 
 def _causes(row: Outcome) -> list[Cause]:
-    """Return what explains a row, in the order of `Cause`: several where they come to the same here."""
+    """Return the causes that explain a row, in the order of `Cause`: several where they come to the same here."""
+    values = [row.evidence.get(CAUSE)]
     several = row.evidence.get(SEVERAL)
-    named = [row.evidence.get(CAUSE), *(several if isinstance(several, list) else ())]
-    return [cause for cause in Cause if cause in named]
+    if isinstance(several, list):
+        values += several
+    return [cause for cause in Cause if cause in values]
 
 
-def _rows_of(row: Outcome) -> str:
-    """Return the rows of the batch that are wrong, where others are right."""
-    rows = [str(number) for number in row.evidence.get(ROWS, ())]
-    return f" in {'row' if len(rows) == 1 else 'rows'} {some(rows)}" if rows else ""
+def _wrong_rows(row: Outcome) -> str:
+    """Return the rows of the batch that are wrong, in words; empty where all are."""
+    numbers = [str(number) for number in row.evidence.get(ROWS, ())]
+    if not numbers:
+        return ""
+    noun = "row" if len(numbers) == 1 else "rows"
+    return f" in {noun} {some(numbers)}"
 
 
 def _sentence(cause: Cause | Word, places: str, rows: _Rows) -> str:
     if isinstance(cause, Cause):
-        others = [one.phrase.replace("{}", places) for one in _causes(rows[0][1]) if one != cause]
-        return ", or ".join([cause.sentence(places), *others]) + (", which is the same here" if others else "")
+        other_phrases = [other.phrase.replace("{}", places) for other in _causes(rows[0][1]) if other != cause]
+        if not other_phrases:
+            return cause.sentence(places)
+        return ", or ".join([cause.sentence(places), *other_phrases]) + ", which is the same here"
     if cause == words.MISSING:
         return "; ".join(dict.fromkeys(row.reason or "missing" for _, row in rows))
-    found = words.about(cause, OUTPUT, computed=True)
+    sentence = words.about(cause, OUTPUT, computed=True)
     worst = max((float(row.ratio) for _, row in rows if row.ratio is not None), default=math.nan)
     if not math.isfinite(worst):
-        return found
+        return sentence
     return (
-        f"{found}, {worst:.3g} times as far from float64 as the rule allows; no mistake with an adapter that is known "
-        "here explains it"
+        f"{sentence}, {worst:.3g} times as far from float64 as the rule allows; no mistake with an adapter that is "
+        "known here explains it"
     )
 
 
-def _tried(row: Outcome) -> Iterator[str]:
-    """Yield further lines of evidence for the cause."""
-    share = row.evidence.get("cause_bound_ratio")
-    if share is not None:
-        yield f"the explanation is within the rule: {float(share):.2g} of what is allowed"
-    if left := row.evidence.get("not_tried"):
-        yield f"not tried, for this model: {', '.join(map(str, left))}"
+def _further_evidence(row: Outcome) -> Iterator[str]:
+    """Yield lines on how well the cause fits, and on the causes that were not tried."""
+    ratio = row.evidence.get("cause_bound_ratio")
+    if ratio is not None:
+        yield f"the explanation is within the rule: {float(ratio):.2g} of what is allowed"
+    not_tried = row.evidence.get("not_tried")
+    if not_tried:
+        yield f"not tried, for this model: {', '.join(map(str, not_tried))}"
 
 
 def _batches(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
-    wrong = [(t, row) for t, row in rows if row.status in BAD]
-    moved = [(t, row) for t, row in rows if not row.evidence.get("same_bits", True)]
+    """Report that an answer depends on the batch: an error, or a note where the rule allows the difference."""
+    wrong = [(tensor, row) for tensor, row in rows if row.status in BAD]
+    moved = [(tensor, row) for tensor, row in rows if not row.evidence.get("same_bits", True)]
     if wrong:
         reasons = list(dict.fromkeys(row.reason or "" for _, row in wrong))
         yield Finding(
@@ -154,7 +189,7 @@ def _batches(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
             message=f"{standard.FORWARD} · {engine.label} · {some(reasons, 2)}",
             general=f"{standard.FORWARD} · {engine.label} · the answer depends on the batch",
             workers=(engine.label,),
-            tensors=tuple(t.name for t, _ in wrong),
+            tensors=_names(wrong),
             detail=tuple(reasons),
             load_paths=(engine.load_path,),
         )
@@ -170,21 +205,21 @@ def _batches(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
             ),
             general=f"{opening} in some batches than alone",
             workers=(engine.label,),
-            tensors=tuple(t.name for t, _ in moved),
+            tensors=_names(moved),
             load_paths=(engine.load_path,),
         )
 
 
-def _part(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
-    """Report what of the outputs was not compared."""
-    shown = next((row.evidence for t, row in rows if t.layer == OUTPUT and "places" in row.evidence), None)
-    if shown is None:
+def _part_compared(engine: ComparedWorker, outputs: _Rows) -> Iterator[Finding]:
+    """Report the part of the outputs that was compared, where the engine's file has no others."""
+    coverage = next((row.evidence for _, row in outputs if "places" in row.evidence), None)
+    if coverage is None:
         return
     parts = []
-    if shown["places"] < shown["places_wanted"]:
-        parts.append(f"{shown['places']} of {shown['places_wanted']} places")
-    if "top_k" in shown:
-        parts.append(f"the {shown['top_k']} largest of {shown['vocabulary']} values of each place")
+    if coverage["places"] < coverage["places_wanted"]:
+        parts.append(f"{coverage['places']} of {coverage['places_wanted']} places")
+    if "top_k" in coverage:
+        parts.append(f"the {coverage['top_k']} largest of {coverage['vocabulary']} values of each place")
     if parts:
         text = (
             f"{standard.FORWARD} · {engine.label} · compared in {' and '.join(parts)}: the engine's file has no others"
@@ -192,11 +227,12 @@ def _part(engine: ComparedWorker, rows: _Rows) -> Iterator[Finding]:
         yield Finding(kind=PART_COMPARED, severity="note", message=text, workers=(engine.label,))
 
 
-def _again(engine: ComparedWorker, wrong: _Rows) -> str | None:
-    if any(t.tensor == ADAPTER_OFF and _cause(row) is None for t, row in wrong):
+def _next_step(engine: ComparedWorker, wrong: _Rows) -> str | None:
+    """Return what to do about rows without a cause; None where the engine's file is not named in the case."""
+    if any(tensor.tensor == ADAPTER_OFF and _cause(row) is None for tensor, row in wrong):
         return "look at the engine's base, its config and its dtype first: it is outside without the adapter too"
     case = engine.case
-    path = next((one.path for one in case.engine_outputs if one.name == engine.info.name), None)
+    path = next((file.path for file in case.engine_outputs if file.name == engine.info.name), None)
     if path is None:
         return None
     adapter = f" --adapter {shlex.quote(case.adapter)}" if case.adapter else ""

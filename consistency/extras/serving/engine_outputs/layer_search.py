@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _ROUNDS = 3
-"""Of the search: a set that the outputs of three others do not lead to is not found."""
+"""Rounds of the search: a set that the outputs of three others do not lead to is not found."""
 
 _EQUATIONS = 1 << 16
 """Values of the outputs at most that the weights are found from: far more than there are groups."""
@@ -23,20 +23,21 @@ _BLOCK = re.compile(r"^(?P<block>.*?\.(?P<number>\d+))(?:\.|$)")
 
 
 def by_block(layers: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
-    """Return adapted layers by the block that they are in; one outside all blocks is a group of its own."""
-    found: dict[str, list[Any]] = {}
+    """Return adapted layers by the block that they are in; a layer outside all blocks is a group of its own."""
+    groups: dict[str, list[Any]] = {}
     for name, layer in layers:
         match = _BLOCK.match(name)
-        found.setdefault(match["block"] if match else name, []).append(layer)
-    return found
+        block = match["block"] if match else name
+        groups.setdefault(block, []).append(layer)
+    return groups
 
 
 def by_kind(layers: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
     """Return adapted layers by the last part of their name: `q_proj`."""
-    found: dict[str, list[Any]] = {}
+    groups: dict[str, list[Any]] = {}
     for name, layer in layers:
-        found.setdefault(name.rpartition(".")[2], []).append(layer)
-    return found
+        groups.setdefault(name.rpartition(".")[2], []).append(layer)
+    return groups
 
 
 def by_name(layers: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
@@ -45,11 +46,11 @@ def by_name(layers: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
 
 
 def named(groups: Sequence[str]) -> str:
-    """Return groups for people: blocks that follow each other as a range."""
-    blocks = [_BLOCK.fullmatch(name) for name in groups]
-    numbers = sorted(int(block["number"]) for block in blocks if block is not None)
-    stems = {block["block"].rpartition(".")[0] for block in blocks if block is not None}
-    if len(numbers) < len(groups) or len(stems) > 1:
+    """Return groups in words: the blocks of one stack as ranges, `layers 0–3, 7`; else the names themselves."""
+    matches = [match for match in map(_BLOCK.fullmatch, groups) if match is not None]
+    numbers = sorted(int(match["number"]) for match in matches)
+    stacks = {match["block"].rpartition(".")[0] for match in matches}
+    if len(numbers) < len(groups) or len(stacks) > 1:
         return ", ".join(groups)
     ranges: list[list[int]] = []
     for number in numbers:
@@ -57,8 +58,12 @@ def named(groups: Sequence[str]) -> str:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    text = ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in ranges)
-    return f"{'layer' if len(numbers) == 1 else 'layers'} {text}"
+    noun = "layer" if len(numbers) == 1 else "layers"
+    return f"{noun} {', '.join(_range_words(first, last) for first, last in ranges)}"
+
+
+def _range_words(first: int, last: int) -> str:
+    return f"{first}" if first == last else f"{first}–{last}"
 
 
 def search(
@@ -74,25 +79,29 @@ def search(
     wanted : torch.Tensor
         The engine's outputs, float64.
     outputs : callable
-        Gives the model's without some groups.
+        Return the model's outputs without the adapter in some groups.
     fits : callable
-        Whether outputs explain the engine's.
+        Report whether outputs explain the engine's.
     """
-    chosen: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
     tried = set()
+    names = list(groups)
     for _ in range(_ROUNDS):
-        here = outputs(chosen)
-        names = list(groups)
-        moves = torch.stack([_some(outputs(chosen ^ {name}) - here) for name in names], dim=-1)
-        weights = torch.linalg.lstsq(moves, _some(wanted - here).unsqueeze(-1), driver="gelsd").solution.reshape(-1)
-        tried.add(chosen)
-        chosen = chosen ^ frozenset(name for name, weight in zip(names, weights, strict=True) if float(weight) > 0.5)
-        if chosen in tried:
+        present = outputs(left_out)
+        # how the outputs move where one group more, or one less, is left out: a column for each
+        moves = torch.stack([_sampled(outputs(left_out ^ {name}) - present) for name in names], dim=-1)
+        distance = _sampled(wanted - present).unsqueeze(-1)
+        weights = torch.linalg.lstsq(moves, distance, driver="gelsd").solution.reshape(-1)
+        tried.add(left_out)
+        changed = [name for name, weight in zip(names, weights, strict=True) if float(weight) > 0.5]
+        left_out = left_out ^ frozenset(changed)
+        if left_out in tried:
             return None
-        if chosen and fits(outputs(chosen)):
-            return chosen
+        if left_out and fits(outputs(left_out)):
+            return left_out
     return None
 
 
-def _some(values: torch.Tensor) -> torch.Tensor:
+def _sampled(values: torch.Tensor) -> torch.Tensor:
+    """Return values at equal distances, about as many as there are equations at most."""
     return values.reshape(-1)[:: max(1, values.numel() // _EQUATIONS)]

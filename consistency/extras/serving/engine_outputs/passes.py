@@ -30,12 +30,19 @@ _WORDS = 1 << 12
 """Rows of embeddings that are widened at a time."""
 
 _KEPT_BYTES = 1 << 28
-"""Of logits that are kept for other modes and engines: a 32nd of the 8 GB of the smallest host that is supported."""
+"""Bytes of logits that are kept for other modes and engines: a 32nd of the 8 GB of the smallest host that is
+supported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """The model on the CPU, the inputs of some rows, and what makes a pass decide as the first one did."""
+    """Float64 passes of the model on the CPU over the inputs of some rows.
+
+    Attributes
+    ----------
+    watch : callable
+        Return what makes a pass decide as the right one did; None where each decides by itself.
+    """
 
     model: Any
     inputs: Activations
@@ -62,19 +69,21 @@ class Passes:
         same = deciding(self.watch(), gradient=False)
         with torch.no_grad(), merge.of_the_rest(self.model), Float64Mode() as mode, same:
             run = functools.partial(activations, self.model, self.inputs)
-            found = in_merged(self.model, run, merge=functools.partial(merge.of_layer, mode))
-        return self._keep(name, found[OUTPUT])
+            results = in_merged(self.model, run, merge=functools.partial(merge.of_layer, mode))
+        return self._keep(name, results[OUTPUT])
 
     def _keep(self, name: str, logits: torch.Tensor) -> torch.Tensor:
-        found = logits.to(torch.float64)
-        if sum(one.nbytes for one in self._known.values()) + found.nbytes <= _KEPT_BYTES:
-            self._known[name] = found
-        return found
+        """Return logits in float64, and keep them for the next question where there is room."""
+        logits = logits.to(torch.float64)
+        kept_bytes = sum(kept.nbytes for kept in self._known.values())
+        if kept_bytes + logits.nbytes <= _KEPT_BYTES:
+            self._known[name] = logits
+        return logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounded:
-    """How a merge rounds, where it does so to a narrower dtype than that of the case."""
+    """The roundings of a merge in a narrower dtype than the case has."""
 
     dtype: torch.dtype
     base_first: bool = False
@@ -88,44 +97,60 @@ class Rounded:
     between two numbers of the narrower dtype."""
 
     def __str__(self) -> str:
-        """Return the name of a pass with it."""
-        first = [what for what, is_so in (("base", self.base_first), ("delta", self.delta_first)) if is_so]
-        parts = [f"merged in {name_of(self.dtype)}", *(f"{what} first" for what in first)]
-        return ", ".join([*parts, *(["whole"] if self.whole else []), *(["other sums"] if self.shaken else [])])
+        """Return the name of a pass with this merge."""
+        parts = [f"merged in {name_of(self.dtype)}"]
+        for name, is_set in (
+            ("base first", self.base_first),
+            ("delta first", self.delta_first),
+            ("whole", self.whole),
+            ("other sums", self.shaken),
+        ):
+            if is_set:
+                parts.append(name)
+        return ", ".join(parts)
 
     @contextmanager
     def of_layer(self, mode: Float64Mode, layer: Any) -> Iterator[None]:
-        """Merge one layer."""
+        """Merge one layer by PEFT in float64, and then round its sum as this merge does."""
         with ExitStack() as stack:
             with mode.paused():
                 stack.enter_context(restored(layer))
                 parameters = [p for p in merged_into(layer) if p.is_floating_point()]
                 for parameter in parameters:
-                    first = parameter.data.to(self.dtype) if self.base_first else parameter.data
-                    parameter.data = first.to(torch.float64)
-                before = [parameter.data.clone() for parameter in parameters]
+                    base = parameter.data
+                    if self.base_first:
+                        base = base.to(self.dtype)
+                    parameter.data = base.to(torch.float64)
+                bases = [parameter.data.clone() for parameter in parameters]
             layer.merge(safe_merge=False, adapter_names=[ADAPTER_NAME])
+            if not parameters:
+                yield
+                return
             with mode.paused():
-                for parameter, base in zip(merged_into(layer) if parameters else (), before, strict=False):
+                for parameter, base in zip(merged_into(layer), bases, strict=False):
                     parameter.data = self._sum(base, parameter.data - base)
             yield
 
     def _sum(self, base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """Return the merged weight in the narrower dtype, from base and delta in float64."""
         if self.shaken:
             delta = delta + _errors(delta, delta.abs())
         if self.delta_first:
             delta = delta.to(self.dtype).to(torch.float64)
-        found = base + delta
+        merged = base + delta
         if self.shaken:
-            found = found + _errors(found, base.abs() + delta.abs())
-        return found.to(self.dtype)
+            merged = merged + _errors(merged, base.abs() + delta.abs())
+        return merged.to(self.dtype)
 
     @contextmanager
     def of_the_rest(self, model: torch.nn.Module) -> Iterator[None]:
-        """Convert what no merge writes."""
-        layers = [layer for _, layer in adapted_layers(model)]
-        adapted = {id(p) for layer in layers for p in layer.parameters()}
-        rest = [p for p in model.parameters() if id(p) not in adapted and p.is_floating_point()] if self.whole else []
+        """Convert the parameters outside the adapted layers, where the whole model is converted."""
+        rest: list[torch.nn.Parameter] = []
+        if self.whole:
+            adapted = set[int]()
+            for _, layer in adapted_layers(model):
+                adapted |= {id(p) for p in layer.parameters()}
+            rest = [p for p in model.parameters() if id(p) not in adapted and p.is_floating_point()]
         kept = [(parameter, parameter.data) for parameter in rest]
         try:
             for parameter, data in kept:
@@ -137,22 +162,22 @@ class Rounded:
 
 
 def _errors(like: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
-    """Return what rounding to float32 twice may add, of either sign by chance."""
+    """Return the error that rounding to float32 twice may add, of either sign by chance."""
     signs = torch.randint(0, 2, like.shape, generator=torch.Generator().manual_seed(SEED)) * 2 - 1
     return 2 * UNIT_ROUNDOFF["float32"] * magnitude * signs
 
 
 @contextmanager
 def scaled(scalings: Mapping[int, float], layers: Sequence[Any]) -> Iterator[None]:
-    """Give layers other scalings, by their place."""
+    """Give layers other scalings, by their number in `layers`."""
     kept = [(layer.scaling, layer.scaling[ADAPTER_NAME]) for layer in layers]
     try:
-        for place, (held, _) in enumerate(kept):
-            held[ADAPTER_NAME] = scalings[place]
+        for number, (scaling, _) in enumerate(kept):
+            scaling[ADAPTER_NAME] = scalings[number]
         yield
     finally:
-        for held, value in kept:
-            held[ADAPTER_NAME] = value
+        for scaling, value in kept:
+            scaling[ADAPTER_NAME] = value
 
 
 @contextmanager
@@ -162,8 +187,8 @@ def plain(layers: Sequence[Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for held, variant in kept:
-            held[ADAPTER_NAME] = variant
+        for variants, variant in kept:
+            variants[ADAPTER_NAME] = variant
 
 
 @contextmanager
@@ -177,13 +202,14 @@ def without(modules: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def tied(head: torch.nn.Module, embeddings: Any) -> Iterator[None]:
-    """Let the head multiply by the embeddings, with what the adapter adds to these."""
-    own = embeddings.get_base_layer() if hasattr(embeddings, "get_base_layer") else embeddings
-    ids = torch.arange(own.weight.shape[0], device=own.weight.device).split(_WORDS)
+    """Let the head multiply by the embeddings, with the delta that the adapter adds to these."""
+    table = embeddings.get_base_layer() if hasattr(embeddings, "get_base_layer") else embeddings
+    ids = torch.arange(table.weight.shape[0], device=table.weight.device).split(_WORDS)
 
-    def multiplied(_: object, given: tuple[torch.Tensor, ...], __: object) -> torch.Tensor:
-        rows = (embeddings(some) / getattr(own, "embed_scale", 1.0) for some in ids)
-        return torch.cat([torch.nn.functional.linear(given[0], weight) for weight in rows], -1)
+    def multiplied(_: object, args: tuple[torch.Tensor, ...], __: object) -> torch.Tensor:
+        # some embeddings scale what they look up, and no head does
+        weights = (embeddings(piece) / getattr(table, "embed_scale", 1.0) for piece in ids)
+        return torch.cat([torch.nn.functional.linear(args[0], weight) for weight in weights], -1)
 
     handle = head.register_forward_hook(multiplied)
     try:
@@ -194,12 +220,12 @@ def tied(head: torch.nn.Module, embeddings: Any) -> Iterator[None]:
 
 def scalable(model: torch.nn.Module) -> list[Any]:
     """Return the adapted layers that have a scaling."""
-    return [
-        layer
-        for _, layer in adapted_layers(model)
-        if isinstance(getattr(layer, "scaling", None), dict)
-        and isinstance(layer.scaling.get(ADAPTER_NAME), (int, float))
-    ]
+    return [layer for _, layer in adapted_layers(model) if _has_scaling(layer)]
+
+
+def _has_scaling(layer: Any) -> bool:
+    scalings = getattr(layer, "scaling", None)
+    return isinstance(scalings, dict) and isinstance(scalings.get(ADAPTER_NAME), (int, float))
 
 
 def saved_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
@@ -210,18 +236,24 @@ def saved_modules(model: torch.nn.Module) -> list[tuple[str, Any]]:
 
 
 def scalings_of(layers: Sequence[Any], config: Any) -> dict[str, dict[int, float]]:
-    """Return other scalings of LoRA, by the name of the mistake; those that are no mistake here are left out.
+    """Return wrong scalings of the layers by their number, for each mistake; mistakes that change nothing are left out.
 
     Several mistakes may come to the same scalings: with alpha = r, no rank-stabilization and no scaling at all.
     """
-    now = {place: float(layer.scaling[ADAPTER_NAME]) for place, layer in enumerate(layers)}
+    right = {number: float(layer.scaling[ADAPTER_NAME]) for number, layer in enumerate(layers)}
     ranks = [float(getattr(layer, "r", {}).get(ADAPTER_NAME) or 0) for layer in layers]
     alphas = [float(getattr(layer, "lora_alpha", {}).get(ADAPTER_NAME) or 0) for layer in layers]
-    found = {"one": dict.fromkeys(now, 1.0), "twice": {place: 2 * value for place, value in now.items()}}
+    wrong = {
+        "one": dict.fromkeys(right, 1.0),
+        "twice": {number: 2 * scaling for number, scaling in right.items()},
+    }
     if all(ranks) and all(alphas) and hasattr(config, "lora_alpha"):
-        root = getattr(config, "use_rslora", False)
-        swapped = [alpha / (rank if root else math.sqrt(rank)) for alpha, rank in zip(alphas, ranks, strict=True)]
-        found["rslora ignored" if root else "rslora assumed"] = dict(enumerate(swapped))
-        same = config.lora_alpha / (math.sqrt(config.r) if root else config.r)
-        found["patterns ignored"] = dict.fromkeys(now, same)
-    return {name: scalings for name, scalings in found.items() if scalings != now}
+        pairs = list(zip(alphas, ranks, strict=True))
+        if getattr(config, "use_rslora", False):
+            wrong["rslora ignored"] = {number: alpha / rank for number, (alpha, rank) in enumerate(pairs)}
+            scaling_of_all = config.lora_alpha / math.sqrt(config.r)
+        else:
+            wrong["rslora assumed"] = {number: alpha / math.sqrt(rank) for number, (alpha, rank) in enumerate(pairs)}
+            scaling_of_all = config.lora_alpha / config.r
+        wrong["patterns ignored"] = dict.fromkeys(right, scaling_of_all)
+    return {name: scalings for name, scalings in wrong.items() if scalings != right}

@@ -20,7 +20,7 @@ class View:
     Parameters
     ----------
     shape : tuple of int
-        Of the model's logits: `(rows, tokens, vocabulary)`, or `(rows, labels)` of a classifier.
+        Shape of the model's logits: `(rows, tokens, vocabulary)`, or `(rows, labels)` for a classifier.
     mask : torch.Tensor or None
         The attention mask: what a model computes at the place of padding has no meaning.
     """
@@ -42,19 +42,22 @@ class View:
     @property
     def rows_missing(self) -> list[int]:
         """Return the rows of which no wanted place was computed."""
-        wanted, found = (one.reshape(self.shape[0], -1).any(1) for one in (self._wanted, self.places))
-        return [int(row) for row in (wanted & ~found).nonzero()]
+        is_wanted = self._wanted.reshape(self.shape[0], -1).any(1)
+        is_computed = self.places.reshape(self.shape[0], -1).any(1)
+        return [int(row) for row in (is_wanted & ~is_computed).nonzero()]
 
     @property
     def coverage(self) -> dict[str, int]:
-        """Return how much was compared of what was wanted."""
-        found = {"places": int(self.places.sum()), "places_wanted": int(self._wanted.sum())}
-        return found | ({} if self._top_k is None else {"top_k": self._top_k, "vocabulary": self.shape[-1]})
+        """Return the numbers of places and values that were compared, and that were wanted."""
+        counts = {"places": int(self.places.sum()), "places_wanted": int(self._wanted.sum())}
+        if self._top_k is not None:
+            counts |= {"top_k": self._top_k, "vocabulary": self.shape[-1]}
+        return counts
 
     def actual(self, name: str) -> torch.Tensor:
         """Return the engine's values, `(places, values)`, in the dtype that they are stored in.
 
-        Of the largest ones the last column is the smallest of these: see `model`.
+        Where the file has the largest values alone, a last column has the smallest of these: see `model`.
         """
         values = self._read(name)[self._places_of(name)]
         if self._top_k is None:
@@ -65,13 +68,13 @@ class View:
     def model(self, name: str, logits: torch.Tensor) -> torch.Tensor:
         """Return logits of the model in the form of the engine's values.
 
-        Of the largest ones the last column is the largest value that the engine left out, where that is larger than the
-        smallest that it gave: no token may be missing.
+        Where the file has the largest values alone, a last column has the largest value that the engine left out, if
+        that is larger than the smallest that it gave: then a token is missing.
 
         Parameters
         ----------
         logits : torch.Tensor
-            Of all rows; of the first one alone for a tensor that is of a batch. Narrower floats than float32 are
+            Logits of all rows; of the first one alone for a tensor that is of a batch. Narrower floats than float32 are
             widened for logarithms, as engines do.
         """
         if self.outputs.about.values == _LOG_PROBABILITIES:
@@ -80,20 +83,25 @@ class View:
         if self._top_k is None:
             return values
         ids = self._ids(name)
-        given = ids.clamp(min=0)
-        found = torch.where(ids >= 0, values.gather(-1, given), 0)
+        has_id = ids >= 0
+        given_values = torch.where(has_id, values.gather(-1, ids.clamp(min=0)), 0)
         # a place without an id writes nothing: its id is clamped to 0, which may be given elsewhere in the row
-        left_out = torch.ones_like(values, dtype=torch.bool)
-        left_out[torch.arange(len(ids)).unsqueeze(-1).expand_as(ids)[ids >= 0], ids[ids >= 0]] = False
-        largest = values.masked_fill(~left_out, -torch.inf).amax(-1, keepdim=True)
-        return torch.cat([found, torch.maximum(largest, self._smallest(name).to(values.dtype))], dim=-1)
+        is_left_out = torch.ones_like(values, dtype=torch.bool)
+        place_of_id = torch.arange(len(ids)).unsqueeze(-1).expand_as(ids)
+        is_left_out[place_of_id[has_id], ids[has_id]] = False
+        largest_left_out = values.masked_fill(~is_left_out, -torch.inf).amax(-1, keepdim=True)
+        last_column = torch.maximum(largest_left_out, self._smallest(name).to(values.dtype))
+        return torch.cat([given_values, last_column], dim=-1)
 
     def drawn(self, name: str, logits: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-        """Return logits of the CPU in that form, to measure their error; that of no token left out is none."""
-        found = self.model(name, logits)
+        """Return logits of a noisy pass in the form of the engine's values, to measure their error.
+
+        The last column is the exact one: which tokens are left out is no result of the model, and has no error.
+        """
+        values = self.model(name, logits)
         if self._top_k is not None:
-            found[:, -1] = exact[:, -1]
-        return found
+            values[:, -1] = exact[:, -1]
+        return values
 
     def rows_of(self, name: str) -> torch.Tensor:
         """Return the row that each of the compared places is in."""
@@ -102,12 +110,17 @@ class View:
         return numbers.expand(places.shape)[places]
 
     def index_of(self, name: str, place: int, column: int) -> tuple[int, ...]:
-        """Return where a value is in the model's logits; of the last column of largest ones, the place alone."""
-        at = tuple(int(i) for i in self._places_of(name).nonzero()[place])
+        """Return the index of a value in the model's logits.
+
+        The last column of a file with the largest values alone is no single value: its index is the place alone.
+        """
+        index = tuple(int(i) for i in self._places_of(name).nonzero()[place])
         if self._top_k is None:
-            return (*at, column)
+            return (*index, column)
         ids = self._ids(name)[place]
-        return (*at, int(ids[column])) if column < len(ids) else at
+        if column < len(ids):
+            return (*index, int(ids[column]))
+        return index
 
     def check_batch(self, name: str) -> None:
         """Raise unless a tensor of a batch fits the first row."""
@@ -128,11 +141,12 @@ class View:
 
     def _read(self, name: str) -> torch.Tensor:
         with safe_open(self.outputs.path, framework="pt") as file:
-            found = file.get_tensor(name)
-        assert isinstance(found, torch.Tensor)
-        return found
+            tensor = file.get_tensor(name)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
 
     def _check(self, name: str, shape: Sequence[int]) -> None:
+        """Raise InputError unless a tensor of the file fits logits of this shape."""
         got = self.outputs.tensors[name].shape
         if tuple(got[:-1]) != tuple(shape[:-1]):
             self._refuse(
@@ -152,6 +166,9 @@ class View:
                     hint=hint,
                 )
             return
+        self._check_ids(name, shape)
+
+    def _check_ids(self, name: str, shape: Sequence[int]) -> None:
         ids = self._read(f"{name}.{IDS}")
         if bool((ids >= shape[-1]).any()):
             self._refuse(
@@ -160,8 +177,9 @@ class View:
                 got=int(ids.max()),
                 wanted=f"less than {shape[-1]}",
             )
-        some = torch.sort(ids, dim=-1).values
-        if bool(((some[..., 1:] == some[..., :-1]) & (some[..., 1:] >= 0)).any()):
+        in_order = torch.sort(ids, dim=-1).values
+        is_repeated = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
+        if bool(is_repeated.any()):
             self._refuse(
                 "an id is given twice in one place",
                 where=f"{name}.{IDS}",
@@ -169,5 +187,5 @@ class View:
                 wanted="each id once, and -1 where there is none",
             )
 
-    def _refuse(self, what: str, *, where: str, got: object, wanted: object, hint: str | None = None) -> NoReturn:
-        raise InputError(what, where=f"{where} in {self.outputs.path}", got=got, wanted=wanted, hint=hint)
+    def _refuse(self, message: str, *, where: str, got: object, wanted: object, hint: str | None = None) -> NoReturn:
+        raise InputError(message, where=f"{where} in {self.outputs.path}", got=got, wanted=wanted, hint=hint)

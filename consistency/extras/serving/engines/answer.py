@@ -28,7 +28,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def answer(source: Path, target: Path, engine: Engine, *, base: str | None = None, adapter: str | None = None) -> None:
-    """Read a request, compute what it asks for, and write the outputs; `base` and `adapter` are the folders here.
+    """Read a request, compute the outputs that it asks for, and write them.
+
+    `base` and `adapter` are the folders on this host, where they are not those that the request names.
 
     Raises
     ------
@@ -40,11 +42,12 @@ def answer(source: Path, target: Path, engine: Engine, *, base: str | None = Non
     case = case_of(request, base=base, adapter=adapter)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # on the CPU, as the inputs are: an engine moves the model to its own device
     write_outputs(target, request, engine, dict(computed(engine, load_model(case, "cpu"), request, inputs)))
 
 
 def read_request(path: Path) -> tuple[Request, Tensors]:
-    """Return what is asked, and the inputs."""
+    """Return the request in a file, and the inputs."""
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get(METADATA, "")
@@ -57,22 +60,28 @@ def read_request(path: Path) -> tuple[Request, Tensors]:
 
 
 def check_request(request: Request, source: Path, *, base: str | None = None, adapter: str | None = None) -> None:
-    """Raise InputError where a request asks for what only the person here can allow: it may be a stranger's."""
-    asking = Case(name=request.case.name, base=request.base, adapter=request.adapter)
-    check_received(asking, Options(base=base, adapter=adapter), folder=source.absolute().parent)
+    """Raise InputError where a request needs what only the user of this host can allow: it may be a stranger's."""
+    requested = Case(name=request.case.name, base=request.base, adapter=request.adapter)
+    check_received(requested, Options(base=base, adapter=adapter), folder=source.absolute().parent)
 
 
 def case_of(request: Request, *, base: str | None = None, adapter: str | None = None) -> Case:
-    """Return the case that a request is of, from the folders that it names or those that are given."""
+    """Return the case of a request, with the folders that it names or those that are given.
+
+    Raises
+    ------
+    InputError
+        A folder has other files than the request was written for.
+    """
     dtype: Any = request.case.dtype  # checked where the request was written
     case = Case(name=request.case.name, base=base or request.base, adapter=adapter or request.adapter, dtype=dtype)
-    found = {"base": (case.base, base_digest(case), request.case.base)}
+    digests = {"base": (case.base, base_digest(case), request.case.base)}
     if case.adapter is not None:
-        found["adapter"] = (case.adapter, adapter_digest(case), request.case.adapter)
-    for part, (folder, got, wanted) in found.items():
+        digests["adapter"] = (case.adapter, adapter_digest(case), request.case.adapter)
+    for noun, (folder, got, wanted) in digests.items():
         if got != wanted:
             raise InputError(
-                f"this is not the {part} that the request is of",
+                f"this is not the {noun} that the request is of",
                 where=folder,
                 got=f"digest {got}",
                 wanted=f"digest {wanted}",
@@ -81,7 +90,7 @@ def case_of(request: Request, *, base: str | None = None, adapter: str | None = 
 
 
 def computed(engine: Engine, model: Any, request: Request, inputs: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every output that is asked for by its name; the model is merged last, and stays so.
+    """Yield name and values of every output that is asked for; the model is merged last, and stays so.
 
     Raises
     ------
@@ -89,7 +98,8 @@ def computed(engine: Engine, model: Any, request: Request, inputs: Tensors) -> I
         The engine cannot compile or run the model.
     """
     floating = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    inputs = {name: t.to(floating) if t.is_floating_point() else t for name, t in inputs.items()}
+    converted = {name: tensor.to(floating) for name, tensor in inputs.items() if tensor.is_floating_point()}
+    inputs = {**inputs, **converted}
     function = LogitsOf(model, tuple(inputs)).eval()
     for mode in request.modes:
         try:
@@ -105,6 +115,7 @@ def computed(engine: Engine, model: Any, request: Request, inputs: Tensors) -> I
 
 
 def _in_mode(model: Any, mode: Mode, *, has_adapter: bool) -> AbstractContextManager[None]:
+    """Bring the model into a mode: merged for good, or without the adapter as long as the context lasts."""
     if mode == "adapter_merged":
         model.merge_adapter()
     if mode != "adapter_off" or not has_adapter:
@@ -118,12 +129,12 @@ def _in_batches(run: Compiled, inputs: Tensors, sizes: tuple[int, ...]) -> Itera
     for size in sizes:
         yield batch_name(size, "first"), run({name: t[:size] for name, t in inputs.items()})[0]
         if size > 1:
-            turned = {name: torch.cat([t[1:size], t[:1]]) for name, t in inputs.items()}
-            yield batch_name(size, "last"), run(turned)[-1]
+            first_row_last = {name: torch.cat([t[1:size], t[:1]]) for name, t in inputs.items()}
+            yield batch_name(size, "last"), run(first_row_last)[-1]
 
 
 def write_outputs(path: Path, request: Request, engine: Engine, outputs: Tensors) -> None:
-    """Write the outputs in the dtype that they have, and what they are."""
+    """Write the outputs in the dtype that they have, with a description of the case and the engine."""
     dtype: Any = request.case.dtype
     about = About(
         schema="consistency.outputs/1",

@@ -44,8 +44,8 @@ def _inputs(parsed: argparse.Namespace) -> int:
     from consistency.extras.serving.inference.of_captures import write_inputs
     from consistency.text import one_line
 
-    given = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
-    request = write_inputs(gather_options(parsed.config, given, Edge.COMMAND_LINE), parsed.out, replace=parsed.force)
+    options = {option.name: getattr(parsed, option.name, None) for option in OPTIONS}
+    request = write_inputs(gather_options(parsed.config, options, Edge.COMMAND_LINE), parsed.out, replace=parsed.force)
     if parsed.json:
         print_json(request)
     else:

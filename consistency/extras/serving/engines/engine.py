@@ -16,14 +16,14 @@ Compiled = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
 class Engine(Protocol):
-    """Compiles models; made with the device that they run on, in torch's spelling."""
+    """A compiler of models; it is made with the device that they run on, in torch's spelling."""
 
     name: str
     version: str
     device: str
     """`name`, `version`, `device`: as they stand in the outputs."""
     settings: dict[str, str]
-    """What else the numbers may depend on."""
+    """Further settings that the numbers may depend on."""
 
     def compiled(self, model: LogitsOf, inputs: dict[str, torch.Tensor]) -> Compiled:
         """Return a function for any number of rows, to be run while the model is in the state that it is in now."""
@@ -52,7 +52,7 @@ def make_engine(name: str, device: str) -> Engine:
     Raises
     ------
     InputError
-        There is none of that name, or what it needs is not installed.
+        There is no engine of that name, or a library that it needs is not installed.
     """
     if name not in ENGINES:
         raise InputError(

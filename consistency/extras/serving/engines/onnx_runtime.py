@@ -73,10 +73,12 @@ class OnnxRuntime:
             path = Path(folder) / "model.onnx"
             program.save(path, external_data=True)
             session = self._runtime.InferenceSession(str(path), providers=[self.provider])
-        taken = {one.name for one in session.get_inputs()}  # the exporter leaves out what the model does not use
+        # the exporter leaves out inputs that the model does not use
+        names = {graph_input.name for graph_input in session.get_inputs()}
 
         def run(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            (logits,) = session.run([_OUTPUT], {name: t.numpy() for name, t in inputs.items() if name in taken})
+            arrays = {name: tensor.numpy() for name, tensor in inputs.items() if name in names}
+            (logits,) = session.run([_OUTPUT], arrays)
             return torch.from_numpy(np.ascontiguousarray(logits))
 
         return run
@@ -84,7 +86,7 @@ class OnnxRuntime:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what the exporter says of its own code, of libraries that it lacks, and of constants that it keeps."""
+    """Hide the exporter's warnings on its own code, on libraries that it lacks, and on constants that it keeps."""
     loggers = [logging.getLogger(name) for name in _EXPORTERS]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

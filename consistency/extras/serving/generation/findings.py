@@ -21,8 +21,9 @@ def find_undecided_texts(evidence: ComparisonEvidence) -> Iterator[Finding]:
             continue
         for row in tensor.outcomes:
             if row.status == "within" and row.reason:
-                of_model = tensor.layer == WHOLE_MODEL
-                text = row.reason if of_model else f"another text for {tensor.layer}: {row.reason}"
+                text = row.reason
+                if tensor.layer != WHOLE_MODEL:
+                    text = f"another text for {tensor.layer}: {row.reason}"
                 workers_by_text.setdefault((tensor.name, text), []).extend(row.workers)
     for (name, text), workers in workers_by_text.items():
         yield Finding(

@@ -10,8 +10,15 @@ from consistency.stages.forward.items import forward_items
 
 
 def generation_items(case: Case) -> Iterator[tuple[str, str]]:
-    """Yield layer and way of the stage `generation`, and its texts; the encoder of a decoder has no way of its own."""
+    """Yield layer and way of the stage `generation`, and then prompt and `text`.
+
+    The layers of an encoder beside a decoder are left out: it reads the whole text at once in every way.
+    """
     layers = dict.fromkeys(layer for layer, _ in forward_items(case))
-    own = [layer for layer in layers if "encoder" not in layer.split(".")]
-    yield from ((layer, way) for layer in own for way in WAYS)
-    yield from ((f"prompt {number}", "text") for number in range(SEQUENCES if own else 0))
+    layers_in_ways = [layer for layer in layers if "encoder" not in layer.split(".")]
+    for layer in layers_in_ways:
+        for way in WAYS:
+            yield layer, way
+    if layers_in_ways:
+        for number in range(SEQUENCES):
+            yield f"prompt {number}", "text"

@@ -1,4 +1,4 @@
-"""Faults of generating text: in a cache, in the mask of a padded batch, in what is chosen."""
+"""Faults of generating text: in a cache, in the mask of a padded batch, in the choice of a token."""
 
 from __future__ import annotations
 
@@ -13,22 +13,34 @@ Keys = torch.Tensor
 
 
 def _keys(change: Callable[[Any, Keys], Keys]) -> Install:
-    """Change the keys that a cache gives back for one new token, but of a float64 pass.
+    """Return a fault that changes the keys which a cache gives back for one new token.
 
-    In the second layer that has any: of a hybrid others keep a state.
+    A float64 pass keeps its keys. The fault is in the second layer that has keys: in a hybrid model other layers keep a
+    state.
     """
 
     @instead("transformers.cache_utils:Cache.update")
     def update(
-        real: Callable[..., tuple[Keys, Keys]], cache: Any, key: Keys, value: Keys, layer: int, *rest: Any, **more: Any
+        real: Callable[..., tuple[Keys, Keys]],
+        cache: Any,
+        key: Keys,
+        value: Keys,
+        layer: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Keys, Keys]:
-        keys, values = real(cache, key, value, layer, *rest, **more)
-        own = [number for number, one in enumerate(cache.layers) if getattr(one, "keys", None) is not None]
-        if layer == own[:2][-1] and key.shape[-2] == 1 and key.dtype != torch.float64:
+        keys, values = real(cache, key, value, layer, *args, **kwargs)
+        layers_with_keys = [number for number, held in enumerate(cache.layers) if _has_keys(held)]
+        is_step = key.shape[-2] == 1 and key.dtype != torch.float64
+        if layer == layers_with_keys[:2][-1] and is_step:
             keys = change(cache, keys.clone())
         return keys, values
 
     return update
+
+
+def _has_keys(cache_layer: Any) -> bool:
+    return getattr(cache_layer, "keys", None) is not None
 
 
 def _is_static(cache: Any) -> bool:
@@ -36,7 +48,7 @@ def _is_static(cache: Any) -> bool:
 
 
 def _not_written(cache: Any, keys: Keys) -> Keys:
-    if not _is_static(cache):
+    if not _is_static(cache):  # a static cache has room for further tokens after the new one
         keys[..., -1, :] = keys[..., -2, :]
     return keys
 
@@ -56,21 +68,26 @@ stale_keys = _keys(_stale)
 @instead("transformers.masking_utils:prepare_padding_mask")
 def padding_is_seen(real: Callable[..., Any], mask: Any, *args: Any, **kwargs: Any) -> Any:
     """Let every token see the padding before it."""
-    return real(None if mask is None or not mask.is_floating_point() else mask, *args, **kwargs)
+    marks_padding = mask is not None and not mask.is_floating_point()
+    return real(None if marks_padding else mask, *args, **kwargs)
 
 
 @instead("transformers.generation.utils:GenerationMixin._prepare_position_ids_for_generation")
-def positions_of_padding(real: Callable[..., Any], model: Any, inputs: Any, known: dict[str, Any]) -> Any:
+def positions_of_padding(real: Callable[..., Any], model: Any, inputs: Any, kwargs: dict[str, Any]) -> Any:
     """Count the padding before a text as if it were text."""
-    mask = known.get("attention_mask")
-    return real(model, inputs, {**known, "attention_mask": None if mask is None else torch.ones_like(mask)})
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        mask = torch.ones_like(mask)
+    return real(model, inputs, {**kwargs, "attention_mask": mask})
 
 
 @instead("peft.tuners.lora.layer:Linear.forward")
 def off_in_steps(real: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Leave the adapter out where one token is computed at a time."""
     is_step = x.dim() == 3 and x.shape[1] == 1 and x.dtype != torch.float64
-    return layer.base_layer(x) if is_step else real(layer, x, *args, **kwargs)
+    if is_step:
+        return layer.base_layer(x)
+    return real(layer, x, *args, **kwargs)
 
 
 @changing("consistency.extras.serving.generation.text:_written")

@@ -1,4 +1,4 @@
-"""Stage `generation`: what it declares."""
+"""The declaration of the stage `generation`."""
 
 from __future__ import annotations
 

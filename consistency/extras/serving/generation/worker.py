@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +74,7 @@ from consistency.worker.recorder import Skip
 STAGE = spec.GENERATION
 
 _SOME = slice(SEQUENCES)
+"""The first sequences of the stage `forward`, which are computed in every way."""
 
 ALONE, CACHE, STATIC, PADDED = spec.WAYS
 
@@ -80,17 +82,18 @@ WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
     ALONE: (Way.alone, WRONG_ALONE, BATCH_CHANGES_MODEL),
     CACHE: (Way.cached, WRONG_WITH_CACHE, CACHE_CHANGES_MODEL),
     STATIC: (
-        functools.partial(Way.cached, cache_implementation="static", disable_compile=True), WRONG_WITH_CACHE,
+        functools.partial(Way.cached, cache_implementation="static", disable_compile=True),
+        WRONG_WITH_CACHE,
         CACHE_CHANGES_MODEL,
     ),
     PADDED: (Way.padded, WRONG_WITH_PADDING, PADDING_CHANGES_MODEL),
-}  # fmt: skip
-"""How each is computed, and what is wrong where the device is, and where the model's code is."""
+}
+"""For each way: how it is computed, the word of a wrong device, and the word of wrong code of the model."""
 
 MORE_WAYS: dict[str, tuple[Callable[[Way], None], Word, Word]] = {
     "chunked": (functools.partial(Way.cached, prefill_chunk_size=3), WRONG_WITH_CACHE, CACHE_CHANGES_MODEL),
 }
-"""At level thorough."""
+"""Further ways, at level thorough."""
 
 WITHOUT_ADAPTER = (CACHE, PADDED)
 """Ways that are computed with the adapter off too, at level thorough."""
@@ -98,17 +101,19 @@ WITHOUT_ADAPTER = (CACHE, PADDED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Exact:
-    """What judges the rows of sequences, whichever way they are computed.
+    """The limits and exact results that judge the rows of sequences, whichever way they are computed.
 
     Attributes
     ----------
     sequences : Sequences
+        Those that are computed in every way: the first ones of the stage `forward`.
     shapes : dict
-        Of the exact results, by the names of their places.
+        Shapes of the exact results, by the names of their places.
     undecided : dict
-        Rows whose decisions rounding may turn, by block; of the empty name, in every block.
+        For each block, a mask of the rows whose decisions rounding may turn; under the empty name, those of every
+        block.
     whole : dict
-        The rows of whole sequences on this device, by the names of their places.
+        Rows of a pass over whole sequences on this device, by the names of their places.
     """
 
     context: Context
@@ -119,35 +124,46 @@ class _Exact:
     undecided: dict[str, torch.Tensor]
     whole: dict[str, torch.Tensor]
 
-    def given(self, name: str) -> torch.Tensor | None:
-        found = self.reference.read(given_name(self.mode, name))
-        return None if found is None else mapped(found)
+    def block_input(self, name: str) -> torch.Tensor | None:
+        """Return the input of a block as the stage `forward` gives it; None where the reference has none."""
+        tensor = self.reference.read(given_name(self.mode, name))
+        if tensor is None:
+            return None
+        return mapped(tensor)
 
-    def left_out(self, layer: str) -> torch.Tensor:
-        """Return which rows of a module's result are not judged."""
-        found = [rows for block, rows in self.undecided.items() if not block or f"{layer}.".startswith(f"{block}.")]
-        return torch.stack(found).any(0) if found else torch.zeros(0, dtype=torch.bool)
+    def undecided_rows(self, layer: str) -> torch.Tensor:
+        """Return a mask of the rows of a module's result that are not judged; empty where all rows are."""
+        masks = [rows for block, rows in self.undecided.items() if not block or f"{layer}.".startswith(f"{block}.")]
+        if not masks:
+            return torch.zeros(0, dtype=torch.bool)
+        return torch.stack(masks).any(0)
 
     def ratio(self, name: str, rows: list[Rows], dtype: torch.dtype) -> float | None:
-        """Return the figures of a way's rows over their limits; None where they are not judged."""
+        """Return the largest ratio of error and limit in the rows of a way; None where no row is judged.
+
+        NaN is taken for larger than any number.
+        """
         exact, layer = self.reference.known(f"{self.mode}::{name}"), ResultPlace.of(name).layer
         flat = by_rows(exact, self.sequences.length)
         assert flat is not None
         ratios = []
-        for sequence in {some.sequence for some in rows}:
-            own = [some for some in rows if some.sequence == sequence]
-            actual = in_place(own, flat.to(dtype), self.left_out(layer)).reshape(exact.shape)
-            ratios.append(block_ratio(self.context, STAGE, layer, actual, self.reference, f"{self.mode}::{name}"))
-        return max((one for one in ratios if one is not None), key=lambda one: (one != one, one), default=None)
+        for sequence in {piece.sequence for piece in rows}:
+            pieces = [piece for piece in rows if piece.sequence == sequence]
+            # rows that this sequence does not have keep their exact values, so they add no error
+            actual = in_place(pieces, flat.to(dtype), self.undecided_rows(layer)).reshape(exact.shape)
+            ratio = block_ratio(self.context, STAGE, layer, actual, self.reference, f"{self.mode}::{name}")
+            if ratio is not None:
+                ratios.append(ratio)
+        return max(ratios, key=lambda ratio: (math.isnan(ratio), ratio), default=None)
 
     def has_same_bits(self, name: str, rows: list[Rows]) -> bool:
         """Report whether a way's rows have the bits that they have in whole sequences."""
-        return all(torch.equal(self.whole[name][some.index], some.values) for some in rows)
+        return all(torch.equal(self.whole[name][piece.index], piece.values) for piece in rows)
 
 
 def run(context: Context) -> None:
     """Compute the sequences of the stage `forward` in every way, and judge the rows of each module."""
-    sequences, reason = _inputs(context)
+    sequences, reason = _find_sequences(context)
     if sequences is None:
         _skip(context, WHOLE_MODEL, "everything", reason)
         return
@@ -157,88 +173,136 @@ def run(context: Context) -> None:
     if isinstance(reference, str) or failure:
         context.record.fact(STAGE, WHOLE_MODEL, "everything", status="blocked", reason=failure)
         return
-    is_thorough = context.job.case.level == Level.THOROUGH
-    ways = [(mode, name) for name in (*WAYS, *(MORE_WAYS if is_thorough else ()))]
-    if is_thorough and mode == ADAPTER_ON and ADAPTER_OFF not in reference.tables.failures:
-        ways += [(ADAPTER_OFF, name) for name in WITHOUT_ADAPTER]
-    exact = _exact(context, sequences, mode, reference)
-    for done, (one, name) in enumerate(ways):
-        title = name if one == mode else f"{name}.{one}"
-        context.events.step(title, done, len(ways))
+    modes_and_ways = _modes_and_ways(context, mode, reference)
+    # exact results and block inputs are those of one mode, so they are read anew where the mode changes
+    exact = _run_whole_sequences(context, sequences, mode, reference)
+    for done, (way_mode, name) in enumerate(modes_and_ways):
+        title = name if way_mode == mode else f"{name}.{way_mode}"
+        context.events.step(title, done, len(modes_and_ways))
         try:
-            exact = exact if one == exact.mode else _exact(context, sequences, one, reference)
-            _judge(context, name, exact, title)
+            if way_mode != exact.mode:
+                exact = _run_whole_sequences(context, sequences, way_mode, reference)
+            _judge_way(context, name, exact, title)
         except Skip as why:
             _skip(context, WHOLE_MODEL, title, f"the model does not run in this way: {why}")
-    context.events.step("the text that it writes", len(ways), len(ways))
+    context.events.step("the text that it writes", len(modes_and_ways), len(modes_and_ways))
     try:
         record_text(context, sequences.part(_SOME))
     except Skip as why:
         _skip(context, WHOLE_MODEL, TEXT, str(why))
 
 
-def _inputs(context: Context) -> tuple[Sequences | None, str]:
+def _modes_and_ways(context: Context, mode: str, reference: Reference) -> list[tuple[str, str]]:
+    """Return each mode and way to compute, those of the case's own mode first: whole sequences run once per mode."""
+    names = [*WAYS]
+    is_thorough = context.job.case.level == Level.THOROUGH
+    if is_thorough:
+        names += MORE_WAYS
+    modes_and_ways = [(mode, name) for name in names]
+    if is_thorough and mode == ADAPTER_ON and ADAPTER_OFF not in reference.tables.failures:
+        modes_and_ways += [(ADAPTER_OFF, name) for name in WITHOUT_ADAPTER]
+    return modes_and_ways
+
+
+def _find_sequences(context: Context) -> tuple[Sequences | None, str]:
     """Return the sequences of the stage `forward`, or None and why they are not generated in other ways."""
-    case, model = context.job.case, context.model
-    if standard.FORWARD not in case.stages:
-        return None, "the stage forward, whose float64 results judge it, is not run"
-    if not getattr(base_of(model), "can_generate", lambda: False)():
-        return None, "the model generates no text"
-    of_base = set(base_of(model).modules())
-    if any(block not in of_base for block in blocks_of(model).values()):
-        return None, "the adapter has blocks of its own, which it calls by itself"
-    inputs, reason = fixed_inputs(case, context.base.model)
+    reason = _why_not_generated(context)
+    if reason:
+        return None, reason
+    inputs, reason = fixed_inputs(context.job.case, context.base.model)
     if inputs is None:
         return None, reason
-    has_encoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    if has_encoder and any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
-        return None, "the adapter puts tokens of its own before what the encoder reads"
-    name, other = (DECODER_IDS, "input_ids") if has_encoder else ("input_ids", "pixel_values")
-    ids, mask = inputs.get(name), inputs.get("attention_mask")
-    if ids is None or ids.dim() != 2 or set(inputs) - {name, "attention_mask", other}:
-        return None, "the inputs are not token ids, or token ids and an image for each text"
-    if mask is not None and not mask.all():
-        return None, "the inputs have a mask"
-    mark: Any = getattr(model.config, "image_token_id", None)
-    of_image = 0 if mark is None else int((ids == mark).sum(1).max())
-    prompt = max(ids.shape[1] // 2, of_image + max(PADS) + 1 if of_image else 0)
+    config = context.model.config
+    has_encoder = bool(getattr(config, "is_encoder_decoder", False))
+    reason = _why_not_sequences(context.model, inputs, has_encoder=has_encoder)
+    if reason:
+        return None, reason
+    ids_name = DECODER_IDS if has_encoder else "input_ids"
+    ids = inputs[ids_name]
+    prompt = _prompt_length(ids, getattr(config, "image_token_id", None))
     if min(prompt, ids.shape[1] - prompt) < 2:
         return None, "the sequences have fewer than four tokens"
-    own = {name, *(() if has_encoder else ("attention_mask",))}
-    beside = {name: one for name, one in inputs.items() if name not in own}
-    if any(len(one) != len(ids) for one in beside.values()):
+    own_names = {ids_name}
+    if not has_encoder:  # the mask of an encoder is of its text, and is given with it
+        own_names.add("attention_mask")
+    beside = {name: tensor for name, tensor in inputs.items() if name not in own_names}
+    if any(len(tensor) != len(ids) for tensor in beside.values()):
         return None, "not every text has an image"
     return Sequences(ids=ids, prompt=prompt, beside=beside, has_encoder=has_encoder), ""
 
 
-def _exact(context: Context, sequences: Sequences, mode: str, reference: Reference) -> _Exact:
-    """Run whole sequences once more, and note where what is decided there may turn."""
+def _why_not_generated(context: Context) -> str:
+    """Return why a model is not run in other ways, whatever its inputs; empty where it is."""
+    model = context.model
+    if standard.FORWARD not in context.job.case.stages:
+        return "the stage forward, whose float64 results judge it, is not run"
+    if not getattr(base_of(model), "can_generate", lambda: False)():
+        return "the model generates no text"
+    modules_of_base = set(base_of(model).modules())
+    if any(block not in modules_of_base for block in blocks_of(model).values()):
+        return "the adapter has blocks of its own, which it calls by itself"
+    return ""
+
+
+def _why_not_sequences(model: Any, inputs: Mapping[str, torch.Tensor], *, has_encoder: bool) -> str:
+    """Return why inputs are no texts to be computed token by token; empty where they are."""
+    if has_encoder and any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
+        return "the adapter puts tokens of its own before what the encoder reads"
+    names = (DECODER_IDS, "input_ids") if has_encoder else ("input_ids", "pixel_values")
+    ids, mask = inputs.get(names[0]), inputs.get("attention_mask")
+    if ids is None or ids.dim() != 2 or set(inputs) - {*names, "attention_mask"}:
+        return "the inputs are not token ids, or token ids and an image for each text"
+    if mask is not None and not mask.all():
+        return "the inputs have a mask"
+    return ""
+
+
+def _prompt_length(ids: torch.Tensor, image_token: Any) -> int:
+    """Return how many tokens of each sequence are the prompt: half of it, and all tokens of an image.
+
+    After an image the prompt has a token more than the longest padding.
+    """
+    half = ids.shape[1] // 2
+    if image_token is None:
+        return half
+    image_tokens = int((ids == image_token).sum(1).max())
+    if image_tokens == 0:
+        return half
+    return max(half, image_tokens + max(PADS) + 1)
+
+
+def _run_whole_sequences(context: Context, sequences: Sequences, mode: str, reference: Reference) -> _Exact:
+    """Run whole sequences once more, and note where a decision may turn by rounding."""
     inputs = sequences.inputs(sequences.ids)
     logits = reference.read(f"{mode}::{ResultPlace(LOGITS)}")
     if logits is not None and len(logits.shape) == 3:
         sequences = replace(sequences, virtual=logits.shape[1] - sequences.ids.shape[1])
     names = [name for name in reference.tables.names if name.startswith(f"{mode}::")]
     if sequences.has_encoder:  # which reads the whole text at once in every way
-        own = place_of_encoder(context.model)
-        names = [name for name in names if not name.removeprefix(f"{mode}::").startswith(own)]
+        encoder = place_of_encoder(context.model)
+        names = [name for name in names if not name.removeprefix(f"{mode}::").startswith(encoder)]
     whole: dict[str, torch.Tensor] = {}
-    decided: list[str] = []
+    deciding_modules: list[str] = []
     places = Places(context.model)
-    table = Table.of(_decisions(context)).passes.get(mode, ())
+    table = Table.of(_decisions_file(context)).passes.get(mode, ())
 
     def note(_: Decision) -> None:
-        decided.append(places.now)
+        deciding_modules.append(places.now)
 
     def take(place: ResultPlace, result: torch.Tensor) -> None:
-        rows = by_rows(result.detach().to(CPU), sequences.length) if result.is_floating_point() else None
+        if not result.is_floating_point():
+            return
+        rows = by_rows(result.detach().to(CPU), sequences.length)
         if rows is not None and f"{mode}::{place}" in names:
             whole[str(place)] = rows
 
+    block_inputs = functools.partial(reference.given, mode)
     kernels = half_kernels.replacement(context.model, tokens_of(inputs))
     watch = deciding(note if table else None, gradient=False, places=places)
-    with half_kernels.computing(kernels), _in(context.model, mode), watch:
-        run_by_blocks(context.model, inputs, functools.partial(reference.given, mode), take, began=context.events.block)
+    with half_kernels.computing(kernels), _in_mode(context.model, mode), watch:
+        run_by_blocks(context.model, inputs, block_inputs, take, began=context.events.block)
     shapes = {name: reference.known(f"{mode}::{name}").shape for name in whole}
+    row_count = len(sequences.ids) * sequences.length
     return _Exact(
         context=context,
         mode=mode,
@@ -246,95 +310,139 @@ def _exact(context: Context, sequences: Sequences, mode: str, reference: Referen
         sequences=sequences.part(_SOME),
         shapes=shapes,
         whole=whole,
-        undecided=_undecided(context, table, decided, len(sequences.ids) * sequences.length),
+        undecided=_undecided_by_block(context, table, deciding_modules, row_count),
     )
 
 
-def _undecided(context: Context, table: tuple[Settled, ...], places: list[str], count: int) -> dict[str, torch.Tensor]:
-    """Return the rows in which a decision may turn by rounding, by the block that decides."""
+def _undecided_by_block(
+    context: Context, table: tuple[Settled, ...], modules: list[str], row_count: int
+) -> dict[str, torch.Tensor]:
+    """Return masks of the rows in which a decision may turn by rounding, by the block that decides.
+
+    Parameters
+    ----------
+    table : tuple of Settled
+        The decisions of the exact pass.
+    modules : list of str
+        The module that decided, for each decision of the pass on this device. Where there are more or fewer of these
+        than in the table, no decision is told by its module, and each counts in every block.
+    row_count : int
+        Rows of all sequences: the length of each mask.
+    """
     blocks = blocks_of(context.model)
-    title = cpu_error.products_on(context.model, context.device)
-    file, found = ArrayFile(_decisions(context)), dict[str, torch.Tensor]()
+    products = cpu_error.products_on(context.model, context.device)
+    file = ArrayFile(_decisions_file(context))
+    masks: dict[str, torch.Tensor] = {}
     for number, settled in enumerate(table):
         if settled.name in CONTINUOUS:
             continue
-        place = places[number] if len(places) == len(table) else ""
-        block = next((block for block in blocks if f"{place}.".startswith(f"{block}.")), "")
-        margins = file.read(settled.exact).to(torch.float64)
-        if settled.dim is not None:  # between the last that is chosen and the first that is not
-            chosen = settled.decided.shape[settled.dim]
-            if chosen == margins.shape[settled.dim]:
-                continue
-            best = margins.topk(chosen + 1, dim=settled.dim).values
-            margins = best.select(settled.dim, chosen - 1) - best.select(settled.dim, chosen)
-        near = margins <= float(settled.allowed.get(title, math.inf))
-        if count in (near.shape[:1].numel(), near.shape[:2].numel()):
-            rows = near.reshape(count, -1).any(1)
+        margins = _margins(settled, file.read(settled.exact).to(torch.float64))
+        if margins is None:
+            continue
+        module = modules[number] if len(modules) == len(table) else ""
+        block = next((block for block in blocks if f"{module}.".startswith(f"{block}.")), "")
+        is_near = margins <= float(settled.allowed.get(products, math.inf))
+        if row_count in (is_near.shape[:1].numel(), is_near.shape[:2].numel()):
+            rows = is_near.reshape(row_count, -1).any(1)
         else:  # in another order than that of tokens
-            rows = near.any().expand(count)
-        found[block] = found[block] | rows if block in found else rows
-    return found
+            rows = is_near.any().expand(row_count)
+        if block in masks:
+            rows = masks[block] | rows
+        masks[block] = rows
+    return masks
 
 
-def _in(model: Any, mode: str) -> AbstractContextManager[None]:
-    """Compute without the adapter of a model where a mode says so."""
-    return disabled(model) if mode == ADAPTER_OFF and hasattr(model, "disable_adapter") else nullcontext()
+def _margins(settled: Settled, exact: torch.Tensor) -> torch.Tensor | None:
+    """Return how far each decision is from turning; None where everything is chosen, so nothing can turn.
+
+    A selection turns between the last entry that is chosen and the first that is not.
+    """
+    if settled.dim is None:
+        return exact
+    chosen = settled.decided.shape[settled.dim]
+    if chosen == exact.shape[settled.dim]:
+        return None
+    largest = exact.topk(chosen + 1, dim=settled.dim).values
+    return largest.select(settled.dim, chosen - 1) - largest.select(settled.dim, chosen)
 
 
-def _judge(context: Context, name: str, exact: _Exact, title: str) -> None:
-    """Run a way, and record by a title how the rows of each module stand to their limits.
+def _in_mode(model: Any, mode: str) -> AbstractContextManager[None]:
+    """Disable the adapter of a model, if it has one, in the mode without it."""
+    if mode == ADAPTER_OFF and hasattr(model, "disable_adapter"):
+        return disabled(model)
+    return nullcontext()
+
+
+def _judge_way(context: Context, name: str, exact: _Exact, title: str) -> None:
+    """Run a way, and record by a title the ratio of each module's rows to their limits.
 
     Raises
     ------
     Skip
         The model does not run in this way.
     """
-    _, of_device, of_model = {**WAYS, **MORE_WAYS}[name]
     if name == STATIC and not base_of(context.model)._supports_default_dynamic_cache():
         raise Skip("it has a cache of its own")
     with model_code(context.model):
-        way = _run(context.model, name, exact)
-    found = {place: rows for place, rows in way.found.items() if rows}
-    ratios = {place: exact.ratio(place, rows, rows[0].values.dtype) for place, rows in found.items()}
-    wrong = [place for place, ratio in ratios.items() if ratio is not None and not passes(ratio)]
+        way = _run_way(context.model, name, exact)
+    rows_by_place = {place: rows for place, rows in way.found.items() if rows}
+    ratios = {place: exact.ratio(place, rows, rows[0].values.dtype) for place, rows in rows_by_place.items()}
+    # `not passes`: a ratio of NaN is wrong too
+    wrong_places = [place for place, ratio in ratios.items() if ratio is not None and not passes(ratio)]
     word = None
-    if wrong:
-        word = of_model if _is_wrong_in_float64(context, name, exact, wrong[0]) else of_device
+    if wrong_places:
+        _, word_of_device, word_of_model = {**WAYS, **MORE_WAYS}[name]
+        # the first wrong place stands for all: the way runs once more, in float64
+        is_of_model = _is_wrong_in_float64(context, name, exact, wrong_places[0])
+        word = word_of_model if is_of_model else word_of_device
     for place, ratio in ratios.items():
-        layer, part = ResultPlace.of(place)
-        if ratio is None or not context.record.wants(STAGE, layer):
-            continue
-        is_same = exact.has_same_bits(place, found[place])
-        status: RecordStatus = "outside" if place in wrong else "equal" if is_same else "within"
-        left_out = exact.left_out(layer)
-        context.record.fact(
-            STAGE,
-            layer,
-            f"{title}.{part}" if part else title,
-            status=status,
-            share=ratio,
-            word=_word(word, found[place]) if place in wrong else None,
-            evidence={
-                "rows": sum(len(one.index) for one in found[place]),
-                "bits_of_whole_sequences": is_same,
-                "undecided_rows": int(sum(left_out[one.index].sum() for one in found[place]) if len(left_out) else 0),
-            },
-        )
+        layer = ResultPlace.of(place).layer
+        if ratio is not None and context.record.wants(STAGE, layer):
+            word_of_place = word if place in wrong_places else None
+            _record_place(context, title, place, rows_by_place[place], exact, ratio=ratio, word=word_of_place)
     for place, shape in way.other_shapes.items():
         layer, part = ResultPlace.of(place)
         if not part and context.record.wants(STAGE, layer):
             _skip(context, layer, f"{title}.shape", f"it has no row for each token in this way: {list(shape)}")
 
 
-def _word(word: Word | None, rows: list[Rows]) -> Word | None:
-    """Return what is said of wrong rows: of NaN that, as a half type whose range the model's code leaves has it."""
-    return word if all(bool(one.values.isfinite().all()) for one in rows) else words.NON_FINITE
+def _record_place(
+    context: Context, title: str, place: str, rows: list[Rows], exact: _Exact, *, ratio: float, word: Word | None
+) -> None:
+    """Record the rows of one place; `word` is None where they are right."""
+    layer, part = ResultPlace.of(place)
+    is_same = exact.has_same_bits(place, rows)
+    status: RecordStatus = "equal" if is_same else "within"
+    if word is not None:
+        status = "outside"
+        if not all(bool(piece.values.isfinite().all()) for piece in rows):
+            word = words.NON_FINITE  # as where the model's code leaves the range of a half type
+    undecided = exact.undecided_rows(layer)
+    undecided_count = 0
+    if len(undecided):
+        undecided_count = int(sum(undecided[piece.index].sum() for piece in rows))
+    context.record.fact(
+        STAGE,
+        layer,
+        f"{title}.{part}" if part else title,
+        status=status,
+        share=ratio,
+        word=word,
+        evidence={
+            "rows": sum(len(piece.index) for piece in rows),
+            "bits_of_whole_sequences": is_same,
+            "undecided_rows": undecided_count,
+        },
+    )
 
 
-def _run(model: torch.nn.Module, name: str, exact: _Exact) -> Way:
-    way = Way(model=model, sequences=exact.sequences, given=exact.given, shapes=exact.shapes)
-    with half_kernels.computing(half_kernels.replacement(model, exact.sequences.ids.numel())), _in(model, exact.mode):
-        {**WAYS, **MORE_WAYS}[name][0](way)
+def _run_way(model: torch.nn.Module, name: str, exact: _Exact) -> Way:
+    """Compute the sequences in a way, and return it with the rows of each place."""
+    way = Way(model=model, sequences=exact.sequences, given=exact.block_input, shapes=exact.shapes)
+    compute, _, _ = {**WAYS, **MORE_WAYS}[name]
+    kernels = half_kernels.replacement(model, exact.sequences.ids.numel())
+    with half_kernels.computing(kernels), _in_mode(model, exact.mode):
+        compute(way)
     return way
 
 
@@ -344,17 +452,20 @@ def _is_wrong_in_float64(context: Context, name: str, exact: _Exact, place: str)
     It is then the model's code, or a kernel that is wrong in every dtype.
     """
     with context.events.on_cpu():
-        model = context.model if context.device.type == CPU else load_model(context.job.case, CPU)
+        model = context.model
+        if context.device.type != CPU:
+            model = load_model(context.job.case, CPU)
         try:
             with model_code(model), torch.no_grad(), exact_layers(model), Float64Mode():
-                rows = _run(model, name, exact).found.get(place, [])
+                rows = _run_way(model, name, exact).found.get(place, [])
         except Skip:  # code that insists on its own dtype
             return False
     ratio = exact.ratio(place, rows, exact.whole[place].dtype)
     return ratio is not None and not passes(ratio)
 
 
-def _decisions(context: Context) -> Any:
+def _decisions_file(context: Context) -> Path:
+    """Return where the stage `forward` keeps the decisions of its exact pass."""
     return context.scratch / DECISIONS_FILE.format(standard.FORWARD)
 
 

@@ -1,4 +1,4 @@
-"""Write the file that asks another inference engine for its outputs: the fixed inputs, and what is wanted back."""
+"""Write the file that asks another inference engine for its outputs: the fixed inputs, and the outputs wanted."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def write_request(case: Case, path: Path) -> Request:
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    # the base alone: inputs follow from its config, and an engine loads the adapter by itself
     base = load_base(case, "cpu")
     inputs, reason = fixed_inputs(case, base.model)
     if inputs is None or reason:

@@ -38,11 +38,10 @@ def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
     case = capture.manifest.case
     where = capture.folder
     if case.factory is not None or not case.base:
-        got = case.base or "no base"
         raise InputError(
             "an engine's outputs are compared with a base in a folder",
             where=where,
-            got=got,
+            got=case.base or "no base",
             hint="consistency run --engine-outputs NAME=FILE",
         )
     for path in (case.base, case.adapter):
@@ -55,10 +54,10 @@ def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
             )
     if case.inputs is not None and not case.makes_inputs:
         read_header(Path(case.inputs))
-    paths = tuple(EngineFile(name=one.name, path=str(Path(one.path).expanduser().resolve())) for one in files)
-    found = msgspec.structs.replace(
+    resolved = [EngineFile(name=file.name, path=str(Path(file.path).expanduser().resolve())) for file in files]
+    judged_case = msgspec.structs.replace(
         case,
-        engine_outputs=paths,
+        engine_outputs=tuple(resolved),
         stages=(standard.FORWARD,),
         steps=None,
         soak_s=None,
@@ -72,9 +71,9 @@ def case_of_engines(capture: Capture, files: Sequence[EngineFile]) -> Case:
         load_paths=None,
         repeat=1,
     )
-    for one in paths:
-        check_files_of(found, read_outputs(Path(one.path)))
-    return found
+    for file in resolved:
+        check_files_of(judged_case, read_outputs(Path(file.path)))
+    return judged_case
 
 
 def judged(first: Capture, files: Sequence[EngineFile], target: Path, watch: Watcher) -> Capture:
@@ -83,9 +82,9 @@ def judged(first: Capture, files: Sequence[EngineFile], target: Path, watch: Wat
     Parameters
     ----------
     first : Capture
-        Its case is the one whose outputs they are.
+        A capture of the case that the engines' outputs are of.
     target : Path
-        Where the capture is written.
+        Folder that the capture is written into.
     """
     plan = pipeline.plan_of(case_of_engines(first, files), Options(devices=("cpu",)))
     pipeline.capture(plan, target, watch=watch)
@@ -102,12 +101,12 @@ def _engines_alone(capture: Capture) -> Capture:
 
 
 def write_inputs(options: Options, path: Path, *, replace: bool = False) -> Request:
-    """Write the file that an engine's side reads; return what it asks for.
+    """Write the file that asks an engine for its outputs, and return the request in it.
 
     Raises
     ------
     CaptureError
-        There is such a file already, or it cannot be written.
+        There is such a file already, or its folder is missing.
     InputError
         The case cannot be used, or no inputs can be made for it.
     """

@@ -40,15 +40,15 @@ class About(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     version: str
     device: str
     dtype: Literal["float32", "bfloat16", "float16"]
-    """That the engine computed in: of the weights, not of the file."""
+    """Dtype that the engine computed in: of the weights, not of the file."""
     values: Literal["logits", "log_probabilities"] = "logits"
     """Logits, or natural logarithms of probabilities over the whole vocabulary."""
     top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """Where only some values of each place are given: so many of the largest are among them."""
+    """Number of the largest values that are given of each place; None where all values are."""
     batch_invariant: bool = False
     """Whether the engine promises that a row's bits do not depend on the batch that it is in."""
     settings: dict[str, str] = {}
-    """Whatever else it was run with."""
+    """Further settings that the engine was run with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Outputs:
     path: Path
     about: About
     tensors: dict[str, TensorHeader]
-    """By their names in the file, which are those of `modes`, of `batches`, `TOKENS` and their ids."""
+    """Headers by the names of the tensors, which are `modes`, `batches`, `TOKENS`, and ids of the first two."""
 
     @property
     def modes(self) -> tuple[Mode, ...]:
@@ -67,8 +67,8 @@ class Outputs:
     @property
     def batches(self) -> tuple[str, ...]:
         """Return the names of the first row's outputs in several batches, the one where it is alone first."""
-        found = [name for name in self.tensors if _is_batch(name)]
-        return tuple(sorted(found, key=lambda name: (batch_size(name), name)))
+        names = [name for name in self.tensors if _is_batch(name)]
+        return tuple(sorted(names, key=lambda name: (batch_size(name), name)))
 
 
 def batch_name(size: int, place: Literal["first", "last"]) -> str:
@@ -77,7 +77,7 @@ def batch_name(size: int, place: Literal["first", "last"]) -> str:
 
 
 def batch_size(name: str) -> int:
-    """Return the size that such a name states."""
+    """Return the size of a batch, from the name of its outputs: 4 for `batch.4.first`."""
     return int(name.split(".")[1])
 
 
@@ -102,7 +102,8 @@ def read_outputs(path: Path) -> Outputs:
     for name, header in tensors.items():
         _check_tensor(outputs, name, header)
     shapes = {tensors[mode].shape[:-1] for mode in outputs.modes}
-    shapes |= {tensors[TOKENS].shape} if TOKENS in tensors else set()
+    if TOKENS in tensors:
+        shapes.add(tensors[TOKENS].shape)
     if len(shapes) > 1:
         raise InputError(
             "the engine's outputs are of different rows or tokens",
@@ -115,6 +116,7 @@ def read_outputs(path: Path) -> Outputs:
 
 
 def _about(path: Path) -> About:
+    """Read the engine's description from the metadata of its file."""
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata() or {}
     text = metadata.get(METADATA)
@@ -142,28 +144,37 @@ def _about(path: Path) -> About:
 
 
 def _check_tensor(outputs: Outputs, name: str, header: TensorHeader) -> None:
+    """Raise InputError where a tensor has a name without a meaning, or a dtype or shape that does not fit."""
     stem, _, suffix = name.rpartition(".")
-    of_ids = suffix == IDS and stem in outputs.tensors
     if name == TOKENS:
         _check_dtype(outputs, name, header, _FLAGS)
-        return
-    if of_ids:
-        _check_dtype(outputs, name, header, _INTEGERS)
-        if header.shape != outputs.tensors[stem].shape:
-            raise InputError(
-                "ids of another shape than their values",
-                where=f"{name} in {outputs.path}",
-                got=list(header.shape),
-                wanted=list(outputs.tensors[stem].shape),
-            )
-        if outputs.about.top_k is None:
-            raise InputError(
-                "ids without top_k",
-                where=f"{name} in {outputs.path}",
-                wanted="how many of the largest values are given, as top_k",
-                hint=_HINT,
-            )
-        return
+    elif suffix == IDS and stem in outputs.tensors:
+        _check_ids(outputs, name, header, values=outputs.tensors[stem])
+    else:
+        _check_values(outputs, name, header)
+
+
+def _check_ids(outputs: Outputs, name: str, header: TensorHeader, *, values: TensorHeader) -> None:
+    """Raise InputError where ids do not fit the largest values that they belong to."""
+    _check_dtype(outputs, name, header, _INTEGERS)
+    if header.shape != values.shape:
+        raise InputError(
+            "ids of another shape than their values",
+            where=f"{name} in {outputs.path}",
+            got=list(header.shape),
+            wanted=list(values.shape),
+        )
+    if outputs.about.top_k is None:
+        raise InputError(
+            "ids without top_k",
+            where=f"{name} in {outputs.path}",
+            wanted="how many of the largest values are given, as top_k",
+            hint=_HINT,
+        )
+
+
+def _check_values(outputs: Outputs, name: str, header: TensorHeader) -> None:
+    """Raise InputError where values of a mode or a batch cannot be used, or where the name is neither's."""
     if name not in MODES and not _is_batch(name):
         known = [*MODES, TOKENS, *(f"{mode}.{IDS}" for mode in MODES), "batch.1", "batch.2.first", "batch.2.last"]
         raise InputError(
@@ -173,7 +184,8 @@ def _check_tensor(outputs: Outputs, name: str, header: TensorHeader) -> None:
             hint=did_you_mean(name, known) or _HINT,
         )
     _check_dtype(outputs, name, header, FLOATS)
-    if len(header.shape) < (1 if _is_batch(name) else 2):
+    least_dimensions = 1 if _is_batch(name) else 2
+    if len(header.shape) < least_dimensions:
         raise InputError(
             "outputs without a row or without a vocabulary",
             where=f"{name} in {outputs.path}",
@@ -209,16 +221,15 @@ def _check_dtype(outputs: Outputs, name: str, header: TensorHeader, allowed: tup
 
 
 def _is_batch(name: str) -> bool:
+    """Report whether a name is one of `batch_name`."""
     parts = name.split(".")
     if parts == ["batch", "1"]:
         return True
-    return (
-        len(parts) == 3
-        and parts[0] == "batch"
-        and _BATCH.fullmatch(parts[1]) is not None
-        and int(parts[1]) > 1
-        and parts[2] in ("first", "last")
-    )
+    if len(parts) != 3:
+        return False
+    prefix, size, place = parts
+    has_size = _BATCH.fullmatch(size) is not None and int(size) > 1
+    return prefix == "batch" and has_size and place in ("first", "last")
 
 
 def check_files_of(case: Case, outputs: Outputs) -> None:
@@ -229,17 +240,17 @@ def check_files_of(case: Case, outputs: Outputs) -> None:
     InputError
     """
     about = outputs.about
-    parts = (
+    digests = (
         ("base", about.case.base, base_digest(case), case.base),
         ("adapter", about.case.adapter, adapter_digest(case), case.adapter),
     )
-    for part, got, wanted, place in parts:
+    for noun, got, wanted, folder in digests:
         if got != wanted:
             refuse(
                 outputs,
-                f"the engine's outputs are of another {part}",
+                f"the engine's outputs are of another {noun}",
                 got=f"{about.case.name}, {got or 'none'}",
-                wanted=f"{place or 'none'}, {wanted}",
+                wanted=f"{folder or 'none'}, {wanted}",
             )
     check_dtype(outputs, None if case.dtype == "auto" else case.dtype)
 

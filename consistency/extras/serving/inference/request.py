@@ -18,17 +18,17 @@ REQUEST_SCHEMA: Literal["consistency.inputs/1"] = "consistency.inputs/1"
 
 Mode = Literal["adapter_on", "adapter_off", "adapter_merged"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""As the stage `forward` names them."""
+"""The modes, as the stage `forward` names them."""
 
 OUTPUT: Literal["logits"] = "logits"
 """The model's output that is compared."""
 
 _SIZES = (1, 2, 3, 5, 8, 16)
-"""Of batches: kernels are chosen by powers of two, and split odd sizes elsewhere."""
+"""Sizes of batches: kernels are chosen by powers of two, and split odd sizes elsewhere."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted of an engine."""
+    """The outputs that an engine is asked for."""
 
     schema: Literal["consistency.inputs/1"]
     case: CaseKey
@@ -37,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """`base`, `adapter`: where the files were when the inputs were written; `adapter` is None where there is none."""
     output: Literal["logits"]
     modes: tuple[Mode, ...]
-    """Without an adapter `adapter_off` alone."""
+    """Modes that are wanted: without an adapter `adapter_off` alone."""
     batches: tuple[int, ...]
     """Sizes of the batches in which the first row is wanted, at the first and at the last place."""
 

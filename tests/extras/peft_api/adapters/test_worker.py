@@ -88,7 +88,7 @@ def skipped(found: list[TensorRecord]) -> dict[str, str]:
 
 def computed_otherwise() -> set[str]:
     """Return the types of combinations that the installed PEFT does not compute by their definitions."""
-    return {kind for kind in TYPES if combining._computed_otherwise(kind, [2.0])}
+    return {kind for kind in TYPES if combining._why_defined_otherwise(kind, [2.0])}
 
 
 def rows_of(kinds: Iterable[str]) -> set[str]:
